@@ -6,7 +6,7 @@ key size, V value size, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -28,13 +28,34 @@ class StateShape:
 
 
 class RecurrenceParams(NamedTuple):
-    """How a layer computes its recurrence. A named tuple and not a dataclass: torch.compile traces code that makes
-    one."""
+    """How a layer computes its recurrence. Named tuples and not dataclasses: torch.compile traces code that makes
+    them."""
 
     scale: float = 1.0
     """Factor of the queries."""
     normalize: bool = False
     """Divide queries and keys by their L2 norm first."""
+
+
+class RecurrenceInputs(NamedTuple):
+    """What a layer's recurrence reads of T tokens."""
+
+    q: Tensor
+    """(T, G, K)."""
+    k: Tensor
+    """(T, G, K)."""
+    v: Tensor
+    """(T, H, V)."""
+    decay: Tensor
+    """Logarithmic: (T, H), or (T, H, K) for one of each key's element."""
+    beta: Tensor | None = None
+    """(T, H); None: no delta rule."""
+    params: RecurrenceParams = RecurrenceParams()
+
+    def rows(self, change: Callable[[Tensor], Tensor]) -> RecurrenceInputs:
+        """Return the inputs with every tensor replaced by `change` of it."""
+        beta = None if self.beta is None else change(self.beta)
+        return RecurrenceInputs(change(self.q), change(self.k), change(self.v), change(self.decay), beta, self.params)
 
 
 class Recurrence(Protocol):
@@ -48,21 +69,12 @@ class Recurrence(Protocol):
         or None): (T, C)."""
         ...
 
-    def recur(
-        self,
-        layer: int,
-        q_TGK: Tensor,
-        k_TGK: Tensor,
-        v_THV: Tensor,
-        decay: Tensor,
-        beta_TH: Tensor | None,
-        params: RecurrenceParams,
-    ) -> Tensor:
+    def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
         """Return `q_t S_t` for each token t, in the values' dtype: (T, H, V). The state S (K, V) of each head is fp32.
 
-        `decay` d is logarithmic: (T, H), or (T, H, K) for one of each key's element. With `beta` the gated delta rule
-        (Yang et al., ICLR '25): `S_t = exp(d_t) S_{t-1} + k_t ⊗ beta_t (v_t - k_t exp(d_t) S_{t-1})`; without it
-        (Mamba-2, Dao and Gu, ICML '24): `S_t = exp(d_t) S_{t-1} + k_t ⊗ v_t`.
+        With `beta` the gated delta rule (Yang et al., ICLR '25): `S_t = exp(d_t) S_{t-1} + k_t ⊗ beta_t (v_t - k_t
+        exp(d_t) S_{t-1})`; without it (Mamba-2, Dao and Gu, ICML '24): `S_t = exp(d_t) S_{t-1} + k_t ⊗ v_t`, where d is
+        the decay.
         """
         ...
 

@@ -6,13 +6,14 @@ Letters: see `interface`; B sequences, L tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from coserve.kernels.recurrent.interface import RecurrenceParams
+from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.reference import CHUNK, by_tokens, in_chunks, prepared, tapped
 
 
@@ -36,46 +37,23 @@ class PackedRecurrence:
         taps_TW = self._taps_on(x_TC.device, weight_CW.shape[1])
         return tapped(torch.cat((x_TC, x_TC.new_zeros(1, x_TC.shape[1]))), taps_TW, weight_CW, bias_C, activation)
 
-    def recur(
-        self,
-        layer: int,
-        q_TGK: Tensor,
-        k_TGK: Tensor,
-        v_THV: Tensor,
-        decay: Tensor,
-        beta_TH: Tensor | None,
-        params: RecurrenceParams,
-    ) -> Tensor:
+    def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
         """See `Recurrence.recur`. Only the inputs are kept for the backward, as the fp32 tensors of all chunks take
         several times the memory of the rest of a layer."""
-        if torch.is_grad_enabled() and v_THV.requires_grad:
-            out: Tensor = checkpoint(
-                self._recur, q_TGK, k_TGK, v_THV, decay, beta_TH, params, use_reentrant=False, preserve_rng_state=False
-            )
+        if torch.is_grad_enabled() and given.v.requires_grad:
+            out: Tensor = checkpoint(self._recur, given, use_reentrant=False, preserve_rng_state=False)
             return out
-        return self._recur(q_TGK, k_TGK, v_THV, decay, beta_TH, params)
+        return self._recur(given)
 
-    def _recur(
-        self,
-        q_TGK: Tensor,
-        k_TGK: Tensor,
-        v_THV: Tensor,
-        decay: Tensor,
-        beta_TH: Tensor | None,
-        params: RecurrenceParams,
-    ) -> Tensor:
-        heads, keys, values = v_THV.shape[1], k_TGK.shape[2], v_THV.shape[2]
-        q_THK, k_THK = prepared(q_TGK, k_TGK, heads, params)
-        given = [q_THK, k_THK, v_THV.float(), decay.float(), None if beta_TH is None else beta_TH.float()]
-        compute = in_chunks if decay.dim() == 2 else by_tokens
-        batches, back_T = self._batches_on(v_THV.device)
+    def _recur(self, given: RecurrenceInputs) -> Tensor:
+        every = prepared(given)
+        compute = in_chunks if given.decay.dim() == 2 else by_tokens
+        batches, back_T = self._batches_on(given.v.device)
         outputs = []
         for rows_BL in batches:
-            q, k, v, d, beta = (None if x is None else x[rows_BL] for x in given)
-            assert q is not None and k is not None and v is not None and d is not None, "only beta may be missing"
-            state = v.new_zeros(len(rows_BL), heads, keys, values)
-            outputs.append(compute(q, k, v, d, beta, state)[0].flatten(0, 1))
-        return torch.cat(outputs).index_select(0, back_T).to(v_THV.dtype)
+            state_BHKV = every.v.new_zeros(len(rows_BL), *every.k.shape[1:], given.v.shape[2])
+            outputs.append(compute(every.rows(partial(_at, rows_BL)), state_BHKV)[0].flatten(0, 1))
+        return torch.cat(outputs).index_select(0, back_T).to(given.v.dtype)
 
     def _taps_on(self, device: torch.device, width: int) -> Tensor:
         """The rows (T, W) that each token's convolution reads; row T holds zeros."""
@@ -102,3 +80,7 @@ class PackedRecurrence:
                 batches.append(torch.stack(rows).to(device))
             self._batches[device] = batches, back.to(device)
         return self._batches[device]
+
+
+def _at(rows_BL: Tensor, x: Tensor) -> Tensor:
+    return x[rows_BL]

@@ -5,11 +5,13 @@ Letters: see `interface`; B sequences, L tokens of each, N chunks, Z tokens of a
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from coserve.kernels.recurrent.interface import RecurrenceParams
+from coserve.kernels.recurrent.interface import RecurrenceInputs
 
 CHUNK = 64
 """Tokens of a chunk, within which everything is products of matrices."""
@@ -29,24 +31,24 @@ def tapped(
     return (silu(total) if activation == "silu" else total).to(rows_NC.dtype)
 
 
-def prepared(q: Tensor, k: Tensor, heads: int, params: RecurrenceParams) -> tuple[Tensor, Tensor]:
-    """Return queries and keys (..., G, K) in fp32 for every head, normalised and scaled: (..., H, K)."""
-    q, k = q.float(), k.float()
+def prepared(given: RecurrenceInputs) -> RecurrenceInputs:
+    """Return the inputs in fp32, queries and keys for every head, normalised and scaled: (T, H, K)."""
+    q, k, v, decay, beta, params = given.rows(Tensor.float)
+    heads = v.shape[1]
     if params.normalize:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q = q * params.scale
-    if q.shape[-2] != heads:
-        q, k = (x.repeat_interleave(heads // x.shape[-2], -2) for x in (q, k))
-    return q, k
+    if q.shape[1] != heads:
+        q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
+    return RecurrenceInputs(q, k, v, decay, beta)
 
 
-def one_token(
-    state_BHKV: Tensor, q_BHK: Tensor, k_BHK: Tensor, v_BHV: Tensor, decay: Tensor, beta_BH: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Advance each sequence's state by a token, all in fp32: the outputs (B, H, V) and the new states.
+def one_token(prepared: RecurrenceInputs, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
+    """Advance each sequence's state by a token: the outputs (B, H, V) and the new states. All tensors are (B, ...).
 
     No matrix product: a sequence's bits do not depend on the batch.
     """
+    q_BHK, k_BHK, v_BHV, decay, beta_BH, _ = prepared
     kept = state_BHKV * (decay.exp()[..., None] if decay.dim() == 3 else decay.exp()[..., None, None])
     if beta_BH is not None:
         v_BHV = (v_BHV - (kept * k_BHK[..., None]).sum(-2)) * beta_BH[..., None]
@@ -54,13 +56,13 @@ def one_token(
     return (new * q_BHK[..., None]).sum(-2), new
 
 
-def in_chunks(
-    q_BLHK: Tensor, k_BLHK: Tensor, v_BLHV: Tensor, decay_BLH: Tensor, beta_BLH: Tensor | None, state_BHKV: Tensor
-) -> tuple[Tensor, Tensor]:
+def in_chunks(prepared: RecurrenceInputs, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
     """Compute L tokens of each sequence from given states: the outputs (B, L, H, V) and the last states, all in fp32.
+    All tensors are (B, L, ...).
 
     Within a chunk the delta rule is a triangular system (the WY representation of Yang et al., NeurIPS '24).
     """
+    q_BLHK, k_BLHK, v_BLHV, decay_BLH, beta_BLH, _ = prepared
     length = q_BLHK.shape[1]
 
     def chunks(x: Tensor) -> Tensor:
@@ -90,13 +92,10 @@ def in_chunks(
     return torch.cat(outputs, 2).transpose(1, 2)[:, :length], state
 
 
-def by_tokens(
-    q_BLHK: Tensor, k_BLHK: Tensor, v_BLHV: Tensor, decay: Tensor, beta_BLH: Tensor | None, state_BHKV: Tensor
-) -> tuple[Tensor, Tensor]:
+def by_tokens(prepared: RecurrenceInputs, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `in_chunks` token by token, also for a decay of each key's element."""
     outputs, state = list[Tensor](), state_BHKV
-    for t in range(q_BLHK.shape[1]):
-        beta = None if beta_BLH is None else beta_BLH[:, t]
-        out, state = one_token(state, q_BLHK[:, t], k_BLHK[:, t], v_BLHV[:, t], decay[:, t], beta)
+    for t in range(prepared.q.shape[1]):
+        out, state = one_token(prepared.rows(partial(torch.select, dim=1, index=t)), state)
         outputs.append(out)
     return torch.stack(outputs, 1), state

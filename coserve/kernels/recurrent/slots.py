@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from coserve.kernels.attention.interface import TokenRun
-from coserve.kernels.recurrent.interface import RecurrenceParams
+from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.reference import one_token, prepared, tapped
 from coserve.kernels.recurrent.wrappers import PaddedRecurrence
 
@@ -67,26 +68,16 @@ class SlotRecurrence:
         states.index_copy_(0, self._to, rows[last_BW])
         return tapped(rows, taps_TW, weight_CW, bias_C, activation).to(x_TC.dtype)
 
-    def recur(
-        self,
-        layer: int,
-        q_TGK: Tensor,
-        k_TGK: Tensor,
-        v_THV: Tensor,
-        decay: Tensor,
-        beta_TH: Tensor | None,
-        params: RecurrenceParams,
-    ) -> Tensor:
+    def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
         """See `Recurrence.recur`."""
         states = self._states[layer].recurrent
-        state, out_THV = states.index_select(0, self._from), torch.zeros_like(v_THV)
-        q_THK, k_THK = prepared(q_TGK, k_TGK, v_THV.shape[1], params)
+        state, out_THV = states.index_select(0, self._from), torch.zeros_like(given.v)
+        every = prepared(given)
         for rows in self._steps:
-            beta = None if beta_TH is None else beta_TH[rows].float()
             out, state[: len(rows)] = one_token(
-                state[: len(rows)], q_THK[rows], k_THK[rows], v_THV[rows].float(), decay[rows].float(), beta
+                every.rows(partial(torch.index_select, dim=0, index=rows)), state[: len(rows)]
             )
-            out_THV[rows] = out.to(v_THV.dtype)
+            out_THV[rows] = out.to(given.v.dtype)
         states.index_copy_(0, self._to, state)
         return out_THV
 
@@ -125,17 +116,8 @@ class GatheredRecurrence:
             return torch.zeros_like(x_TC)
         return self._inner.convolve(layer, x_TC, weight_CW, bias_C, activation)
 
-    def recur(
-        self,
-        layer: int,
-        q_TGK: Tensor,
-        k_TGK: Tensor,
-        v_THV: Tensor,
-        decay: Tensor,
-        beta_TH: Tensor | None,
-        params: RecurrenceParams,
-    ) -> Tensor:
+    def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
         """See `Recurrence.recur`."""
         if self._inner is None:
-            return torch.zeros_like(v_THV)
-        return self._inner.recur(layer, q_TGK, k_TGK, v_THV, decay, beta_TH, params)
+            return torch.zeros_like(given.v)
+        return self._inner.recur(layer, given)

@@ -13,7 +13,7 @@ from coserve.kernels.attention.interface import Attention, MixedAttention, Stati
 from coserve.kernels.recurrent.interface import (
     HasRecurrence,
     Recurrence,
-    RecurrenceParams,
+    RecurrenceInputs,
     StateShape,
     StaticRecurrence,
 )
@@ -37,20 +37,9 @@ class PaddedRecurrence:
         out_TC = self._inner.convolve(layer, x_TC[: self._tokens], weight_CW, bias_C, activation)
         return pad(out_TC, (0, 0, 0, len(x_TC) - self._tokens))
 
-    def recur(
-        self,
-        layer: int,
-        q_TGK: Tensor,
-        k_TGK: Tensor,
-        v_THV: Tensor,
-        decay: Tensor,
-        beta_TH: Tensor | None,
-        params: RecurrenceParams,
-    ) -> Tensor:
-        real = slice(0, self._tokens)
-        beta = None if beta_TH is None else beta_TH[real]
-        out_THV = self._inner.recur(layer, q_TGK[real], k_TGK[real], v_THV[real], decay[real], beta, params)
-        return pad(out_THV, (0, 0, 0, 0, 0, len(v_THV) - self._tokens))
+    def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
+        out_THV = self._inner.recur(layer, given.rows(lambda x: x[: self._tokens]))
+        return pad(out_THV, (0, 0, 0, 0, 0, len(given.v) - self._tokens))
 
 
 class ReversedRecurrence:
@@ -64,18 +53,8 @@ class ReversedRecurrence:
     ) -> Tensor:
         return self._inner.convolve(layer, x_TC.flip(0), weight_CW, bias_C, activation).flip(0)
 
-    def recur(
-        self,
-        layer: int,
-        q_TGK: Tensor,
-        k_TGK: Tensor,
-        v_THV: Tensor,
-        decay: Tensor,
-        beta_TH: Tensor | None,
-        params: RecurrenceParams,
-    ) -> Tensor:
-        q, k, v, d = (x.flip(0) for x in (q_TGK, k_TGK, v_THV, decay))
-        return self._inner.recur(layer, q, k, v, d, None if beta_TH is None else beta_TH.flip(0), params).flip(0)
+    def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
+        return self._inner.recur(layer, given.rows(lambda x: x.flip(0))).flip(0)
 
 
 class WithRecurrence:
@@ -128,16 +107,7 @@ class RecordedStates:
         self.shapes[layer] = StateShape(channels, taps)
         return torch.zeros_like(x_TC)
 
-    def recur(
-        self,
-        layer: int,
-        q_TGK: Tensor,
-        k_TGK: Tensor,
-        v_THV: Tensor,
-        decay: Tensor,
-        beta_TH: Tensor | None,
-        params: RecurrenceParams,
-    ) -> Tensor:
-        _, heads, values = v_THV.shape
-        self.shapes[layer] = replace(self.shapes[layer], heads=heads, keys=k_TGK.shape[2], values=values)
-        return torch.zeros_like(v_THV)
+    def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
+        _, heads, values = given.v.shape
+        self.shapes[layer] = replace(self.shapes[layer], heads=heads, keys=given.k.shape[2], values=values)
+        return torch.zeros_like(given.v)

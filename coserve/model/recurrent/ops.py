@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coserve.kernels.recurrent.interface import Recurrence, RecurrenceParams
+from coserve.kernels.recurrent.interface import Recurrence, RecurrenceInputs, RecurrenceParams
 from coserve.kernels.recurrent.wrappers import recurrence_of
 from coserve.model.forward_context import current
 
@@ -33,8 +33,8 @@ def _recur(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, scale: float, normalize: bool
 ) -> Tensor:
     """Run `Recurrence.recur` of the running batch and layer: (T, G, K) twice, (T, H, V) -> (T, H, V)."""
-    params = RecurrenceParams(scale, normalize)
-    return _running().recur(current.layer, q, k, v, decay, beta, params).contiguous()
+    given = RecurrenceInputs(q, k, v, decay, beta, RecurrenceParams(scale, normalize))
+    return _running().recur(current.layer, given).contiguous()
 
 
 def _recur_fake(
@@ -70,18 +70,9 @@ class RunningRecurrence:
         out: Tensor = torch.ops.coserve.convolve(x_TC, weight_CW, bias_C, activation)
         return out
 
-    def recur(
-        self,
-        layer: int,
-        q_TGK: Tensor,
-        k_TGK: Tensor,
-        v_THV: Tensor,
-        decay: Tensor,
-        beta_TH: Tensor | None,
-        params: RecurrenceParams,
-    ) -> Tensor:
+    def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
         """Call the running `Recurrence.recur`; ignores `layer`."""
-        out: Tensor = torch.ops.coserve.recur(q_TGK, k_TGK, v_THV, decay, beta_TH, *params)
+        out: Tensor = torch.ops.coserve.recur(*given[:5], *given.params)
         return out
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from coserve.core.errors import UnsupportedBase
-from coserve.kernels.recurrent.interface import Recurrence, RecurrenceParams
+from coserve.kernels.recurrent.interface import Recurrence, RecurrenceInputs, RecurrenceParams
 from coserve.model.forward_context import current
 from coserve.model.recurrent.ops import RUNNING_RECURRENCE
 
@@ -112,7 +112,8 @@ def _delta_rule(
     """(1, T, H, K) twice, (1, T, H, V), (1, T, H) twice -> (1, T, H, V)."""
     _refuse_states(initial_state, output_final_state)
     params = RecurrenceParams(query.shape[-1] ** -0.5, use_qk_l2norm_in_kernel)
-    return recurrence.recur(layer, query[0], key[0], value[0], g[0], beta[0], params)[None], None
+    given = RecurrenceInputs(query[0], key[0], value[0], g[0], beta[0], params)
+    return recurrence.recur(layer, given)[None], None
 
 
 def _mamba2(
@@ -137,7 +138,8 @@ def _mamba2(
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
     x = hidden_states.float()
-    out_THV = recurrence.recur(layer, C[0], B[0], (x * dt[..., None])[0], (A.float() * dt)[0], None, RecurrenceParams())
+    given = RecurrenceInputs(C[0], B[0], (x * dt[..., None])[0], (A.float() * dt)[0])
+    out_THV = recurrence.recur(layer, given)
     return (out_THV if D is None else out_THV + D[:, None] * x[0])[None]
 
 
@@ -164,7 +166,7 @@ def _mamba(
     x_HT = hidden_states[0].float()
     v_TH1, decay_THK = (x_HT * dt_HT).T[..., None], dt_HT.T[..., None] * A
     q_T1K, k_T1K = C[0].T[:, None], B[0].T[:, None]
-    out_HT = recurrence.recur(layer, q_T1K, k_T1K, v_TH1, decay_THK, None, RecurrenceParams())[..., 0].T
+    out_HT = recurrence.recur(layer, RecurrenceInputs(q_T1K, k_T1K, v_TH1, decay_THK))[..., 0].T
     if D is not None:
         out_HT = out_HT + x_HT * D[:, None]
     out_1HT = out_HT.to(hidden_states.dtype)[None]

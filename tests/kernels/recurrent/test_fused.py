@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.recurrent.fused.steps import FusedRecurrence
-from coserve.kernels.recurrent.interface import Recurrence, RecurrenceParams, StateShape
+from coserve.kernels.recurrent.interface import Recurrence, RecurrenceInputs, RecurrenceParams, StateShape
 from coserve.kernels.recurrent.packed import PackedRecurrence
 from coserve.kernels.recurrent.slots import SlotRecurrence
 from coserve.memory.state_pool import StatePool
@@ -44,7 +44,7 @@ def _step(
     params = RecurrenceParams(0.4, normalize=beta)
     return [
         recurrence.convolve(0, x, weight, bias if by_key else None, None if by_key else "silu"),
-        recurrence.recur(0, q, k, v, decay, share, params),
+        recurrence.recur(0, RecurrenceInputs(q, k, v, decay, share, params)),
     ]
 
 
@@ -89,7 +89,7 @@ def test_a_recurrence_in_chunks_is_that_token_by_token() -> None:
         for by_key in (False, True):
             leaves = [x.clone().requires_grad_() for x in (q, k, v, decay)]
             given = leaves[3][..., None].expand(-1, -1, 5) if by_key else leaves[3]
-            out = PackedRecurrence(bounds).recur(0, *leaves[:3], given, beta, params)
+            out = PackedRecurrence(bounds).recur(0, RecurrenceInputs(*leaves[:3], given, beta, params))
             found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
         for got, want in zip(*found, strict=True):
             torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)

@@ -13,7 +13,7 @@ from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.recurrent.fused.kernels import convolve, keep_inputs, recur
-from coserve.kernels.recurrent.interface import RecurrenceParams
+from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.slots import LayerStates
 
 CHANNELS, TOKENS = 128, 16
@@ -101,31 +101,22 @@ class FusedRecurrence:
         )
         return out_TC
 
-    def recur(
-        self,
-        layer: int,
-        q_TGK: Tensor,
-        k_TGK: Tensor,
-        v_THV: Tensor,
-        decay: Tensor,
-        beta_TH: Tensor | None,
-        params: RecurrenceParams,
-    ) -> Tensor:
+    def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
         """See `Recurrence.recur`. Rows of padding are zero."""
+        q_TGK, k_TGK, v_THV, decay, _, params = given = given.rows(Tensor.contiguous)
         (_, heads, values), (_, groups, keys) = v_THV.shape, q_TGK.shape
         block_k = next_power_of_2(keys)
         block_v = max(1, min(next_power_of_2(values), STATE_ELEMENTS // block_k))
         out_THV = torch.zeros(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
-        decay = decay.contiguous()
         launch(
             recur,
             (self._sequences, heads, cdiv(values, block_v)),
             out_THV,
-            q_TGK.contiguous(),
-            k_TGK.contiguous(),
-            v_THV.contiguous(),
+            q_TGK,
+            k_TGK,
+            v_THV,
             decay,
-            decay if beta_TH is None else beta_TH.contiguous(),
+            decay if given.beta is None else given.beta,
             self._states[layer].recurrent,
             self._starts,
             self._ends,
@@ -136,7 +127,7 @@ class FusedRecurrence:
             keys,
             values,
             params.scale,
-            HAS_BETA=beta_TH is not None,
+            HAS_BETA=given.beta is not None,
             BY_KEY=decay.dim() == 3,
             NORMALIZE=params.normalize,
             BK=block_k,
