@@ -64,7 +64,7 @@ def generate(url: str, ends: threading.Event) -> None:
 
 def save(page: Page, path: Path) -> None:
     """A screenshot in few colours: a few dozen KB."""
-    page.screenshot(path=path)
+    page.screenshot(path=path, full_page=True)
     with Image.open(path) as image:
         image.convert("RGB").quantize(COLORS).save(path, optimize=True)
 

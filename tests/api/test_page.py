@@ -95,6 +95,8 @@ async def test_history_is_asked_for_with_the_key(api: Api) -> None:
     assert found["data"][-1]["running"] == 2
     last = found["data"][-1]["at"]
     assert (await api.call("GET", "/history", headers=key, params={"after": str(last)}))[1]["data"] == []
+    _, health = await api.call("GET", "/health")
+    assert (health["slo_ttft"], health["slo_tpot"]) == api.config.targets(device="cpu")
     for wrong in ("x", "nan", "inf"):
         status, body = await api.call("GET", "/history", headers=key, params={"after": wrong})
         assert (status, body["error"]["field"]) == (400, "after")

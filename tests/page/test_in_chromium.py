@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from coserve.core.gpu_memory import USES
 from tests.support.browser import check_accessible, chromium, open_page
 from tests.support.daemon_process import DaemonProcess
 from tests.support.model_folder import make_model_folder
@@ -59,6 +60,15 @@ class Node:
         return str(job["id"])
 
 
+def gpu_history() -> dict[str, Any]:
+    """What a daemon answers whose GPU memory is planned."""
+    counts = ("waiting", "running", "jobs", "generation_steps", "training_batches", "serve_seconds", "train_seconds")
+    pages = ("pages_used", "pages_adapters", "pages_total")
+    memory = dict.fromkeys(USES, 1 << 30) | {"weights": 16 << 30}
+    data = [{"at": 1000.0 + at, "memory": memory} | dict.fromkeys(counts + pages, at) for at in range(5)]
+    return {"data": data, "now": 1005.0}
+
+
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("page")
@@ -97,8 +107,9 @@ def test_the_key_is_asked_for_and_the_overview_is_drawn(node: Node, trained: lis
         page.keyboard.press("ArrowLeft")
         assert "generation steps" in page.locator("figure").first.locator("output").inner_text()
         check_accessible(page)
+        page.route("**/history?*", lambda route: route.fulfill(json=gpu_history()))
         page.reload()  # the key is kept in the tab
-        page.get_by_role("row", name="Time to first token").wait_for()
+        page.get_by_role("img", name=re.compile("^GPU memory by component. weights: last 16 GiB, .* free")).wait_for()
 
 
 def test_a_job_is_started_from_a_file_and_followed(node: Node, trained: list[str]) -> None:

@@ -45,4 +45,4 @@ class ReportHistory:
 
     def after(self, at: float) -> History:
         """Return the points that are newer than `at`, in Unix seconds, oldest first."""
-        return History(data=[point for point in self._points if point.at > at])
+        return History(data=[point for point in self._points if point.at > at], now=self._clock())

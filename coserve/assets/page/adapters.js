@@ -1,6 +1,6 @@
 // Adapters: versions, size, provenance, where they lie; roll back, delete, download.
 
-import { all, get, request, send } from "./api.js";
+import { get, listAdapters, request, send } from "./api.js";
 import { attempt, bytes, confirmed, el, keyed, moment, number, say, setText, table } from "./dom.js";
 
 const SHOWN = 20; // newest versions of an adapter
@@ -83,8 +83,8 @@ export const adapters = {
   show: (argument) => ([opened, turn] = [argument, 0]),
   async tick(health) {
     if (health && turn++ % 3) return; // asked for less often than the daemon's state
-    const text = search.value.trim().toLowerCase();
-    const found = (await all("/adapters")).filter((one) => one.id.includes(text));
+    const text = search.value.trim();
+    const found = await listAdapters(text);
     if (text !== searched) say(`${found.length} adapters`);
     searched = text;
     keyed(list.body, found, (one) => one.id, makeRow);

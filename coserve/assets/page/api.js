@@ -82,11 +82,11 @@ export async function health() {
   return found;
 }
 
-/** All pages of a list, at most `limit` items. */
-export async function all(path, limit = 1000) {
+/** Adapters by name, page by page, at most `limit`. `search`: part of the name. */
+export async function listAdapters(search = "", limit = 1000) {
   const found = [];
   for (let after = ""; ; after = `&after=${encodeURIComponent(found.at(-1).id)}`) {
-    const page = await get(`${path}?limit=100${after}`);
+    const page = await get(`/adapters?limit=100&search=${encodeURIComponent(search)}${after}`);
     found.push(...page.data);
     if (!page.has_more || found.length >= limit) return found;
   }

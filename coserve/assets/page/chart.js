@@ -25,9 +25,9 @@ function thinned(points, most) {
 }
 
 export class Chart {
-  /** `stacked`: values add up, in steps that end at their x. `x`, `y`: format a value. `zero`: the axis begins at 0. */
-  constructor(title, { x = number, y = number, stacked = false, zero = true, height = 180, top = null } = {}) {
-    Object.assign(this, { title, x, y, stacked, zero, height, top, series: [], at: null });
+  /** `stacked`: values add up, in steps that end at their x. `held`: a value lasts until the next one. `x`, `y`: format a value. `zero`: the axis begins at 0. */
+  constructor(title, { x = number, y = number, stacked = false, held = false, zero = true, height = 180, top = null } = {}) {
+    Object.assign(this, { title, x, y, stacked, held, zero, height, top, series: [], at: null });
     this.legend = el("ul", { class: "legend" });
     this.readout = el("output", { class: "readout" });
     this.drawing = svg("svg", { role: "img", tabindex: 0, height });
@@ -45,6 +45,11 @@ export class Chart {
       event.preventDefault();
     });
     new ResizeObserver(() => this.draw()).observe(this.node);
+  }
+
+  name(title) {
+    this.title = title;
+    setText(this.node.querySelector("strong"), title);
   }
 
   /** `series`: `{name, points: [[x, y], ...], dashed, color}`, x ascending; an area may say where it begins: `[x, y, from]`. `range`: the first and last x. */
@@ -99,7 +104,8 @@ export class Chart {
       parts.push(svg("text", { x: LEFT - 6, y: to.py(y) + 4, "text-anchor": "end" }, this.y(y)));
     }
     for (const x of ticks(to.first, to.last, to.width / 110)) {
-      if (x >= to.first) parts.push(svg("text", { x: to.px(x), y: bottom + 16, "text-anchor": "middle" }, this.x(x)));
+      const anchor = to.px(x) > to.width - 30 ? "end" : "middle";
+      if (x >= to.first) parts.push(svg("text", { x: to.px(x), y: bottom + 16, "text-anchor": anchor }, this.x(x)));
     }
     parts.push(...(this.stacked ? this.areas(to) : this.lines(to)));
     this.cursor = svg("line", { class: "cursor", y1: TOP, y2: bottom, visibility: "hidden" });
@@ -112,9 +118,12 @@ export class Chart {
   lines(to) {
     return this.series.flatMap((one, at) => {
       const points = thinned(one.points, to.width);
-      const path = points.map(([x, y], i) => `${i ? "L" : "M"}${to.px(x).toFixed(1)} ${to.py(y).toFixed(1)}`).join("");
+      const path = points.reduce((text, point) => {
+        const [x, y] = [to.px(point[0]).toFixed(1), to.py(point[1]).toFixed(1)];
+        return text + (!text ? `M${x} ${y}` : this.held ? `H${x}V${y}` : `L${x} ${y}`);
+      }, "");
       const name = `line s${one.color ?? at}${one.dashed ? " dashed" : ""}`;
-      const dots = points.length <= 40 ? points.map(([x, y]) => svg("circle", { class: name, cx: to.px(x), cy: to.py(y), r: 2 })) : [];
+      const dots = points.length <= 40 && !this.held ? points.map(([x, y]) => svg("circle", { class: name, cx: to.px(x), cy: to.py(y), r: 2 })) : [];
       return [svg("path", { class: name, d: path }), ...dots];
     });
   }

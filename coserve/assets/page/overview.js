@@ -2,9 +2,10 @@
 
 import { get, request } from "./api.js";
 import { Chart } from "./chart.js";
-import { bytes, clock, el, field, keyed, number, percent, seconds, setText, table } from "./dom.js";
+import { clock, el, field, keyed, number, percent, seconds, setText, table } from "./dom.js";
 import { buckets, parseMetrics, quantile, shareWithin, total } from "./metrics.js";
 
+const GIB = 2 ** 30;
 const WINDOW = 15 * 60;
 const RECENT = 30; // readings of the metrics: about a minute
 const PARTS = ["weights", "pages", "graphs", "jobs", "temporary", "cached", "context", "others", "free"];
@@ -25,8 +26,8 @@ const latency = table("Latency percentiles", "Latency", "p50", "p95", "p99", "Ta
 const time = (at) => clock(at);
 const shares = new Chart("Time of the engine, by what the policy chose", { x: time, y: percent, stacked: true, top: 1 });
 const rates = new Chart("Steps a second", { x: time });
-const queue = new Chart("Requests", { x: time });
-const memory = new Chart("GPU memory", { x: time, y: bytes, stacked: true, height: 220 });
+const queue = new Chart("Requests and jobs", { x: time, held: true });
+const memory = new Chart("GPU memory", { x: time, stacked: true, height: 220 });
 
 /** Rates between two reports: `[[to, rate, from], ...]`. Counters fall when an engine was started again: then nothing is drawn. */
 function changes(of) {
@@ -41,13 +42,15 @@ function changes(of) {
 
 const line = (name, of) => ({ name, points: points.map((point) => [point.at, of(point)]) });
 
-function draw() {
-  const now = Math.max(Date.now() / 1000, points.at(-1)?.at ?? 0);
+/** `now`: of the daemon's clock, as the points' times. */
+function draw(now) {
   const range = [Math.max(now - WINDOW, Math.min(points[0]?.at ?? now, now - 60)), now];
-  const capped = (of) => changes(of).map(([x, y, from]) => [x, Math.min(1, y), from]);
+  const serving = changes((p) => p.serve_seconds).map(([x, y, from]) => [x, Math.min(1, y), from]);
+  const served = new Map(serving);
+  const training = changes((p) => p.train_seconds).map(([x, y, from]) => [x, Math.min(1 - (served.get(x) ?? 0), y), from]);
   shares.update([
-    { name: "generation steps", points: capped((p) => p.serve_seconds) },
-    { name: "training slices", points: capped((p) => p.train_seconds) },
+    { name: "generation steps", points: serving },
+    { name: "training slices", points: training },
   ], range);
   rates.update([
     { name: "generation steps", points: changes((p) => p.generation_steps) },
@@ -55,12 +58,12 @@ function draw() {
   ], range);
   queue.update([line("running", (p) => p.running), line("waiting", (p) => p.waiting), line("jobs", (p) => p.jobs)], range);
   const planned = points.some((point) => Object.keys(point.memory).length);
+  memory.y = planned ? (gib) => `${number(gib)} GiB` : number;
+  memory.name(planned ? "GPU memory by component" : "Page pool, in pages (memory is not planned on this device)");
   memory.update(planned
-    ? PARTS.map((name) => line(name, (p) => p.memory[name] ?? 0))
+    ? PARTS.map((name) => line(name, (p) => (p.memory[name] ?? 0) / GIB))
     : [line("keys and values", (p) => p.pages_used - p.pages_adapters), line("adapters", (p) => p.pages_adapters),
       { ...line("free", (p) => p.pages_total - p.pages_used), color: PARTS.length - 1 }], range);
-  setText(memory.node.querySelector("strong"), planned ? "GPU memory" : "Page pool (memory is not planned on this device), in pages");
-  memory.y = planned ? bytes : number;
 }
 
 function drawLatency(health) {
@@ -123,12 +126,12 @@ export const overview = {
       get(`/history?after=${points.at(-1)?.at ?? 0}`),
       request("/metrics", { headers: { Accept: "text/plain" } }).then((response) => response.text()),
     ]);
-    points = [...points, ...history.data].filter((point) => point.at > Date.now() / 1000 - WINDOW).slice(-2 * WINDOW);
+    points = [...points, ...history.data].filter((point) => point.at > history.now - WINDOW);
     readings.push(Object.assign(parseMetrics(text), { at: performance.now() }));
     if (readings.length > RECENT) readings.shift();
     drawTiles(health);
     drawLatency(health);
-    draw();
+    draw(history.now);
   },
 };
 span.onchange = () => drawn.forEach((update) => update());

@@ -1,6 +1,6 @@
 // Two adapters or versions side by side: one prompt, two streams.
 
-import { all, events, request } from "./api.js";
+import { events, listAdapters, request } from "./api.js";
 import { attempt, el, field, keyed, number, percent, say, seconds, setText } from "./dom.js";
 
 const SHADES = [0.9, 0.6, 0.3, 0.1]; // least probability of each shade of a token
@@ -18,6 +18,7 @@ const clear = el("button", { type: "button", onclick: () => sides.forEach((side)
 const tip = el("div", { id: "tip", role: "tooltip", hidden: true });
 const chosen = new WeakMap(); // of a token's element: its log-probabilities
 let running = null;
+let turn = 0;
 
 class Side {
   constructor(name) {
@@ -151,8 +152,10 @@ export const playground = {
     return [form, names, el("div", { class: "pair" }, sides.map((side) => side.node)), hint, tip];
   },
   hide: () => (running?.abort(), showTip(null)),
+  show: () => (turn = 0),
   async tick() {
-    const found = await all("/adapters");
+    if (turn++ % 10) return; // the names change rarely
+    const found = await listAdapters();
     const refs = found.flatMap((one) => [one.id, ...Array.from({ length: Math.min(9, one.newest ?? one.version) }, (_, at) => `${one.id}@${(one.newest ?? one.version) - at}`)]);
     keyed(names, refs, (ref) => ref, (ref) => ({ node: el("option", { value: ref }) }));
   },

@@ -43,6 +43,8 @@ class History(Wire, frozen=True):
     changes of state."""
 
     data: list[HistoryPoint]
+    now: float
+    """Unix seconds of the daemon's clock."""
 
 
 STREAM_END = "[DONE]"
