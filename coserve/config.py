@@ -40,6 +40,12 @@ MIN_SECRET = 16
 MIN_READ_TIMEOUT, MAX_READ_TIMEOUT = 0.1, 86400.0
 """Limits of the read timeout in seconds. A shorter one would close connections of normal clients; a socket takes no
 deadline beyond 24 days."""
+AT_LEAST_ONE = (
+    *("inference_batch_size", "ts_n", "page_tokens", "max_running", "step_tokens", "threads", "kv_tokens", "max_queue"),
+    *("max_jobs", "max_active_jobs", "max_adapters_resident", "adapter_memory_bytes", "pinned_memory_bytes"),
+    *("micro_batch_rows", "keep_checkpoints", "tokenizer_workers", "max_connections", "max_body_bytes"),
+)
+"""Whole numbers that must not be 0."""
 GPU_TARGETS = 1.0, 0.05
 CPU_TARGETS = 2.0, 0.2
 """Default TTFT and TPOT targets of interactive requests in seconds: on a GPU, and on a CPU."""
@@ -59,6 +65,11 @@ class Config:
         None, "require 'Authorization: Bearer KEY' on every route but /health and /health/ready; at least 16 characters"
     )
     allowed_hosts: tuple[str, ...] = option((), "further names allowed in the Host and Origin headers")
+    tls_cert: Path | None = option(None, "PEM file with the certificate and its chain: serve HTTPS; needs --tls-key")
+    tls_key: Path | None = option(None, "PEM file with the certificate's private key, without a passphrase")
+    drain_seconds: float = option(
+        30.0, "after the first SIGTERM, time in which requests in flight may finish; new ones get 503. SIGINT: none"
+    )
 
     device: str = option("auto", "where the base lives", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "type of the base", choices=("auto", "float32", "bfloat16", "float16"))
@@ -273,26 +284,7 @@ class Config:
             for given in value if isinstance(value, tuple) else (value,):
                 if choices and given not in choices:
                     raise ConfigError(f"{f.name}: expected one of {', '.join(choices)}, got {given!r}")
-        for name in (
-            "inference_batch_size",
-            "ts_n",
-            "page_tokens",
-            "max_running",
-            "step_tokens",
-            "threads",
-            "kv_tokens",
-            "max_queue",
-            "max_jobs",
-            "max_active_jobs",
-            "max_adapters_resident",
-            "adapter_memory_bytes",
-            "pinned_memory_bytes",
-            "micro_batch_rows",
-            "keep_checkpoints",
-            "tokenizer_workers",
-            "max_connections",
-            "max_body_bytes",
-        ):
+        for name in AT_LEAST_ONE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.micro_batch_tokens < 2:  # a row has at least a token and the next one to predict
@@ -321,6 +313,8 @@ class Config:
             raise ConfigError(f"memory_fraction: expected above 0 and at most 1, got {self.memory_fraction}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert: expected both tls_cert and tls_key, got one")
         if self.api_key is not None:
             _check_secret("api_key", self.api_key)
         for name, hosts in (("host", (self.host,)), ("allowed_hosts", self.allowed_hosts)):

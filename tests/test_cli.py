@@ -21,6 +21,7 @@ from coserve.state.folder import DataFolder
 
 COMMANDS = [
     "adapters",
+    "backup",
     "bench",
     "chat",
     "config",
@@ -30,8 +31,14 @@ COMMANDS = [
     "finetune",
     "generate",
     "jobs",
+    "keys",
+    "log-level",
     "memory",
+    "ps",
+    "quotas",
+    "restore",
     "serve",
+    "stop",
     "warm",
 ]
 SETTINGS = [
@@ -41,6 +48,9 @@ SETTINGS = [
     "port",
     "api_key",
     "allowed_hosts",
+    "tls_cert",
+    "tls_key",
+    "drain_seconds",
     "device",
     "dtype",
     "tp",

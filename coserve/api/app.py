@@ -11,6 +11,8 @@ from functools import cache
 import msgspec
 from aiohttp import web
 
+from coserve.api.access.handlers import AdminApi
+from coserve.api.access.routes import admin_routes
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.idle_collection import IdleCollection
 from coserve.api.http.limits import STREAMS_TIMEOUT
@@ -75,6 +77,7 @@ def make_app(
         *file_routes(FilesApi(service, uploads)),
         *finetuning_routes(FineTuningApi(service, bodies)),
         *tokenizer_routes(TokenizerApi(service, bodies, max_texts=max_texts)),
+        *admin_routes(AdminApi(service.access, service.engine, bodies)),
     )
 
     @cache
@@ -86,7 +89,8 @@ def make_app(
         return web.Response(body=await asyncio.to_thread(document), content_type="application/json")
 
     routes = (*described, Route("GET", "/openapi.json", openapi, "This description"))
-    gate = Gate(config, frozenset(route.name for route in routes if route.public))
+    access = service.access
+    gate = Gate(config, frozenset(route.name for route in routes if route.public), access.identify)
     formats = {route.name: route.error_formats[0] for route in routes}
 
     def format_of(request: web.Request) -> ErrorFormat:
@@ -96,12 +100,13 @@ def make_app(
     connections = Connections(config.max_connections, config.read_timeout, clock)
     idle = IdleCollection(garbage or GarbageCollection.none())
 
-    def check(request: web.Request) -> None:
+    async def check(request: web.Request) -> None:
         gate.check(request)
         connections.check(request)
+        await access.admit(request)
 
     guarded = guard(check, service.metrics.responded, format_of, no_such_path)
-    app = web.Application(middlewares=[connections.middleware(), idle.middleware(), guarded])
+    app = web.Application(middlewares=[connections.middleware(), idle.middleware(), access.middleware(), guarded])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     for route in routes:
         resource = app.router.add_resource(route.pattern, name=route.name)
@@ -109,6 +114,7 @@ def make_app(
         if route.public and route.method == "GET":
             resource.add_route("HEAD", route.handler, expect_handler=keep_waiting)  # some probes use it
     app.on_response_prepare.append(finish_headers)
+    app.on_response_prepare.append(access.add_headers)
     app.on_shutdown.append(_end_streams)
     return app
 

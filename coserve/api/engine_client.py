@@ -12,7 +12,7 @@ import msgspec
 from coserve.core.errors import EngineUnavailable
 from coserve.core.gpu_memory import MemoryModel, PoolShape
 from coserve.core.health import EngineRanks, RankInfo, Status, Warming, starting_line
-from coserve.core.link import ALIVE, EngineReady, EngineStats, EngineWarming, FromEngine, Link, ToEngine
+from coserve.core.link import ALIVE, EngineReady, EngineStats, EngineWarming, FromEngine, Link, SetLogLevel, ToEngine
 from coserve.core.types import AdapterRef, BaseSpec
 
 SILENCE = 2 * ALIVE
@@ -39,6 +39,8 @@ class EngineClient:
         self.troubles: tuple[str, ...] = ()
         """Why the last engine died, until there is a new one."""
         self._failed_starts = 0
+        self._log_level: SetLogLevel | None = None
+        """Set since the start, if it was."""
         self._watchers: list[Callable[[], None]] = []
 
     @property
@@ -139,8 +141,16 @@ class EngineClient:
     def open(self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None) -> None:
         self._link, self.ready, self.ranks, self.troubles = link, ready, ranks, ()
         self._silent_since = None
+        if self._log_level is not None:
+            link.send(self._log_level)
         self.starts += 1
         self._changed()
+
+    def set_log_level(self, level: str) -> None:
+        """Change the log level of this engine and of those started in its place."""
+        self._log_level = SetLogLevel(level=level)
+        if self._link is not None:
+            self._link.send(self._log_level)
 
     def starting(self, report: EngineWarming) -> None:
         """Record the progress of an engine that starts."""

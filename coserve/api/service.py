@@ -12,6 +12,7 @@ import logging
 import time
 
 from coserve import __version__
+from coserve.api.access.access import Access
 from coserve.api.adapters.catalog import AdapterCatalog
 from coserve.api.adapters.conversion import Conversions
 from coserve.api.documents.jobs import DocumentJobs
@@ -56,6 +57,7 @@ from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
+STOPPING = "the daemon is stopping; try again later"
 LONG_WAIT = 10.0
 """Seconds that work may wait before `/health` reports it."""
 LOSS_SECONDS = 1.0
@@ -86,6 +88,7 @@ class Service:
         self.folder, self.tokenizer = folder, tokenizer
         self.files = FileStore(folder.files)
         self._config = config
+        self.access = Access(config.api_key, registry, self.files)
         self.engine = engine or EngineClient()
         self.metrics = Metrics(self.engine.name)
         self.history = ReportHistory()
@@ -98,6 +101,7 @@ class Service:
         self.generation = InFlightRequests(
             config, self.engine, registry, tokenizer, self.texts, self.metrics, max_prompt_scores=max_prompt_scores
         )
+        self.generation.charge = self.access.quotas.charge
         documents = DocumentJobs(
             config, folder, registry, tokenizer, self.texts, self.generation, self.engine, self.recorder
         )
@@ -131,6 +135,7 @@ class Service:
             self._recording = asyncio.create_task(self.recorder.run())
             await self.jobs.recover()
             await asyncio.to_thread(self.files.load)
+            await self.access.load()
             await self._registry.read(lambda registry: registry.notes())  # later there may be no descriptors for it
             self._tracking.open()
 
@@ -170,10 +175,23 @@ class Service:
         """Record that the engine died and is being restarted. `note` says why; `started`: it had become ready."""
         self.engine.failed(note, started=started)
 
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests with `EngineUnavailable`, end streams of jobs' events, uploads and corpora, and wait for
+        the other requests in progress, at most `seconds`."""
+        if seconds == 0:
+            return
+        stopping = EngineUnavailable(STOPPING)
+        self.access.close(stopping)
+        self.jobs.views.stop(stopping)
+        self.stopping.stop(stopping)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.access.idle.wait()
+
     def stop(self) -> None:
         """Begin to stop: requests in flight and new ones fail with `EngineUnavailable`, event streams end, and so do
         uploads and corpora that are not accepted as jobs yet."""
-        stopping = EngineUnavailable("the daemon is stopping; try again later")
+        stopping = EngineUnavailable(STOPPING)
         self.generation.stop(stopping)
         self.jobs.views.stop(stopping)
         self.stopping.stop(stopping)
@@ -247,7 +265,7 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether a load balancer should send requests here: the answer of `GET /health/ready`."""
-        return self.engine.alive and not self.engine.silence
+        return self.engine.alive and not self.engine.silence and not self.access.closed
 
     def health(self) -> Health:
         """Return the response of `GET /health`."""
@@ -275,6 +293,7 @@ class Service:
             lora_backend=ready.lora_backend if ready is not None else None,
             kv_tokens=ready.kv_tokens if ready is not None else None,
             notes=[
+                *self.access.notes,
                 *self.engine.troubles,
                 *self.engine.silence,
                 *(turn_notes(self.tokenizer) if self.texts.template_read else ()),

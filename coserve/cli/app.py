@@ -37,6 +37,13 @@ COMMANDS = {
     "config": ("settings", "show_config"),
     "jobs": ("jobs", "jobs_app"),
     "adapters": ("adapters", "adapters_app"),
+    "keys": ("access.keys", "keys_app"),
+    "quotas": ("access.quotas", "quotas_app"),
+    "log-level": ("access.quotas", "set_log_level"),
+    "ps": ("node.running", "list_daemons"),
+    "stop": ("node.running", "stop"),
+    "backup": ("node.backup", "backup"),
+    "restore": ("node.backup", "restore"),
 }
 """For each command its module and its function or group, then module and name of its command class if it has one."""
 PLAIN = None

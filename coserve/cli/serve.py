@@ -22,7 +22,7 @@ def _serve(given: dict[str, object]) -> None:
     set_up_logging("api", config.logs)
     for warning in start_warnings(config, given):
         log.warning("%s", warning)
-    asyncio.run(serve(config, report=StatusLines(config.host).show))
+    asyncio.run(serve(config, report=StatusLines(config.host, tls=config.tls_cert is not None).show))
 
 
 serve = settings_command(_serve, argument="model")

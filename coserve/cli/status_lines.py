@@ -16,9 +16,15 @@ class StatusLines:
     """Prints a line for each change of status, and one every `REPEAT` seconds during a start."""
 
     def __init__(
-        self, host: str, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        host: str,
+        say: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        tls: bool = False,
     ) -> None:
-        """`say` prints one line; `clock` returns seconds."""
+        """`say` prints one line; `clock` returns seconds; `tls`: the daemon speaks HTTPS."""
+        self._tls = tls
         self._host, self._say, self._clock = host, say or _print, clock
         self._status: Status = "starting"
         self._repeat_at: float | None = None
@@ -34,9 +40,13 @@ class StatusLines:
                 self._repeat_at = self._clock() + REPEAT
                 self._say(f"starting: {warming_line(warming)}")
         elif before == "starting":
-            host = f"[{self._host}]" if ":" in self._host else self._host
-            self._say(f"coserve listens on http://{host}:{port}")
+            self._say(f"coserve listens on {address(self._host, port, tls=self._tls)}")
             self._say("ready")
+
+
+def address(host: str, port: int, *, tls: bool) -> str:
+    """Return a daemon's URL."""
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _print(line: str) -> None:

@@ -4,10 +4,10 @@ CoserveError
 ├── RequestError                     the request is wrong
 │   ├── InvalidRequest 400           a value is wrong          ├── MalformedJson 400
 │   ├── UnknownField 400             ├── EmptyPrompt 400       ├── PromptTooLong 400
-│   ├── Unauthorized 401             ├── ForbiddenOrigin 403   ├── ForbiddenPath 403
+│   ├── Unauthorized 401             ├── ForbiddenOrigin 403   ├── ForbiddenPath 403     ├── MissingScope 403
 │   ├── NotFound 404                 ├── AdapterNotFound 404   ├── JobNotFound 404
 │   ├── MethodNotAllowed 405         ├── RequestTimeout 408
-│   ├── AdapterBusy 409              ├── WrongJobState 409
+│   ├── AdapterBusy 409              ├── WrongJobState 409     ├── NameTaken 409
 │   ├── BodyTooLarge 413             ├── UnsupportedEncoding 415
 │   ├── AdapterTooLarge 422          it leaves no page of the KV pool
 │   ├── NonFiniteLogits 422          the adapter (or the base) computes NaN or infinity for this prompt
@@ -20,7 +20,8 @@ CoserveError
 │   ├── UnsupportedAdapter           ├── CorruptAdapter        ├── UnsafeAdapter
 │   ├── BaseMismatch                 ├── ShapeMismatch
 ├── CapacityError                    a valid request that cannot be served now
-│   ├── QueueFull 429                ├── EngineUnavailable 503 ├── HelperLost 503
+│   ├── QueueFull 429                ├── QuotaExceeded 429     ├── Overloaded 429
+│   ├── EngineUnavailable 503        ├── HelperLost 503
 │   ├── RequestOutOfMemory 503       a single request does not fit into the free memory
 │   ├── TooManyConnections 503       ├── Unreachable 503       raised by the SDK: no daemon answers
 │   ├── StorageError                 a file could not be read or written now; its content may be valid
@@ -111,6 +112,13 @@ class ForbiddenPath(RequestError):
     code = "forbidden_path"
 
 
+class MissingScope(RequestError):
+    """The API key is valid, but not for this route."""
+
+    status = 403
+    code = "missing_scope"
+
+
 class NotFound(RequestError):
     status = 404
     code = "not_found"
@@ -139,6 +147,13 @@ class RequestTimeout(RequestError):
 class AdapterBusy(RequestError):
     status = 409
     code = "adapter_busy"
+
+
+class NameTaken(RequestError):
+    """The name belongs to another project. Names are unique on a node, as those of S3's buckets are."""
+
+    status = 409
+    code = "name_taken"
 
 
 class WrongJobState(RequestError):
@@ -258,6 +273,12 @@ class Overloaded(QueueFull):
     """The predicted TTFT misses its deadline even with training paused."""
 
     code = "overloaded"
+
+
+class QuotaExceeded(QueueFull):
+    """The project has used its quota."""
+
+    code = "quota_exceeded"
 
 
 class EngineUnavailable(CapacityError):

@@ -92,6 +92,12 @@ class PrefetchAdapter(Message, frozen=True):
     digests: AdapterDigests
 
 
+class SetLogLevel(Message, frozen=True):
+    """Log from this level on: debug, info, warning or error."""
+
+    level: str
+
+
 class SnapshotDone(Message, frozen=True):
     """End sampling from a `JobSnapshot`: its adapter is dropped, and the job may go on."""
 
@@ -343,6 +349,7 @@ ToEngine = (
     | CancelJob
     | DropAdapter
     | PrefetchAdapter
+    | SetLogLevel
     | SnapshotDone
     | Shutdown
 )

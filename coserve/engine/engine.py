@@ -29,6 +29,7 @@ from coserve.core.link import (
     PauseJob,
     PrefetchAdapter,
     ResumeJob,
+    SetLogLevel,
     Shutdown,
     SnapshotDone,
     StartJob,
@@ -320,6 +321,8 @@ class Engine:
                 self._adapters.drop(ref)
             case PrefetchAdapter(ref=ref, digests=digests):
                 self._adapters.prefetch(ref, digests)
+            case SetLogLevel(level=level):
+                logging.getLogger().setLevel(level.upper())
             case SnapshotDone(id=id, ref=ref):
                 self._adapters.drop(ref)
                 self._jobs.snapshot_done(id, ref)

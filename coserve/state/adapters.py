@@ -7,8 +7,9 @@ from itertools import islice
 
 import msgspec
 
-from coserve.core.errors import AdapterNotFound
+from coserve.core.errors import AdapterNotFound, NameTaken
 from coserve.core.hints import near_miss
+from coserve.core.principal import principal
 from coserve.core.types import AdapterRef
 from coserve.state.database import Database
 from coserve.state.records import AdapterRecord, JobRecord
@@ -55,11 +56,33 @@ class AdapterTable(Database):
         )
 
     def _claim_version(self, ref: AdapterRef) -> None:
+        """Record that the version is taken; a new name is the project's from now on. Raises `NameTaken`."""
         assert ref.version >= self.next_version(ref.id), f"{ref} was used before"
+        self.check_name(ref.id)
         self._db.execute(
-            "INSERT INTO versions VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET last = excluded.last",
-            (ref.id, ref.version),
+            "INSERT INTO versions VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE SET last = excluded.last",
+            (ref.id, ref.version, principal().project),
         )
+
+    def owner(self, id: str) -> str:
+        """The project that owns an adapter's name; the principal's own for a new name."""
+        row = self._db.execute("SELECT project FROM versions WHERE id = ?", (id,)).fetchone()
+        return principal().project if row is None else str(row[0])
+
+    def _sees(self, id: str) -> bool:
+        return principal().only is None or principal().sees(self.owner(id))
+
+    def check_name(self, id: str) -> None:
+        """Raise `NameTaken` if the name belongs to a project that the principal does not see."""
+        if not self._sees(id):
+            raise NameTaken(f"the name {id!r} is taken", field="adapter")
+
+    def adapter_bytes(self, project: str) -> int:
+        """Bytes of all versions of all adapters of a project."""
+        rows = self._db.execute(
+            "SELECT record FROM adapters WHERE (SELECT project FROM versions WHERE id = adapters.id) = ?", (project,)
+        )
+        return sum(_decode(row[0]).bytes for row in rows)
 
     def has_claimed_versions(self) -> bool:
         """Return whether any version number was ever reserved; it is reserved before the version's files are
@@ -78,7 +101,7 @@ class AdapterTable(Database):
             "AND version = coalesce(:version, (SELECT version FROM current_versions WHERE id = :id))",
             {"id": id, "version": version},
         ).fetchone()
-        if row is None:
+        if row is None or not self._sees(id):
             raise self._not_found(id, version)
         return _decode(row[0])
 
@@ -86,24 +109,29 @@ class AdapterTable(Database):
         """Return the error for a missing adapter: it names the job that will publish it, the adapter's versions, or a
         similar name."""
         newest = "SELECT version FROM adapters WHERE id = ? ORDER BY version DESC LIMIT ?"
-        versions = [str(found) for (found,) in self._db.execute(newest, (id, MAX_SHOWN + 1))]
+        versions = [str(found) for (found,) in self._db.execute(newest, (id, MAX_SHOWN + 1)) if self._sees(id)]
         name = id if version is None else f"{id}@{version}"
-        for job in self.unfinished():
+        unfinished = [job for job in self.unfinished() if self._sees(job.spec.adapter)]
+        for job in unfinished:
             if job.spec.adapter == id and version in (None, job.spec.version):
                 progress = f"{job.spec.id} is {job.state}, step {job.step} of {job.total_steps}"
                 return AdapterNotFound(f"no adapter {name!r} yet: it is still training ({progress})", field="adapter")
         if versions:
             shown = ", ".join(versions[:MAX_SHOWN]) + (", ..." if len(versions) > MAX_SHOWN else "")
             return AdapterNotFound(f"no adapter {name!r}; versions of {id!r}: {shown}", field="adapter")
-        like = "SELECT DISTINCT id FROM adapters WHERE abs(length(id) - ?) <= 3 LIMIT ?"
-        names = [found for (found,) in self._db.execute(like, (len(id), MAX_COMPARED))]
-        names += [job.spec.adapter for job in self.unfinished() if job.spec.adapter != id]
+        like = (
+            "SELECT DISTINCT id FROM adapters WHERE abs(length(id) - ?) <= 3 "
+            "AND (? IS NULL OR (SELECT project FROM versions WHERE id = adapters.id) = ?) LIMIT ?"
+        )
+        only = principal().only
+        names = [found for (found,) in self._db.execute(like, (len(id), only, only, MAX_COMPARED))]
+        names += [job.spec.adapter for job in unfinished if job.spec.adapter != id]
         return AdapterNotFound(f"no adapter {name!r}{near_miss(id, names)}", field="adapter")
 
     def current_version(self, id: str) -> int | None:
         """The version that a name without a version refers to; None for an unknown name."""
         row = self._db.execute("SELECT version FROM current_versions WHERE id = ?", (id,)).fetchone()
-        return None if row is None else int(row[0])
+        return None if row is None or not self._sees(id) else int(row[0])
 
     def newest_version(self, id: str) -> int:
         """The newest version of an adapter that has one."""
@@ -120,17 +148,19 @@ class AdapterTable(Database):
     ) -> list[AdapterRecord]:
         """The current version of each adapter whose name contains `search`, in any case, and that `keep` accepts; by
         name, after `after`."""
+        only = principal().only
         rows = self._db.execute(
-            "SELECT record FROM adapters AS one WHERE id > ? AND instr(lower(id), lower(?)) "
-            "AND version = (SELECT version FROM current_versions WHERE id = one.id) ORDER BY id",
-            (after or "", search),
+            "SELECT record FROM adapters WHERE id > ? AND instr(lower(id), lower(?)) "
+            "AND version = (SELECT version FROM current_versions WHERE id = adapters.id) "
+            "AND (? IS NULL OR (SELECT project FROM versions WHERE id = adapters.id) = ?) ORDER BY id",
+            (after or "", search, only, only),
         )
         return list(islice(filter(keep, (_decode(row[0]) for row in rows)), limit))
 
     def versions(self, id: str) -> list[AdapterRecord]:
         """Every version, ascending. Raises `AdapterNotFound`."""
         rows = self._db.execute("SELECT record FROM adapters WHERE id = ? ORDER BY version", (id,)).fetchall()
-        if not rows:
+        if not rows or not self._sees(id):
             raise self._not_found(id, None)
         return [_decode(row[0]) for row in rows]
 

@@ -12,7 +12,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -23,12 +23,12 @@ from coserve.state.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 SCHEMA: Final = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
 CREATE TABLE jobs (
     position INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, state TEXT NOT NULL,
-    idempotency_key TEXT UNIQUE, record BLOB NOT NULL
+    idempotency_key TEXT UNIQUE, record BLOB NOT NULL, project TEXT NOT NULL DEFAULT 'default'
 ) STRICT;
 CREATE INDEX jobs_by_state ON jobs (state);
 CREATE TABLE events (
@@ -38,14 +38,19 @@ CREATE TABLE events (
 CREATE TABLE adapters (
     id TEXT NOT NULL, version INTEGER NOT NULL, record BLOB NOT NULL, PRIMARY KEY (id, version)
 ) STRICT, WITHOUT ROWID;
--- The highest version ever given out, also to jobs that failed: a version means one thing for ever.
-CREATE TABLE versions (id TEXT PRIMARY KEY, last INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+-- The highest version ever given out, also to jobs that failed: a version means one thing for ever. And the project
+-- that owns the name, also for ever.
+CREATE TABLE versions (
+    id TEXT PRIMARY KEY, last INTEGER NOT NULL, project TEXT NOT NULL DEFAULT 'default'
+) STRICT, WITHOUT ROWID;
 -- Names that were rolled back: any other name means its newest version.
 CREATE TABLE current (id TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 CREATE VIEW current_versions (id, version) AS SELECT id, coalesce(
     (SELECT version FROM current WHERE current.id = adapters.id), max(version)
 ) FROM adapters GROUP BY id;
 CREATE TABLE notes (position INTEGER PRIMARY KEY AUTOINCREMENT, created_at REAL NOT NULL, message TEXT NOT NULL) STRICT;
+CREATE TABLE api_keys (id TEXT PRIMARY KEY, record BLOB NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE quotas (project TEXT PRIMARY KEY, record BLOB NOT NULL) STRICT, WITHOUT ROWID;
 """
 
 
@@ -62,8 +67,16 @@ _BUSY: Final = frozenset(
         sqlite3.SQLITE_CANTOPEN,  # no file descriptor was free for its log or a temporary file
     }
 )
-UPGRADES: Final = {1: tuple(statement for statement in SCHEMA.split(";") if "current" in statement)}
-"""Statements that upgrade each older schema to the next one."""
+UPGRADES: Final = {
+    1: tuple(statement for statement in SCHEMA.split(";") if "current" in statement),
+    2: (
+        "ALTER TABLE jobs ADD COLUMN project TEXT NOT NULL DEFAULT 'default'",
+        "ALTER TABLE versions ADD COLUMN project TEXT NOT NULL DEFAULT 'default'",
+        *(statement for statement in SCHEMA.split(";") if "api_keys" in statement or "quotas" in statement),
+    ),
+}
+"""Statements that upgrade each older schema to the next one, in one transaction each. Forward only: the copy that
+`_prepare` makes first is the way back. A migration tool would need a second description of these eight tables."""
 
 
 @contextmanager
@@ -104,7 +117,7 @@ class Database:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.execute("PRAGMA foreign_keys = ON")
-            self._prepare()
+            self._prepare(path)
         except BaseException as error:
             self._db.close()
             if isinstance(error, sqlite3.DatabaseError):
@@ -113,7 +126,7 @@ class Database:
                 raise StartupError(f"cannot open the registry {path.name}: {error}") from error
             raise
 
-    def _prepare(self) -> None:
+    def _prepare(self, path: Path) -> None:
         found = self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name = 'meta'").fetchone()
         if found is None:
             with self._transaction():
@@ -121,6 +134,8 @@ class Database:
                     self._db.execute(statement)
                 self._db.execute("INSERT INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,))
         (version,) = self._db.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
+        if version in UPGRADES:
+            self.copy_to(path.with_name(f"{path.name}.schema-{version}"))
         while version in UPGRADES:
             with self._transaction():
                 for statement in UPGRADES[version]:
@@ -164,6 +179,11 @@ class Database:
             yield
         finally:
             self._db.execute("COMMIT")
+
+    def copy_to(self, path: Path) -> None:
+        """Write a consistent copy of the database to a new file, also while others write to the database."""
+        with database_errors(), closing(sqlite3.connect(path)) as copy:
+            self._db.backup(copy)
 
     def close(self) -> None:
         self._db.close()

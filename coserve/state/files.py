@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from coserve.core.errors import NotFound
+from coserve.core.principal import DEFAULT_PROJECT, principal
 from coserve.core.types import Wire
 from coserve.state.durable import read_errors, remove_dir, replace_dir
 
@@ -27,6 +28,7 @@ class FileRecord(Wire, frozen=True):
     purpose: str
     bytes: int
     created_at: float
+    project: str = DEFAULT_PROJECT
 
 
 class FileStore:
@@ -60,6 +62,7 @@ class FileStore:
             purpose=purpose,
             bytes=size,
             created_at=self._clock(),
+            project=principal().project,
         )
         with replace_dir(self._folder / record.id, point="file") as target:
             source.rename(target / CONTENT)
@@ -69,7 +72,7 @@ class FileStore:
 
     def get(self, id: str) -> FileRecord:
         """Return a file's record. Raises `NotFound`."""
-        if (record := self._records.get(id)) is None:
+        if (record := self._records.get(id)) is None or not principal().sees(record.project):
             raise NotFound(f"no file {id[:80]!r}", field="id")
         return record
 
@@ -78,8 +81,12 @@ class FileStore:
         return self._folder / self.get(id).id / CONTENT
 
     def all(self) -> list[FileRecord]:
-        """Return the records, oldest first."""
-        return list(self._records.values())
+        """Return the records that the principal sees, oldest first."""
+        return [record for record in self._records.values() if principal().sees(record.project)]
+
+    def bytes_of(self, project: str) -> int:
+        """Bytes of all files of a project."""
+        return sum(record.bytes for record in self._records.values() if record.project == project)
 
     def remove(self, id: str) -> None:
         """Delete a file; durable when this returns. Raises `NotFound`, `StorageError`."""

@@ -1,4 +1,7 @@
-"""The registry: jobs, their events and adapters. Every change is durable when its method returns."""
+"""The registry: jobs, their events and adapters, API keys and quotas. Every change is durable when its method returns.
+
+What belongs to a project that the running request's principal does not see is not found (`core.principal`).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from typing import Final
 import msgspec
 
 from coserve.core.errors import AdapterBusy, JobNotFound, WrongJobState
+from coserve.core.principal import idempotency_key as scoped_key
+from coserve.core.principal import principal
 from coserve.core.schemas import DocumentJob, ErrorInfo, EventLevel, EventType, JobEvent, Sample
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef, JobSpec, JobState
+from coserve.state.access import AccessTable
 from coserve.state.adapters import AdapterTable
 from coserve.state.missing_samples import missing_notes, passed_step
 from coserve.state.pace import Pace
@@ -28,7 +34,7 @@ _job = msgspec.msgpack.Decoder(JobRecord).decode
 _event = msgspec.msgpack.Decoder(JobEvent).decode
 
 
-class Registry(AdapterTable):
+class Registry(AccessTable, AdapterTable):
     """One connection, used by the thread that made it: see `RegistryThread` for the event loop's side."""
 
     def create_job(self, record: JobRecord, *, idempotency_key: str | None = None) -> JobRecord:
@@ -37,13 +43,14 @@ class Registry(AdapterTable):
         The record's version comes from `next_version`, called in the same function on the registry's thread.
         """
         spec = record.spec
+        stored_key = None if idempotency_key is None else scoped_key(idempotency_key)
         with self._transaction():
             if idempotency_key is not None and (first := self.job_with_key(idempotency_key)) is not None:
                 return first
             self._claim_version(AdapterRef(spec.adapter, spec.version))
             self._db.execute(
-                "INSERT INTO jobs (id, state, idempotency_key, record) VALUES (?, ?, ?, ?)",
-                (spec.id, record.state, idempotency_key, _encode(record)),
+                "INSERT INTO jobs (id, state, idempotency_key, record, project) VALUES (?, ?, ?, ?, ?)",
+                (spec.id, record.state, stored_key, _encode(record), self.owner(spec.adapter)),
             )
             self._append(spec.id, "state", f"job {record.state}", state=record.state)
             for note in record.notes:
@@ -60,35 +67,47 @@ class Registry(AdapterTable):
 
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
         """Return the job that a request with this key created, if any."""
-        row = self._db.execute("SELECT record FROM jobs WHERE idempotency_key = ?", (idempotency_key,)).fetchone()
+        key = scoped_key(idempotency_key)
+        row = self._db.execute("SELECT record FROM jobs WHERE idempotency_key = ?", (key,)).fetchone()
         return None if row is None else _job(row[0])
 
     def job(self, id: str) -> JobRecord:
         """Return one job. Raises `JobNotFound`."""
-        row = self._db.execute("SELECT record FROM jobs WHERE id = ?", (id,)).fetchone()
-        if row is None:
+        row = self._db.execute("SELECT record, project FROM jobs WHERE id = ?", (id,)).fetchone()
+        if row is None or not principal().sees(row[1]):
             raise JobNotFound(f"no job {id!r}", field="id")
         return _job(row[0])
 
     def jobs(
-        self, *, after: str | None = None, limit: int = 100, states: Collection[JobState] | None = None
+        self,
+        *,
+        after: str | None = None,
+        limit: int = 100,
+        states: Collection[JobState] | None = None,
+        everyones: bool = False,
     ) -> list[JobRecord]:
-        """Return jobs older than `after`, newest first. Raises `JobNotFound` for an unknown `after`."""
+        """Return jobs older than `after`, newest first; `everyones`: also those that the principal does not see, which
+        share the daemon's line and limits. Raises `JobNotFound` for an unknown `after`."""
         position = None
         if after is not None:
             self.job(after)
             (position,) = self._db.execute("SELECT position FROM jobs WHERE id = ?", (after,)).fetchone()
+        only = None if everyones else principal().only
         wanted = msgspec.json.encode(sorted(JobState if states is None else states)).decode()
         rows = self._db.execute(
             "SELECT record FROM jobs WHERE state IN (SELECT value FROM json_each(?)) AND (? IS NULL OR position < ?) "
-            "ORDER BY position DESC LIMIT ?",
-            (wanted, position, position, limit),
+            "AND (? IS NULL OR project = ?) ORDER BY position DESC LIMIT ?",
+            (wanted, position, position, only, only, limit),
         )
         return [_job(row[0]) for row in rows]
 
     def unfinished(self) -> list[JobRecord]:
-        """Return the unfinished jobs, oldest first."""
-        return self.jobs(limit=-1, states=UNFINISHED)[::-1]
+        """Return the unfinished jobs of all projects, oldest first."""
+        return self.jobs(limit=-1, states=UNFINISHED, everyones=True)[::-1]
+
+    def unfinished_of(self, project: str) -> int:
+        """Return the number of a project's unfinished jobs."""
+        return sum(self.owner(job.spec.adapter) == project for job in self.unfinished())
 
     def predecessor(self, job: JobRecord) -> JobRecord:
         """Return the job whose end decides from which version the waiting `job` continues: the job it waits for. If

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from contextvars import copy_context
 from typing import TypeVar
 
 from coserve.core.errors import StartupError, StorageBusy, StorageFull
@@ -69,8 +70,8 @@ class RegistryThread:
     async def _run(
         self, call: Callable[[Callable[[Registry], T]], T], fn: Callable[[Registry], T], executor: ThreadPoolExecutor
     ) -> T:
-        loop = asyncio.get_running_loop()
-        return await self._retries.run("registry", lambda: loop.run_in_executor(executor, call, fn))
+        loop, context = asyncio.get_running_loop(), copy_context()  # with the request's principal
+        return await self._retries.run("registry", lambda: loop.run_in_executor(executor, context.run, call, fn))
 
     def _call(self, fn: Callable[[Registry], T]) -> T:
         with database_errors():

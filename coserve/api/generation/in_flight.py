@@ -27,6 +27,7 @@ from coserve.core.grammar import Grammar
 from coserve.core.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.core.logprobs import BYTES_PER_TOP
 from coserve.core.names import split_ref
+from coserve.core.principal import cache_salt, principal
 from coserve.core.schemas import GenerateChunk, GenerateRequest
 from coserve.core.types import AdapterDigests, AdapterRef, Slo
 from coserve.data.pretrained.tokenizer import Tokenizer
@@ -62,6 +63,8 @@ class InFlightRequests:
         self._waiting = WaitingLimit(config.max_queue, fair=config.fair)
         self._prompt_scores, self._max_prompt_scores = 0, max_prompt_scores
         self._stopped: EngineUnavailable | None = None
+        self.charge: Callable[[str, int], None] = lambda project, tokens: None
+        """Called with a project and the tokens of prompts and texts that its requests have used."""
         self.in_use = AdaptersInUse()
         """Adapter versions that requests in flight use."""
 
@@ -124,12 +127,16 @@ class InFlightRequests:
             prompt_scores = self._reserve_prompt_scores(request, len(prompt))
             slo = targets_of(request, self._config, device=self._engine.spec.device, sheds=sheds and snapshot is None)
             state = new_state(request, prompt, adapter, self._tokenizer, arrived)
+            if snapshot is None:
+                self.charge(principal().project, len(prompt))
             if adapter is not None:
                 self.in_use.add(adapter)
             messages = self._messages(request, state, digests, slo, grammar)
             await self._send(state, messages, group or PromptGroup())
             while state.decoders.keys() & self._states.keys():
                 message = await state.outputs.get()
+                if isinstance(message, Tokens) and snapshot is None:
+                    self.charge(principal().project, len(message.tokens))
                 if isinstance(message, Tokens) and waiting:
                     self._waiting.release(name, waiting, batch=batch)
                     waiting = 0
@@ -178,7 +185,7 @@ class InFlightRequests:
                 sampling=sampling_params(request, index, state.seed, max_new_tokens, stops),
                 adapter=state.adapter,
                 slo=slo,
-                cache_salt=request.cache_salt,
+                cache_salt=cache_salt(request.cache_salt),
                 digests=digests,
                 arrived=state.arrived,
                 grammar=grammar,

@@ -13,8 +13,8 @@ PAGE = ("after", "limit")
 BODY_ERRORS = (408, 413, 415)
 BUSY = 429
 UNAVAILABLE = 503
-ALWAYS = (400, 401, 403, 500, UNAVAILABLE)
-"""Errors that every route may respond with; 503 also when all connections are busy."""
+ALWAYS = (400, 401, 403, BUSY, 500, UNAVAILABLE)
+"""Errors that every route may respond with; 429 for a project's quota, 503 also when all connections are busy."""
 
 Schema = type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]
 """One body type, or several alternatives."""

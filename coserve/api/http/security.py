@@ -6,7 +6,6 @@ if the table says so, and unknown paths also need the key.
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import logging
 import secrets
@@ -27,7 +26,6 @@ from coserve.core.errors import (
     MethodNotAllowed,
     NotFound,
     TooManyConnections,
-    Unauthorized,
     UnsupportedEncoding,
 )
 
@@ -41,17 +39,18 @@ BEGUN = web.RequestKey("begun", bool)
 
 
 class Gate:
-    """Checks a request's host, origin, API key and content encoding. `public`: names of the routes that need no key."""
+    """Checks a request's host, origin, API key and content encoding. `public`: names of the routes that need no key;
+    `identify`: raises for a request without a key that may use its route."""
 
-    def __init__(self, config: Config, public: frozenset[str]) -> None:
+    def __init__(self, config: Config, public: frozenset[str], identify: Callable[[web.Request, bool], None]) -> None:
         self._hosts = LOOPBACK | {host.lower() for host in config.allowed_hosts}
         if not _is_wildcard(config.host):
             self._hosts |= {config.host.lower()}
-        self._key = None if config.api_key is None else config.api_key.encode()
-        self._public = public
+        self._public, self._identify = public, identify
 
     def check(self, request: web.Request) -> None:
-        """Raise `ForbiddenOrigin`, `Unauthorized` or `UnsupportedEncoding` for a request that fails a check."""
+        """Raise `ForbiddenOrigin`, `Unauthorized`, `MissingScope` or `UnsupportedEncoding` for a request that fails a
+        check."""
         public = request.match_info.route.name in self._public
         host = _host(f"//{request.headers.get('Host', '')}")
         # Probes use the daemon's address as host, or none. DNS rebinding, which this check prevents, needs a host name.
@@ -63,10 +62,7 @@ class Gate:
         origin = request.headers.get("Origin")
         if origin is not None and not (origin.startswith(("http://", "https://")) and _host(origin) in self._hosts):
             raise ForbiddenOrigin("pages of this origin may not use the daemon; see --allowed-hosts", field="Origin")
-        if self._key is not None and not public:
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(errors="replace"), self._key):
-                raise Unauthorized("expected 'Authorization: Bearer KEY' with the daemon's key", field="Authorization")
+        self._identify(request, public)
         if "Content-Encoding" in request.headers:
             raise UnsupportedEncoding("compressed bodies are not accepted", field="Content-Encoding")
 
@@ -99,7 +95,7 @@ def _host(url: str) -> str:
 
 
 def guard(
-    check: Callable[[web.Request], None],
+    check: Callable[[web.Request], Awaitable[None]],
     count: Callable[[str, int], None],
     format_of: Callable[[web.Request], ErrorFormat],
     no_such_path: Callable[[str], NotFound],
@@ -114,7 +110,7 @@ def guard(
         error_format = format_of(request)
         try:
             await request.writer.drain()  # earlier responses of this connection that are not read yet
-            check(request)
+            await check(request)
             response = await handler(request)
         except CoserveError as error:
             response = _respond(request, error, error_format)

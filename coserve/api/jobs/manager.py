@@ -29,8 +29,9 @@ from coserve.api.jobs.submission import Submission
 from coserve.api.jobs.views import JobViews
 from coserve.api.stopping import Stopping
 from coserve.config import Config
-from coserve.core.errors import CoserveError, EngineUnavailable, InvalidRequest, QueueFull, WrongJobState
+from coserve.core.errors import CoserveError, EngineUnavailable, InvalidRequest, QueueFull, QuotaExceeded, WrongJobState
 from coserve.core.link import CancelJob, PauseJob, ResumeJob, StartJob
+from coserve.core.principal import idempotency_key, principal
 from coserve.core.schemas import DeletedJob, DocumentJob, FinetuneRequest, Job, JobList
 from coserve.core.types import JobState
 from coserve.data.corpus.staging import PendingCorpus
@@ -264,7 +265,7 @@ class JobManager:
         if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):
             raise InvalidRequest("expected 1 to 128 printable characters", field=KEY)
         digests = {} if key is None else await asyncio.to_thread(request_digests, request, upload)
-        async with self._keys.alone(key):
+        async with self._keys.alone(None if key is None else idempotency_key(key)):
             made = None if key is None else await self._registry(lambda registry: registry.job_with_key(key))
             if made is None:
                 await self._registry(self._check_max_jobs)
@@ -286,6 +287,10 @@ class JobManager:
             hint = f" (paused: {paused}; resume or cancel them)" if paused else ""
             why = f"{count} jobs wait, run or are paused{hint}; the daemon takes {self._config.max_jobs}"
             raise QueueFull(why, retry_after=10)
+        project = principal().project
+        most = registry.quota(project).jobs
+        if most is not None and registry.unfinished_of(project) >= most:
+            raise QuotaExceeded(f"project {project} has {most} jobs already, as many as its quota", retry_after=10)
 
     async def _accept(
         self, request: FinetuneRequest, record: JobRecord, corpus: PendingCorpus | PendingDocument, key: str | None
@@ -294,6 +299,7 @@ class JobManager:
         id, adapter = record.spec.id, record.spec.adapter
 
         def create(registry: Registry) -> JobRecord:
+            registry.check_name(adapter)
             if key is None or registry.job_with_key(key) is None:
                 self._check_max_jobs(registry)
                 refuse_conflict(registry, request)

@@ -33,6 +33,7 @@ from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import CoserveError, InvalidRequest, RequestError
 from coserve.core.gpu_memory import MemoryModel, PoolShape
 from coserve.core.names import split_ref
+from coserve.core.principal import principal
 from coserve.core.schemas import FinetuneRequest, Preparing
 from coserve.core.types import AdapterRef, BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainingRequest
 from coserve.data.corpus.batch_plan import BatchPlan
@@ -77,7 +78,8 @@ class Submission:
         self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
         self._preparation = CorpusPreparation(helpers, folder.staging, config.tokenizer_processes)
         self._texts = AsyncTokenizer(tokenizer, helpers, chats=helpers)
-        self._preparing: dict[object, Preparing] = {}
+        self._preparing: dict[object, tuple[str, Preparing]] = {}
+        """Corpora that are being tokenised, with their projects."""
         self._inspection, self._clock = Inspection(helpers), clock
         self._documents = DocumentSubmission(config, registry, helpers)
 
@@ -290,10 +292,11 @@ class Submission:
     @contextmanager
     def _shown(self, adapter: str, show: Show) -> Iterator[Report]:
         """List a corpus in `preparing` inside the block."""
-        key, began = object(), self._clock()
+        key, began, project = object(), self._clock(), principal().project
 
         def report(rows: int, progress: float) -> None:
-            found = self._preparing[key] = Preparing(adapter, began, rows, progress)
+            found = Preparing(adapter, began, rows, progress)
+            self._preparing[key] = (project, found)
             show(found)
 
         report(0, 0.0)
@@ -305,7 +308,7 @@ class Submission:
     @property
     def preparing(self) -> list[Preparing]:
         """Progress of large corpora that are being tokenised, the latest first."""
-        return list(reversed(self._preparing.values()))
+        return [found for project, found in reversed(self._preparing.values()) if principal().sees(project)]
 
     def _source(self, request: FinetuneRequest, upload: Path | None) -> list[dict[str, Any]] | Path:
         given = [name for name in ("data", "path") if getattr(request, name) is not None]
@@ -326,7 +329,8 @@ class Submission:
 
 
 def _earlier(registry: Registry, *, request: FinetuneRequest, base: str) -> JobRecord | None:
-    """Return the job whose version this one will continue from. Raises `AdapterBusy`."""
+    """Return the job whose version this one will continue from. Raises `AdapterBusy`, `NameTaken`."""
+    registry.check_name(request.adapter)
     refuse_conflict(registry, request)
     found = last_job(registry, request.adapter) if serialised(request) else None
     return found if found is not None and found.base_fingerprint == base else None

@@ -109,7 +109,7 @@ class JobViews:
 
 
 def _line(registry: Registry) -> Line:
-    records = registry.jobs(limit=-1, states=IN_LINE)
+    records = registry.jobs(limit=-1, states=IN_LINE, everyones=True)
     queued = [record.spec.id for record in reversed(records) if record.state is JobState.QUEUED]
     paused = frozenset(record.spec.id for record in records if record.state is JobState.PAUSED)
     return Line({id: position for position, id in enumerate(queued)}, paused)

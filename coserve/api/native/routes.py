@@ -99,7 +99,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             upload=True,
             response=Adapter,
             status=201,
-            errors=(422, *body, BUSY, 507),
+            errors=(409, 422, *body, BUSY, 507),
         ),
         Route("GET", "/adapters/{id}", api.get_adapter, "Show an adapter", response=Adapter, errors=(404,)),
         Route(
@@ -144,7 +144,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             body=ConvertRequest,
             response=ConvertedAdapter,
             status=201,
-            errors=(404, 422, *body, BUSY, 507),
+            errors=(404, 409, 422, *body, BUSY, 507),
         ),
         Route("GET", "/health", api.health, "What works", response=Health, starting=Health, public=True),
         Route(

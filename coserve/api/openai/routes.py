@@ -82,7 +82,7 @@ def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
             body=LoadLoraRequest,
             upload=True,
             media="text/plain",
-            errors=(*errors, 507),
+            errors=(409, *errors, 507),
             error_formats=(OPENAI_ERRORS,),
         ),
         Route(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -19,6 +20,7 @@ from coserve.api.http.limits import WAITING_CONNECTIONS
 from coserve.api.http.server import quiet_accept
 from coserve.api.service import Service
 from coserve.config import Config
+from coserve.core.errors import ConfigError
 from coserve.core.garbage import GarbageCollection, freeze_and_collect_young
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.failpoints import failpoint
@@ -57,8 +59,20 @@ async def serve_http(service: Service, config: Config, sock: socket.socket, stac
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     freeze_and_collect_young()
-    await web.SockSite(runner, sock).start()
+    await web.SockSite(runner, sock, ssl_context=tls_context(config)).start()
     sock.listen(WAITING_CONNECTIONS)  # asyncio has set it to the connections that it accepts per loop iteration
+
+
+def tls_context(config: Config) -> ssl.SSLContext | None:
+    """Return the context for HTTPS, with Python's defaults (TLS 1.2 or later); None for HTTP. Raises `ConfigError`."""
+    if config.tls_cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"tls_cert: cannot use {config.tls_cert} with {config.tls_key}: {error}") from error
+    return context
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from coserve import __version__
 from coserve.api.engine_client import EngineClient
@@ -25,6 +26,7 @@ from coserve.api.tracking.libraries import check_trackers
 from coserve.cli.daemon.engine_starts import EngineStarts
 from coserve.cli.daemon.signals import StopSignals
 from coserve.cli.daemon.supervisor import Supervisor
+from coserve.cli.status_lines import address
 from coserve.config import Config
 from coserve.core.errors import (
     PortInUse,
@@ -34,6 +36,10 @@ from coserve.core.health import Status, Warming
 from coserve.core.logs.format import log_event
 from coserve.data.pretrained.source import check_source
 from coserve.state.folder import DataFolder
+from coserve.state.running import RunningDaemon, announced
+
+if TYPE_CHECKING:
+    from coserve.api.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +65,7 @@ class _Serving:
     """A daemon that listens on `port`. `supervising`: the task that runs `supervisor`."""
 
     port: int
+    service: Service
     engine: EngineClient
     supervisor: Supervisor
     supervising: asyncio.Task[None]
@@ -92,6 +99,11 @@ async def _serving(config: Config) -> AsyncIterator[_Serving]:
             host=config.host,
             port=port,
         )
+        url = address(config.host, port, tls=config.tls_cert is not None)
+        running = RunningDaemon(
+            pid=os.getpid(), url=url, model=config.model, data_dir=str(folder.root), started_at=time.time()
+        )
+        stack.enter_context(announced(running))
         engine = EngineClient()
         engines = EngineStarts(config, engine.starting)
         stack.push_async_callback(engines.close)
@@ -103,7 +115,7 @@ async def _serving(config: Config) -> AsyncIterator[_Serving]:
         supervising = asyncio.create_task(supervisor.run())
         stack.push_async_callback(_end, supervising)
         await serve_http(service, config, sock, stack)
-        yield _Serving(port, engine, supervisor, supervising)
+        yield _Serving(port, service, engine, supervisor, supervising)
 
 
 async def _end(task: asyncio.Task[None]) -> None:
@@ -117,7 +129,7 @@ async def serve(config: Config, *, report: Callable[[int, Status, Warming | None
 
     Raises a `StartupError` leaf when the daemon cannot start, or when its engine dies repeatedly.
     """
-    began, signals = time.monotonic(), StopSignals()
+    began, signals = time.monotonic(), StopSignals(config.drain_seconds)
     stopping = asyncio.create_task(signals.wait())
     async with contextlib.AsyncExitStack() as stack:
         opening = asyncio.create_task(stack.enter_async_context(_serving(config)))
@@ -138,6 +150,10 @@ async def serve(config: Config, *, report: Callable[[int, Status, Warming | None
                     log_event(log, "daemon ready", host=config.host, port=port, seconds=seconds)
                     await asyncio.wait({stopping, supervising}, return_when=asyncio.FIRST_COMPLETED)
                 attached.cancel()
+            if stopping.done() and not supervising.done():
+                draining = asyncio.create_task(running.service.drain(signals.drain))
+                await asyncio.wait({draining, supervising}, return_when=asyncio.FIRST_COMPLETED)
+                draining.cancel()
             if supervising.done():
                 supervising.result()
         else:

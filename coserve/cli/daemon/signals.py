@@ -14,9 +14,13 @@ log = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM: the first asks for an orderly stop, the second stops at once."""
+    """Handles SIGINT and SIGTERM: the first asks for an orderly stop, the second stops at once. `drain`: seconds that
+    requests in flight may take after a SIGTERM, which service managers send; Ctrl-C is somebody's who waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, drain: float) -> None:
+        self._drain = drain
+        self.drain = 0.0
+        """Seconds that requests in flight may take after the signal that came."""
         self._came = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -32,4 +36,6 @@ class StopSignals:
             logging.shutdown()
             os._exit(128 + number)  # the engine process dies with this one
         self._came.set()
-        log.info("stopping, at most %.0f s; a second signal stops at once", STREAMS_TIMEOUT + STOP_TIMEOUT)
+        self.drain = self._drain if number == signal.SIGTERM else 0.0
+        most = self.drain + STREAMS_TIMEOUT + STOP_TIMEOUT
+        log.info("stopping, at most %.0f s; a second signal stops at once", most)

@@ -1,0 +1,152 @@
+"""Who may ask for what: keys, scopes and quotas of a request, before its body is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from coserve.api.access.keys import KeyRing, key_view
+from coserve.api.access.quotas import Quotas
+from coserve.api.access.scopes import scopes_of
+from coserve.api.http.security import Handler
+from coserve.core.errors import EngineUnavailable, MissingScope, QuotaExceeded
+from coserve.core.principal import Principal, Scope, act_as
+from coserve.core.schemas.access import CreateKey, NewKey, Quota
+from coserve.state.access import KeyRecord
+from coserve.state.files import FileStore
+from coserve.state.registry import Registry
+from coserve.state.thread import RegistryThread
+
+PRINCIPAL = web.RequestKey("principal", Principal)
+NOBODY = Principal("", frozenset())
+"""Principal of a request that needs no key. It sees nothing."""
+NO_SPACE_RETRY = 60.0
+
+
+class Access:
+    """Keys and quotas. What it knows is what the registry has, at all times."""
+
+    def __init__(self, api_key: str | None, registry: RegistryThread, files: FileStore) -> None:
+        self._registry, self._files = registry, files
+        self.keys, self.quotas = KeyRing(api_key), Quotas()
+        self._open: defaultdict[str, set[asyncio.Transport]] = defaultdict(set)
+        """Connections of requests in progress, by the id of their key; public routes left out."""
+        self.idle = asyncio.Event()
+        """Set while no request is in progress."""
+        self.idle.set()
+        self._closed: EngineUnavailable | None = None
+
+    async def load(self) -> None:
+        """Read keys and quotas, before the first request."""
+
+        def read(registry: Registry) -> tuple[list[KeyRecord], dict[str, Quota]]:
+            return registry.api_keys(), registry.quotas()
+
+        records, quotas = await self._registry(read)
+        self.keys.load(records)
+        for project, quota in quotas.items():
+            self.quotas.set(project, quota)
+
+    def close(self, error: EngineUnavailable) -> None:
+        """Refuse every later request with `error`, but for public routes."""
+        self._closed = error
+
+    @property
+    def closed(self) -> bool:
+        return self._closed is not None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For /health: that the daemon waits for requests before it stops."""
+        count = sum(map(len, self._open.values()))
+        return () if self._closed is None else (f"stopping; requests in progress: {count}",)
+
+    # ---- requests
+
+    def identify(self, request: web.Request, public: bool) -> None:
+        """Set the request's principal; `public`: the route needs no key. Raises `Unauthorized`, `MissingScope`,
+        `EngineUnavailable` once closed."""
+        if self._closed is not None and not public:
+            raise self._closed
+        found = NOBODY if public else self.keys.principal_of(request.headers.get("Authorization", ""))
+        resource = request.match_info.route.resource
+        if not public and resource is not None:
+            needed = scopes_of(request.method, resource.canonical)
+            if needed and not any(found.may(scope) for scope in needed):
+                names = " or ".join(sorted(needed))
+                raise MissingScope(f"expected an API key with the scope {names}", field="Authorization")
+        request[PRINCIPAL] = found
+        if request.transport is not None and not public:
+            self.idle.clear()
+            self._open[found.key].add(request.transport)  # a revocation of the key closes it
+        act_as(found)
+
+    async def admit(self, request: web.Request) -> None:
+        """Raise `QuotaExceeded` if the quota of the request's project is used up. Only what computes or stores
+        something counts: POST, but for an administrator's settings."""
+        project, resource = request[PRINCIPAL].project, request.match_info.route.resource
+        if request.method != "POST" or resource is None or resource.canonical.startswith("/admin/"):
+            return
+        self.quotas.admit(project)
+        limit = self.quotas.of(project).bytes
+        if limit is None or Scope.TRAIN not in scopes_of(request.method, resource.canonical):
+            return
+        used = await self._registry.read(lambda registry: registry.adapter_bytes(project))
+        used += self._files.bytes_of(project)
+        if used + (request.content_length or 0) > limit:
+            why = f"project {project} has {used} bytes of files and adapters; its quota is {limit}: delete some"
+            raise QuotaExceeded(why, retry_after=NO_SPACE_RETRY)
+
+    def middleware(self) -> Middleware:
+        """Forget requests that have ended."""
+
+        @web.middleware
+        async def forget(request: web.Request, handler: Handler) -> web.StreamResponse:
+            transport = request.transport
+            try:
+                return await handler(request)
+            finally:
+                if (found := request.get(PRINCIPAL)) is not None and transport is not None:
+                    self._open[found.key].discard(transport)
+                    if not self._open[found.key]:
+                        del self._open[found.key]
+                    if not self._open:
+                        self.idle.set()
+
+        return forget
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Signal handler: tell what is left of the quota before a response's headers are sent."""
+        if (found := request.get(PRINCIPAL)) is not None:
+            response.headers.update(self.quotas.headers(found.project))
+
+    # ---- changes
+
+    async def create_key(self, request: CreateKey) -> NewKey:
+        """Make a key; durable when this returns. Raises `InvalidRequest`."""
+        record, secret = self.keys.make(request)
+        await asyncio.shield(self._store(record))
+        return NewKey(key=key_view(record), secret=secret)
+
+    async def _store(self, record: KeyRecord) -> None:
+        await self._registry(lambda registry: registry.add_key(record))
+        self.keys.load([record])
+
+    async def revoke_key(self, id: str) -> KeyRecord:
+        """Revoke a key: later requests get 401, and connections of those in progress are closed. Raises `NotFound`."""
+        return await asyncio.shield(self._revoke(id))
+
+    async def _revoke(self, id: str) -> KeyRecord:
+        record = await self._registry(lambda registry: registry.revoke_key(id))
+        self.keys.load([record])
+        for transport in tuple(self._open.get(id, ())):
+            transport.abort()
+        return record
+
+    async def set_quota(self, project: str, quota: Quota) -> None:
+        """Replace a project's quota, from now on."""
+        await asyncio.shield(self._registry(lambda registry: registry.set_quota(project, quota)))
+        self.quotas.set(project, quota)

@@ -1,0 +1,49 @@
+"""The handlers of `/admin`: API keys, quotas, and settings that change while the daemon runs."""
+
+from __future__ import annotations
+
+import logging
+
+from aiohttp import web
+
+from coserve.api.access.access import Access
+from coserve.api.access.keys import key_view
+from coserve.api.engine_client import EngineClient
+from coserve.api.http.bodies import BodyReader
+from coserve.api.http.responses import json_response
+from coserve.core.errors import NotFound
+from coserve.core.names import NAME_RULE, is_name
+from coserve.core.schemas.access import CreateKey, KeyList, LogLevel, Quota, QuotaList
+
+
+class AdminApi:
+    """One method per route."""
+
+    def __init__(self, access: Access, engine: EngineClient, bodies: BodyReader) -> None:
+        self._access, self._engine, self._bodies = access, engine, bodies
+
+    async def create_key(self, request: web.Request) -> web.StreamResponse:
+        return json_response(await self._access.create_key(await self._bodies.read(request, CreateKey)), status=201)
+
+    async def list_keys(self, request: web.Request) -> web.StreamResponse:
+        return json_response(KeyList(data=self._access.keys.views()))
+
+    async def revoke_key(self, request: web.Request) -> web.StreamResponse:
+        return json_response(key_view(await self._access.revoke_key(request.match_info["id"])))
+
+    async def list_quotas(self, request: web.Request) -> web.StreamResponse:
+        return json_response(QuotaList(data=dict(self._access.quotas.all)))
+
+    async def set_quota(self, request: web.Request) -> web.StreamResponse:
+        project = request.match_info["id"]
+        if not is_name(project):
+            raise NotFound(f"expected {NAME_RULE}", field="id")
+        quota = await self._bodies.read(request, Quota)
+        await self._access.set_quota(project, quota)
+        return json_response(quota)
+
+    async def set_log_level(self, request: web.Request) -> web.StreamResponse:
+        wanted = await self._bodies.read(request, LogLevel)
+        logging.getLogger().setLevel(wanted.level.upper())
+        self._engine.set_log_level(wanted.level)
+        return json_response(wanted)

@@ -1,0 +1,88 @@
+"""API keys, as the gate checks them: in memory, so that a request costs no read and a revocation counts at once."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Iterable
+
+from coserve.core.errors import InvalidRequest, Unauthorized
+from coserve.core.principal import DAEMON, Principal, Scope
+from coserve.core.schemas.access import ApiKey, CreateKey
+from coserve.state.access import KeyRecord
+
+PREFIX = "csk"
+"""First part of every secret, by which scanners of leaked secrets find it: `csk-<id>-<random>`."""
+
+
+class KeyRing:
+    """All keys of the registry, and the daemon's own (`--api-key`), which is an administrator's. A key is needed as
+    soon as there is one of either kind, and still when all are revoked. `clock` returns seconds since the epoch."""
+
+    def __init__(self, own: str | None, clock: Callable[[], float] = time.time) -> None:
+        self._own = None if own is None else own.encode()
+        self._clock = clock
+        self._records: dict[str, KeyRecord] = {}
+
+    def load(self, records: Iterable[KeyRecord]) -> None:
+        """Take these keys, or their new states."""
+        self._records |= {record.id: record for record in records}
+
+    def principal_of(self, authorization: str) -> Principal:
+        """Return whom a request with this `Authorization` header acts for. Raises `Unauthorized`."""
+        if self._own is None and not self._records:
+            return DAEMON
+        scheme, _, given = authorization.partition(" ")
+        secret = given.encode(errors="replace")
+        if scheme.lower() == "bearer":
+            if self._own is not None and hmac.compare_digest(secret, self._own):
+                return DAEMON
+            _, _, rest = given.partition("-")
+            record = self._records.get(rest.partition("-")[0])
+            if record is not None and hmac.compare_digest(hashlib.sha256(secret).digest(), record.sha256):
+                return self._valid(record)
+        raise Unauthorized("expected 'Authorization: Bearer KEY' with a key of the daemon", field="Authorization")
+
+    def _valid(self, record: KeyRecord) -> Principal:
+        if record.revoked_at is not None:
+            raise Unauthorized("the API key is revoked", field="Authorization")
+        if record.expires_at is not None and record.expires_at <= self._clock():
+            raise Unauthorized("the API key has expired", field="Authorization")
+        return Principal(record.project, frozenset(record.scopes), record.id)
+
+    def make(self, request: CreateKey) -> tuple[KeyRecord, str]:
+        """Return a new key and its secret. Raises `InvalidRequest` for a first key that could not make others: from
+        then on nobody could."""
+        if self._own is None and not self._records and Scope.ADMIN not in request.scopes:
+            why = "expected a first key with the scope admin, since every request needs a key from now on"
+            raise InvalidRequest(why, field="scopes")
+        id, now = secrets.token_hex(6), self._clock()
+        secret = f"{PREFIX}-{id}-{secrets.token_urlsafe(32)}"
+        record = KeyRecord(
+            id=id,
+            project=request.project,
+            scopes=tuple(sorted(set(request.scopes))),
+            sha256=hashlib.sha256(secret.encode()).digest(),
+            created_at=now,
+            name=request.name,
+            expires_at=None if request.expires_in is None else now + request.expires_in,
+        )
+        return record, secret
+
+    def views(self) -> list[ApiKey]:
+        """All keys, oldest first, without secrets."""
+        return [key_view(record) for record in self._records.values()]
+
+
+def key_view(record: KeyRecord) -> ApiKey:
+    return ApiKey(
+        id=record.id,
+        project=record.project,
+        scopes=list(record.scopes),
+        name=record.name,
+        created_at=record.created_at,
+        expires_at=record.expires_at,
+        revoked_at=record.revoked_at,
+    )

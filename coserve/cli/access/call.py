@@ -1,0 +1,28 @@
+"""Calls of the routes under `/admin`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+
+from coserve.cli.common import retry
+from coserve.client.caller import Caller
+from coserve.client.transport import HttpTransport
+
+T = TypeVar("T")
+
+
+def call(url: str, key: str | None, method: str, path: str, type: type[T], body: msgspec.Struct | None = None) -> T:
+    """Send one request and decode its answer. Raises the daemon's error, or `Unreachable`."""
+
+    async def send() -> T:
+        transport = HttpTransport(url, read_timeout=60.0)
+        caller = Caller(transport, api_key=key or None, retry=retry.get())
+        try:
+            return await caller.json(caller.request(method, f"/admin/{path}", body=body), type)
+        finally:
+            await transport.close()
+
+    return asyncio.run(send())

@@ -1,0 +1,74 @@
+"""The commands `coserve keys`."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Annotated
+
+import typer
+
+from coserve.cli.access.call import call
+from coserve.cli.app import PLAIN, CommandGroup
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, json_text
+from coserve.cli.job_table import age, columns
+from coserve.core.principal import DEFAULT_PROJECT, Scope
+from coserve.core.schemas.access import ApiKey, CreateKey, KeyList, NewKey
+
+keys_app = typer.Typer(cls=CommandGroup, rich_markup_mode=PLAIN, help="Create, list and revoke API keys of projects.")
+HEADERS = ("ID", "PROJECT", "SCOPES", "STATE", "AGE", "NAME")
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@keys_app.command("create")
+def create_key(
+    scope: Annotated[list[Scope], typer.Option(help="what the key allows; may be repeated")],
+    project: Annotated[str, typer.Option(help="whose files, jobs and adapters it sees")] = DEFAULT_PROJECT,
+    name: Annotated[str, typer.Option(help="what it is for")] = "",
+    expires: Annotated[str | None, typer.Option(help="time until it expires: 90d, 12h, 30m; default: never")] = None,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Create an API key and print it. It is shown this once; the daemon keeps its hash only."""
+    wanted = CreateKey(scopes=scope, project=project, name=name, expires_in=_seconds(expires))
+    made = call(url, key, "POST", "keys", NewKey, wanted)
+    print(json_text(made, False) if as_json else made.secret)
+
+
+@keys_app.command("list")
+def list_keys(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """List API keys, without their secrets."""
+    keys, now = call(url, key, "GET", "keys", KeyList).data, time.time()
+    if as_json:
+        for each in keys:
+            print(json_text(each, False))
+        return
+    rows = [
+        (each.id, each.project, ",".join(each.scopes), _state(each, now), age(now - each.created_at), each.name)
+        for each in keys
+    ]
+    print("\n".join(columns([HEADERS, *rows])))
+
+
+@keys_app.command("revoke")
+def revoke_key(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Revoke an API key at once; its requests in progress are cut off."""
+    revoked = call(url, key, "DELETE", f"keys/{id}", ApiKey)
+    print(f"revoked {revoked.id} of project {revoked.project}")
+
+
+def _state(key: ApiKey, now: float) -> str:
+    if key.revoked_at is not None:
+        return "revoked"
+    if key.expires_at is None:
+        return "valid"
+    return "expired" if key.expires_at <= now else f"valid for {age(key.expires_at - now)}"
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    if (found := re.fullmatch(r"([1-9]\d{0,8})([smhd])", text)) is None:
+        raise typer.BadParameter(f"expected a number and s, m, h or d, such as 90d, got {text!r}")
+    return float(found[1]) * UNITS[found[2]]

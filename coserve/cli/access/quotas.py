@@ -1,0 +1,55 @@
+"""The commands `coserve quotas` and `coserve log-level`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+
+from coserve.cli.access.call import call
+from coserve.cli.app import PLAIN, CommandGroup
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, json_text
+from coserve.cli.job_table import columns
+from coserve.core.schemas.access import LogLevel, Quota, QuotaList
+
+quotas_app = typer.Typer(cls=CommandGroup, rich_markup_mode=PLAIN, help="Show and set the quotas of projects.")
+FIELDS = tuple(field.name for field in msgspec.structs.fields(Quota))
+
+
+@quotas_app.command("list")
+def list_quotas(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """List the quotas of projects that have one."""
+    found = call(url, key, "GET", "quotas", QuotaList).data
+    if as_json:
+        print(json_text(found, False))
+        return
+    rows = [
+        (project, *("-" if getattr(quota, name) is None else str(getattr(quota, name)) for name in FIELDS))
+        for project, quota in sorted(found.items())
+    ]
+    print("\n".join(columns([("PROJECT", *(name.upper() for name in FIELDS)), *rows])))
+
+
+@quotas_app.command("set")
+def set_quota(
+    project: str,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="POST requests a minute")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="prompt and generated tokens a minute")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="jobs that wait, run or are paused")] = None,
+    bytes: Annotated[int | None, typer.Option(min=1, help="bytes of files and adapters")] = None,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Replace a project's quota, at once; what is not given has no limit."""
+    quota = Quota(requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute, jobs=jobs, bytes=bytes)
+    print(json_text(call(url, key, "PUT", f"quotas/{project}", Quota, quota), False))
+
+
+def set_log_level(
+    level: Annotated[Literal["debug", "info", "warning", "error"], typer.Argument(help="least level that is logged")],
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Change the log level of a running daemon, until it ends."""
+    print(call(url, key, "PUT", "log-level", LogLevel, LogLevel(level=level)).level)

@@ -1,0 +1,75 @@
+"""The registry's API keys and quotas of projects."""
+
+from __future__ import annotations
+
+import msgspec
+
+from coserve.core.errors import NotFound
+from coserve.core.principal import Scope
+from coserve.core.schemas.access import Quota
+from coserve.core.types import Wire
+from coserve.state.database import Database
+
+
+class KeyRecord(Wire, frozen=True):
+    """An API key. Its secret has 256 random bits, so a plain hash cannot be searched; a slow one would protect
+    passwords only, and cost time in each request."""
+
+    id: str
+    project: str
+    scopes: tuple[Scope, ...]
+    sha256: bytes
+    """SHA-256 of the secret."""
+    created_at: float
+    name: str = ""
+    expires_at: float | None = None
+    revoked_at: float | None = None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_key = msgspec.msgpack.Decoder(KeyRecord).decode
+_quota = msgspec.msgpack.Decoder(Quota).decode
+
+
+class AccessTable(Database):
+    """API keys, revoked ones included, and quotas."""
+
+    def api_keys(self) -> list[KeyRecord]:
+        """All keys, oldest first."""
+        found = [_key(row[0]) for row in self._db.execute("SELECT record FROM api_keys")]
+        return sorted(found, key=lambda key: (key.created_at, key.id))
+
+    def add_key(self, record: KeyRecord) -> None:
+        """Store a new key."""
+        with self._transaction():
+            self._db.execute("INSERT INTO api_keys VALUES (?, ?)", (record.id, _encode(record)))
+            scopes = ",".join(record.scopes)
+            self._log_on_commit("API key created", key=record.id, project=record.project, scopes=scopes)
+
+    def revoke_key(self, id: str) -> KeyRecord:
+        """Revoke a key, once; the first revocation's time stays. Raises `NotFound`."""
+        with self._transaction():
+            row = self._db.execute("SELECT record FROM api_keys WHERE id = ?", (id,)).fetchone()
+            if row is None:
+                raise NotFound(f"no API key {id[:80]!r}", field="id")
+            record = _key(row[0])
+            if record.revoked_at is None:
+                record = msgspec.structs.replace(record, revoked_at=self._clock())
+                self._db.execute("UPDATE api_keys SET record = ? WHERE id = ?", (_encode(record), id))
+                self._log_on_commit("API key revoked", key=id, project=record.project)
+        return record
+
+    def quotas(self) -> dict[str, Quota]:
+        """Quotas by project."""
+        return {row[0]: _quota(row[1]) for row in self._db.execute("SELECT project, record FROM quotas")}
+
+    def quota(self, project: str) -> Quota:
+        """A project's quota; one without limits if none was set."""
+        row = self._db.execute("SELECT record FROM quotas WHERE project = ?", (project,)).fetchone()
+        return Quota() if row is None else _quota(row[0])
+
+    def set_quota(self, project: str, quota: Quota) -> None:
+        """Replace a project's quota."""
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO quotas VALUES (?, ?)", (project, _encode(quota)))
+            self._log_on_commit("quota set", project=project, **msgspec.structs.asdict(quota))
