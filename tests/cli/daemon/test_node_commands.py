@@ -1,0 +1,99 @@
+"""`coserve backup`, `restore`, `ps` and `stop`, with a daemon that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coserve.cli.app import app
+from coserve.core.errors import ConfigError
+from coserve.state import backup as copies
+from coserve.state.files import FileStore
+from coserve.state.folder import DataFolder
+from coserve.state.registry import Registry
+from coserve.state.running import RunningDaemon, announced, folder, running
+from tests.support.crash_oracle import STEPS, job_request
+from tests.support.daemon_process import DaemonProcess
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def test_a_copy_of_a_running_daemon_goes_on_elsewhere(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    data, copy, other = tmp_path / "data", tmp_path / "copy", tmp_path / "other"
+    with DaemonProcess(model, data) as daemon:
+        daemon.wait_ready()
+        _, done = daemon.call("POST", "/finetune", job_request("done"))
+        assert list(daemon.events("GET", f"/finetune/{done['id']}/events"))[-1]["state"] == "succeeded"
+        _, going = daemon.call("POST", "/finetune", job_request("going") | {"training": {"steps": 3000}})
+        (listed,) = (json.loads(line) for line in run("ps", "--json").splitlines())
+        assert (listed["pid"], listed["url"]) == (daemon.process.pid, daemon.url)
+        made = json.loads(run("backup", str(copy), "--data-dir", str(data), "--json"))
+        assert (made["adapters"], made["jobs"]) == (1, 1)
+        refused = CliRunner().invoke(app, ["backup", str(copy), "--data-dir", str(data)])
+        assert isinstance(refused.exception, ConfigError) and "not empty" in str(refused.exception)
+        assert run("stop") == f"stopped {daemon.process.pid}\n"
+        assert daemon.wait() == 0 and run("ps").split() == ["PID", "URL", "MODEL", "DATA", "AGE"]
+    run("restore", str(copy), "--data-dir", str(other))
+    with DaemonProcess(model, other) as daemon:
+        daemon.wait_ready()
+        _, found = daemon.call("GET", "/finetune")
+        assert {job["id"] for job in found["data"]} == {done["id"], going["id"]}
+        assert daemon.call("POST", f"/finetune/{going['id']}/cancel")[0] == 200
+        body = {"prompt": "The", "adapter": "done", "max_tokens": 2}
+        assert daemon.call("POST", "/generate", body)[0] == 200
+        assert daemon.call("GET", f"/finetune/{done['id']}")[1]["step"] == STEPS
+        os.kill(daemon.process.pid, signal.SIGKILL)
+        daemon.wait()
+        assert running() == [] and not list(folder().iterdir())  # the killed one's file is removed
+
+
+def test_a_copy_is_complete_or_refused(tmp_path: Path) -> None:
+    source = DataFolder(tmp_path / "data")
+    with source.lock():
+        Registry(source.database).close()
+        store = FileStore(source.files)
+        kept, gone = (store.add(_file(tmp_path / name), name, "fine-tune") for name in ("kept", "gone"))
+        made = copies.back_up(source.root, tmp_path / "copy", clock=lambda: 100.0)
+        assert (made.files, made.created_at) == (2, 100.0)
+    other = DataFolder(tmp_path / "other")
+    copies.restore(tmp_path / "copy", other.root)
+    restored = FileStore(other.files)
+    restored.load()
+    assert restored.content(kept.id).read_text() == "kept" and restored.get(gone.id) == gone
+    for empty, full in ((tmp_path / "nothing", tmp_path / "new"), (tmp_path / "copy", other.root)):
+        with pytest.raises(ConfigError):
+            copies.restore(empty, full)
+    with pytest.raises(ConfigError):
+        copies.back_up(tmp_path / "nothing", tmp_path / "new")
+    (tmp_path / "copy" / copies.MARK).unlink()  # as if the copy had been interrupted
+    with pytest.raises(ConfigError):
+        copies.restore(tmp_path / "copy", tmp_path / "new")
+
+
+def _file(path: Path) -> Path:
+    path.write_text(path.name)
+    return path
+
+
+def test_a_folder_of_another_user_lists_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = RunningDaemon(pid=os.getpid(), url="http://x", model="m", data_dir="d", started_at=1.0)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with announced(daemon):
+        assert running() == [daemon]
+    assert running() == []
+    (tmp_path / "coserve").rmdir()
+    (tmp_path / "coserve").symlink_to(tmp_path)
+    with announced(daemon):
+        assert running() == []
