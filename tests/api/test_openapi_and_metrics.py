@@ -110,7 +110,7 @@ BODIES = {
         "/tokenize",
         "/detokenize",
     )
-}
+} | {("post", "/admin/keys"), ("put", "/admin/quotas/{id}"), ("put", "/admin/log-level")}
 
 
 async def test_metrics_count_requests_and_jobs(api: Api) -> None:
