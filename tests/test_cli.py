@@ -34,6 +34,7 @@ COMMANDS = [
     "keys",
     "log-level",
     "memory",
+    "plan",
     "ps",
     "quotas",
     "restore",
