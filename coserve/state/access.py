@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from coserve.core.access.principal import Scope
+from coserve.core.access.schemas import Quota
 from coserve.core.errors import NotFound
-from coserve.core.principal import Scope
-from coserve.core.schemas.access import Quota
 from coserve.core.types import Wire
 from coserve.state.database import Database
 

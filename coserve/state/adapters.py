@@ -7,9 +7,9 @@ from itertools import islice
 
 import msgspec
 
+from coserve.core.access.principal import principal
 from coserve.core.errors import AdapterNotFound, NameTaken
 from coserve.core.hints import near_miss
-from coserve.core.principal import principal
 from coserve.core.types import AdapterRef
 from coserve.state.database import Database
 from coserve.state.records import AdapterRecord, JobRecord

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from coserve.core.access.principal import DEFAULT_PROJECT, principal
 from coserve.core.errors import NotFound
-from coserve.core.principal import DEFAULT_PROJECT, principal
 from coserve.core.types import Wire
 from coserve.state.durable import read_errors, remove_dir, replace_dir
 

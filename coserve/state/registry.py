@@ -1,6 +1,6 @@
 """The registry: jobs, their events and adapters, API keys and quotas. Every change is durable when its method returns.
 
-What belongs to a project that the running request's principal does not see is not found (`core.principal`).
+What belongs to a project that the running request's principal does not see is not found (`core.access.principal`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Final
 
 import msgspec
 
+from coserve.core.access.principal import idempotency_key as scoped_key
+from coserve.core.access.principal import principal
 from coserve.core.errors import AdapterBusy, JobNotFound, WrongJobState
-from coserve.core.principal import idempotency_key as scoped_key
-from coserve.core.principal import principal
 from coserve.core.schemas import DocumentJob, ErrorInfo, EventLevel, EventType, JobEvent, Sample
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef, JobSpec, JobState

@@ -19,10 +19,10 @@ from coserve.api.access.keys import KeyRing
 from coserve.api.access.quotas import Quotas, duration
 from coserve.api.access.scopes import scopes_of
 from coserve.api.app import ROUTES
+from coserve.core.access.principal import Scope
+from coserve.core.access.schemas import CreateKey, Quota
 from coserve.core.errors import QuotaExceeded, Unauthorized
 from coserve.core.link import Generate
-from coserve.core.principal import Scope
-from coserve.core.schemas.access import CreateKey, Quota
 from tests.support.api_server import Api, serve_api
 from tests.support.fake_engine import write_peft
 

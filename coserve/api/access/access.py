@@ -12,9 +12,9 @@ from coserve.api.access.keys import KeyRing, key_view
 from coserve.api.access.quotas import Quotas
 from coserve.api.access.scopes import scopes_of
 from coserve.api.http.security import Handler
+from coserve.core.access.principal import Principal, Scope, act_as
+from coserve.core.access.schemas import CreateKey, NewKey, Quota
 from coserve.core.errors import EngineUnavailable, MissingScope, QuotaExceeded
-from coserve.core.principal import Principal, Scope, act_as
-from coserve.core.schemas.access import CreateKey, NewKey, Quota
 from coserve.state.access import KeyRecord
 from coserve.state.files import FileStore
 from coserve.state.registry import Registry

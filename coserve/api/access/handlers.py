@@ -11,9 +11,9 @@ from coserve.api.access.keys import key_view
 from coserve.api.engine_client import EngineClient
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
+from coserve.core.access.schemas import CreateKey, KeyList, LogLevel, Quota, QuotaList
 from coserve.core.errors import NotFound
 from coserve.core.names import NAME_RULE, is_name
-from coserve.core.schemas.access import CreateKey, KeyList, LogLevel, Quota, QuotaList
 
 
 class AdminApi:

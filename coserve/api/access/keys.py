@@ -8,9 +8,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 
+from coserve.core.access.principal import DAEMON, Principal, Scope
+from coserve.core.access.schemas import ApiKey, CreateKey
 from coserve.core.errors import InvalidRequest, Unauthorized
-from coserve.core.principal import DAEMON, Principal, Scope
-from coserve.core.schemas.access import ApiKey, CreateKey
 from coserve.state.access import KeyRecord
 
 PREFIX = "csk"

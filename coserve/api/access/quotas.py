@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
+from coserve.core.access.schemas import Quota
 from coserve.core.errors import QuotaExceeded
-from coserve.core.schemas.access import Quota
 
 MINUTE = 60.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coserve.api.access.handlers import AdminApi
 from coserve.api.http.route import BODY_ERRORS, BUSY, Route
-from coserve.core.schemas.access import ApiKey, CreateKey, KeyList, LogLevel, NewKey, Quota, QuotaList
+from coserve.core.access.schemas import ApiKey, CreateKey, KeyList, LogLevel, NewKey, Quota, QuotaList
 
 
 def admin_routes(api: AdminApi) -> tuple[Route, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from coserve.core.principal import Scope
+from coserve.core.access.principal import Scope
 
 ANY: Final = frozenset({"/", "/openapi.json", "/version", "/info"})
 """Paths whose GET every valid key may use: they tell of the daemon, not of any project."""

@@ -22,12 +22,12 @@ from coserve.api.generation.turns import Turns
 from coserve.api.generation.waiting_limit import WaitingLimit
 from coserve.api.metrics.prometheus import Metrics
 from coserve.config import Config
+from coserve.core.access.principal import cache_salt, principal
 from coserve.core.errors import EngineUnavailable, Overloaded, QueueFull, error_from_code
 from coserve.core.grammar import Grammar
 from coserve.core.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.core.logprobs import BYTES_PER_TOP
 from coserve.core.names import split_ref
-from coserve.core.principal import cache_salt, principal
 from coserve.core.schemas import GenerateChunk, GenerateRequest
 from coserve.core.types import AdapterDigests, AdapterRef, Slo
 from coserve.data.pretrained.tokenizer import Tokenizer

@@ -29,11 +29,11 @@ from coserve.api.jobs.notes import row_notes
 from coserve.api.jobs.preparation import CorpusPreparation, Report, Show, Tokenization
 from coserve.api.jobs.sampling import sample_request
 from coserve.config import Config
+from coserve.core.access.principal import principal
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import CoserveError, InvalidRequest, RequestError
 from coserve.core.gpu_memory import MemoryModel, PoolShape
 from coserve.core.names import split_ref
-from coserve.core.principal import principal
 from coserve.core.schemas import FinetuneRequest, Preparing
 from coserve.core.types import AdapterRef, BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainingRequest
 from coserve.data.corpus.batch_plan import BatchPlan

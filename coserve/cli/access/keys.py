@@ -12,8 +12,8 @@ from coserve.cli.access.call import call
 from coserve.cli.app import PLAIN, CommandGroup
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, json_text
 from coserve.cli.job_table import age, columns
-from coserve.core.principal import DEFAULT_PROJECT, Scope
-from coserve.core.schemas.access import ApiKey, CreateKey, KeyList, NewKey
+from coserve.core.access.principal import DEFAULT_PROJECT, Scope
+from coserve.core.access.schemas import ApiKey, CreateKey, KeyList, NewKey
 
 keys_app = typer.Typer(cls=CommandGroup, rich_markup_mode=PLAIN, help="Create, list and revoke API keys of projects.")
 HEADERS = ("ID", "PROJECT", "SCOPES", "STATE", "AGE", "NAME")

@@ -11,7 +11,7 @@ from coserve.cli.access.call import call
 from coserve.cli.app import PLAIN, CommandGroup
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, json_text
 from coserve.cli.job_table import columns
-from coserve.core.schemas.access import LogLevel, Quota, QuotaList
+from coserve.core.access.schemas import LogLevel, Quota, QuotaList
 
 quotas_app = typer.Typer(cls=CommandGroup, rich_markup_mode=PLAIN, help="Show and set the quotas of projects.")
 FIELDS = tuple(field.name for field in msgspec.structs.fields(Quota))

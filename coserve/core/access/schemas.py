@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from coserve.core.access.principal import DEFAULT_PROJECT, Scope
 from coserve.core.names import AdapterName
-from coserve.core.principal import DEFAULT_PROJECT, Scope
 from coserve.core.types import Wire
 
 Seconds = Annotated[float, Meta(ge=1, le=10 * 366 * 86400)]
