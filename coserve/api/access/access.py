@@ -12,6 +12,7 @@ from coserve.api.access.keys import KeyRing, key_view
 from coserve.api.access.quotas import Quotas
 from coserve.api.access.scopes import scopes_of
 from coserve.api.http.security import Handler
+from coserve.api.metrics.traces import PARENT, parent
 from coserve.core.access.principal import Principal, Scope, act_as
 from coserve.core.access.schemas import CreateKey, NewKey, Quota
 from coserve.core.errors import EngineUnavailable, MissingScope, QuotaExceeded
@@ -83,6 +84,7 @@ class Access:
             self.idle.clear()
             self._open[found.key].add(request.transport)  # a revocation of the key closes it
         act_as(found)
+        parent.set(request.headers.get(PARENT))
 
     async def admit(self, request: web.Request) -> None:
         """Raise `QuotaExceeded` if the quota of the request's project is used up. Only what computes or stores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from coserve.api.generation.targets import targets_of
 from coserve.api.generation.turns import Turns
 from coserve.api.generation.waiting_limit import WaitingLimit
 from coserve.api.metrics.prometheus import Metrics
+from coserve.api.metrics.traces import Traces
 from coserve.config import Config
 from coserve.core.access.principal import cache_salt, principal
 from coserve.core.errors import EngineUnavailable, Overloaded, QueueFull, error_from_code
@@ -65,6 +67,7 @@ class InFlightRequests:
         self._stopped: EngineUnavailable | None = None
         self.charge: Callable[[str, int], None] = lambda project, tokens: None
         """Called with a project and the tokens of prompts and texts that its requests have used."""
+        self.traces: Traces | None = None
         self.in_use = AdaptersInUse()
         """Adapter versions that requests in flight use."""
 
@@ -150,6 +153,8 @@ class InFlightRequests:
             self._prompt_scores -= prompt_scores
             if state is not None:
                 self._forget(state)
+                if self.traces is not None:
+                    self.traces.generation(request, state, self._engine.name(), self._clock(), sys.exception())
 
     def _start_waiting(self, adapter: str | None, count: int, *, batch: bool) -> int:
         try:
@@ -232,6 +237,7 @@ class InFlightRequests:
             state.last_token[message.id] = now
         if delta.finished is not None:
             del self._states[message.id]
+            state.finished[message.id] = delta.finished.value
             if message.finished is None:  # stopped by a stop string, which the engine does not see
                 self._cancel(message.id)
             self._metrics.finished(delta.finished, decoder.count, now - state.arrived)

@@ -33,6 +33,8 @@ class RequestState:
     refused: bool = False
     """Whether the engine refused a sequence of these requests: its queue was full, or the deadline could not be met."""
     admitted: float | None = None
+    finished: dict[str, str] = field(default_factory=dict)
+    """Finish reasons of the sequences that have ended."""
     first_token: dict[str, float] = field(default_factory=dict)
     last_token: dict[str, float] = field(default_factory=dict)
     """Time of each sequence's latest token."""

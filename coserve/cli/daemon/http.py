@@ -18,6 +18,7 @@ from coserve.api.app import make_app, make_runner
 from coserve.api.engine_client import EngineClient
 from coserve.api.http.limits import WAITING_CONNECTIONS
 from coserve.api.http.server import quiet_accept
+from coserve.api.metrics.traces import open_traces
 from coserve.api.service import Service
 from coserve.config import Config
 from coserve.core.errors import ConfigError
@@ -40,6 +41,9 @@ async def open_service(config: Config, folder: DataFolder, engine: EngineClient,
     stack.push_async_callback(registry.close)
     service = Service(config, folder, registry, tokenizer, engine)
     stack.push_async_callback(service.close)  # closed after the engine, whose last messages it records
+    if (traces := open_traces()) is not None:
+        service.generation.traces = traces
+        stack.callback(traces.close)
     await service.open()
     warming = asyncio.create_task(service.texts.read_template())
     stack.push_async_callback(_cancelled, warming)

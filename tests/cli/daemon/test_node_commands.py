@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,18 @@ def run(*arguments: str) -> str:
     return result.output
 
 
+def listening(session: int) -> set[int]:
+    """TCP ports on which the processes of a session listen."""
+    sockets = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if os.getsid(int(process.name)) == session:
+                sockets |= {str(fd.readlink()) for fd in (process / "fd").iterdir()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+    open_ones = [line for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
+    return {int(line[1].rpartition(":")[2], 16) for line in open_ones}
+
+
 def test_a_copy_of_a_running_daemon_goes_on_elsewhere(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,6 +52,7 @@ def test_a_copy_of_a_running_daemon_goes_on_elsewhere(
         _, going = daemon.call("POST", "/finetune", job_request("going") | {"training": {"steps": 3000}})
         (listed,) = (json.loads(line) for line in run("ps", "--json").splitlines())
         assert (listed["pid"], listed["url"]) == (daemon.process.pid, daemon.url)
+        assert listening(daemon.process.pid) == {int(daemon.url.rpartition(":")[2])}
         made = json.loads(run("backup", str(copy), "--data-dir", str(data), "--json"))
         assert (made["adapters"], made["jobs"]) == (1, 1)
         refused = CliRunner().invoke(app, ["backup", str(copy), "--data-dir", str(data)])

@@ -1,0 +1,109 @@
+"""Rules of the source that defend against whole classes of mistakes; SECURITY.md says which class which test covers."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coserve.core import schemas
+from coserve.core.access.schemas import CreateKey, LogLevel, Quota
+from coserve.core.errors import InvalidRequest, UnknownField
+from coserve.core.validation import decoder_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "coserve"
+FILES = sorted(PACKAGE.rglob("*.py"))
+NETWORK = {"ftplib", "http", "httpx", "httpcore", "requests", "smtplib", "urllib3", "websockets"}
+"""Libraries that connect to other machines."""
+SERVING = ("api", "state", "core", "data/corpus", "data/offload", "lora/files")
+"""Rooms whose code runs on what clients send. (A base is fetched by `data/pretrained`, from where the operator says; a
+tracker's library by `api/tracking`, which the operator has chosen, sends to where its variables say.)"""
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+
+
+def named(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def test_serving_opens_no_connection() -> None:
+    found = []
+    for path in FILES:
+        if path.relative_to(PACKAGE).as_posix().startswith(SERVING) and "tracking" not in path.parts:
+            text = path.read_text()
+            names = re.findall(r"^\s*(?:from|import) ([a-z0-9_]+)", text, re.MULTILINE)
+            found += [f"{path.name} imports {name}" for name in NETWORK & set(names)]
+            found += [
+                f"{path.name}: {word}" for word in ("ClientSession", "urlopen", "create_connection(") if word in text
+            ]
+    assert not found
+
+
+def test_sql_is_constant() -> None:
+    """Values are parameters; no text of a user is part of a statement."""
+    found = [
+        f"{path.name}:{call.lineno}"
+        for path in FILES
+        for call in calls(path)
+        if named(call) in ("execute", "executemany", "executescript")
+        and call.args
+        and not isinstance(call.args[0], ast.Constant | ast.Name)
+    ]
+    assert not found
+    joined = re.compile(r"f[\"'](SELECT|INSERT|UPDATE|DELETE)\b")
+    assert not [path.name for path in FILES if joined.search(path.read_text())]
+
+
+def test_no_command_goes_through_a_shell() -> None:
+    found = [
+        f"{path.name}:{call.lineno}"
+        for path in FILES
+        for call in calls(path)
+        if named(call) in ("system", "popen", "create_subprocess_shell", "getoutput", "getstatusoutput")
+        or any(keyword.arg == "shell" for keyword in call.keywords)
+    ]
+    assert not found
+
+
+def test_secrets_are_compared_in_constant_time() -> None:
+    secret = re.compile(r"secret|sha256|_own\b|api_key|\bgiven\b")
+    found = []
+    for path in (*(PACKAGE / "api/access").glob("*.py"), PACKAGE / "api/http/security.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
+                text = ast.unparse(node)
+                found += [f"{path.name}: {text}"] if secret.search(text) else []
+    assert not found
+    assert (PACKAGE / "api/access/keys.py").read_text().count("hmac.compare_digest") == 2
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [CreateKey, Quota, LogLevel, *(getattr(schemas, name) for name in schemas.__all__ if name.endswith("Request"))],
+    ids=lambda kind: kind.__name__,
+)
+def test_fields_that_nobody_knows_are_refused(kind: type[msgspec.Struct]) -> None:
+    """A client cannot set what it is not offered, such as the routes of a key."""
+    with pytest.raises((msgspec.ValidationError, UnknownField, InvalidRequest)):
+        decoder_of(kind).decode(b'{"allowed_routes": ["/*"]}')
+    assert kind.__struct_config__.forbid_unknown_fields
+
+
+def test_caches_of_what_clients_send_are_bounded() -> None:
+    unbounded = re.compile(r"@(functools\.)?(cache\b|lru_cache\((None|maxsize=None)\))")
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in FILES
+        if path.relative_to(PACKAGE).as_posix().startswith(SERVING) and unbounded.search(path.read_text())
+    }
+    # by types of the code; one document; the page's own files; a function of one adapter's settings
+    known = {"api/http/body_types.py", "api/app.py", "api/page/handlers.py", "lora/files/bdlora.py"}
+    assert found <= known, found - known
+    assert all(Path(ROOT, name).is_file() for name in re.findall(r"`(tests/\S+?)`", (ROOT / "SECURITY.md").read_text()))
