@@ -1,11 +1,11 @@
 """Qwen3.5-9B's shape with random weights on one GPU: decode, a prompt, and fine-tuning.
 
-    python -m benchmarks.recurrent.qwen35 --out benchmarks/results [--only decode,prefill,finetune]
+    python -m benchmarks.recurrent.qwen35 --out benchmarks/results [--only decode,prefill,profile,finetune]
     TRITON_INTERPRET=1 python -m benchmarks.recurrent.qwen35 --tiny --out /tmp/tried
 
 Decode runs through the engine, with compiled layers and CUDA graphs. Its floor is the time to read the weights once and
 to read and write each sequence's states once, at `--bandwidth`. Fine-tuning is the daemon's trainer with one adapter of
-rank 16 on all linear modules of the layers.
+rank 16 on all linear modules of the layers. `profile` lists the kernels of a decode step of 64 sequences.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.ets.figure_5_1_trainer import trained_jobs
 from benchmarks.serving.case import SEED, Bench, Load, Shape, hardware
+from benchmarks.serving.idle import measure
 from coserve.memory.kv import KvCache
 from coserve.memory.state_pool import state_bytes
 from coserve.model.base import Base, wrap_base
@@ -77,6 +78,11 @@ async def serve(bench: Bench, results: Results, wanted: set[str], bandwidth: flo
             target = Target(round(0.8 * sequences / least, 1)) if sequences == 64 else None
             key = f"models.qwen35.decode_tok_s.b{sequences}"
             results.put(key, round(value, 1), "output tok/s", target, found, about)
+        if "profile" in wanted:
+            load = Load(4 if tiny else 64, 16, 12 if tiny else 256)
+            idle = await measure(bench, load, kernels=True)
+            shown = idle.about() | {"idle": idle.idle, "kernels": [" ".join(map(str, one)) for one in idle.kernels]}
+            results.put(f"models.qwen35.decode_step_ms.b{load.requests}", idle.step_ms_unprofiled, "ms", about=shown)
         if "prefill" in wanted:
             load = Load(4, 12 if tiny else 4096, 1)
             await bench.serve(load.make_requests("warm prompts", bench.shape.vocab))
@@ -108,7 +114,7 @@ def finetune(base: Base, shape: Shape, results: Results, *, tiny: bool) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
-    parser.add_argument("--only", default="decode,prefill,finetune", help="parts, separated by commas")
+    parser.add_argument("--only", default="decode,prefill,profile,finetune", help="parts, separated by commas")
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second of the GPU's memory")
     options = parser.parse_args()
     check_tiny(parser, options)
@@ -125,7 +131,7 @@ def main() -> None:
     )
     if "finetune" in wanted:
         finetune(base, shape, results, tiny=options.tiny)
-    if wanted & {"decode", "prefill"}:
+    if wanted & {"decode", "prefill", "profile"}:
         kv = KvCache.for_base(base, shape.kv_tokens, PAGE_TOKENS, sequences=shape.max_running)
         bench = Bench(base, shape, kv=kv)
         print(f"compiled and captured in {bench.capture():.1f} s", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -15,6 +15,8 @@ from benchmarks.serving.case import Bench, Load
 
 WARM, STEPS = 40, 150
 """Steps before the measured window, and in it."""
+MOST, NAME = 30, 110
+"""Kernels that are listed, and characters of their names."""
 SHORT = 5.0
 """µs: gaps up to this are those between the kernels of one graph."""
 
@@ -34,9 +36,12 @@ class Idle:
     idle_unprofiled: float
     """Idle share of the untraced step, with the kernel time of the trace; exact to one step in `steps`."""
     longest_us: float
+    kernels: list[tuple[float, float, str]] = field(default_factory=list)
+    """µs and calls a step of the kernels that take longest, by name."""
 
     def about(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "idle"} | {"short_gap_us": SHORT}
+        found = {name: value for name, value in vars(self).items() if name not in ("idle", "kernels")}
+        return found | {"short_gap_us": SHORT}
 
 
 class Window:
@@ -75,9 +80,14 @@ async def measure(bench: Bench, load: Load, *, kernels: bool) -> Idle:
     await bench.serve(load.make_requests(f"{name}/traced", bench.shape.vocab), traced.saw)
     device = DeviceType.CUDA if bench.shape.device == "cuda" else DeviceType.CPU
     events = [event for event in profiler.events() or () if event.device_type == device]  # type: ignore[no-untyped-call]
+    found = replace(
+        idle_of([(e.time_range.start, e.time_range.end) for e in events], steps, plain.seconds / steps),
+        kernels=by_kernel([(event.name, event.time_range.elapsed_us()) for event in events], steps),
+    )
     if kernels:
-        _print_kernels([(event.name, event.time_range.elapsed_us()) for event in events], steps)
-    return idle_of([(e.time_range.start, e.time_range.end) for e in events], steps, plain.seconds / steps)
+        for us, calls, name in found.kernels:
+            print(f"{us:9.1f} us/step {calls:7.1f} calls  {name}")
+    return found
 
 
 def idle_of(spans: Sequence[tuple[float, float]], steps: int, plain_step: float) -> Idle:
@@ -103,9 +113,10 @@ def idle_of(spans: Sequence[tuple[float, float]], steps: int, plain_step: float)
     )
 
 
-def _print_kernels(found: Sequence[tuple[str, float]], steps: int) -> None:
+def by_kernel(found: Sequence[tuple[str, float]], steps: int) -> list[tuple[float, float, str]]:
+    """Return µs and calls a step of each kernel's name, the largest first. `found`: name and µs of each call."""
     calls, total = Counter(name for name, _ in found), defaultdict[str, float](float)
     for name, us in found:
         total[name] += us
-    for name, us in sorted(total.items(), key=lambda item: -item[1])[:22]:
-        print(f"{us / steps:9.1f} us/step {calls[name] / steps:7.1f} calls  {name[:110]}")
+    longest = sorted(total.items(), key=lambda item: -item[1])[:MOST]
+    return [(round(us / steps, 1), round(calls[name] / steps, 2), name[:NAME]) for name, us in longest]

@@ -168,12 +168,15 @@ class KvCache:
         attention = static_attention(self.views, batch=batch, max_tokens=max_tokens)
         if self.states is None:
             return attention
-        return StaticWithRecurrence(attention, self.states.static_recurrence(tokens=batch, sequences=batch))
+        return StaticWithRecurrence(
+            attention, self.states.static_recurrence(tokens=batch, sequences=batch, decodes=True)
+        )
 
     def mixed_attention(self, capacity: MixedCapacity) -> MixedAttention:
         """Attention with static buffers, for a CUDA graph of mixed steps up to `capacity`."""
         attention = mixed_attention(self.views, capacity)
         if self.states is None:
             return attention
-        recurrence = self.states.static_recurrence(tokens=capacity.tokens, sequences=capacity.sequences)
+        tokens, sequences = capacity.tokens, capacity.sequences
+        recurrence = self.states.static_recurrence(tokens=tokens, sequences=sequences, decodes=False)
         return MixedWithRecurrence(attention, recurrence)

@@ -75,15 +75,16 @@ class StatePool:
         """The recurrence of one packed step. It reads and writes the states of the runs' slots."""
         if self._device.type != "cuda":
             return SlotRecurrence(self.layers, runs, self._device)
-        fused = self.static_recurrence(tokens=sum(run.tokens for run in runs), sequences=len(runs))
+        tokens = sum(run.tokens for run in runs)
+        fused = self.static_recurrence(tokens=tokens, sequences=len(runs), decodes=tokens == len(runs))
         fused.load(runs)
         return fused
 
-    def static_recurrence(self, *, tokens: int, sequences: int) -> StaticRecurrence:
+    def static_recurrence(self, *, tokens: int, sequences: int, decodes: bool) -> StaticRecurrence:
         """The recurrence of steps of up to `tokens` tokens of `sequences` sequences, in buffers that a CUDA graph may
-        keep."""
+        keep. `decodes`: each sequence has one token."""
         if self._device.type != "cuda":
             return GatheredRecurrence(self.layers, self._device)
         from coserve.kernels.recurrent.fused.steps import FusedRecurrence  # needs Triton, which not every CPU has
 
-        return FusedRecurrence(self.layers, tokens=tokens, sequences=sequences, device=self._device)
+        return FusedRecurrence(self.layers, tokens=tokens, sequences=sequences, device=self._device, decodes=decodes)

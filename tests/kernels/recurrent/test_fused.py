@@ -18,6 +18,7 @@ STEPS = (
     [TokenRun(5, 0, (), 2), TokenRun(1, 0, (), 0), TokenRun(2, 0, (), 3)],
     [TokenRun(1, 5, (), 2), TokenRun(4, 1, (), 0), TokenRun(1, 2, (), 3), TokenRun(3, 0, (), 1)],
     [TokenRun(1, 6, (), 2), TokenRun(1, 5, (), 0)],
+    [TokenRun(1, 0, (), 1), TokenRun(1, 7, (), 2), TokenRun(1, 3, (), 3)],
 )
 PADDING = 3
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -37,7 +38,7 @@ def _step(
     generator = torch.Generator().manual_seed(seed)
     x, weight, bias = random(64, shape.channels)[:rows], random(shape.channels, shape.taps), random(shape.channels)
     heads, keys, groups = shape.heads, shape.keys, 2
-    q, k = random(64, groups, keys)[:rows], random(64, groups, keys)[:rows]
+    q, k = random(64, 2, groups, keys)[:rows].unbind(1)  # cut from one tensor, as from a convolution's output
     v = random(64, heads, shape.values)[:rows]
     decay = -random(64, *((heads, keys) if by_key else (heads,))).abs()[:rows]
     share = random(64, heads).sigmoid()[:rows] if beta else None
@@ -57,9 +58,11 @@ def test_steps_in_slots(case: str, dtype: torch.dtype) -> None:
     for states in (own, expected):  # an earlier sequence's state does not reach the next one
         states.layers[0].recurrent[:4] = 7
         states.layers[0].conv[:4] = 7
-    fused = FusedRecurrence(own.layers, tokens=16, sequences=5, device=torch.device(DEVICE))
+    every = FusedRecurrence(own.layers, tokens=16, sequences=5, device=torch.device(DEVICE))
+    decodes = FusedRecurrence(own.layers, tokens=8, sequences=8, device=torch.device(DEVICE), decodes=True)
     for seed, runs in enumerate(STEPS):
         rows = sum(run.tokens for run in runs)
+        fused = decodes if rows == len(runs) else every
         fused.load(runs)
         plain = SlotRecurrence(expected.layers, runs, torch.device(DEVICE))
         sizes = {"beta": beta, "by_key": by_key, "dtype": dtype, "seed": seed}

@@ -2,11 +2,12 @@
 
 Letters: see `kernels.recurrent.interface`. States lie in slots: conv (S + 2, W - 1, C), recurrent (S + 2, H, K, V). A
 sequence b is the rows [starts[b], ends[b]); it begins with the state in slot from[b] and leaves its state in slot
-to[b]. A token t has its sequence's first row in first[t], and its slot in source[t].
+to[b]. A token t has its sequence's first row in first[t], and its slot in source[t]. Rows from ends[last] on are
+padding.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
-# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+# ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
 
 from __future__ import annotations
 
@@ -23,22 +24,27 @@ def convolve(
     state_ptr,
     first_ptr,
     source_ptr,
+    to_ptr,
     T,
     C,
     stride,
     W: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    KEEP: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Grid (token blocks, channel blocks): out (T, C)."""
+    """Grid (token blocks, channel blocks): out (T, C). KEEP: token t is all of sequence t, so its inputs are also
+    written into its slot, which no other program reads."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     here, in_c = t < T, c < C
     first = tl.load(first_ptr + t, mask=here, other=0)
     source = tl.load(source_ptr + t, mask=here, other=0).to(tl.int64)
     total = tl.zeros((BT, BC), dtype=tl.float32)
+    if KEEP:
+        to = tl.load(to_ptr + t, mask=here, other=0).to(tl.int64)
     for tap in tl.static_range(W):
         row = t - (W - 1) + tap
         own = here & (row >= first)
@@ -49,7 +55,15 @@ def convolve(
         at = source * (W - 1) + (row - first + (W - 1))
         kept = tl.load(state_ptr + at[:, None] * C + c[None, :], mask=before[:, None] & in_c[None, :], other=0.0)
         weight = tl.load(weight_ptr + c * W + tap, mask=in_c, other=0.0).to(tl.float32)
-        total += (x.to(tl.float32) + kept.to(tl.float32)) * weight[None, :]
+        read = x.to(tl.float32) + kept.to(tl.float32)
+        total += read * weight[None, :]
+        if KEEP and tap > 0:
+            at = to * (W - 1) + (tap - 1)  # which the tap before has read
+            tl.store(
+                state_ptr + at[:, None] * C + c[None, :],
+                read.to(state_ptr.dtype.element_ty),
+                mask=here[:, None] & in_c[None, :],
+            )
     if HAS_BIAS:
         total += tl.load(bias_ptr + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
     if SILU:
@@ -81,6 +95,16 @@ def keep_inputs(x_ptr, state_ptr, starts_ptr, ends_ptr, from_ptr, to_ptr, C, str
 
 
 @triton.jit
+def _add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
 def recur(
     out_ptr,
     q_ptr,
@@ -93,6 +117,10 @@ def recur(
     ends_ptr,
     from_ptr,
     to_ptr,
+    T,
+    q_stride,
+    k_stride,
+    v_stride,
     H,
     G,
     K,
@@ -104,36 +132,48 @@ def recur(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Grid (sequences, heads, value blocks): out (T, H, V), token by token; the state stays in registers.
+    """Grid (sequences, heads, value blocks): out (T, H, V), token by token; the state stays in registers. Rows of
+    padding become zero, those of one program every `sequences` rows.
 
-    q and k (T, G, K), v (T, H, V), decay (T, H) or, with BY_KEY, (T, H, K), beta (T, H).
+    q and k (T, G, K), v (T, H, V), each with its stride between tokens; decay (T, H) or, with BY_KEY, (T, H, K), beta
+    (T, H). Both sums over keys are of the old state, so that they need not wait for each other: `q S_t = q exp(d_t)
+    S_{t-1} + (q k) v`.
     """
     b, h = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
     start, end = tl.load(starts_ptr + b), tl.load(ends_ptr + b)
+    in_k, in_v = k_at < K, v_at < V
+    nothing = tl.zeros((BV,), dtype=out_ptr.dtype.element_ty)
+    for t in range(tl.load(ends_ptr + tl.num_programs(0)) + b, T, tl.num_programs(0)):
+        tl.store(out_ptr + (tl.full((), 0, tl.int64) + t) * H * V + h * V + v_at, nothing, mask=in_v)
     if end <= start:
         return
-    in_k, in_v = k_at < K, v_at < V
     within, inside = k_at[:, None] * V + v_at[None, :], in_k[:, None] & in_v[None, :]
     source, to = tl.load(from_ptr + b).to(tl.int64), tl.load(to_ptr + b).to(tl.int64)
     state = tl.load(state_ptr + (source * H + h) * K * V + within, mask=inside, other=0.0)
     group = h // (H // G)
     for t in range(start, end):
         row = tl.full((), 0, tl.int64) + t
-        q = tl.load(q_ptr + (row * G + group) * K + k_at, mask=in_k, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + (row * G + group) * K + k_at, mask=in_k, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + (row * H + h) * V + v_at, mask=in_v, other=0.0).to(tl.float32)
+        q = tl.load(q_ptr + row * q_stride + group * K + k_at, mask=in_k, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + row * k_stride + group * K + k_at, mask=in_k, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + row * v_stride + h * V + v_at, mask=in_v, other=0.0).to(tl.float32)
         if NORMALIZE:
-            q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
-            k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
+            qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_three)
+            q, k = q / tl.sqrt(qq + 1e-6), k / tl.sqrt(kk + 1e-6)
+            qk = qk / tl.sqrt(qq + 1e-6) / tl.sqrt(kk + 1e-6)
+        else:
+            qk = tl.sum(q * k, 0)
         if BY_KEY:
             decay = tl.load(decay_ptr + (row * H + h) * K + k_at, mask=in_k, other=0.0).to(tl.float32)
             state *= tl.exp(decay)[:, None]
         else:
             state *= tl.exp(tl.load(decay_ptr + row * H + h).to(tl.float32))
         if HAS_BETA:
-            v = (v - tl.sum(state * k[:, None], 0)) * tl.load(beta_ptr + row * H + h).to(tl.float32)
+            out, known = tl.reduce((state * q[:, None], state * k[:, None]), 0, _add_two)
+            v = (v - known) * tl.load(beta_ptr + row * H + h).to(tl.float32)
+        else:
+            out = tl.sum(state * q[:, None], 0)
         state += k[:, None] * v[None, :]
-        out = tl.sum(state * q[:, None], 0) * scale
+        out = (out + qk * v) * scale
         tl.store(out_ptr + (row * H + h) * V + v_at, out.to(out_ptr.dtype.element_ty), mask=in_v)
     tl.store(state_ptr + (to * H + h) * K * V + within, state, mask=inside)

@@ -27,13 +27,25 @@ class FusedRecurrence:
     `kernels.recurrent.fused.kernels`. A recurrence of a prompt runs token by token, a program for some values of a
     head."""
 
-    def __init__(self, states: Mapping[int, LayerStates], *, tokens: int, sequences: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        states: Mapping[int, LayerStates],
+        *,
+        tokens: int,
+        sequences: int,
+        device: torch.device,
+        decodes: bool = False,
+    ) -> None:
+        """`decodes`: each sequence has one token; one kernel less runs."""
         self._states, self._tokens, self._sequences = states, tokens, sequences
         self._blank = next(iter(states.values())).conv.shape[0] - 2
-        self._host = np.zeros(2 * tokens + 4 * sequences, dtype=np.int32)
+        self._decodes = decodes
+        self._host = np.zeros(2 * tokens + 4 * sequences + 1, dtype=np.int32)
         self._table = torch.zeros(len(self._host), dtype=torch.int32, device=device)
-        sizes = [tokens, tokens, *[sequences] * 4]
-        self._first, self._source, self._starts, self._ends, self._from, self._to = torch.split(self._table, sizes)
+        self._sizes = [tokens, tokens, *[sequences] * 3, sequences + 1]
+        self._first, self._source, self._starts, self._from, self._to, self._ends = torch.split(
+            self._table, self._sizes
+        )
         self.load(())
 
     def load(self, runs: Sequence[TokenRun]) -> None:
@@ -43,15 +55,15 @@ class FusedRecurrence:
         lengths = [run.tokens for run in runs]
         bounds = [0, *accumulate(lengths)]
         assert bounds[-1] <= self._tokens, f"expected at most {self._tokens} tokens, got {bounds[-1]}"
-        first, source, starts, ends, sources, to = np.split(
-            self._host, np.cumsum([self._tokens, self._tokens, *[self._sequences] * 3])
-        )
+        assert not self._decodes or len(runs) == bounds[-1], "expected sequences of one token"
+        first, source, starts, sources, to, ends = np.split(self._host, np.cumsum(self._sizes[:-1]))
         slots = [run.slot if run.position else self._blank for run in runs]
         first[:], source[:] = np.arange(self._tokens), self._blank  # padding begins with itself
         first[: bounds[-1]] = np.repeat(np.array(bounds[:-1], np.int32), lengths)
         source[: bounds[-1]] = np.repeat(np.array(slots, np.int32), lengths)
         starts[:], ends[:], sources[:], to[:] = 0, 0, self._blank, self._blank + 1
         starts[: len(runs)], ends[: len(runs)] = bounds[:-1], bounds[1:]
+        ends[-1] = bounds[-1]
         sources[: len(runs)], to[: len(runs)] = slots, [run.slot for run in runs]
         host = torch.from_numpy(self._host)
         # A pinned copy of its own, which torch keeps until the copy has ended, since the next `load` may come earlier.
@@ -76,15 +88,19 @@ class FusedRecurrence:
             states,
             self._first,
             self._source,
+            self._to,
             rows,
             channels,
             x_TC.stride(0),
             W=width,
             HAS_BIAS=bias_C is not None,
             SILU=activation == "silu",
+            KEEP=self._decodes,
             BT=TOKENS,
             BC=CHANNELS,
         )
+        if self._decodes:
+            return out_TC
         launch(
             keep_inputs,
             (self._sequences, cdiv(channels, CHANNELS)),
@@ -103,11 +119,12 @@ class FusedRecurrence:
 
     def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
         """See `Recurrence.recur`. Rows of padding are zero."""
-        q_TGK, k_TGK, v_THV, decay, _, params = given = given.rows(Tensor.contiguous)
-        (_, heads, values), (_, groups, keys) = v_THV.shape, q_TGK.shape
+        (rows, heads, values), (_, groups, keys) = given.v.shape, given.q.shape
+        q_TGK, k_TGK, v_THV = (x if x[0].is_contiguous() else x.contiguous() for x in given[:3])
+        decay, beta = given.decay.contiguous(), None if given.beta is None else given.beta.contiguous()
         block_k = next_power_of_2(keys)
         block_v = max(1, min(next_power_of_2(values), STATE_ELEMENTS // block_k))
-        out_THV = torch.zeros(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
+        out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
         launch(
             recur,
             (self._sequences, heads, cdiv(values, block_v)),
@@ -116,20 +133,24 @@ class FusedRecurrence:
             k_TGK,
             v_THV,
             decay,
-            decay if given.beta is None else given.beta,
+            decay if beta is None else beta,
             self._states[layer].recurrent,
             self._starts,
             self._ends,
             self._from,
             self._to,
+            rows,
+            q_TGK.stride(0),
+            k_TGK.stride(0),
+            v_THV.stride(0),
             heads,
             groups,
             keys,
             values,
-            params.scale,
-            HAS_BETA=given.beta is not None,
+            given.params.scale,
+            HAS_BETA=beta is not None,
             BY_KEY=decay.dim() == 3,
-            NORMALIZE=params.normalize,
+            NORMALIZE=given.params.normalize,
             BK=block_k,
             BV=block_v,
         )
