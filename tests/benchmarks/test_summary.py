@@ -34,6 +34,7 @@ ALONE = {
     "http_paced.json",
     "imports.json",
     "memory_mixes.json",
+    "page.json",
     "recurrent.json",
     "served.json",
 }

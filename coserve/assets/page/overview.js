@@ -62,8 +62,8 @@ function draw(now) {
   memory.name(planned ? "GPU memory by component" : "Page pool, in pages (memory is not planned on this device)");
   memory.update(planned
     ? PARTS.map((name) => line(name, (p) => (p.memory[name] ?? 0) / GIB))
-    : [line("keys and values", (p) => p.pages_used - p.pages_adapters), line("adapters", (p) => p.pages_adapters),
-      { ...line("free", (p) => p.pages_total - p.pages_used), color: PARTS.length - 1 }], range);
+    : [line("keys and values", (p) => Math.max(0, p.pages_used - p.pages_adapters)), line("adapters", (p) => p.pages_adapters),
+      { ...line("free", (p) => p.pages_total - Math.max(p.pages_used, p.pages_adapters)), color: PARTS.length - 1 }], range);
 }
 
 function drawLatency(health) {
