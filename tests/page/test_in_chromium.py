@@ -100,6 +100,8 @@ def test_the_key_is_asked_for_and_the_overview_is_drawn(node: Node, trained: lis
         page.get_by_role("row", name="Time to first token").get_by_text("2 s", exact=True).wait_for()
         page.locator("#state.ready").wait_for()
         assert "expected 'Authorization" not in page.locator("body").inner_text()
+        page.get_by_label("Window").select_option("recent")  # nothing was asked for since the page was opened
+        page.get_by_role("row", name="Whole request – – – – –").wait_for()
         chart = page.get_by_role("img", name="Time of the engine, by what the policy chose")
         chart.locator("path.area").nth(1).wait_for()
         assert "training slices: last" in str(chart.get_attribute("aria-label"))

@@ -1,13 +1,14 @@
 // Adapters: versions, size, provenance, where they lie; roll back, delete, download.
 
 import { get, listAdapters, request, send } from "./api.js";
-import { attempt, bytes, confirmed, el, keyed, moment, number, say, setText, table } from "./dom.js";
+import { attempt, bytes, confirmed, el, keyed, moment, number, say, setText, table, textRow } from "./dom.js";
 
 const SHOWN = 20; // newest versions of an adapter
 let opened = "";
 let searched = "";
 let turn = 0;
-const search = el("input", { type: "search", "aria-label": "Search adapters by name", placeholder: "Search by name", oninput: () => attempt(() => adapters.tick()) });
+const search = el("input", { type: "search", "aria-label": "Search adapters by name", placeholder: "Search by name" });
+search.oninput = () => attempt(() => adapters.tick());
 const list = table("Adapters by name", "Name", "Current", "Newest", "Rank", "Size", "Made by", "Base", "Lies in");
 const panel = el("div", { hidden: true });
 const title = el("h2", { tabindex: -1 });
@@ -17,11 +18,9 @@ panel.append(title, versions.node);
 const place = (adapter) => (adapter.resident ? "memory" : "disk");
 
 function makeRow({ id }) {
-  const cells = Array.from({ length: 7 }, () => el("td"));
-  const node = el("tr", {}, el("th", { scope: "row" }, el("a", { href: `#adapters/${encodeURIComponent(id)}` }, id)), cells);
-  const update = (a) => [`@${a.version}`, `@${a.newest ?? a.version}`, number(a.rank), bytes(a.bytes), a.source, a.base, place(a)]
-    .forEach((text, at) => setText(cells[at], text));
-  return { node, update };
+  const row = textRow(el("a", { href: `#adapters/${encodeURIComponent(id)}` }, id), 7);
+  const update = (a) => row.write(`@${a.version}`, `@${a.newest ?? a.version}`, number(a.rank), bytes(a.bytes), a.source, a.base, place(a));
+  return { node: row.node, update };
 }
 
 async function download(ref) {
@@ -48,25 +47,29 @@ async function remove({ ref }) {
 
 function makeVersion(first) {
   let adapter = first;
-  const button = (label, action) => el("button", { type: "button", "aria-label": `${label} ${first.ref}`, onclick: () => attempt(() => action(adapter)) }, label);
+  const button = (label, action) => {
+    const onclick = () => attempt(() => action(adapter));
+    return el("button", { type: "button", "aria-label": `${label} ${first.ref}`, onclick }, label);
+  };
   const back = button("Make current", rollBack);
-  const cells = Array.from({ length: 7 }, () => el("td"));
-  const name = el("th", { scope: "row" });
-  const actions = el("td", { class: "buttons" }, button("Download", ({ ref }) => download(ref)), back, button("Delete", remove));
+  const name = el("span");
+  const buttons = [button("Download", ({ ref }) => download(ref)), back, button("Delete", remove)];
+  const row = textRow(name, 7, el("td", { class: "buttons" }, buttons));
   const update = (a) => {
     adapter = a;
     setText(name, `@${a.version}${a.current ? " (current)" : ""}`);
-    [a.source, a.parent ?? "–", moment(a.created_at), a.bd_blocks > 1 ? `${a.rank} in ${a.bd_blocks} blocks` : number(a.rank), bytes(a.bytes), place(a), a.sha256.slice(0, 12)]
-      .forEach((text, at) => setText(cells[at], text));
-    cells[6].title = a.sha256;
+    const rank = a.bd_blocks > 1 ? `${a.rank} in ${a.bd_blocks} blocks` : number(a.rank);
+    row.write(a.source, a.parent ?? "–", moment(a.created_at), rank, bytes(a.bytes), place(a), a.sha256.slice(0, 12));
+    row.cells[6].title = a.sha256;
     back.hidden = a.current;
   };
-  return { node: el("tr", {}, name, cells, actions), update };
+  return { node: row.node, update };
 }
 
 async function showVersions() {
   const id = opened;
-  const whole = id && await get(`/adapters/${encodeURIComponent(id)}`).catch((error) => (error.status === 404 ? null : Promise.reject(error)));
+  const missing = (error) => (error.status === 404 ? null : Promise.reject(error));
+  const whole = id && await get(`/adapters/${encodeURIComponent(id)}`).catch(missing);
   if (id !== opened) return;
   panel.hidden = !whole;
   if (!whole) return;

@@ -32,6 +32,13 @@ export function table(caption, ...columns) {
   return { body, node: el("div", { class: "scroll", role: "region", "aria-label": caption, tabindex: 0 }, whole) };
 }
 
+/** A row that begins with `head`: its node, further cells, and what writes their texts. */
+export function textRow(head, count, ...more) {
+  const cells = Array.from({ length: count }, () => el("td"));
+  const write = (...texts) => texts.forEach((text, at) => setText(cells[at], text));
+  return { node: el("tr", {}, el("th", { scope: "row" }, head), cells, ...more), cells, write };
+}
+
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

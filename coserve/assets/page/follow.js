@@ -27,12 +27,13 @@ export class Follower {
         });
         for await (const event of events(response)) this.take(event);
       } catch (error) {
-        if (error.status === 404 || error.status === 401) return;
+        if (error.status === 404 || error.status === 401) return this.take({ seq: this.seq, state: error.message });
         await sleep(AGAIN);
       }
     }
   }
 
+  /** Add an event, and tell. */
   take(event) {
     this.seq = event.seq;
     if (event.metrics) {
@@ -41,10 +42,8 @@ export class Follower {
     }
     if (event.sample) this.samples.set(`${event.sample.step}.${event.sample.prompt}`, event.sample);
     if (event.state) this.state = event.state;
-    if (event.type !== "metrics" && event.type !== "sample") {
-      this.log.push(event);
-      if (this.log.length > LOG) this.log.shift();
-    }
+    if (event.message && event.type !== "metrics" && event.type !== "sample") this.log.push(event);
+    if (this.log.length > LOG) this.log.shift();
     this.changed(event);
   }
 

@@ -41,19 +41,23 @@ function makeRow({ id }) {
   const cells = Array.from({ length: 5 }, () => el("td"));
   const bar = el("progress", { max: 1, "aria-label": `Progress of ${id}` });
   const text = el("span");
-  const buttons = Object.entries(ACTIONS).map(([name, [label]]) => [name, el("button", { type: "button", "aria-label": `${label} ${id}`, onclick: () => steer(name, id) }, label)]);
+  const buttons = Object.entries(ACTIONS).map(([name, [label, states]]) => {
+    const button = el("button", { type: "button", "aria-label": `${label} ${id}`, onclick: () => steer(name, id) }, label);
+    return { button, states };
+  });
   cells[2].append(bar, " ", text);
   const node = el("tr", {}, el("td", {}, follow), el("th", { scope: "row" }, el("a", { href: `#jobs/${id}` }, id)), cells,
-    el("td", { class: "buttons" }, buttons.map(([, button]) => button)));
+    el("td", { class: "buttons" }, buttons.map(({ button }) => button)));
   const update = (job) => {
     follow.checked = followers.some((one) => one.id === id);
+    const why = job.waiting ?? job.error?.message;
     setText(cells[0], `${job.adapter}@${job.version}`);
-    setText(cells[1], job.waiting ? `${job.state}: ${job.waiting}` : job.error ? `${job.state}: ${job.error.message}` : job.state);
+    setText(cells[1], why ? `${job.state}: ${why}` : job.state);
     bar.value = job.progress;
     setText(text, `${job.step}/${job.total_steps}`);
     setText(cells[3], number(job.loss));
     setText(cells[4], seconds(job.eta));
-    for (const [name, button] of buttons) button.hidden = !ACTIONS[name][1].includes(job.state);
+    for (const { button, states } of buttons) button.hidden = !states.includes(job.state);
   };
   return { node, update };
 }
@@ -96,9 +100,11 @@ const asText = (prompt) => (Array.isArray(prompt) ? prompt.map((message) => mess
 
 /** What the settings of a job are; of two jobs, those that differ are marked. */
 function facts(job) {
-  const found = Object.entries({ ...job.training, ...Object.fromEntries(Object.entries(job.lora).map(([name, value]) => [`lora.${name}`, value])) });
-  const shown = { rows: job.rows, tokens: job.tokens, "target tokens": job.target_tokens, created: moment(job.created_at), result: job.result };
-  return [...Object.entries(shown), ...found].filter(([, value]) => value !== null).map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : `${value}`]);
+  const { rows, tokens, target_tokens, result, training, lora } = job;
+  const found = Object.entries({ rows, tokens, target_tokens, result, created: moment(job.created_at), ...training });
+  found.push(...Object.entries(lora).map(([name, value]) => [`lora.${name}`, value]));
+  const text = (value) => (typeof value === "object" ? JSON.stringify(value) : `${value}`);
+  return found.filter(([, value]) => value !== null).map(([name, value]) => [name, text(value)]);
 }
 
 function makeDetails({ id }) {
@@ -127,9 +133,11 @@ function makeDetails({ id }) {
     if (!job) return;
     const other = listed.find((each) => each.id !== id && followers.some((follower) => follower.id === each.id));
     const theirs = new Map(other ? facts(other) : []);
-    keyed(settings.body, facts(job), ([name, value]) => `${name}=${value}=${theirs.get(name)}`, ([name, value]) => ({
-      node: el("tr", { class: other && theirs.get(name) !== value && "differs" }, el("th", { scope: "row" }, name), el("td", {}, value)),
-    }));
+    keyed(settings.body, facts(job), ([name, value]) => `${name}=${value}=${theirs.get(name)}`, ([name, value]) => {
+      const differs = other && theirs.get(name) !== value;
+      const head = el("th", { scope: "row" }, differs ? `${name} (differs)` : name);
+      return { node: el("tr", { class: differs && "differs" }, head, el("td", {}, value)) };
+    });
   };
   return { node, update };
 }

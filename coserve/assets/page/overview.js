@@ -2,7 +2,7 @@
 
 import { get, request } from "./api.js";
 import { Chart } from "./chart.js";
-import { clock, el, field, keyed, number, percent, seconds, setText, table } from "./dom.js";
+import { clock, el, field, keyed, number, percent, seconds, setText, table, textRow } from "./dom.js";
 import { buckets, parseMetrics, quantile, shareWithin, total } from "./metrics.js";
 
 const GIB = 2 ** 30;
@@ -17,19 +17,21 @@ const LATENCIES = [
 ];
 
 let points = [];
-const drawn = new Map(); // functions that write a row of the latencies
+let health = null;
 const readings = [];
 const tiles = el("dl", { class: "tiles" });
 const notes = el("ul", { class: "notes" });
-const span = el("select", {}, el("option", { value: "start" }, "since the daemon started"), el("option", { value: "recent" }, "the last minute"));
+const windows = [["start", "since the daemon started"], ["recent", "the last minute"]];
+const span = el("select", {}, windows.map(([value, text]) => el("option", { value }, text)));
 const latency = table("Latency percentiles", "Latency", "p50", "p95", "p99", "Target", "Within target");
-const time = (at) => clock(at);
-const shares = new Chart("Time of the engine, by what the policy chose", { x: time, y: percent, stacked: true, top: 1 });
-const rates = new Chart("Steps a second", { x: time });
-const queue = new Chart("Requests and jobs", { x: time, held: true });
-const memory = new Chart("GPU memory", { x: time, stacked: true, height: 220 });
+const rows = LATENCIES.map(([name]) => textRow(name, 5));
+latency.body.append(...rows.map((row) => row.node));
+const shares = new Chart("Time of the engine, by what the policy chose", { x: clock, y: percent, stacked: true, top: 1 });
+const rates = new Chart("Steps a second", { x: clock });
+const queue = new Chart("Requests and jobs", { x: clock, held: true });
+const memory = new Chart("GPU memory", { x: clock, stacked: true, height: 220 });
 
-/** Rates between two reports: `[[to, rate, from], ...]`. Counters fall when an engine was started again: then nothing is drawn. */
+/** Rates between two reports: `[[to, rate, from], ...]`; none where counters fell, since an engine was started again. */
 function changes(of) {
   const found = [];
   for (let at = 1; at < points.length; at++) {
@@ -48,14 +50,9 @@ function draw(now) {
   const serving = changes((p) => p.serve_seconds).map(([x, y, from]) => [x, Math.min(1, y), from]);
   const served = new Map(serving);
   const training = changes((p) => p.train_seconds).map(([x, y, from]) => [x, Math.min(1 - (served.get(x) ?? 0), y), from]);
-  shares.update([
-    { name: "generation steps", points: serving },
-    { name: "training slices", points: training },
-  ], range);
-  rates.update([
-    { name: "generation steps", points: changes((p) => p.generation_steps) },
-    { name: "training batches", points: changes((p) => p.training_batches) },
-  ], range);
+  const pair = (first, second, name) => [{ name: "generation steps", points: first }, { name, points: second }];
+  shares.update(pair(serving, training, "training slices"), range);
+  rates.update(pair(changes((p) => p.generation_steps), changes((p) => p.training_batches), "training batches"), range);
   queue.update([line("running", (p) => p.running), line("waiting", (p) => p.waiting), line("jobs", (p) => p.jobs)], range);
   const planned = points.some((point) => Object.keys(point.memory).length);
   memory.y = planned ? (gib) => `${number(gib)} GiB` : number;
@@ -66,25 +63,19 @@ function draw(now) {
       { ...line("free", (p) => p.pages_total - Math.max(p.pages_used, p.pages_adapters)), color: PARTS.length - 1 }], range);
 }
 
-function drawLatency(health) {
-  const before = span.value === "recent" && readings.length > 1 ? readings[0] : null;
-  keyed(latency.body, LATENCIES, ([name]) => name, ([name, metric, slo]) => {
-    const cells = Array.from({ length: 5 }, () => el("td"));
-    const update = () => {
-      const counts = buckets(readings.at(-1), metric, span.value === "recent" ? before : null);
-      const target = health[slo];
-      const within = target ? shareWithin(target, counts) : null;
-      [0.5, 0.95, 0.99].forEach((q, at) => setText(cells[at], seconds(quantile(q, counts))));
-      setText(cells[3], target ? seconds(target) : "–");
-      setText(cells[4], within === null ? "–" : percent(within));
-      cells[4].className = within === null ? "" : within >= 0.95 ? "good" : "bad";
-    };
-    return { node: el("tr", {}, el("th", { scope: "row" }, name), cells), update: () => drawn.set(name, update) };
+function drawLatency() {
+  const before = span.value === "recent" ? readings[0] : null;
+  LATENCIES.forEach(([, metric, slo], at) => {
+    const counts = buckets(readings.at(-1), metric, before);
+    const target = health[slo];
+    const within = target ? shareWithin(target, counts) : null;
+    const found = [0.5, 0.95, 0.99].map((q) => seconds(quantile(q, counts)));
+    rows[at].write(...found, target ? seconds(target) : "–", within === null ? "–" : percent(within));
+    rows[at].cells[4].className = within === null ? "" : within >= 0.95 ? "good" : "bad";
   });
-  for (const update of drawn.values()) update();
 }
 
-function drawTiles(health) {
+function drawTiles() {
   const now = readings.at(-1);
   const before = readings.at(-2) ?? now;
   const passed = (now.at - before.at) / 1000 || 1;
@@ -121,7 +112,8 @@ export const overview = {
     el("h2", {}, "Latency"), field("Window", span), latency.node,
     el("p", { class: "quiet" }, "Interpolated within the buckets of the metrics' histograms. Targets are those of interactive requests that bring none."),
   ],
-  async tick(health) {
+  async tick(found) {
+    health = found;
     const [history, text] = await Promise.all([
       get(`/history?after=${points.at(-1)?.at ?? 0}`),
       request("/metrics", { headers: { Accept: "text/plain" } }).then((response) => response.text()),
@@ -129,9 +121,9 @@ export const overview = {
     points = [...points, ...history.data].filter((point) => point.at > history.now - WINDOW);
     readings.push(Object.assign(parseMetrics(text), { at: performance.now() }));
     if (readings.length > RECENT) readings.shift();
-    drawTiles(health);
-    drawLatency(health);
+    drawTiles();
+    drawLatency();
     draw(history.now);
   },
 };
-span.onchange = () => drawn.forEach((update) => update());
+span.onchange = drawLatency;

@@ -3,6 +3,7 @@
 import { events, listAdapters, request } from "./api.js";
 import { attempt, el, field, keyed, number, percent, say, seconds, setText } from "./dom.js";
 
+const EVENTS = { Accept: "text/event-stream" };
 const SHADES = [0.9, 0.6, 0.3, 0.1]; // least probability of each shade of a token
 const mode = el("select", {}, el("option", { value: "completion" }, "Completion"), el("option", { value: "chat" }, "Chat"));
 const system = el("textarea", { rows: 2 });
@@ -10,7 +11,8 @@ const prompt = el("textarea", { rows: 4, required: true });
 const tokens = el("input", { type: "number", min: 1, value: 64, required: true });
 const temperature = el("input", { type: "number", min: 0, max: 2, step: "any", value: 0.8, required: true });
 const seed = el("input", { type: "number", min: 0, step: 1, value: 1 });
-const schema = el("textarea", { rows: 3, spellcheck: "false", placeholder: '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}' });
+const EXAMPLE = '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}';
+const schema = el("textarea", { rows: 3, spellcheck: "false", placeholder: EXAMPLE });
 const names = el("datalist", { id: "adapter-names" });
 const run = el("button", { class: "first" }, "Generate");
 const stop = el("button", { type: "button", disabled: true, onclick: () => running?.abort() }, "Stop");
@@ -48,7 +50,8 @@ class Side {
     let last = null;
     try {
       const adapter = this.target.value.trim() || undefined;
-      const response = await request("/generate", { method: "POST", body: { ...body, messages, adapter }, headers: { Accept: "text/event-stream" }, signal });
+      const asked = { ...body, messages, adapter };
+      const response = await request("/generate", { method: "POST", body: asked, headers: EVENTS, signal });
       for await (const chunk of events(response)) {
         answer.append(...(chunk.logprobs ?? []).map(token));
         last = chunk;
@@ -62,8 +65,9 @@ class Side {
     }
     if (!last?.usage) return;
     const rate = (last.usage.completion_tokens - 1) / (last.timing.e2e - last.timing.ttft);
-    setText(this.facts, [last.adapter ? `${last.adapter}@${last.version}` : "base", `${last.usage.completion_tokens} tokens`, `first after ${seconds(last.timing.ttft)}`,
-      Number.isFinite(rate) && `${number(rate)} tokens/s`, `seed ${last.seed}`, last.finish_reason].filter(Boolean).join(" · "));
+    const facts = [last.adapter ? `${last.adapter}@${last.version}` : "base", `${last.usage.completion_tokens} tokens`];
+    facts.push(`first after ${seconds(last.timing.ttft)}`, Number.isFinite(rate) && `${number(rate)} tokens/s`);
+    setText(this.facts, [...facts, `seed ${last.seed}`, last.finish_reason].filter(Boolean).join(" · "));
   }
 }
 
@@ -79,7 +83,8 @@ function showTip(node) {
   const found = chosen.get(node);
   tip.hidden = !found;
   if (!found) return;
-  const row = (text, logprob, own) => el("li", { class: own && "own" }, el("code", {}, JSON.stringify(text)), ` ${percent(Math.exp(logprob))} (${number(logprob)})`);
+  const shown = (logprob) => ` ${percent(Math.exp(logprob))} (${number(logprob)})`;
+  const row = (text, logprob, own) => el("li", { class: own && "own" }, el("code", {}, JSON.stringify(text)), shown(logprob));
   const others = found.top.filter((one) => one.token_id !== found.token_id);
   tip.replaceChildren(el("ul", {}, row(found.token, found.logprob, true), others.map((one) => row(one.token, one.logprob))));
   const box = node.getBoundingClientRect();
@@ -156,7 +161,10 @@ export const playground = {
   async tick() {
     if (turn++ % 10) return; // the names change rarely
     const found = await listAdapters();
-    const refs = found.flatMap((one) => [one.id, ...Array.from({ length: Math.min(9, one.newest ?? one.version) }, (_, at) => `${one.id}@${(one.newest ?? one.version) - at}`)]);
+    const refs = found.flatMap(({ id, version, newest }) => {
+      const last = newest ?? version;
+      return [id, ...Array.from({ length: Math.min(9, last) }, (_, at) => `${id}@${last - at}`)];
+    });
     keyed(names, refs, (ref) => ref, (ref) => ({ node: el("option", { value: ref }) }));
   },
 };
