@@ -73,6 +73,12 @@ class Config:
 
     device: str = option("auto", "where the base lives", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "type of the base", choices=("auto", "float32", "bfloat16", "float16"))
+    quantization: str = option(
+        "none",
+        "store the linear modules of the base's layers in 8 or 4 bits, for requests and jobs, quantised as they are "
+        "loaded: FP8 (fp8), faster on a GPU with FP8 tensor cores, or QLoRA's NF4 (nf4), smallest",
+        choices=("none", "fp8", "nf4"),
+    )
     tp: int = option(
         1,
         "GPUs that share the base, each with a part of every layer (tensor parallelism): 1, 2, 4 or 8; on CPU, "
@@ -295,6 +301,8 @@ class Config:
                 raise ConfigError(f"{f.name}: expected a finite number of at least 0, got {value}")
         if self.tp not in (1, 2, 4, 8):
             raise ConfigError(f"tp: expected 1, 2, 4 or 8, got {self.tp}")
+        if self.tp > 1 and self.quantization != "none":
+            raise ConfigError(f"tp: expected 1 with quantization {self.quantization!r}, got {self.tp}")
         if not MIN_READ_TIMEOUT <= self.read_timeout <= MAX_READ_TIMEOUT:
             raise ConfigError(
                 f"read_timeout: expected {MIN_READ_TIMEOUT} to {MAX_READ_TIMEOUT:.0f}, got {self.read_timeout}"

@@ -54,6 +54,7 @@ SETTINGS = [
     "drain_seconds",
     "device",
     "dtype",
+    "quantization",
     "tp",
     "lora_sharding",
     "threads",

@@ -97,12 +97,12 @@ def needed(sizes: BaseSizes, wish: Wish) -> Need:
         weights=sizes.weights,
         context=CONTEXT,
         graphs=GRAPHS,
-        step=LOGITS * base.vocab * wish.requests + STEP_TOKENS * item * (2 * widest + 4 * base.hidden),
+        step=LOGITS * base.vocab * wish.requests + STEP_TOKENS * item * (2 * widest + 4 * base.hidden) + sizes.expanded,
         kv=sizes.kv * wish.context * wish.requests,
         states=sizes.states * (wish.requests + EXTRA_SLOTS),
         adapters=wish.adapters * item * sum(shape.a + shape.b for shape in shapes),
         jobs=wish.jobs * state.total,
-        training=round(base.layers * layer * tokens + backward) if wish.jobs else 0,
+        training=round(base.layers * layer * tokens + backward) + sizes.expanded if wish.jobs else 0,
     )
 
 

@@ -278,6 +278,7 @@ class Service:
                 fingerprint=spec.fingerprint,
                 family=spec.family,
                 dtype=spec.dtype,
+                quantization=spec.quantization,
                 device=spec.device,
                 context=spec.context,
                 vocab=spec.vocab,

@@ -245,3 +245,5 @@ class BaseSizes(Wire, frozen=True):
     """Bytes of one sequence's recurrent states; 0 without layers that have some."""
     experts: int
     """Elements that the experts of one layer compute for a token; 0 without a mixture of experts."""
+    expanded: int = 0
+    """Most bytes of weights that are dequantised at a time."""

@@ -18,6 +18,8 @@ class BaseInfo(Wire, frozen=True):
     fingerprint: str
     family: str
     dtype: str
+    quantization: str
+    """How the linear modules of the layers are stored: fp8, nf4 or none."""
     device: str
     context: int
     vocab: int

@@ -86,6 +86,8 @@ class BaseSpec(Wire, frozen=True):
     experts: dict[str, SiteSpec] = {}
     """The fused parameters of experts that an adapter may change (`mlp.experts.gate_up_proj`), by name; empty on
     several GPUs."""
+    quantization: str = "none"
+    """How the linear modules of the layers are stored: fp8, nf4 or none. The fingerprint is of the weights before."""
 
     def site(self, name: str) -> SiteSpec:
         """Return the linear module or parameter of this name."""

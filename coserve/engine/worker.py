@@ -201,6 +201,7 @@ async def _run(given: _Given, fd: int) -> None:
             model=ready.spec.name,
             device=ready.spec.device,
             dtype=ready.spec.dtype,
+            quantization=ready.spec.quantization,
             memory_bytes=torch.cuda.memory_allocated(device) if device.type == "cuda" else None,
             kv_tokens=ready.kv_tokens,
             seconds=round(time.monotonic() - began, 3),

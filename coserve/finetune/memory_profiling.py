@@ -126,7 +126,7 @@ def _measure(base: Base, conditions: Conditions, meter: MemoryMeter) -> Profile:
 
 def _key(base: Base, conditions: Conditions) -> tuple[str, ...]:
     where = (torch.cuda.get_device_name(base.device), str(torch.__version__))  # torch's version is a subclass of str
-    return (base.spec.fingerprint, base.spec.dtype, *where, repr(conditions))
+    return (base.spec.fingerprint, base.spec.dtype, base.spec.quantization, *where, repr(conditions))
 
 
 class MemoryMeter(Protocol):

@@ -31,22 +31,23 @@ from coserve.model.formats.dense import open_folder
 from coserve.model.formats.gguf import open_gguf
 from coserve.model.formats.gguf import read_config as gguf_config
 from coserve.model.formats.interface import Format
-from coserve.model.formats.load import load_dense
+from coserve.model.formats.load import DenseModel
 from coserve.model.formats.source import eos_of, loadable, read_config, set_generation
 from coserve.model.forward_context import ForwardContext, running
-from coserve.model.lora import LoraBatch, LoraSites, LoraWeights, default_targets, site_weight
+from coserve.model.lora import LoraBatch, LoraSites, LoraWeights, default_targets, site_shape, site_weight
 from coserve.model.packed import CHECKED_ROWS, PACKED_ROWS, drop_packed, pack_weights, rows_are_independent
 from coserve.model.parallel.adapter import AdapterPartition
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import shard_of
 from coserve.model.parallel.sharding import Sharding
+from coserve.model.quantized.modules import TEXTS, quantization_of
 from coserve.model.recurrent.seam import hook, recurring
 from coserve.model.seam import PaddedAttention, ReferenceAttention
 from coserve.model.settings import refuse_config
 from coserve.model.sharded import Shard, load_shard
 from coserve.model.truncate import truncate_layers
-from coserve.model.wrappers import drop_other_parts, model_class, random_model
+from coserve.model.wrappers import drop_other_parts, model_class
 
 __all__ = ["Attention", "Base", "load_base", "wrap_base"]
 
@@ -253,6 +254,7 @@ def load_base(
     few_layers: bool = False,
     mesh: Mesh | None = None,
     strategy: str = Strategy.NFS,
+    quantization: str = "none",
 ) -> Base:
     """Load a base from `"bundled"`, a folder, a hub name (both safetensors only) or a GGUF file.
 
@@ -260,7 +262,7 @@ def load_base(
     auto (weights from files) or dummy (only config.json is read; random weights, the same each time on one kind of
     device). `few_layers`: random weights, and only the first layers (`truncate.truncate_layers`). `mesh`: the ranks
     that hold the base together, a shard each; all of them call this at the same time. `strategy`: nfs or slora, for
-    adapters that are not block-diagonal.
+    adapters that are not block-diagonal. `quantization`: fp8 or nf4 (`model.quantized`), with one rank.
 
     Raises:
         UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
@@ -288,7 +290,7 @@ def load_base(
     drawn, sharded = load_format == "dummy" or few_layers, mesh is not None and mesh.size > 1
     origin = "GGUF" if gguf else None if form is None else form.name
     note = "" if origin is None or drawn else f"the base's weights are dequantised from {origin} at load"
-    if (sharded or note) and not (local or drawn):
+    if (sharded or note or quantization != "none") and not (local or drawn):
         folder = fetch_files(path, ("*.safetensors", "*.json"))
     opened = partial(open_gguf, folder, config) if gguf else partial(open_folder, folder, form, where)
     if mesh is not None and sharded:
@@ -311,11 +313,12 @@ def load_base(
         shard = loaded.share_fingerprint(where)
         return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard, note=note)
     with loadable(name):
+        dense = DenseModel(config, kind, where, trust_remote_code, quantization)
         if drawn:
-            model = random_model(config, where, kind, DUMMY_SEED, trust_remote_code=trust_remote_code)
-        elif note:
+            model = dense.random(DUMMY_SEED)
+        elif note or quantization != "none":
             with opened() as tensors:
-                model = load_dense(config, tensors, dtype=kind, device=where, trust_remote_code=trust_remote_code)
+                model = dense.load(tensors)
             set_generation(model, folder)
         else:
             model = kind_of_model.from_pretrained(
@@ -371,7 +374,7 @@ def wrap_base(
     if shard is not None:
         expected = replace(expected, logits=shard.sharding.vocabulary.gather(expected.logits))
     identity = fingerprint(model) if shard is None else shard.fingerprint
-    packed = device.type == "cpu" and shard is None and pack_weights(model)
+    packed = device.type == "cpu" and shard is None and quantization_of(model) == "none" and pack_weights(model)
     base = Base(
         model=model,
         spec=_spec(model, name, hub_name, identity, context, path, modules, eos_token_ids),
@@ -384,7 +387,7 @@ def wrap_base(
         states=seen.states,
         sharding=None if shard is None else shard.sharding,
         packed=packed,
-        note=note,
+        note="; ".join(filter(None, (note, TEXTS.get(quantization_of(model))))),
     )
     _check_forward(base, expected)
     if packed and not rows_are_independent(base.forward, probe.tokens(model, CHECKED_ROWS)):
@@ -422,7 +425,7 @@ def _spec(
     sites = {}
     for site, module in modules.items():
         shard = shard_of(module)
-        out_features, in_features = site_weight(module).shape
+        out_features, in_features = site_shape(module)
         if shard is not None:
             out_features, in_features = shard.partition.outputs.size, shard.partition.inputs.size
         layer = int(site.removeprefix(f"{path}.").split(".", 1)[0])
@@ -443,4 +446,5 @@ def _spec(
         sites=sites,
         default_targets=default_targets(model.config.model_type, sites),
         experts={} if any(map(shard_of, modules.values())) else expert_sites(model, path),
+        quantization=quantization_of(model),
     )

@@ -11,8 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-_WHOLE = 1 << 26
+WHOLE = 1 << 26
 """Most elements (64 million) of a base that is hashed in full."""
+ORIGINAL = "original"
+"""Attribute of a quantised module: its original weight's `thinned` elements. Removed once they are hashed, so that a
+base has one fingerprint however it is quantised."""
 _SAMPLE = 1 << 14
 """Evenly spaced elements that are hashed of each tensor of larger bases."""
 
@@ -27,8 +30,13 @@ def fingerprint(model: PreTrainedModel) -> str:
     """
     if is_fake(next(model.parameters())):
         return ""
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    for path, module in model.named_modules():
+        if isinstance(original := getattr(module, ORIGINAL, None), Tensor):
+            parameters[f"{path}.weight"] = original
+            shapes[f"{path}.weight"] = torch.Size((module.out_features, module.in_features))
+            delattr(module, ORIGINAL)
     return fingerprint_of(model.config, shapes, lambda name: parameters[name].detach(), model.dtype)
 
 
@@ -38,14 +46,20 @@ def fingerprint_of(
     """Return the `fingerprint` of a base that is loaded in `dtype`. `read` returns the parameter of a name."""
     digest = hashlib.sha256()
     digest.update(json.dumps([config.model_type, _rotary(config)], sort_keys=True).encode())
-    whole = sum(shape.numel() for shape in shapes.values()) <= _WHOLE
+    whole = sum(shape.numel() for shape in shapes.values()) <= WHOLE
     for name in sorted(shapes):
         digest.update(f"\0{name}{tuple(shapes[name])}".encode())
-        flat = read(name).reshape(-1)
-        if not whole and flat.numel() > _SAMPLE:
-            flat = flat[:: flat.numel() // _SAMPLE]
-        digest.update(flat.to(dtype).to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+        digest.update(
+            thinned(read(name), whole=whole).to(dtype).to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
+        )
     return digest.hexdigest()
+
+
+def thinned(tensor: Tensor, *, whole: bool) -> Tensor:
+    """Return the elements that are hashed, flat; of a thinned tensor all. `whole`: whether the base has at most `WHOLE`
+    elements."""
+    flat = tensor.reshape(-1)
+    return flat if whole or flat.numel() <= _SAMPLE else flat[:: flat.numel() // _SAMPLE].clone()
 
 
 def _rotary(config: PretrainedConfig) -> object:

@@ -17,6 +17,7 @@ from torch import Tensor
 from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup
+from coserve.kernels.quantized.weights import QuantizedWeights
 from coserve.kernels.recurrent.interface import Recurrence
 from coserve.model.dropout import Dropout
 from coserve.model.gemm_choice import GemmChoice
@@ -33,6 +34,8 @@ class Fused:
     """Groups of each layer."""
     summed: Mapping[SiteGroup, SiteShard] = field(default_factory=dict)
     """Groups of row-parallel sites, whose outputs are to be summed over the tensor-parallel ranks."""
+    quantized: Mapping[SiteGroup, QuantizedWeights] = field(default_factory=dict)
+    """Weights of the groups that are quantised."""
 
 
 class TrainingSeams(Protocol):

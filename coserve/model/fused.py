@@ -24,11 +24,12 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup, StackedWeights
+from coserve.kernels.quantized.weights import QuantizedWeights
 from coserve.model import probe
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
 from coserve.model.forward_context import ForwardContext, Fused, current, running
-from coserve.model.gemm_choice import GemmChoice, measure_gemms
+from coserve.model.gemm_choice import GemmChoice, GemmOutput, measure_gemms
 from coserve.model.groups import share_inputs
 from coserve.model.parallel.exchange import exchanges_of
 from coserve.model.parallel.modules import shard_of
@@ -103,15 +104,39 @@ def _local_linear(
     lora: PreparedLora | None,
 ) -> Tensor:
     """Return this rank's outputs (T, ΣO), before any sum over the ranks."""
-    if lora is not None and not lora.changes(sites):
-        lora = None
-    output = fused.gemms.linear(x_TD, weight, bias, before_shrink=lora is not None)
-    y_TO = output.y
+    lora = _changing(lora, sites)
+    return _added(fused.gemms.linear(x_TD, weight, bias, before_shrink=lora is not None), x_TD, sizes, sites, lora)
+
+
+def _linear_quantized(x: Tensor, width: int, group: int) -> Tensor:
+    """Compute `_linear` with the quantised weights of a group, on one rank. `width`: ΣO."""
+    context = current.context
+    fused = context.fused
+    assert fused is not None, NOT_FUSED
+    sites, x_TD = fused.groups[current.layer][group], x.reshape(-1, x.shape[-1])
+    weights, lora = fused.quantized[sites], _changing(context.lora, sites)
+    output = fused.gemms.quantized_linear(x_TD, weights, before_shrink=lora is not None)
+    return _added(output, x_TD, weights.sizes, sites, lora).view(*x.shape[:-1], width)
+
+
+def _changing(lora: PreparedLora | None, sites: SiteGroup) -> PreparedLora | None:
+    """Return the terms if they change one of the sites."""
+    return lora if lora is not None and lora.changes(sites) else None
+
+
+def _added(
+    output: GemmOutput, x_TD: Tensor, sizes: Sequence[int], sites: SiteGroup, lora: PreparedLora | None
+) -> Tensor:
+    """Return a GEMM's output with the LoRA terms added in place, if any."""
     if lora is not None:
-        ys = torch.split(y_TO, list(sizes), 1)
+        ys = torch.split(output.y, list(sizes), 1)
         # Keep `output`, and so the GEMM's workspace, until the terms have memory of their own.
         lora.add_(sites, ys, x_TD, overlapped=output.workspace is not None)
-    return y_TO
+    return output.y
+
+
+def _linear_quantized_fake(x: Tensor, width: int, group: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], width))
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int) -> Tensor:
@@ -133,6 +158,7 @@ def _register() -> torch.library.Library:
     for name, schema, real, fake in (
         ("attend", attend, _attend, _attend_fake),
         ("linear", linear, _linear, _linear_fake),
+        ("linear_quantized", "(Tensor x, int width, int group) -> Tensor", _linear_quantized, _linear_quantized_fake),
         ("linear_add", linear.replace(")", ", Tensor residual)", 1), _linear_add, _linear_add_fake),
     ):
         ops.define(name + schema)  # type: ignore[no-untyped-call]
@@ -197,6 +223,11 @@ class FusedBase:
             if (shard := shard_of(modules[group.names[0]])) is not None
         }
         self._summed = {group: shard for group, shard in self._shards.items() if shard.partition.sums}
+        self._quantized = {
+            shared.group: shared.stacked
+            for shared in base.sites.shared()
+            if isinstance(shared.stacked, QuantizedWeights)
+        }
         if gemms is None:
             gemms = measure_gemms(self.stacked, base.device) if base.device.type == "cuda" else GemmChoice()
         self.gemms = gemms
@@ -245,7 +276,7 @@ class FusedBase:
         gather: bool = True,
     ) -> Tensor:
         """Compute `Base.forward`, never padded. `lora` is prepared for `groups`. `gather`: see `Base.run`."""
-        context = ForwardContext(lora, fused=Fused(attention, self.gemms, self.groups, self._summed))
+        context = ForwardContext(lora, fused=Fused(attention, self.gemms, self.groups, self._summed, self._quantized))
         self._layers.begin(tokens_T.shape[0])
         with running(context), self._patched():
             # A copy of the positions: compiled code would guard on the size of a view's whole storage.

@@ -16,6 +16,7 @@ from coserve.core.validation import decoder_of
 from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.gemm.skinny import Shape
 from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.quantized.weights import Nf4Weights, QuantizedWeights
 
 MEASURED = 8
 """Weights of one shape that a measurement cycles through, more than the L2 cache holds."""
@@ -48,14 +49,28 @@ class GemmChoice:
 
         `before_shrink`: a LoRA shrink of x follows. Overlapping it with the skinny GEMM saves more than the GEMV would.
         """
+        found = self._own(x_TD, weight_OD, bias_O, None, before_shrink)
+        return GemmOutput(functional.linear(x_TD, weight_OD, bias_O), None) if found is None else found
+
+    def quantized_linear(self, x_TD: Tensor, weights: QuantizedWeights, *, before_shrink: bool = False) -> GemmOutput:
+        """Compute `linear` with quantised weights. Our kernels read FP8 weights and leave x as it is."""
+        found, scale_O = None, weights.row_scales
+        if scale_O is not None and x_TD.dtype == weights.dtype:
+            found = self._own(x_TD, weights.weight, weights.bias, scale_O, before_shrink)
+        return GemmOutput(weights.linear(x_TD), None) if found is None else found
+
+    def _own(
+        self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, scale_O: Tensor | None, before_shrink: bool
+    ) -> GemmOutput | None:
+        """Return the output of one of our kernels, if one was chosen for this shape."""
         (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
         if self.counters is not None and x_TD.stride(1) == 1 and (rows > 1 or before_shrink):
             most = skinny.rows_of(rows)
             if most and (shape := self.skinny.get((most, inputs, outputs))):
-                return GemmOutput(*skinny.skinny_gemm(x_TD, weight_OD, bias_O, self.counters, shape))
+                return GemmOutput(*skinny.skinny_gemm(x_TD, weight_OD, bias_O, self.counters, shape, scale_O))
         if rows == 1 and (one := self.gemv.get((inputs, outputs))):
-            return GemmOutput(gemv.gemv(x_TD[0], weight_OD, bias_O, one).view(1, -1), None)
-        return GemmOutput(functional.linear(x_TD, weight_OD, bias_O), None)
+            return GemmOutput(gemv.gemv(x_TD[0], weight_OD, bias_O, one, scale_O).view(1, -1), None)
+        return None
 
 
 @torch.no_grad()
@@ -80,10 +95,10 @@ def measure_gemms(
     if not kinds:
         return GemmChoice()
     counters = _counters(kinds, device)
-    one_row = {(kind[0], len(found[0])): gemv.fastest(found) for kind, found in kinds.items()} if 1 in rows else {}
+    one_row = {_shape(found): gemv.fastest(found) for found in kinds.values()} if 1 in rows else {}
     more_rows = {
-        (most, kind[0], len(found[0])): skinny.fastest(found, counters, most)
-        for kind, found in kinds.items()
+        (most, *_shape(found)): skinny.fastest(found, counters, most)
+        for found in kinds.values()
         for most in skinny.ROWS
         if most in rows
     }
@@ -126,7 +141,7 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
     kinds = _kinds(inputs)
     one_row: dict[tuple[int, int], tuple[int, int]] = {}
     more_rows: dict[tuple[int, int, int], Shape] = {}
-    wide, fits = {(kind[0], len(found[0])) for kind, found in kinds.items()}, False
+    wide, fits = {_shape(found) for found in kinds.values()}, False
     for path in paths:
         try:
             saved = decoder_of(SavedGemms).decode(path.read_bytes())
@@ -146,14 +161,22 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
     return GemmChoice(one_row, more_rows, _counters(kinds, device)) if kinds else GemmChoice()
 
 
-def _kinds(inputs: Iterable[StackedWeights]) -> dict[tuple[int, ...], list[Tensor]]:
-    """Group weights by inputs and each site's outputs; keep a few of each kind."""
-    kinds: dict[tuple[int, ...], list[Tensor]] = {}
+def _kinds(inputs: Iterable[StackedWeights]) -> dict[tuple[int, ...], list[StackedWeights]]:
+    """Group weights by inputs and each site's outputs; keep a few of each kind. NF4's have no kernels to choose
+    from."""
+    kinds: dict[tuple[int, ...], list[StackedWeights]] = {}
     for stacked in inputs:
+        if isinstance(stacked, Nf4Weights):
+            continue
         if len(found := kinds.setdefault((stacked.in_features, *stacked.sizes), [])) < MEASURED:
-            found.append(stacked.weight)
+            found.append(stacked)
     return kinds
 
 
-def _counters(kinds: Mapping[tuple[int, ...], Sequence[Tensor]], device: torch.device) -> Tensor:
-    return skinny.make_counters(max(len(found[0]) for found in kinds.values()), device)
+def _shape(found: Sequence[StackedWeights]) -> tuple[int, int]:
+    """Return the inputs and the total outputs of weights of one kind."""
+    return found[0].in_features, sum(found[0].sizes)
+
+
+def _counters(kinds: Mapping[tuple[int, ...], Sequence[StackedWeights]], device: torch.device) -> Tensor:
+    return skinny.make_counters(max(_shape(found)[1] for found in kinds.values()), device)

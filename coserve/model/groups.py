@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -14,12 +15,13 @@ from coserve.kernels.lora.types import SiteGroup, StackedWeights
 from coserve.model.base import Base
 from coserve.model.lora import SharedInput
 from coserve.model.parallel.modules import shard_of
+from coserve.model.quantized.modules import QuantizedLinear
 
 
 def shared_inputs(base: Base) -> list[list[SiteGroup]]:
     """Return each layer's sites in execution order, grouped: neighbours that receive the same tensor form a group.
 
-    Grouped sites are `nn.Linear`s that all have a bias, or all have none; three at most.
+    Grouped sites are `nn.Linear`s, or quantised, that all have a bias, or all have none; three at most.
     """
     runs: list[list[list[str]]] = [[] for _ in base.layers]
     seen: list[Tensor] = []  # kept alive, so that no other tensor reuses an address
@@ -64,19 +66,28 @@ def share_inputs(base: Base) -> list[list[SiteGroup]]:
 def _stackable(before: Sequence[nn.Module], module: nn.Module) -> bool:
     return (
         len(before) < SHARED
-        and type(module) is nn.Linear
-        and all(type(other) is nn.Linear and (other.bias is None) == (module.bias is None) for other in before)
+        and type(module) in (nn.Linear, QuantizedLinear)
+        and all(type(other) is type(module) and (other.bias is None) == (module.bias is None) for other in before)
     )
 
 
 def stack(group: SiteGroup, modules: Sequence[nn.Module]) -> SharedInput:
     """Stack the weights of the group's `modules`: they become views of one tensor (ΣO, D)."""
-    weights = [cast(nn.Parameter, module.weight) for module in modules]
     biases = [bias for module in modules if (bias := cast("nn.Parameter | None", module.bias)) is not None]
+    if len(modules) > 1 and biases:
+        _restack(biases)
+    if isinstance(first := modules[0], QuantizedLinear):
+        quantized = [cast(QuantizedLinear, module) for module in modules]
+        codes, scales = [one.codes for one in quantized], [one.scales for one in quantized]
+        _restack(codes)
+        _restack(scales)
+        sizes = tuple(len(own) for own in codes)
+        bias_O = _whole(biases) if biases else None
+        whole_weights = replace(first.stored, weight=_whole(codes), scales=_whole(scales), bias=bias_O, sizes=sizes)
+        return SharedInput(group, whole_weights)
+    weights = [cast(nn.Parameter, module.weight) for module in modules]
     if len(modules) > 1:
         _restack(weights)
-        if biases:
-            _restack(biases)
     whole = _turn(weights[0]) if isinstance(modules[0], Conv1D) else _whole(weights)
     sizes = (len(whole),) if len(weights) == 1 else tuple(len(weight) for weight in weights)
     shard = shard_of(modules[0])
@@ -91,7 +102,7 @@ def _turn(part: nn.Parameter) -> Tensor:
     return part.data.T
 
 
-def _restack(parts: Sequence[nn.Parameter]) -> None:
+def _restack(parts: Sequence[Tensor]) -> None:
     if _neighbours(parts):  # already stacked
         return
     stacked = torch.cat([part.data for part in parts])
@@ -99,7 +110,7 @@ def _restack(parts: Sequence[nn.Parameter]) -> None:
         part.data = own
 
 
-def _neighbours(parts: Sequence[nn.Parameter]) -> bool:
+def _neighbours(parts: Sequence[Tensor]) -> bool:
     """Whether the parameters are neighbouring rows of one tensor."""
     first, at = parts[0].data, parts[0].data.data_ptr()
     for part in parts:
@@ -111,7 +122,7 @@ def _neighbours(parts: Sequence[nn.Parameter]) -> bool:
     return True
 
 
-def _whole(parts: Sequence[nn.Parameter]) -> Tensor:
+def _whole(parts: Sequence[Tensor]) -> Tensor:
     """Return the tensor whose neighbouring rows the parameters are."""
     first = parts[0].data
     rows = sum(len(part) for part in parts)

@@ -22,6 +22,7 @@ from coserve.model.dropout import Dropout
 from coserve.model.forward_context import ForwardContext, current
 from coserve.model.parallel.fully_sharded import prepare_lora
 from coserve.model.parallel.modules import SiteShard, shard_of
+from coserve.model.quantized.modules import QuantizedLinear
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,16 @@ class SharedInput:
         return parts[place]
 
 
+def site_shape(module: nn.Module) -> tuple[int, int]:
+    """Return (O, D) of a linear module, without the weight of a quantised one."""
+    if isinstance(module, QuantizedLinear):
+        return module.out_features, module.in_features
+    outputs, inputs = site_weight(module).shape
+    return outputs, inputs
+
+
 def site_weight(module: nn.Module) -> Tensor:
-    """Return a linear module's weight (O, D). Conv1D stores it transposed."""
+    """Return a linear module's weight (O, D). Conv1D stores it transposed; a quantised one is dequantised."""
     assert isinstance(module.weight, Tensor)
     return module.weight if isinstance(module, nn.Linear) else module.weight.T
 

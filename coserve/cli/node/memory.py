@@ -20,6 +20,7 @@ from coserve.core.health import starting_line
 from coserve.core.types import DEFAULT_RANK
 
 MIB = 1 << 20
+QUANTIZATIONS = ("none", "fp8", "nf4")
 USES = {
     "weights": "base and buffers",
     "pages": "page pool: keys, values and adapters",
@@ -48,6 +49,7 @@ def memory(
         float, typer.Option(help="with MODEL: share of the GPU's memory for the engine", min=0.01, max=1)
     ] = 0.9,
     dtype: Annotated[str, typer.Option(help="with MODEL: float32, bfloat16 or float16")] = "bfloat16",
+    quantization: Annotated[str, typer.Option(help="with MODEL: none, fp8 or nf4")] = "none",
     trust_remote_code: Annotated[bool, typer.Option(help="with MODEL: run code that comes with its config")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
@@ -59,6 +61,10 @@ def memory(
     if model is not None:
         if dtype not in ITEMSIZE:
             raise typer.BadParameter(f"--dtype: expected one of {', '.join(ITEMSIZE)}, got {dtype!r}")
+        if quantization not in QUANTIZATIONS:
+            raise typer.BadParameter(
+                f"--quantization: expected one of {', '.join(QUANTIZATIONS)}, got {quantization!r}"
+            )
         wish = Wish(
             adapters=adapters,
             rank=rank,
@@ -68,7 +74,9 @@ def memory(
             micro_batch_tokens=micro_batch_tokens,
             fraction=memory_fraction,
         )
-        show_prospect(model, wish, dtype=dtype, trust_remote_code=trust_remote_code, as_json=as_json)
+        show_prospect(
+            model, wish, dtype=dtype, quantization=quantization, trust_remote_code=trust_remote_code, as_json=as_json
+        )
         return
     with closing(connect(url, key)) as client:
         health = client.health()

@@ -69,6 +69,7 @@ def load_ranked_base(config: Config, rank: OwnRank | None) -> Base:
         load_format=config.load_format,
         mesh=mesh,
         strategy=config.lora_sharding,
+        quantization=config.quantization,
     )
 
 

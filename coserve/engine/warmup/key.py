@@ -37,6 +37,7 @@ SOURCES = (
 """Our packages and modules that determine what is compiled, or the meaning of measured costs."""
 SHAPE_SETTINGS = (
     "dtype",
+    "quantization",
     "lora_backend",
     "max_running",
     "page_tokens",

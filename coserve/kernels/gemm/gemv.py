@@ -1,6 +1,6 @@
 """GEMV: one row through linear sites that share an input. The time goes into reading the stacked weight.
 
-project  y[n] = bias[n] + Σ_k W[n, k] x[k]
+project  y[n] = bias[n] + scale[n] Σ_k W[n, k] x[k]        scale: of FP8 weights, else 1
 
 A program issues the loads of all its weights before it waits for the preceding kernels (programmatic dependent launch).
 The next kernel may start at once, so it must wait for this one before it reads anything.
@@ -23,6 +23,7 @@ from coserve.kernels.gpu.device import device_info, interpreted
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.gpu.timing import graph_ms
+from coserve.kernels.lora.types import StackedWeights
 
 MAX_INPUTS = 32768
 """Most inputs D, since a program reads them all at once."""
@@ -36,10 +37,12 @@ def project(
     x_ptr,
     w_ptr,
     bias_ptr,
+    scale_ptr,
     y_ptr,
     K,
     N,
     BIAS: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -54,6 +57,8 @@ def project(
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + k, mask=k < K, other=0.0)
     y = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    if SCALE:
+        y *= tl.load(scale_ptr + n, mask=n < N, other=0.0)
     if BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
@@ -67,24 +72,24 @@ def shapes_of(inputs: int) -> list[Shape]:
     return [(block, warps) for block, warps in SHAPES if 32 <= block * wide // (64 * warps) <= 128]
 
 
-def run_each(weight_OD: Tensor) -> None:
+def run_each(weights: StackedWeights) -> None:
     """Run each kernel that `fastest` compares. Inside `compile_only` this compiles them all concurrently."""
-    x_D = torch.zeros(weight_OD.shape[1], dtype=weight_OD.dtype, device=weight_OD.device)
+    x_D = torch.zeros(weights.in_features, dtype=weights.dtype, device=weights.weight.device)
     for shape in shapes_of(len(x_D)):
-        gemv(x_D, weight_OD, None, shape)
+        gemv(x_D, weights.weight, None, shape, weights.row_scales)
 
 
-def fastest(weights_OD: Sequence[Tensor]) -> Shape | None:
+def fastest(weights: Sequence[StackedWeights]) -> Shape | None:
     """Return the shape with which `gemv` is fastest, or None if torch's own GEMM is at least as fast.
 
-    Measured in a CUDA graph over all of `weights_OD`, which together should exceed the L2 cache.
+    Measured in a CUDA graph over all of `weights`, which together should exceed the L2 cache.
     """
-    x = torch.randn(1, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
-    best, chosen = _milliseconds(lambda w: torch.nn.functional.linear(x, w), weights_OD), None
+    x = torch.randn(1, weights[0].in_features, dtype=weights[0].dtype, device=weights[0].weight.device)
+    best, chosen = _milliseconds(lambda w: w.linear(x), weights), None
     for shape in shapes_of(x.shape[1]):
         own = partial(gemv, x[0], bias_O=None, shape=shape)
         try:
-            spent = _milliseconds(lambda w, own=own: own(weight_OD=w), weights_OD)
+            spent = _milliseconds(lambda w, own=own: own(weight_OD=w.weight, scale_O=w.row_scales), weights)
         except triton.runtime.errors.OutOfResources:  # a shape too large for this device
             continue
         if spent < best:
@@ -92,18 +97,18 @@ def fastest(weights_OD: Sequence[Tensor]) -> Shape | None:
     return chosen
 
 
-def _milliseconds(call: Callable[[Tensor], Tensor], weights_OD: Sequence[Tensor]) -> float:
+def _milliseconds(call: Callable[[StackedWeights], Tensor], weights: Sequence[StackedWeights]) -> float:
     def run() -> None:
-        for weight in weights_OD:
-            call(weight)
+        for one in weights:
+            call(one)
 
-    for weight in weights_OD[:2]:
-        call(weight)
+    for one in weights[:2]:
+        call(one)
     return graph_ms(run)
 
 
-def gemv(x_D: Tensor, weight_OD: Tensor, bias_O: Tensor | None, shape: Shape) -> Tensor:
-    """Return `weight x + bias` (O). `shape`: one of `shapes_of`."""
+def gemv(x_D: Tensor, weight_OD: Tensor, bias_O: Tensor | None, shape: Shape, scale_O: Tensor | None = None) -> Tensor:
+    """Return `scale weight x + bias` (O). `shape`: one of `shapes_of`. `scale_O`: fp32, of FP8 weights."""
     (O, D), (block, warps) = weight_OD.shape, shape
     pdl = device_info(x_D.device).early_launch
     options = {"PDL": pdl} if interpreted() else {"PDL": pdl, "launch_pdl": pdl}
@@ -114,10 +119,12 @@ def gemv(x_D: Tensor, weight_OD: Tensor, bias_O: Tensor | None, shape: Shape) ->
         x_D,
         weight_OD,
         y if bias_O is None else bias_O,
+        y if scale_O is None else scale_O,
         y,
         D,
         O,
         BIAS=bias_O is not None,
+        SCALE=scale_O is not None,
         BLOCK_N=block,
         BLOCK_K=next_power_of_2(D),
         num_warps=warps,

@@ -1,6 +1,6 @@
 """Skinny GEMM: a few rows through a linear site. The time goes into reading the weight.
 
-y[m, n] = bias[n] + Σ_k x[m, k] W[n, k]        for up to 64 rows m, sums in fp32
+y[m, n] = bias[n] + scale[n] Σ_k x[m, k] W[n, k]        for up to 64 rows m, sums in fp32; scale: of FP8 weights, else 1
 
 The weight is the left operand, so that its rows fill the tensor cores and x need not be padded to 64 rows. A program
 may start before the preceding kernel has ended (programmatic dependent launch), which hides most of the launch latency.
@@ -25,6 +25,7 @@ from coserve.kernels.gpu.device import device_info, interpreted
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv
 from coserve.kernels.gpu.timing import graph_ms
+from coserve.kernels.lora.types import StackedWeights
 
 ROWS = (16, 32, 64)
 """Row counts that kernels are compiled for; each serves every count up to its own."""
@@ -63,6 +64,7 @@ def project(
     x_ptr,
     w_ptr,
     bias_ptr,
+    scale_ptr,
     y_ptr,
     parts_ptr,
     counters_ptr,
@@ -71,6 +73,7 @@ def project(
     K,
     x_stride,
     BIAS: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -93,7 +96,7 @@ def project(
     for step in tl.range(0, steps, num_stages=STAGES):
         w = tl.load(w_at + step * BLOCK_K, mask=(n < N)[:, None], other=0.0)
         x = tl.load(x_at + step * BLOCK_K, mask=(m < M)[:, None], other=0.0)
-        total = tl.dot(w, tl.trans(x), total)
+        total = tl.dot(w.to(x.dtype), tl.trans(x), total)
     at, real = m[None, :] * N + n[:, None], (n < N)[:, None] & (m < M)[None, :]
     last = True
     if SPLITS > 1:
@@ -106,6 +109,8 @@ def project(
                 total += tl.load(parts_ptr + part * (M * N) + at, mask=real, other=0.0, cache_modifier=".cg")
             tl.atomic_xchg(counters_ptr + block, 0, sem="relaxed")
     if last:
+        if SCALE:
+            total *= tl.load(scale_ptr + n, mask=n < N, other=0.0)[:, None]
         if BIAS:
             total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=real)
@@ -135,10 +140,15 @@ def make_counters(outputs: int, device: torch.device) -> Tensor:
 
 
 def skinny_gemm(
-    x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, counters: Tensor, shape: Shape
+    x_TD: Tensor,
+    weight_OD: Tensor,
+    bias_O: Tensor | None,
+    counters: Tensor,
+    shape: Shape,
+    scale_O: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `x Wᵀ + bias`, (T, O) in x's dtype, for up to 64 rows. D is a multiple of `shape.splits * shape.k`; x's
-    rows are dense.
+    """Return `scale x Wᵀ + bias`, (T, O) in x's dtype, for up to 64 rows. D is a multiple of `shape.splits * shape.k`;
+    x's rows are dense. `scale_O`: fp32, of FP8 weights.
 
     Also returns the workspace, which is still busy when the next kernel starts early: keep it until that kernel's
     memory is allocated.
@@ -157,6 +167,7 @@ def skinny_gemm(
         x_TD,
         weight_OD,
         y if bias_O is None else bias_O,
+        y if scale_O is None else scale_O,
         y,
         parts,
         counters,
@@ -165,6 +176,7 @@ def skinny_gemm(
         inputs,
         x_TD.stride(0),
         BIAS=bias_O is not None,
+        SCALE=scale_O is not None,
         BLOCK_M=block,
         BLOCK_N=shape.n,
         BLOCK_K=shape.k,
@@ -177,26 +189,26 @@ def skinny_gemm(
     return y, parts
 
 
-def run_each(weight_OD: Tensor, counters: Tensor, rows: int) -> None:
+def run_each(weights: StackedWeights, counters: Tensor, rows: int) -> None:
     """Run each kernel that `fastest` compares. Inside `compile_only` this compiles them all concurrently."""
-    x_TD = torch.zeros(rows, weight_OD.shape[1], dtype=weight_OD.dtype, device=weight_OD.device)
-    for shape in shapes_of(x_TD.shape[1], len(weight_OD), x_TD.dtype):
-        skinny_gemm(x_TD, weight_OD, None, counters, shape)
+    x_TD = torch.zeros(rows, weights.in_features, dtype=weights.dtype, device=weights.weight.device)
+    for shape in shapes_of(x_TD.shape[1], len(weights.weight), x_TD.dtype):
+        skinny_gemm(x_TD, weights.weight, None, counters, shape, weights.row_scales)
 
 
-def fastest(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape | None:
+def fastest(weights: Sequence[StackedWeights], counters: Tensor, rows: int) -> Shape | None:
     """Return the shape with which `skinny_gemm` is fastest at `rows` rows, or None if torch's own GEMM is at least as
     fast.
 
-    Measured in a CUDA graph over all of `weights_OD`, which together should exceed the L2 cache, with a small kernel
+    Measured in a CUDA graph over all of `weights`, which together should exceed the L2 cache, with a small kernel
     before each GEMM as in a model.
     """
-    x = torch.randn(rows, weights_OD[0].shape[1], dtype=weights_OD[0].dtype, device=weights_OD[0].device)
-    best, chosen = _milliseconds(torch.nn.functional.linear, x, weights_OD), None
-    for shape in shapes_of(x.shape[1], len(weights_OD[0]), x.dtype):
+    x = torch.randn(rows, weights[0].in_features, dtype=weights[0].dtype, device=weights[0].weight.device)
+    best, chosen = _milliseconds(lambda x_TD, w: w.linear(x_TD), x, weights), None
+    for shape in shapes_of(x.shape[1], len(weights[0].weight), x.dtype):
         own = partial(skinny_gemm, bias_O=None, counters=counters, shape=shape)
         try:
-            spent = _milliseconds(own, x, weights_OD)
+            spent = _milliseconds(lambda x_TD, w, own=own: own(x_TD, w.weight, scale_O=w.row_scales), x, weights)
         except triton.runtime.errors.OutOfResources:  # a shape too large for this device
             continue
         if spent < best:
@@ -204,14 +216,16 @@ def fastest(weights_OD: Sequence[Tensor], counters: Tensor, rows: int) -> Shape 
     return chosen
 
 
-def _milliseconds(product: Callable[[Tensor, Tensor], object], x_TD: Tensor, weights_OD: Sequence[Tensor]) -> float:
+def _milliseconds(
+    product: Callable[[Tensor, StackedWeights], object], x_TD: Tensor, weights: Sequence[StackedWeights]
+) -> float:
     """Return the milliseconds of one GEMM per weight; before each, a small kernel writes x."""
     made = torch.empty_like(x_TD)
 
     def run() -> None:
-        for weight in weights_OD:
+        for one in weights:
             torch.mul(x_TD, 0.5, out=made)
-            product(made, weight)
+            product(made, one)
 
     run()
     return graph_ms(run)

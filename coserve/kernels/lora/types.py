@@ -187,6 +187,16 @@ class StackedWeights:
         return self.weight.shape[1]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of products."""
+        return self.weight.dtype
+
+    @property
+    def row_scales(self) -> Tensor | None:
+        """Factors of the weight's rows for kernels that read `weight` in place: fp32 (ΣO); None: 1."""
+        return None
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that hold the weights, for copies of a layer that share them."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)

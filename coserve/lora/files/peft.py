@@ -25,6 +25,8 @@ from coserve.lora.files.wrapped import outside_text, site_of
 
 FINGERPRINT = "coserve.base_fingerprint"
 """Key of the safetensors metadata that names the base of an adapter trained here."""
+QUANTIZATION = "coserve.base_quantization"
+"""Key that says how that base was quantised, if it was."""
 PREFIX = "base_model.model."
 
 

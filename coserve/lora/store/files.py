@@ -14,7 +14,7 @@ from coserve.core.types import AdapterDigests, BaseSpec
 from coserve.lora.files.bdlora import blocks_at
 from coserve.lora.files.experts import peft_module
 from coserve.lora.files.gate import read_config
-from coserve.lora.files.peft import FINGERPRINT, PREFIX, AdapterTensors, config_file, read_layout
+from coserve.lora.files.peft import FINGERPRINT, PREFIX, QUANTIZATION, AdapterTensors, config_file, read_layout
 from coserve.lora.files.tensorfile import TensorFile, check_digest, digest_file
 from coserve.lora.store.packing import packed
 from coserve.lora.store.reading import read_sites
@@ -88,8 +88,8 @@ def _opened(
 def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` (float32) into an existing folder.
 
-    Plain writes: the caller makes them durable and atomic. The metadata records the base's fingerprint. Equal adapters
-    get equal bytes, hence equal digests.
+    Plain writes: the caller makes them durable and atomic. The metadata records the base's fingerprint and how it
+    was quantised. Equal adapters get equal bytes, hence equal digests.
     """
     tensors = {}
     for site, pair in weights.sites.items():
@@ -102,5 +102,8 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
         tensors[f"{name}.lora_B.weight"] = b_OR.detach().float().cpu().contiguous()
         if pair.magnitude_O is not None:
             tensors[f"{PREFIX}{site}.lora_magnitude_vector"] = pair.magnitude_O.detach().float().cpu().contiguous()
-    write_tensors(folder / ADAPTER_WEIGHTS, tensors, {"format": "pt", FINGERPRINT: base.fingerprint})
+    metadata = {"format": "pt", FINGERPRINT: base.fingerprint}
+    if base.quantization != "none":
+        metadata[QUANTIZATION] = base.quantization
+    write_tensors(folder / ADAPTER_WEIGHTS, tensors, metadata)
     (folder / ADAPTER_CONFIG).write_text(config_file(weights.settings, base, weights.sites))

@@ -1,42 +1,65 @@
-"""Loads a whole model from dense tensors that are made when they are read, such as dequantised weights."""
+"""Loads a whole model from dense tensors that are made when they are read, such as dequantised or random weights."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
 from coserve.core.errors import UnsupportedBase
-from coserve.model.formats.dense import Tensors
-from coserve.model.wrappers import model_class
+from coserve.model.formats.dense import DenseTensor, Tensors
+from coserve.model.parallel.build import empty_model
+from coserve.model.parallel.drawn import DrawnWeights
+from coserve.model.quantized.load import QuantizeAtLoad
+from coserve.model.wrappers import model_class, random_model
 
 
-def load_dense(
-    config: PretrainedConfig,
-    tensors: Tensors,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    trust_remote_code: bool,
-) -> PreTrainedModel:
-    """Build the config's model from tensors by their names in a checkpoint; transformers renames and merges them.
+@dataclass(frozen=True)
+class DenseModel:
+    """A model to build from tensors by their names in a checkpoint; transformers renames and merges them."""
 
-    Each tensor is read once, cast to `dtype` and put on `device` before its memory is freed (onto a GPU only if
-    accelerate is installed; without it, all of them lie in host memory first). Raises `UnsupportedBase` for missing
-    parameters, which transformers would draw at random.
-    """
-    with torch.device("meta"):
-        kind = type(model_class(config).from_config(config, trust_remote_code=trust_remote_code))
-    model: PreTrainedModel
-    model, report = kind.from_pretrained(
-        None,
-        config=config,
-        state_dict=dict(tensors),
-        dtype=dtype,
-        device_map=device if device.type != "cpu" and is_accelerate_available() else None,
-        output_loading_info=True,
-    )
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise UnsupportedBase(f"its files lack {len(missing)} parameters, the first is {missing[0]}")
-    return model
+    config: PretrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    trust_remote_code: bool
+    quantization: str = "none"
+    """fp8 or nf4: the weights of the layers' linear modules are quantised as they are read."""
+
+    def load(self, tensors: Tensors) -> PreTrainedModel:
+        """Build the model. Each tensor is read once, cast to `dtype` and put on `device` before its memory is freed
+        (onto a GPU only if accelerate is installed; without it, all of them lie in host memory first).
+
+        Raises `UnsupportedBase` for missing parameters, which transformers would draw at random.
+        """
+        with torch.device("meta"):
+            kind = type(model_class(self.config).from_config(self.config, trust_remote_code=self.trust_remote_code))
+        model: PreTrainedModel
+        settings = {}
+        if self.quantization != "none":
+            settings["quantization_config"] = QuantizeAtLoad(self.quantization, self.device)
+        model, report = kind.from_pretrained(
+            None,
+            config=self.config,
+            state_dict=dict(tensors),
+            dtype=self.dtype,
+            device_map=self.device if self.device.type != "cpu" and is_accelerate_available() else None,
+            output_loading_info=True,
+            **settings,
+        )
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise UnsupportedBase(f"its files lack {len(missing)} parameters, the first is {missing[0]}")
+        return model
+
+    def random(self, seed: int) -> PreTrainedModel:
+        """Build the model with random weights; quantised ones are drawn one by one."""
+        if self.quantization == "none":
+            trust = self.trust_remote_code
+            return random_model(self.config, self.device, self.dtype, seed, trust_remote_code=trust)
+        model = empty_model(self.config, self.dtype, trust_remote_code=self.trust_remote_code)
+        drawn = DrawnWeights(model, self.device, seed)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        return self.load({name: DenseTensor(name, partial(drawn.get, name, own), own) for name, own in shapes.items()})

@@ -21,12 +21,16 @@ from coserve.model.formats.gguf import read_config as gguf_config
 from coserve.model.formats.source import loadable, read_config
 from coserve.model.lora import default_targets, site_weight
 from coserve.model.parallel.build import empty_model
+from coserve.model.quantized.modules import quantizable, weight_bytes
 from coserve.model.settings import refuse_config
 
+STACKED = 2
+"""Of the widest linear modules, so many are dequantised at a time (gate and up)."""
 
-def read_sizes(source: str, dtype: str, *, trust_remote_code: bool = False) -> BaseSizes:
-    """Return the sizes of a folder with a config.json, a hub name, a GGUF file or a packaged base. `dtype`: the one in
-    which it is served. Raises `UnsupportedBase`."""
+
+def read_sizes(source: str, dtype: str, *, quantization: str = "none", trust_remote_code: bool = False) -> BaseSizes:
+    """Return the sizes of a folder with a config.json, a hub name, a GGUF file or a packaged base. `dtype`,
+    `quantization`: as it is served. Raises `UnsupportedBase`."""
     check_source(source, weights=False)
     path = str(resources.files("coserve") / "assets" / "tiny") if source == "bundled" else locate(source)
     with loadable(source):
@@ -35,20 +39,35 @@ def read_sizes(source: str, dtype: str, *, trust_remote_code: bool = False) -> B
         else:
             config, _ = read_config(path, source, local=Path(path).exists(), trust_remote_code=trust_remote_code)
         refuse_config(config)
-        return config_sizes(config, dtype, name=source, trust_remote_code=trust_remote_code)
+        return config_sizes(config, dtype, name=source, quantization=quantization, trust_remote_code=trust_remote_code)
 
 
-def config_sizes(config: PretrainedConfig, dtype: str, *, name: str, trust_remote_code: bool = False) -> BaseSizes:
+def config_sizes(
+    config: PretrainedConfig,
+    dtype: str,
+    *,
+    name: str,
+    quantization: str = "none",
+    trust_remote_code: bool = False,
+) -> BaseSizes:
     """Return the sizes of a config's model. Raises `UnsupportedBase` if they depend on values."""
     kind: torch.dtype = getattr(torch, dtype)
     model = empty_model(config, torch.bfloat16, trust_remote_code=trust_remote_code).eval()  # experts know bf16 alone
     seen = probe.observe_shapes(model)
     path, _ = probe.decoder_layers(model, seen)
-    sites = {}
+    sites, saved, expanded = {}, 0, 0
     for site, module in model.get_submodule(path).named_modules():
         if isinstance(module, nn.Linear | Conv1D):
             outputs, inputs = site_weight(module).shape
             sites[f"{path}.{site}"] = SiteSpec(inputs, outputs, int(site.split(".", 1)[0]))
+            if (
+                quantization != "none"
+                and type(module) is nn.Linear
+                and quantizable(site, inputs, outputs, quantization)
+            ):
+                dense = inputs * outputs * kind.itemsize
+                saved += dense - weight_bytes(inputs, outputs, quantization)
+                expanded = max(expanded, STACKED * dense)
     text = config.get_text_config()
     spec = BaseSpec(
         name=name,
@@ -63,13 +82,15 @@ def config_sizes(config: PretrainedConfig, dtype: str, *, name: str, trust_remot
         eos_token_ids=(),
         sites=sites,
         default_targets=default_targets(config.model_type, sites),
+        quantization=quantization,
     )
     return BaseSizes(
         spec=spec,
-        weights=sum(one.numel() for one in (*model.parameters(), *model.buffers())) * kind.itemsize,
+        weights=sum(one.numel() for one in (*model.parameters(), *model.buffers())) * kind.itemsize - saved,
         kv=sum(heads * (keys + values) for heads, keys, values in seen.kv_shapes) * kind.itemsize,
         states=state_bytes(seen.states, kind),
         experts=_experts(text),
+        expanded=expanded,
     )
 
 

@@ -1,0 +1,115 @@
+"""FP8 weights (e4m3) with an fp32 scale for each output row, and their products with activations.
+
+    W[o, d] = scale[o] codes[o, d]
+
+On a GPU with FP8 tensor cores (sm_90) a product of more than `FEW_ROWS` rows rounds each row of x to FP8, too, with a
+scale of its own (dynamic per-token quantisation, as vLLM's `--quantization fp8`). With fewer rows, whose time goes into
+reading the weight, and on other devices x stays as it is.
+
+Letters: T tokens, D inputs, O outputs.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coserve.kernels.gpu.device import device_info
+from coserve.kernels.gpu.launcher import Launcher, launches
+from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""Largest number of e4m3."""
+SMALLEST_SCALE = 1e-12
+"""Scale of rows of zeros."""
+FEW_ROWS = 64
+"""Most rows of a product in which x stays as it is: those of `gemm.skinny`."""
+MULTIPLE = 16
+"""D and O are multiples of this, for the tensor cores."""
+
+
+@triton.jit
+def round_rows(x_ptr, codes_ptr, scale_ptr, D, stride, BLOCK: tl.constexpr):
+    """Grid (T): x (T, D) with dense rows `stride` apart -> codes e4m3 (T, D), scale fp32 (T)."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride + d, mask=d < D, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
+    codes = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
+    tl.store(codes_ptr + row * D + d, codes.to(tl.float8e4nv), mask=d < D)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
+def scale_rows(codes_ptr, scale_ptr, w_ptr, D, BLOCK: tl.constexpr):
+    """Grid (O, blocks of D): codes e4m3 (O, D), scale fp32 (O) -> w (O, D)."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    codes = tl.load(codes_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+    w = codes * tl.load(scale_ptr + row)
+    tl.store(w_ptr + row * D + d, w.to(w_ptr.dtype.element_ty), mask=d < D)
+
+
+_round_rows, _scale_rows = Launcher(round_rows), Launcher(scale_rows)
+COLUMNS = 2048
+"""Columns a program of `scale_rows` scales."""
+
+
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes (T, D) and scales fp32 (T) of each row, in plain torch."""
+    wide = rows.float()
+    scales = (wide.abs().amax(1) / LARGEST).clamp_(min=SMALLEST_SCALE)
+    return (wide / scales[:, None]).clamp_(-LARGEST, LARGEST).to(E4M3), scales
+
+
+def quantize_activations(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize` by one kernel on a GPU."""
+    (rows, inputs), device = x_TD.shape, x_TD.device
+    if x_TD.stride(1) != 1:
+        x_TD = x_TD.contiguous()
+    codes_TD = torch.empty(rows, inputs, dtype=E4M3, device=device)
+    scale_T = torch.empty(rows, dtype=torch.float32, device=device)
+    block = next_power_of_2(inputs)
+    warps = min(16, max(1, block // 512))
+    _round_rows((rows, 1, 1), (x_TD, codes_TD, scale_T), (inputs, x_TD.stride(0)), BLOCK=block, num_warps=warps)
+    return codes_TD, scale_T
+
+
+def scale_codes(codes_OD: Tensor, scale_O: Tensor, dtype: torch.dtype) -> Tensor:
+    """`dequantize` by one kernel."""
+    outputs, inputs = codes_OD.shape
+    weight = torch.empty(outputs, inputs, dtype=dtype, device=codes_OD.device)
+    _scale_rows((outputs, cdiv(inputs, COLUMNS), 1), (codes_OD, scale_O, weight), (inputs,), BLOCK=COLUMNS)
+    return weight
+
+
+def dequantize(codes_OD: Tensor, scale_O: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight (O, D), by one kernel on a GPU."""
+    if launches(codes_OD):
+        return scale_codes(codes_OD, scale_O, dtype)
+    return (codes_OD.to(torch.float32) * scale_O[:, None]).to(dtype)
+
+
+def has_tensor_cores(tensor: Tensor) -> bool:
+    """Whether `product` runs on FP8 tensor cores."""
+    return launches(tensor) and tensor.dtype == torch.bfloat16 and device_info(tensor.device).early_launch
+
+
+def product(x_TD: Tensor, codes_OD: Tensor, scale_O: Tensor) -> Tensor:
+    """Return `x Wᵀ` (T, O) with x rounded to FP8, in bfloat16, on a GPU with FP8 tensor cores."""
+    x_codes_TD, x_scale_T = quantize_activations(x_TD)
+    y_TO: Tensor = torch._scaled_mm(
+        x_codes_TD,
+        codes_OD.T,
+        scale_a=x_scale_T[:, None],
+        scale_b=scale_O[None, :],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return y_TO

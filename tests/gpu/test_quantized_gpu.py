@@ -1,0 +1,121 @@
+"""Quantised bases on a GPU: kernels, captured steps and compiled training layers. Run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.finetune.init import new_adapter
+from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.packed_rows import pack_rows
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.gemm import gemv, skinny
+from coserve.kernels.lora.segments import Segments
+from coserve.kernels.quantized import fp8, nf4
+from coserve.kernels.quantized.weights import Fp8Weights
+from coserve.model.base import Base, load_base
+from coserve.model.fused import FusedBase
+from coserve.model.layers import LayerCut
+from coserve.model.lora import LoraBatch
+from coserve.model.training.compiled_layers import CompiledLayers
+from tests.support.families import tiny_family
+from tests.support.finetuning import random_corpus
+from tests.support.gpu_engine import prompt, request, texts
+from tests.support.lora_backends import SEGMENTED
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 512}
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(sum(shape)), device=DEVICE)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    tiny_family("llama", **SIZES).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["fp8", "nf4"])
+def base(request: pytest.FixtureRequest, folder: Path) -> Base:
+    return load_base(str(folder), device="cuda", dtype="auto", quantization=request.param)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (48, 64)])
+def test_kernels_are_exact(outputs: int, inputs: int) -> None:
+    weight = draw(outputs, inputs).bfloat16()
+    codes, scales = fp8.quantize(weight)
+    own_codes, own_scales = fp8.quantize_activations(weight)
+    torch.testing.assert_close(own_scales, scales)
+    assert distance(own_codes, codes) < 1e-3
+    expected = (codes.float() * scales[:, None]).bfloat16()
+    assert torch.equal(fp8.dequantize(codes, scales, torch.bfloat16), expected)
+    codes, absmax = nf4.quantize(weight)
+    plain = nf4.dequantize(codes.cpu(), absmax.cpu(), torch.bfloat16)
+    assert torch.equal(nf4.dequantize(codes, absmax, torch.bfloat16).cpu(), plain)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 2048])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336)])
+def test_products_in_fp8(outputs: int, inputs: int, rows: int) -> None:
+    """By every kernel, and by tensor cores, which round x, too."""
+    codes, scales = fp8.quantize(draw(outputs, inputs) * 0.02)
+    weights, x = Fp8Weights(codes, None, (outputs,), scales), draw(rows, inputs).bfloat16()
+    expected = x.float() @ weights.dense(torch.float32).T
+    assert distance(weights.linear(x), expected) < (0.05 if rows > fp8.FEW_ROWS else 0.01)
+    if rows == 1:
+        for shape in gemv.shapes_of(inputs):
+            assert distance(gemv.gemv(x[0], codes, None, shape, scales), expected[0]) < 0.01
+    if skinny.rows_of(rows):
+        counters = skinny.make_counters(outputs, DEVICE)
+        for shape in skinny.shapes_of(inputs, outputs, x.dtype):
+            assert distance(skinny.skinny_gemm(x, codes, None, counters, shape, scales)[0], expected) < 0.01
+
+
+def test_graphs_repeat_themselves(base: Base) -> None:
+    """Captured steps give the same texts again and again, and compiled layers the model's logits."""
+    fused = FusedBase(base)
+    fused.check()
+    asked = [request(str(n), prompt(n)) for n in (3, 17, 41, 90)]
+    first = texts(base, asked, fused=fused)
+    assert texts(base, asked, fused=fused) == first
+
+
+def test_compiled_training_layers_learn_as_autograd_does(base: Base) -> None:
+    """In layer 0, too."""
+    settings, corpus = LoraSettings(r=8), random_corpus(0, (70, 60, 90))
+    compiled = CompiledLayers(base, LayerCut(base))
+    compiled.compile()
+    found = []
+    for layers in (compiled, None):
+        start = base.with_magnitudes(new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cuda"))
+        optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(), base.dtype, row_norms=base.row_norms)
+        rows = pack_rows(corpus, [0, 1, 2], DEVICE)
+        lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
+        runner = MicroBatchRunner(base, recompute=False, compiled=layers)
+        run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
+        found.append([one.clone() for layer in optimizer.grads for one in layer])
+    for own, right in zip(*found, strict=True):
+        assert right.norm() == 0 or distance(own, right) < 0.1
+
+
+def test_logits_are_near_the_unquantised_ones(base: Base, folder: Path) -> None:
+    plain = load_base(str(folder), device="cuda", dtype="auto")
+    ids_T = torch.arange(3, 100, device=DEVICE)
+    positions_T, attention = torch.arange(len(ids_T), device=DEVICE), PackedAttention((0, len(ids_T)))
+    with torch.no_grad():
+        found, expected = (one.forward(ids_T, positions_T, attention, lora=None, keep=None) for one in (base, plain))
+    assert distance(found, expected) < 0.4

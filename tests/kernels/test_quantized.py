@@ -1,0 +1,71 @@
+"""Kernels of quantised weights against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coserve.kernels.gemm import gemv, skinny
+from coserve.kernels.gpu.device import interpreted
+from coserve.kernels.quantized import fp8, nf4
+from coserve.kernels.quantized.weights import Fp8Weights, Nf4Weights
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_rows_are_rounded_to_fp8() -> None:
+    """Rows with a stride, of no power of two, and one of zeros."""
+    x = draw(5, 112)[:, :96]
+    x[3] = 0
+    codes, scales = fp8.quantize_activations(x)
+    expected, own = fp8.quantize(x)
+    torch.testing.assert_close(scales, own)
+    error = (codes.float() - expected.float()).norm() / expected.float().norm()
+    assert error <= (0.05 if interpreted() else 0.0), (
+        "expected the numbers of torch, but for the interpreter's rounding"
+    )
+    assert not codes[3].float().any()
+
+
+@pytest.mark.parametrize("rows", [3, 80])
+def test_weights_are_dequantised_by_kernels(rows: int) -> None:
+    codes, absmax = nf4.quantize(draw(rows, 128))
+    assert torch.equal(nf4.expand_codes(codes, absmax, torch.float32), nf4.dequantize(codes, absmax, torch.float32))
+    codes, scales = fp8.quantize(draw(rows, 112))
+    assert torch.equal(fp8.scale_codes(codes, scales, torch.float32), fp8.dequantize(codes, scales, torch.float32))
+
+
+def test_numbers_of_nf4_stay() -> None:
+    """Each of the code's numbers, times a scale, is its own quantisation."""
+    weight = torch.tensor(nf4.CODE).repeat(2, 4) * torch.tensor([[0.5], [3.0]])
+    assert torch.equal(nf4.dequantize(*nf4.quantize(weight), torch.float32), weight)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_through_fp8_weights(bias: bool) -> None:
+    x, added = draw(9, 128).half(), draw(40).half() if bias else None
+    codes, scales = fp8.quantize(draw(40, 128))
+    weights = Fp8Weights(codes, added, (40,), scales)
+    expected = weights.linear(x)
+    counters, shape = torch.zeros(3, dtype=torch.int32), skinny.Shape(16, 32, 2, 4, 2)
+    found, _ = skinny.skinny_gemm(x, codes, added, counters, shape, scales)
+    torch.testing.assert_close(found, expected, rtol=5e-3, atol=2e-2)
+    one = gemv.gemv(x[0], codes, added, (8, 4), scales)
+    torch.testing.assert_close(one, expected[0], rtol=5e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", [fp8, nf4])
+def test_backwards_multiply_by_the_dequantised_weight(kind) -> None:
+    """Of all sites at once, and of each."""
+    codes, scales = kind.quantize(draw(48, 64))
+    weights = (Fp8Weights if kind is fp8 else Nf4Weights)(codes, None, (16, 32), scales)
+    dy, dx = draw(5, 48), draw(5, 64)
+    expected = dy @ weights.dense(torch.float32)
+    torch.testing.assert_close(weights.backward(dy), expected)
+    torch.testing.assert_close(weights.add_backward(dx.clone(), dy), dx + expected)
+    found = dx.clone()
+    weights.add_backward_of_sites(found, dy.split((16, 32), 1))
+    torch.testing.assert_close(found, dx + expected)
+    assert weights.in_features == 64
