@@ -91,7 +91,8 @@ def _compiled(parts: EngineParts, *, levels: bool) -> CompiledLayers | None:
             _COMPILED[model] = layers
         if levels and model in _COMPILED and Kept.INPUT not in _COMPILED[model].cuts:
             _COMPILED[model].compile_levels()
-    except UnsupportedBase:
+    except UnsupportedBase as error:
+        print(f"training layers are not compiled: {error}", flush=True)
         return None
     return None if parts.config.compile == "off" else _COMPILED.get(model)
 

@@ -219,8 +219,10 @@ class Bench:
         inductor: Sequence[str] = (),
         torch_rows: bool = False,
         grammars: Grammars | None = None,
+        fused: FusedBase | None = None,
     ) -> None:
-        """`inductor`: further options of torch.compile to switch on; `torch_rows`: steps of one row through torch."""
+        """`inductor`: further options of torch.compile to switch on; `torch_rows`: steps of one row through torch.
+        `fused`: None: compiled on a GPU, with the GEMM kernels measured now."""
         self.base, self.shape = base, shape
         config = Config(max_running=shape.max_running, step_tokens=shape.step_tokens, device=shape.device)
         self._made: dict[AdapterRef, LoraWeights] = {}
@@ -229,7 +231,8 @@ class Bench:
         )
         self.kv = kv or KvCache.for_base(base, shape.kv_tokens, config.page_tokens)
         options = INDUCTOR | dict.fromkeys(inductor, True)
-        fused = FusedBase(base, options=options) if shape.device == "cuda" else FusedBase(base, compiled=False)
+        if fused is None:
+            fused = FusedBase(base, options=options) if shape.device == "cuda" else FusedBase(base, compiled=False)
         if torch_rows:
             fused.gemms = replace(fused.gemms, gemv={}, skinny={})
         eager = EagerExecutor(base, self.kv, make_backend("segmented"))
