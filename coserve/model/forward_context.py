@@ -36,6 +36,8 @@ class Fused:
     """Groups of row-parallel sites, whose outputs are to be summed over the tensor-parallel ranks."""
     quantized: Mapping[SiteGroup, QuantizedWeights] = field(default_factory=dict)
     """Weights of the groups that are quantised."""
+    experts: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    """The names of each layer's parameters of experts, gate and up first."""
 
 
 class TrainingSeams(Protocol):

@@ -222,6 +222,9 @@ class FusedBase:
             for group in layer
             if (shard := shard_of(modules[group.names[0]])) is not None
         }
+        names = [*base.spec.experts]
+        pairs = zip(names[::2], names[1::2], strict=True)
+        self._experts = {base.spec.experts[up].layer: (up, down) for up, down in pairs}
         self._summed = {group: shard for group, shard in self._shards.items() if shard.partition.sums}
         self._quantized = {
             shared.group: shared.stacked
@@ -276,7 +279,8 @@ class FusedBase:
         gather: bool = True,
     ) -> Tensor:
         """Compute `Base.forward`, never padded. `lora` is prepared for `groups`. `gather`: see `Base.run`."""
-        context = ForwardContext(lora, fused=Fused(attention, self.gemms, self.groups, self._summed, self._quantized))
+        fused = Fused(attention, self.gemms, self.groups, self._summed, self._quantized, self._experts)
+        context = ForwardContext(lora, fused=fused)
         self._layers.begin(tokens_T.shape[0])
         with running(context), self._patched():
             # A copy of the positions: compiled code would guard on the size of a view's whole storage.

@@ -11,6 +11,7 @@ from torch import Tensor
 from coserve.core.types import AdapterRef
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.kernels.lora.exchange import Exchange
+from coserve.kernels.lora.experts.slot_terms import ExpertSlots
 from coserve.kernels.lora.segmented.adapter_table import NO_ENTRY, RANK_BLOCK, SiteTable, Slots, table_entries
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, TableEntry
@@ -57,9 +58,11 @@ class AdapterSlots:
         device: torch.device,
         exchanges: Mapping[SiteGroup, Exchange] | None = None,
         biases: Mapping[str, Tensor | None] | None = None,
+        experts: Sequence[str] = (),
     ) -> None:
         """`exchanges`: collectives of fully sharded pairs (`FusedBase.exchanges`); None: no adapter has such pairs.
-        `biases`: of each site (`LoraSites.biases`); None: no adapter is DoRA."""
+        `biases`: of each site (`LoraSites.biases`); None: no adapter is DoRA. `experts`: names of the parameters of
+        experts that adapters may change."""
         self._names = [name for layer in groups for group in layer for name in group.names]
         self._groups = {name: group.index for layer in groups for group in layer for name in group.names}
         self.all_groups = frozenset(self._groups.values())
@@ -72,6 +75,7 @@ class AdapterSlots:
         every = [group for layer in groups for group in layer]
         self.biases = {} if biases is None else {group: [biases[name] for name in group.names] for group in every}
         """The biases of each group's sites."""
+        self.experts = ExpertSlots(experts, slots, device) if experts else None
         self.scaled = [False] * slots
         """Whether each slot's adapter is DoRA."""
         self.groups: list[frozenset[int]] = [frozenset()] * slots
@@ -97,6 +101,8 @@ class AdapterSlots:
             self.local.clear(slot)
             if self.sharded is not None and self.sharded.ranks[slot]:
                 self.sharded.clear(slot)
+            if self.experts is not None:
+                self.experts.clear(slot)
             self.groups[slot], self.scaled[slot] = frozenset(), False
             self._free.append(slot)
 
@@ -106,10 +112,12 @@ class AdapterSlots:
         local = max((self.local.ranks[slot] for slot in present), default=0)
         sharded = 0 if self.sharded is None else max((self.sharded.ranks[slot] for slot in present), default=0)
         groups = frozenset[int]().union(*(self.groups[slot] for slot in present))
-        blocks = -(-max(local, sharded, 1) // RANK_BLOCK)
+        experts = 0 if self.experts is None else max((self.experts.ranks[slot] for slot in present), default=0)
+        blocks = -(-max(local, sharded, experts, 1) // RANK_BLOCK)
         scaled = any(self.scaled[slot] for slot in present)
         local_too = bool(local or not sharded)
-        return LoraFootprint(blocks * RANK_BLOCK, groups, local=local_too, sharded=bool(sharded), scaled=scaled)
+        kinds = {"sharded": bool(sharded), "scaled": scaled, "experts": bool(experts)}
+        return LoraFootprint(blocks * RANK_BLOCK, groups, local=local_too, **kinds)
 
     def _put(self, ref: AdapterRef, weights: LoraWeights, wanted: Mapping[AdapterRef, LoraWeights]) -> None:
         if not self._free:
@@ -125,7 +133,9 @@ class AdapterSlots:
             entries = [NO_ENTRY if name in sharded else entry for name, entry in zip(self._names, entries, strict=True)]
         self.local.put(slot, entries, owner)
         self._slots[ref] = self._free.pop()
-        self.groups[slot] = frozenset(self._groups[name] for name in weights.sites)
+        if self.experts is not None and weights.experts:
+            self.experts.put(slot, weights.experts)
+        self.groups[slot] = frozenset(self._groups[name] for name in weights.sites if name in self._groups)
         self.scaled[slot] = weights.settings.use_dora
 
 

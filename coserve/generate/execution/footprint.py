@@ -22,11 +22,13 @@ class LoraFootprint:
     """Whether some pairs are fully sharded (`slora`): they need launches and collectives of their own."""
     scaled: bool = False
     """Whether some adapters are DoRA, whose rows are scaled by a launch at each site."""
+    experts: bool = False
+    """Whether some adapters change experts, whose rows are then sorted by adapter, too."""
 
     def covers(self, other: LoraFootprint) -> bool:
         enough = self.max_rank >= other.max_rank and self.groups >= other.groups
-        kinds = ((self.local, other.local), (self.sharded, other.sharded), (self.scaled, other.scaled))
-        return enough and all(own >= others for own, others in kinds)
+        kinds = ("local", "sharded", "scaled", "experts")
+        return enough and all(getattr(self, kind) >= getattr(other, kind) for kind in kinds)
 
 
 NO_ADAPTERS = LoraFootprint(0, frozenset())

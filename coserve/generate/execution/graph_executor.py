@@ -129,7 +129,9 @@ class GraphExecutor:
         self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
         self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
         most = max(slots or 0, max_running)
-        self._adapter_slots = AdapterSlots(fused.groups, most, base.device, fused.exchanges, base.sites.biases)
+        self._adapter_slots = AdapterSlots(
+            fused.groups, most, base.device, fused.exchanges, base.sites.biases, [*base.spec.experts]
+        )
         self._token_slots = TokenSlots(base.device, max(TOKEN_SLOTS, 2 * max_running + 1))
         sharded = base.sharding is not None and base.sharding.strategy is Strategy.SLORA
         self._footprints = GraphFootprints(self._adapter_slots.all_groups, sharded=sharded)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
 
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graph_sizes import TileCapacity
+from coserve.generate.sampling.transfer import send
+from coserve.kernels.lora.experts.slot_terms import SlotExpertLora
 from coserve.kernels.lora.interface import CombinedLora, PreparedLora
 from coserve.kernels.lora.segmented import plan
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
@@ -25,12 +31,19 @@ def slot_lora(slots: AdapterSlots, segments: Segments) -> PreparedLora:
     def plan_of(host: HostTiles) -> TilePlan:
         return TilePlan(upload(host, rows, segments.tokens, slots.device), footprint.max_rank, decode)
 
+    slots_T = send(_tokens_slots(segments), slots.device) if footprint.experts else None
     local = plan_of(cut(segments, slots.local.ranks, rows)) if footprint.local else None
     if slots.sharded is None or not footprint.sharded:
-        return _terms(slots, footprint, local, None, 0)
+        return _terms(slots, footprint, local, None, 0, slots_T)
     host = by_rank_block(cut(segments, slots.sharded.ranks, rows))
     blocks = _part_blocks(slots, footprint)
-    return _terms(slots, footprint, local, plan_of(host), sum(block < blocks for _, _, _, block in host.items))
+    return _terms(slots, footprint, local, plan_of(host), sum(block < blocks for _, _, _, block in host.items), slots_T)
+
+
+def _tokens_slots(segments: Segments) -> Tensor:
+    """Return the slot of each token, -1: none, as int32 (T) on the host."""
+    lengths = [end - start for start, end in pairwise(segments.bounds)]
+    return torch.repeat_interleave(torch.tensor(segments.adapters, dtype=torch.int32), torch.tensor(lengths))
 
 
 class StaticSlotLora:
@@ -56,6 +69,10 @@ class StaticSlotLora:
             self._most[capacity.rows] = max(self._most.get(capacity.rows, 0), capacity.tiles)
         self._local = self._buffers(tokens) if footprint.local else None
         self._sharded = self._buffers(tokens) if footprint.sharded else None
+        self._slots_T: Tensor | None = None
+        if footprint.experts:
+            self._slots_T = torch.full((tokens,), -1, dtype=torch.int32, device=slots.device)
+        self._loaded_slots: Segments | None = None
         self._loaded: tuple[TileCapacity, list[HostTiles]] | None = None
         for rows in self._most:
             self._put(rows, [HostTiles([], [], [])] * 2)
@@ -70,7 +87,7 @@ class StaticSlotLora:
             for own in (self._local, self._sharded)
         )
         parts = tiles * min(_part_blocks(self._slots, self._footprint), self._blocks) if sharded else 0
-        return _terms(self._slots, self._footprint, local, sharded, parts)
+        return _terms(self._slots, self._footprint, local, sharded, parts, self._slots_T)
 
     def load(self, segments: Segments) -> TileCapacity:
         """Load the next step's adapters, in stream order, and return the capacity that holds them.
@@ -80,6 +97,11 @@ class StaticSlotLora:
         sharded = self._slots.sharded
         ranks = [self._slots.local.ranks, [0] * len(self._slots.local.ranks) if sharded is None else sharded.ranks]
         capacity, hosts = fit_tiles(segments, ranks, self.capacities)
+        if self._slots_T is not None and segments != self._loaded_slots:
+            host_T = torch.full(self._slots_T.shape, -1, dtype=torch.int32)
+            host_T[: segments.tokens] = _tokens_slots(segments)
+            self._slots_T.copy_(send(host_T, self._slots_T.device), non_blocking=True)
+            self._loaded_slots = segments
         if (capacity, hosts) != self._loaded:
             self._put(capacity.rows, hosts)
             self._loaded = capacity, hosts
@@ -121,9 +143,15 @@ def _part_blocks(slots: AdapterSlots, footprint: LoraFootprint) -> int:
 
 
 def _terms(
-    slots: AdapterSlots, footprint: LoraFootprint, local: TilePlan | None, sharded: TilePlan | None, part_items: int
+    slots: AdapterSlots,
+    footprint: LoraFootprint,
+    local: TilePlan | None,
+    sharded: TilePlan | None,
+    part_items: int,
+    slots_T: Tensor | None,
 ) -> PreparedLora:
-    """`part_items`: items of `sharded` that this GPU's shard of the LoRA rank covers."""
+    """`part_items`: items of `sharded` that this GPU's shard of the LoRA rank covers. `slots_T`: each token's slot, if
+    the footprint has experts."""
     terms, biases = list[PreparedLora](), slots.biases if footprint.scaled else None
     if local is not None:
         terms.append(SlotLora(slots.local.tables, local, footprint.groups, biases))
@@ -131,4 +159,8 @@ def _terms(
         assert slots.sharded is not None, "expected slots of fully sharded pairs"
         cut = sharded_plan(sharded, part_items)
         terms.append(ShardedSlotLora(slots.sharded.tables, slots.exchanges, cut, footprint.groups, biases))
-    return terms[0] if len(terms) == 1 else CombinedLora(terms)
+    found = terms[0] if len(terms) == 1 else CombinedLora(terms)
+    if slots_T is not None:
+        assert slots.experts is not None, "expected slots of experts"
+        found.experts = SlotExpertLora(slots.experts.tables, slots_T, footprint.max_rank)
+    return found

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from coserve.core.types import Halves, SiteSpec
-from coserve.model.experts.forward import experts_forward
+from coserve.model.experts.forward import SITES, experts_forward, traced_forward
 from coserve.model.forward_context import current
-
-SITES = "coserve_experts"
-"""Attribute of a hooked module: the names of its parameters, gate and up first."""
 
 
 def expert_sites(model: nn.Module, path: str) -> dict[str, SiteSpec]:
@@ -76,11 +73,11 @@ def _chosen(module: nn.Module, experts: int) -> int:
 
 def _forward(module: nn.Module, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """The `forward` of every hooked module."""
-    inner = type(module).forward
-    if not torch.compiler.is_dynamo_compiling():
-        lora = current.context.lora
-        experts = None if lora is None else lora.experts
-        sites = cast("tuple[str, str]", getattr(module, SITES))
-        if experts is not None and experts.changes(sites):
-            return experts_forward(module, sites, experts, hidden_TD, chosen_TK, weights_TK)
-    return cast(Tensor, inner(module, hidden_TD, chosen_TK, weights_TK))
+    # Compiled layers run in fused forwards only, and tracing must not read the context (`model.lora`).
+    if torch.compiler.is_dynamo_compiling() or current.context.fused is not None:
+        return traced_forward(module, hidden_TD, chosen_TK, weights_TK)
+    lora = current.context.lora
+    experts = None if lora is None else lora.experts
+    if experts is not None and experts.changes(cast("tuple[str, str]", getattr(module, SITES))):
+        return experts_forward(module, experts, hidden_TD, chosen_TK, weights_TK)
+    return cast(Tensor, type(module).forward(module, hidden_TD, chosen_TK, weights_TK))

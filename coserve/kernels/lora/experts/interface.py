@@ -22,6 +22,10 @@ class ExpertLora(Protocol):
         """Whether an adapter of the step changes one of these parameters."""
         ...
 
+    def sorted_rows(self, chosen_TK: Tensor, experts: int) -> ExpertRows:
+        """Return the rows of a call in the order that `add` needs. `chosen_TK`: the experts of each token."""
+        ...
+
     def add(self, site: str, y_SO: Tensor, x_SD: Tensor, rows: ExpertRows) -> Tensor:
         """Return `y` plus the parameter's terms for the inputs `x` of these rows."""
         ...

@@ -5,6 +5,8 @@ T tokens, K experts chosen by each, S = T K rows, E experts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, pad
@@ -13,23 +15,42 @@ WIDTH = 8
 """Elements that a row of `grouped_mm`'s operands must be a multiple of, in 16 bits."""
 
 
+@dataclass(frozen=True, eq=False)
 class ExpertRows:
     """The rows of one call, sorted by expert."""
 
-    def __init__(self, chosen_TK: Tensor, experts: int) -> None:
-        """`chosen_TK`: the experts of each token."""
-        self.chosen, self.experts = chosen_TK.shape[1], experts
-        self.expert_S, self.order_S = torch.sort(chosen_TK.reshape(-1), stable=True)
-        self.token_S = self.order_S // self.chosen
-        self.ends_E = ends_of(self.expert_S, experts)
+    order_S: Tensor  # noqa: N815
+    """Each row's place among the choices of all tokens, in their order."""
+    expert_S: Tensor  # noqa: N815
+    token_S: Tensor  # noqa: N815
+    ends_E: Tensor  # noqa: N815
+    """The row behind the last one of each expert: int32."""
+    chosen: int
+    """K."""
 
-    def summed(self, y_SO: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return each token's sum of its experts' outputs by these weights: (T, O)."""
-        weighted_SO = y_SO * weights_TK.reshape(-1)[self.order_S].unsqueeze(-1)
-        back_S = torch.empty_like(self.order_S).scatter_(
-            0, self.order_S, torch.arange(len(self.order_S), device=y_SO.device)
-        )
-        return weighted_SO[back_S].view(-1, self.chosen, y_SO.shape[1]).sum(1)
+    @classmethod
+    def by_expert(cls, chosen_TK: Tensor, experts: int) -> ExpertRows:
+        """Sort the rows by expert alone. `chosen_TK`: the experts of each token."""
+        return cls.of(chosen_TK, torch.argsort(chosen_TK.reshape(-1), stable=True), experts)
+
+    @classmethod
+    def of(cls, chosen_TK: Tensor, order_S: Tensor, experts: int) -> ExpertRows:
+        """Return the rows in this order, which is one by expert first."""
+        expert_S = chosen_TK.reshape(-1)[order_S]
+        return cls(order_S, expert_S, order_S // chosen_TK.shape[1], ends_of(expert_S, experts), chosen_TK.shape[1])
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return len(self.ends_E)
+
+
+def summed(y_SO: Tensor, order_S: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return each token's sum of its experts' outputs by these weights: (T, O)."""
+    weighted_SO = y_SO * weights_TK.reshape(-1)[order_S].unsqueeze(-1)
+    back_S = torch.empty_like(order_S)
+    back_S[order_S] = torch.arange(order_S.shape[0], device=order_S.device)
+    return weighted_SO[back_S].view(weights_TK.shape[0], weights_TK.shape[1], y_SO.shape[1]).sum(1)
 
 
 def ends_of(group_S: Tensor, groups: int) -> Tensor:
@@ -39,8 +60,9 @@ def ends_of(group_S: Tensor, groups: int) -> Tensor:
 
 
 def grouped(x_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
-    """Return `x Wᵀ` (S, O) with the matrix of each row's expert. Differentiable. On a GPU it is one launch."""
-    if x_SD.device.type == "cuda":
+    """Return `x Wᵀ` (S, O) with the matrix of each row's expert. Differentiable. In bfloat16 on a GPU it is one
+    launch; elsewhere the host reads the ends and multiplies expert by expert."""
+    if x_SD.is_cuda and x_SD.dtype is torch.bfloat16:
         return grouped_mm(*_wide(x_SD, weight_EOD), offs=ends_E)[:, : weight_EOD.shape[1]]
     found, start = [], 0
     for expert, end in enumerate(ends_E.tolist()):

@@ -53,6 +53,9 @@ class GroupedExpertLora:
     def changes(self, sites: Collection[str]) -> bool:
         return any(site in self._adapters[index] for index in self._present for site in sites)
 
+    def sorted_rows(self, chosen_TK: Tensor, experts: int) -> ExpertRows:
+        return ExpertRows.by_expert(chosen_TK, experts)
+
     def add(self, site: str, y_SO: Tensor, x_SD: Tensor, rows: ExpertRows) -> Tensor:
         cut, start = self._cut(rows), 0
         at, deltas = list[Tensor](), list[Tensor]()
