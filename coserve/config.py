@@ -42,7 +42,7 @@ MIN_READ_TIMEOUT, MAX_READ_TIMEOUT = 0.1, 86400.0
 deadline beyond 24 days."""
 AT_LEAST_ONE = (
     *("inference_batch_size", "ts_n", "page_tokens", "max_running", "step_tokens", "threads", "kv_tokens", "max_queue"),
-    *("max_jobs", "max_active_jobs", "max_adapters_resident", "adapter_memory_bytes", "pinned_memory_bytes"),
+    *("max_jobs", "max_active_jobs", "max_sessions", "max_adapters_resident", "adapter_memory_bytes", "pinned_memory_bytes"),
     *("micro_batch_rows", "keep_checkpoints", "tokenizer_workers", "max_connections", "max_body_bytes"),
 )
 """Whole numbers that must not be 0."""
@@ -221,6 +221,10 @@ class Config:
     max_jobs: int = option(256, "most jobs that wait, run or are paused; more get 429")
     max_active_jobs: int = option(
         4, "jobs that train side by side, together in one forward or in turn; the others wait in line"
+    )
+    max_sessions: int = option(64, "most training sessions of clients that are open at a time; more get 429")
+    session_timeout: float = option(
+        300.0, "seconds without a sign of its client, after which a training session ends; 0: never"
     )
     max_adapters_resident: int = option(64, "adapters kept in host memory; idle ones beyond that stay on disk only")
     adapter_memory_bytes: int | None = option(

@@ -90,6 +90,8 @@ SETTINGS = [
     "fairness",
     "max_jobs",
     "max_active_jobs",
+    "max_sessions",
+    "session_timeout",
     "max_adapters_resident",
     "adapter_memory_bytes",
     "pinned_memory_bytes",

@@ -37,6 +37,8 @@ from coserve.api.page.routes import page_routes
 from coserve.api.service import Service
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.routes import tgi_routes
+from coserve.api.tinker.handlers import TinkerApi
+from coserve.api.tinker.routes import tinker_routes
 from coserve.api.tokenizer.handlers import MAX_TEXTS, TokenizerApi
 from coserve.api.tokenizer.routes import tokenizer_routes
 from coserve.config import Config
@@ -67,7 +69,7 @@ def make_app(
         read_timeout=config.read_timeout,
     )
     uploads = UploadReader(bodies, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
-    tgi = TgiApi(service, config, bodies)
+    tgi, tinker = TgiApi(service, config, bodies), TinkerApi(service, bodies)
     native = NativeApi(service, config, bodies, uploads, tgi)
     described = (
         *native_routes(native),
@@ -75,6 +77,7 @@ def make_app(
         *tgi_routes(tgi),
         *openai_routes(OpenAIApi(service, config, bodies), LoraApi(service, config, bodies, uploads)),
         *file_routes(FilesApi(service, uploads)),
+        *tinker_routes(tinker),
         *finetuning_routes(FineTuningApi(service, bodies)),
         *tokenizer_routes(TokenizerApi(service, bodies, max_texts=max_texts)),
         *admin_routes(AdminApi(service.access, service.engine, bodies)),
@@ -90,7 +93,12 @@ def make_app(
 
     routes = (*described, Route("GET", "/openapi.json", openapi, "This description"))
     access = service.access
-    gate = Gate(config, frozenset(route.name for route in routes if route.public), access.identify)
+    gate = Gate(
+        config,
+        frozenset(route.name for route in routes if route.public),
+        access.identify,
+        frozenset(route.name for route in routes if route.compressed),
+    )
     formats = {route.name: route.error_formats[0] for route in routes}
 
     def format_of(request: web.Request) -> ErrorFormat:
@@ -116,6 +124,11 @@ def make_app(
     app.on_response_prepare.append(finish_headers)
     app.on_response_prepare.append(access.add_headers)
     app.on_shutdown.append(_end_streams)
+
+    async def end_tinker(app: web.Application) -> None:
+        await tinker.close()
+
+    app.on_shutdown.append(end_tinker)
     return app
 
 

@@ -25,6 +25,7 @@ from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.sampling import JobSampler
 from coserve.api.metrics.prometheus import Metrics
 from coserve.api.page.history import ReportHistory
+from coserve.api.sessions.sessions import TrainingSessions
 from coserve.api.stopping import Stopping
 from coserve.api.tracking.feed import CLOSING, Tracking
 from coserve.config import Config
@@ -49,6 +50,7 @@ from coserve.core.link import (
     ToEngine,
     Tokens,
 )
+from coserve.core.training.messages import CallDone, CallFailed
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.files import FileStore
@@ -107,6 +109,7 @@ class Service:
         )
         self._sampler = JobSampler(registry, self.engine, self.generation, self.recorder.deliver, documents.evaluate)
         self.stopping = Stopping()
+        self.sessions = TrainingSessions(config, folder, registry, self.engine)
         self.jobs = JobManager(
             config, folder, registry, tokenizer, self._preparers, self.engine, self.recorder, self.stopping, documents
         )
@@ -163,6 +166,7 @@ class Service:
         loss = None if self.engine.ranks is None else self.engine.ranks.loss
         why = "the engine stopped while it ran this request" + ("" if loss is None else f": {loss}")
         self.generation.fail_all(EngineUnavailable(why))
+        self.sessions.lost()
         self.recorder.watchers.notify_all()  # pauses and cancellations must not wait for the next engine
 
     async def engine_hung(self) -> str:
@@ -241,6 +245,8 @@ class Service:
 
     def _dispatch(self, message: FromEngine) -> None:
         self.engine.received(message)
+        if self.sessions.deliver(message):
+            return
         match message:
             case Tokens() | RequestFailed() | Admitted():
                 self.generation.deliver(message)
@@ -259,6 +265,8 @@ class Service:
             case JobPaused() | JobCancelled() | JobFailed():
                 self._sampler.cancel(message.id)  # first, because no sample may follow a job's end
                 self.recorder.deliver(message)
+            case CallDone() | CallFailed():
+                pass
             case _:
                 self.recorder.deliver(message)
 

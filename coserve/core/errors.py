@@ -8,6 +8,7 @@ CoserveError
 │   ├── NotFound 404                 ├── AdapterNotFound 404   ├── JobNotFound 404
 │   ├── MethodNotAllowed 405         ├── RequestTimeout 408
 │   ├── AdapterBusy 409              ├── WrongJobState 409     ├── NameTaken 409
+│   ├── SessionEnded 410             a training session takes no more calls
 │   ├── BodyTooLarge 413             ├── UnsupportedEncoding 415
 │   ├── AdapterTooLarge 422          it leaves no page of the KV pool
 │   ├── NonFiniteLogits 422          the adapter (or the base) computes NaN or infinity for this prompt
@@ -159,6 +160,13 @@ class NameTaken(RequestError):
 class WrongJobState(RequestError):
     status = 409
     code = "wrong_job_state"
+
+
+class SessionEnded(RequestError):
+    """A client's training session was closed, timed out, or was lost with its engine."""
+
+    status = 410
+    code = "session_ended"
 
 
 class BodyTooLarge(RequestError):

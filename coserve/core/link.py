@@ -16,6 +16,7 @@ from coserve.core.gpu_memory import MemoryModel, MemoryUse, PoolShape
 from coserve.core.grammar import Grammar
 from coserve.core.logprobs import PackedLogprobs
 from coserve.core.step_metrics import StepMetrics
+from coserve.core.training.messages import CallDone, CallFailed, CallSession, OpenSession
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec, FinishReason, JobSpec, SamplingParams, Slo
 
 ALIVE = 10.0
@@ -347,6 +348,8 @@ ToEngine = (
     | PauseJob
     | ResumeJob
     | CancelJob
+    | OpenSession
+    | CallSession
     | DropAdapter
     | PrefetchAdapter
     | SetLogLevel
@@ -371,6 +374,8 @@ FromEngine = (
     | JobSucceeded
     | JobFailed
     | JobCancelled
+    | CallDone
+    | CallFailed
     | EngineStats
     | EngineStopped
 )

@@ -35,6 +35,7 @@ from coserve.core.link import (
     StartJob,
     ToEngine,
 )
+from coserve.core.training.messages import CallSession, OpenSession
 from coserve.core.types import MicroStep
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.gauges import STATS_INTERVAL, Reports
@@ -317,6 +318,10 @@ class Engine:
                 self._jobs.resume(id)
             case CancelJob(id=id):
                 self._jobs.cancel(id)
+            case OpenSession(spec=spec):
+                self._jobs.open(spec)
+            case CallSession():
+                self._jobs.call(message)
             case DropAdapter(ref=ref):
                 self._adapters.drop(ref)
             case PrefetchAdapter(ref=ref, digests=digests):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from coserve.core.training.calls import SessionSpec
 from coserve.core.types import JobSpec
 
 
@@ -33,5 +34,6 @@ class JobLine:
             self._withdrawn(job)
         return found
 
-    def first(self) -> JobSpec | None:
-        return next(iter(self._jobs), None)
+    def first(self, *, jobs: bool) -> JobSpec | None:
+        """The one that comes next; without `jobs`, which have no place, the first session of a client."""
+        return next((spec for spec in self._jobs if jobs or isinstance(spec, SessionSpec)), None)

@@ -10,18 +10,22 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
 from coserve.core.link import FromEngine, JobCancelled, JobFailed, JobPaused, TrainingBatches
+from coserve.core.training.calls import SessionSpec
+from coserve.core.training.messages import CallSession
 from coserve.core.types import AdapterRef, JobSpec, MicroStep
-from coserve.engine.active_job import ActiveJob
+from coserve.engine.active_job import ActiveJob, Running
 from coserve.engine.job_admission import JobAdmission
 from coserve.engine.job_line import JobLine
 from coserve.engine.ports import AdmitsJobs, Trains
 from coserve.engine.run_job import JobServices, job_failed, run_job
+from coserve.engine.run_session import Calls, run_session
 from coserve.queues.finetune import JobQueue
 from coserve.state.retries import FOR_EVER, Retries
 
 
 class JobRunner:
-    """Runs up to `max_active` jobs, alternately or one after another; further ones wait, first come, first served."""
+    """Runs up to `max_active` jobs, alternately or one after another; further ones wait, first come, first served.
+    Sessions of clients take turns with them; they wait in the same line, but only for memory."""
 
     def __init__(
         self,
@@ -46,6 +50,8 @@ class JobRunner:
         self._pass: Future[None] | None = None
         """Done when no micro-batch is suspended any more; None: nobody waits for that."""
         self._pending = JobLine(self._memory.left_line)
+        self._calls: dict[str, Calls] = {}
+        """Calls of each session that waits or is active."""
         self._paused: dict[str, JobSpec] = {}
         self.slice_tokens = 0  # tokens of the last slice's micro-batch; 0: none of its jobs is left
 
@@ -102,6 +108,16 @@ class JobRunner:
         else:
             self._pending.add(spec)
 
+    def open(self, spec: SessionSpec) -> None:
+        """Add a client's session."""
+        self._calls[spec.id] = Calls()
+        self._pending.add(spec)
+
+    def call(self, message: CallSession) -> None:
+        """Add a call of a session; nothing if the session has ended, which its client is told."""
+        if (calls := self._calls.get(message.id)) is not None:
+            calls.put(message)
+
     def activate(self) -> None:
         """Resume each job whose micro-batch or thread is done, and start queued jobs while there are places. Call it
         before a tick decides."""
@@ -112,13 +128,22 @@ class JobRunner:
             resumed = [job for job, active in self._active.items() if active.ready]
             for job in resumed:
                 self._resume(job)
-            while len(self._active) < self._max_active and (spec := self._pending.first()) is not None:
+            while (spec := self._pending.first(jobs=self._jobs < self._max_active)) is not None:
                 if not self._admit(spec):
                     break  # later ones wait too, or a large job would starve
             for job, found in self._memory.changes():
                 self._memory.limit(self._active[job], found)
             if not resumed:
                 return
+
+    @property
+    def _jobs(self) -> int:
+        """Number of active jobs, without sessions."""
+        return len(self._active) - len(self._calls.keys() & self._active.keys())
+
+    def _run(self, active: ActiveJob) -> Running:
+        calls = self._calls.get(active.spec.id)
+        return run_job(active, self._services) if calls is None else run_session(active, calls, self._services)
 
     def _admit(self, spec: JobSpec) -> bool:
         """Start the job, or fail it if it can never fit. Returns False if it waits for memory."""
@@ -128,11 +153,12 @@ class JobRunner:
             failed = job_failed(spec.id, error)
             self._memory.release(spec.id)
             self._pending.withdraw(spec.id)
+            self._calls.pop(spec.id, None)
             self._send(failed)
             return True
         if found is not None:
             self._pending.remove(spec)
-            active = self._active[spec.id] = ActiveJob(spec, lambda active: run_job(active, self._services))
+            active = self._active[spec.id] = ActiveJob(spec, self._run)
             self._memory.limit(active, found)
             self._resume(spec.id)
         return found is not None
@@ -186,6 +212,7 @@ class JobRunner:
         if job in self._active:
             self._end(job, JobCancelled(id=job))
         elif self._paused.pop(job, None) is not None or self._pending.withdraw(job) is not None:
+            self._calls.pop(job, None)
             self._send(JobCancelled(id=job))
 
     def close(self) -> None:
@@ -228,6 +255,7 @@ class JobRunner:
         """Free the place of a job whose coroutine has ended."""
         job, end = active.spec.id, active.end
         del self._active[job]
+        self._calls.pop(job, None)
         if active.resumes:
             self._pending.add(active.spec)
         elif isinstance(end, JobPaused):

@@ -54,7 +54,7 @@ async def run_job(job: ActiveJob, services: JobServices) -> None:
     It continues to train while its checkpoints are written. It ends only when none of its files is being written. A
     pause, and the engine's end, first save its last finished optimizer step. Raises only `EngineFault`.
     """
-    one = _Run(job, services)
+    one = JobRun(job, services)
     try:
         await one.start()
         await one.train()
@@ -69,7 +69,7 @@ async def run_job(job: ActiveJob, services: JobServices) -> None:
         one.free()
 
 
-class _Run:
+class JobRun:
     """The stages of `run_job`, and their shared state."""
 
     def __init__(self, job: ActiveJob, services: JobServices) -> None:
@@ -85,7 +85,7 @@ class _Run:
         waited = False
         while True:
             try:
-                started = (await self._cancellable(self._load))()
+                started = (await self.cancellable(self._load))()
                 break
             except JobOutOfMemory:
                 suspended = None
@@ -109,7 +109,7 @@ class _Run:
         while True:
             if self._trainer.snapshot_due(self._id):
                 await self._written_and_sampled()
-                self._write = self._submit(self._trainer.snapshot(self._id))
+                self._write = self.submit(self._trainer.snapshot(self._id))
             if self._trainer.finished(self._id):
                 await self._written_and_sampled()
                 return
@@ -117,13 +117,13 @@ class _Run:
                 await self._written()
                 self._write = self._begin_checkpoint()
             if (prepare := self._trainer.preparation(self._id)) is not None:
-                await self._cancellable(prepare)
-            await self._micro_batch()
+                await self.cancellable(prepare)
+            await self.micro_batch()
 
     async def publish(self) -> JobSucceeded:
         """Publish the finished job. If the disk refuses, the job keeps its place and its memory, and retries."""
         for delay in FOR_EVER.delays():
-            message = (await self._job.result(self._submit(self._trainer.publication(self._id))))()
+            message = (await self._job.result(self.submit(self._trainer.publication(self._id))))()
             if isinstance(message, JobSucceeded):
                 return message
             if self._job.stops:
@@ -174,9 +174,9 @@ class _Run:
         """Save a checkpoint. If this fails, the steps since the last one are lost, but not the job."""
         with tolerated(self._id):
             if (save := self._trainer.checkpoint(self._id)) is not None:
-                self._services.send(save() if self._job.closing else await self._job.result(self._submit(save)))
+                self._services.send(save() if self._job.closing else await self._job.result(self.submit(save)))
 
-    async def _micro_batch(self) -> None:
+    async def micro_batch(self) -> None:
         """Wait for the end of a micro-batch, and meanwhile process a finished write."""
         turn = self._job.turn = Future()
         while not turn.done():
@@ -220,13 +220,13 @@ class _Run:
                 log.warning("job %s: no checkpoint: %s", self._id, error.message)
             return lambda: saved
 
-        return self._submit(work)
+        return self.submit(work)
 
-    async def _cancellable(self, work: Callable[[Cancellation], T]) -> T:
+    async def cancellable(self, work: Callable[[Cancellation], T]) -> T:
         """Return the result of work on a thread that writes no files. If the job stops, the work is cancelled and not
         waited for."""
         cancellation = Cancellation()
-        future = self._submit(partial(work, cancellation))
+        future = self.submit(partial(work, cancellation))
         try:
             await self._job.until(future)
             return await self._job.result(future)
@@ -237,7 +237,7 @@ class _Run:
         finally:
             del future  # breaks the cycle of this frame and the error's traceback
 
-    def _submit(self, work: Callable[[], T]) -> Future[T]:
+    def submit(self, work: Callable[[], T]) -> Future[T]:
         future = self._services.threads.submit(work)
         if not future.done():
             future.add_done_callback(lambda _: self._services.changed())

@@ -21,6 +21,7 @@ class TrainingJob(Trainee):
 
     def __init__(self, loop: TrainingLoop, checkpoints: JobCheckpoints) -> None:
         super().__init__(loop.spec.id, loop.session)
+        self.spec = loop.spec
         self.loop, self.checkpoints, self.snapshots = loop, checkpoints, JobSnapshots(loop)
         self._next_tokens: int | None = None
         """Tokens of its own next micro-batch; 0: unknown; None: to be computed."""

@@ -36,8 +36,9 @@ class MemoryLimits:
     except for rounding, and for dropout and NEFTune, which draw for each micro-batch."""
 
     def __init__(self, lengths: Ints, layers: int) -> None:
-        """`lengths`: tokens of each row of the corpus; `layers`: number of layers of the base."""
-        self._lengths, self._layers = lengths, layers
+        """`lengths`: tokens of each row of the corpus, or of a client's batch; `layers`: number of layers of the
+        base."""
+        self.lengths, self._layers = lengths, layers
         self.tokens: int | None = None
         """Most tokens of a micro-batch with several rows; None: no limit from an out-of-memory."""
         self.recompute = False
@@ -66,7 +67,7 @@ class MemoryLimits:
             return micro_batches
         found: list[tuple[int, ...]] = []
         for rows in micro_batches:
-            parts = pack(self._lengths[list(rows)].tolist(), min(limits))
+            parts = pack(self.lengths[list(rows)].tolist(), min(limits))
             found += [tuple(rows[i] for i in part) for part in parts]
         return found
 
@@ -84,4 +85,4 @@ class MemoryLimits:
 
     def size(self, rows: Sequence[int]) -> int:
         """Tokens of these rows."""
-        return int(self._lengths[list(rows)].sum())
+        return int(self.lengths[list(rows)].sum())

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from coserve.admission.optimizers import BEST, PIECE, SLICE, WEIGHTS, StateKind, aligned, paged_kinds, state_kinds
 from coserve.core.errors import CheckpointUnreadable, NonFiniteLoss
+from coserve.core.training.calls import AdamParams
 from coserve.core.types import BaseSpec, TrainingSettings
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.gathered_copy import GatheredCopy
 from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.lora_tensors import named_tensors
+from coserve.finetune.update_rules.adamw import AdamW
 from coserve.finetune.update_rules.interface import UpdateRule, WeightRange
 from coserve.finetune.update_rules.make import make_rule
 from coserve.finetune.update_rules.paged import PagedMoments, Rows, fill
@@ -102,7 +104,7 @@ class AdapterOptimizer:
         of the weights. `piece`: most weights in a piece of paged moments. `row_norms`: for DoRA adapters."""
         optimizer = training.optimizer
         assert partition is None or not (optimizer.eight_bit or optimizer.paged), "such moments cannot be gathered"
-        self._settings, self._training = start.settings, training
+        self._settings, self._training, self._max_grad_norm = start.settings, training, training.max_grad_norm
         self._partition = partition
         part = start if partition is None else LoraWeights(start.settings, partition.shard(start.sites))
         self._part_pairs, self._whole_pairs = _makers(part), _makers(start)
@@ -259,6 +261,12 @@ class AdapterOptimizer:
         }
         return LoraWeights(self._settings, pairs)
 
+    def configure(self, adam: AdamParams) -> None:
+        """Use these parameters from the next step on. Only with AdamW and moments of 32 bits."""
+        assert isinstance(self._rule, AdamW), "expected AdamW"
+        self._rule.configure(adam)
+        self._max_grad_norm = adam.grad_clip_norm
+
     def zero_grad(self) -> None:
         self._grads_N.zero_()
 
@@ -312,8 +320,8 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def _slices(self, norm: float, learning_rate: float) -> Iterator[None]:
-        if self._training.max_grad_norm > 0:
-            self._grads_N.mul_(min(1.0, self._training.max_grad_norm / (norm + 1e-6)))
+        if self._max_grad_norm > 0:
+            self._grads_N.mul_(min(1.0, self._max_grad_norm / (norm + 1e-6)))
         self._protect_copy()
         for done, number in enumerate(range(len(self._spans())) if self._paged is None else self._paged.pieces()):
             if self._paged is not None and done and done % SLICE == 0:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from coserve.core.errors import NonFiniteLoss, StorageError, StorageFull
+from coserve.core.errors import NonFiniteLoss, RequestOutOfMemory, StorageError, StorageFull
 from coserve.core.link import JobNote, JobSnapshot, JobSucceeded, JobWaiting
 from coserve.core.types import AdapterRef
 from coserve.finetune.loop import TrainingLoop
@@ -43,7 +43,7 @@ def publication(
     def write() -> Callable[[], Published]:
         weights = final()
         try:
-            _write_files(ref, weights, base, folder)
+            write_files(ref, weights, base, folder)
         except StorageError as error:
             waiting = waiting_for_disk(id, error)
             return lambda: waiting
@@ -149,7 +149,41 @@ def served_copy(weights: LoraWeights, base: Base, store: AdapterStore) -> LoraWe
         return None
 
 
-def _write_files(ref: AdapterRef, weights: LoraWeights, base: Base, folder: DataFolder) -> None:
+def publish_adapter(
+    ref: AdapterRef,
+    weights: Callable[[], LoraWeights],
+    base: Base,
+    folder: DataFolder,
+    store: AdapterStore,
+    *,
+    files: bool,
+) -> Callable[[], Callable[[], None]]:
+    """Make weights available to requests: with `files`, durably; without, until they are dropped. `weights` waits until
+    they are on the host.
+
+    Call the returned function on a worker thread, and its result on the event-loop thread. The thread's part raises
+    `NonFiniteLoss`, `RequestOutOfMemory`, `StorageError`.
+    """
+
+    def copy() -> Callable[[], None]:
+        own = weights()
+        if files:
+            write_files(ref, own, base, folder)
+        served = served_copy(own, base, store)
+        if served is None and not files:
+            raise RequestOutOfMemory("no host memory for a copy of the adapter")
+
+        def publish() -> None:
+            if served is not None:
+                store.publish(ref, served, temporary=not files)
+
+        return publish
+
+    return copy
+
+
+def write_files(ref: AdapterRef, weights: LoraWeights, base: Base, folder: DataFolder) -> None:
+    """Write the adapter's PEFT files durably. Raises `NonFiniteLoss`, `StorageError`."""
     if not all(bool(torch.isfinite(tensor).all()) for _, tensor in named_tensors(weights)):
         raise NonFiniteLoss("the adapter's weights are not finite; try a lower learning rate")
     with replace_dir(folder.adapter(ref), point="adapter") as target:

@@ -10,7 +10,8 @@ from coserve.admission.treatment import Treatment
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CheckpointUnreadable
 from coserve.core.gpu_memory import TrainingCosts
-from coserve.core.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, TrainingBatches
+from coserve.core.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, JobStarted, TrainingBatches
+from coserve.core.training.calls import Compute, SaveAdapter, SaveState, SessionSpec
 from coserve.core.types import AdapterRef, JobSpec, MicroStep
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.tokenized import Corpus
@@ -18,16 +19,19 @@ from coserve.finetune.job import LoadedJob, TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.layers.compiled import uncompiled
 from coserve.finetune.loop import TrainingLoop
-from coserve.finetune.publication import Published, Snapshot, publication, snapshot
+from coserve.finetune.publication import Published, Snapshot, publication, publish_adapter, snapshot
+from coserve.finetune.sessions.calls import Work, work_of
+from coserve.finetune.sessions.client import ClientTrainee
 from coserve.finetune.sessions.outcome import Retry
 from coserve.finetune.sessions.sessions import Sessions, TrainerSettings
+from coserve.finetune.sessions.states import load_state, save_state
 from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
 from coserve.state.folder import DataFolder
 
 
-class Trainer(Sessions[TrainingJob]):
-    """All jobs of one engine. Each has its own adapter, optimizer, schedule and seed; they share the base.
+class Trainer(Sessions[TrainingJob | ClientTrainee]):
+    """All jobs and clients' sessions of one engine. Each has its own adapter, optimizer and seed; they share the base.
 
     Jobs alternate at the ends of micro-batches, or share a `TrainingPass`. Work in between does not change a job's
     result, and sharing a pass changes it only by rounding.
@@ -50,18 +54,23 @@ class Trainer(Sessions[TrainingJob]):
         teacher), `InvalidRequest` (settings that do not fit the base), `JobOutOfMemory`.
         """
         with self._job_errors():
-            job = self._load(spec, cancellation.check)
+            if isinstance(spec, SessionSpec):
+                job: TrainingJob | ClientTrainee = self._open(spec)
+            else:
+                job = self._load(spec, cancellation.check)
 
         def commit() -> None:
             assert spec.id not in self._jobs, f"job {spec.id} runs already"
             self._jobs[spec.id] = job
 
+        if isinstance(job, ClientTrainee):
+            return LoadedJob(JobStarted(id=spec.id, total_steps=0, resumed_from=job.step), commit)
         return LoadedJob(job.checkpoints.started(), commit)
 
     def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
         """Return work for a worker thread that must precede the next `advance`; usually None. The job must not be
         advanced meanwhile."""
-        training = self._jobs[job]
+        training = self._job(job)
         plan, step = training.loop.plan, training.loop.progress.step
         done = training.mid_step or plan.prepared(step)
         return None if done else lambda cancellation: plan.prepare(step, cancellation.check)
@@ -91,7 +100,11 @@ class Trainer(Sessions[TrainingJob]):
 
     def limit(self, job: str, treatment: Treatment) -> None:
         """Set the job's recompute plan, as memory was planned."""
-        self._jobs[job].loop.limit_memory(treatment)
+        own = self._jobs[job]
+        if isinstance(own, ClientTrainee):
+            own.limits.plan(treatment)
+        else:
+            own.loop.limit_memory(treatment)
 
     @property
     def layer_costs(self) -> TrainingCosts | None:
@@ -103,19 +116,20 @@ class Trainer(Sessions[TrainingJob]):
         self._passes.limit(tokens)
 
     def finished(self, job: str) -> bool:
-        """Whether the job only remains to be published."""
-        return self._jobs[job].loop.finished
+        """Whether the job only remains to be published, or the session's client has to call."""
+        own = self._jobs[job]
+        return own.outcome is not None if isinstance(own, ClientTrainee) else own.loop.finished
 
     def checkpoint_due(self, job: str) -> bool:
         """Whether the job's last slice finished an optimizer step that needs a checkpoint."""
-        return not self._jobs[job].mid_step and self._jobs[job].checkpoints.due
+        return not self._jobs[job].mid_step and self._job(job).checkpoints.due
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on jobs that train with less memory, fewer shared forwards or slower layers than intended."""
         jobs = [(id, note) for id, job in self._jobs.items() for note in job.notes]
         if self._compiled is not None and self._compiled.ready:
-            jobs += [(id, note) for id, job in self._jobs.items() for note in uncompiled(job.loop.spec)]
+            jobs += [(id, note) for id, job in self._jobs.items() for note in uncompiled(job.spec)]
         layers = [note for own in (self._compiled, self._graphs) if own is not None for note in own.notes]
         return (*(f"job {id}: {note}" for id, note in jobs), *layers, *self._passes.notes)
 
@@ -148,10 +162,10 @@ class Trainer(Sessions[TrainingJob]):
         """
         self.abandon(job, finish_update=True)
         with self._job_errors():
-            write = self._jobs[job].checkpoints.save()
+            write = self._job(job).checkpoints.save()
         if write is None:
             return None
-        step = self._jobs[job].loop.progress.step
+        step = self._job(job).loop.progress.step
 
         def save() -> JobCheckpoint:
             with self._job_errors():
@@ -162,7 +176,7 @@ class Trainer(Sessions[TrainingJob]):
 
     def snapshot_due(self, job: str) -> bool:
         """Whether samples of the job's current weights are due, between two optimizer steps or at its end."""
-        return not self._jobs[job].mid_step and self._jobs[job].snapshots.due
+        return not self._jobs[job].mid_step and self._job(job).snapshots.due
 
     def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
         """Begin a snapshot that is due, for requests: see `finetune.publication`. The job may be advanced meanwhile.
@@ -171,7 +185,7 @@ class Trainer(Sessions[TrainingJob]):
 
     def _begin_snapshot(self, job: str) -> Snapshot:
         with self._job_errors():
-            step, weights = self._jobs[job].snapshots.take()
+            step, weights = self._job(job).snapshots.take()
         ref = AdapterRef(f"{job}:snapshot", next(self._snapshot_numbers))
         final = self._jobs[job].loop.finished
         copy = snapshot(job, step, ref, weights, self._base, self._store, final=final)
@@ -193,7 +207,7 @@ class Trainer(Sessions[TrainingJob]):
     def publication(self, job: str) -> Callable[[], Callable[[], Published]]:
         """Begin to publish a finished job: see `finetune.publication`."""
         with self._job_errors():
-            write = publication(self._jobs[job].loop, self._base, self._folder, self._store)
+            write = publication(self._job(job).loop, self._base, self._folder, self._store)
 
         def run() -> Callable[[], Published]:
             with self._job_errors():
@@ -201,9 +215,57 @@ class Trainer(Sessions[TrainingJob]):
 
         return run
 
+    # ---- sessions of clients
+
+    def work_of(self, call: Compute) -> Work:
+        """Check a call; on any thread. Raises `InvalidRequest`."""
+        return work_of(call, self._base.spec.vocab, self._settings.limits)
+
+    def client(self, session: str) -> ClientTrainee:
+        """The session of a client, which its calls are given to."""
+        own = self._jobs[session]
+        assert isinstance(own, ClientTrainee), f"{session} is a job"
+        return own
+
+    def save_state(self, session: str, call: SaveState) -> Callable[[], Callable[[], None]]:
+        """Begin to save a session's state. Call the returned function on a worker thread: the state is durable when it
+        returns. It raises `StorageError`."""
+        own = self.client(session)
+        with self._job_errors():
+            tensors = own.session.snapshot()
+
+        def save() -> Callable[[], None]:
+            with self._job_errors():
+                save_state(self._folder, call, own.spec, self._base.spec, own.step, tensors())
+            return lambda: None
+
+        return save
+
+    def save_adapter(self, session: str, call: SaveAdapter) -> Callable[[], Callable[[], None]]:
+        """Begin to make a session's weights available to requests: see `finetune.publication.publish_adapter`."""
+        with self._job_errors():
+            weights = self.client(session).session.current_weights()
+        copy = publish_adapter(call.ref, weights, self._base, self._folder, self._store, files=call.files)
+
+        def run() -> Callable[[], None]:
+            with self._job_errors():
+                return copy()
+
+        return run
+
     def holds_memory_of(self, job: str) -> bool:
         """Whether a pass of other jobs still holds memory of a job that was dropped."""
         return self._passes.holds_memory_of(job)
+
+    def _job(self, id: str) -> TrainingJob:
+        own = self._jobs[id]
+        assert isinstance(own, TrainingJob), f"{id} is a client's session"
+        return own
+
+    def _open(self, spec: SessionSpec) -> ClientTrainee:
+        session, _ = self._session(spec)
+        step = 0 if spec.state is None else load_state(self._folder, spec, self._base.spec, session.optimizer)
+        return ClientTrainee(spec, session, step)
 
     def _load(self, spec: JobSpec, check: Callable[[], None]) -> TrainingJob:
         base = self._base

@@ -12,6 +12,7 @@ files/<id>/                               an uploaded file and its record: `stat
 jobs/<job>/corpus.safetensors             the tokenised corpus
 jobs/<job>/document.msgpack               a document in chunks, and beside it *.jsonl: questions, lessons, scores
 jobs/<job>/checkpoint-<step>/             resumable state
+sessions/<run>/<name>/                    a saved state of a client's training session; kept until it is deleted
 staging/                                  uploads on their way; emptied at every start
 """
 
@@ -45,6 +46,7 @@ class DataFolder:
         self.database = self.root / "registry.sqlite3"
         self.adapters = self.root / "adapters"
         self.jobs = self.root / "jobs"
+        self.sessions = self.root / "sessions"
         self.staging = self.root / "staging"
         self.files = self.root / "files"
         self.memory = self.root / "memory.json"
@@ -62,6 +64,9 @@ class DataFolder:
 
     def document(self, job_id: str) -> Path:
         return self.job(job_id) / DOCUMENT
+
+    def session_state(self, run: str, name: str) -> Path:
+        return self.sessions / _checked(run) / _checked(name)
 
     def checkpoint(self, job_id: str, step: int) -> Path:
         return self.job(job_id) / f"checkpoint-{step:08d}"
@@ -95,7 +100,7 @@ class DataFolder:
     def lock(self) -> Iterator[None]:
         """Create the folder and lock it. Raises `DataFolderInUse`, or `StartupError` if it is not writable."""
         try:
-            for folder in (self.root, self.adapters, self.files, self.jobs, self.staging):
+            for folder in (self.root, self.adapters, self.files, self.jobs, self.sessions, self.staging):
                 make_folder(folder)
             with write_errors():
                 descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -120,7 +125,8 @@ class DataFolder:
 
     def sweep(self) -> list[str]:
         """Remove leftovers of unfinished writes; returns their names. Call it under the lock."""
-        folders = [self.root, self.adapters, self.files, self.jobs, *_folders(self.adapters), *_folders(self.jobs)]
+        parents = self.adapters, self.jobs, self.sessions
+        folders = [self.root, self.files, *parents, *(own for parent in parents for own in _folders(parent))]
         found = [name for folder in folders for name in sweep(folder)]
         if self.staging.is_dir():
             found += [entry.name for entry in self.staging.iterdir()]

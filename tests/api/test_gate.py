@@ -56,8 +56,10 @@ def paths(api: Api) -> list[tuple[str, str]]:
 
 
 def check_refusal(body: dict[str, Any], code: str) -> None:
-    """Routes of TGI's clients refuse in TGI's shape, which has no code of ours."""
-    if "error_type" in body:
+    """Routes of TGI's and Tinker's clients refuse in their shapes, which have no code of ours."""
+    if "category" in body:
+        assert body["category"] == "user"
+    elif "error_type" in body:
         assert (set(body), body["error_type"]) == ({"error", "error_type"}, "validation")
     else:
         assert body["error"]["code"] == code

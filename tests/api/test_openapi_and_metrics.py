@@ -91,6 +91,24 @@ async def test_the_root_says_where_to_look(api: Api) -> None:
     assert set(found["docs"]) == {"README.md", "docs/design/README.md", *pages}
 
 
+TINKER = (
+    "client/config",
+    "client/dynamic_config",
+    "create_session",
+    "session_heartbeat",
+    "create_model",
+    "unload_model",
+    "get_info",
+    "optim_step",
+    "save_weights",
+    "load_weights",
+    "save_weights_for_sampler",
+    "create_sampling_session",
+    "asample",
+    "retrieve_future",
+    "cancel_future",
+    "weights_info",
+)
 BODIES = {
     ("post", path)
     for path in (
@@ -109,6 +127,8 @@ BODIES = {
         "/v1/unload_lora_adapter",
         "/tokenize",
         "/detokenize",
+        "/api/v1/sessions/{id}/finish",
+        *(f"/api/v1/{name}" for name in TINKER),
     )
 } | {("post", "/admin/keys"), ("put", "/admin/quotas/{id}"), ("put", "/admin/log-level")}
 

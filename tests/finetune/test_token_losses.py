@@ -13,7 +13,7 @@ from torch import Tensor
 from coserve.core.errors import InvalidRequest
 from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import Batch, Example
-from coserve.finetune.losses.loss import Cispo, CrossEntropy, ImportanceSampling, Loss, Ppo, TokenLoss
+from coserve.finetune.losses.loss import Cispo, CrossEntropy, Dro, ImportanceSampling, Loss, Ppo, TokenLoss
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows, pack_jobs
@@ -44,6 +44,7 @@ LOSSES: dict[str, tuple[TokenLoss, Formula]] = {
     "importance_sampling": (ImportanceSampling(), lambda p, w, q, a: -((p - q).exp() * a).sum()),
     "ppo": (Ppo(), ppo),
     "cispo": (Cispo(high=1.05), cispo),
+    "dro": (Dro(beta=0.1), lambda p, w, q, a: -(p * a - 0.05 * (p - q) ** 2).sum()),
 }
 
 
@@ -148,7 +149,7 @@ def test_on_the_policy_all_gradients_are_those_of_weighted_log_probabilities(bas
         for one, own in zip(batch.examples, p, strict=True)
     ]
     expected = Found(base, Batch(tuple(examples)), CrossEntropy()).gradients
-    for loss in (ImportanceSampling(), Ppo(), Cispo()):
+    for loss in (ImportanceSampling(), Ppo(), Cispo(), Dro()):
         assert_gradients(Found(base, Batch(tuple(examples)), loss).gradients, expected)
     squares = [replace(one, weights_K=-2 * own.numpy()) for one, own in zip(batch.examples, p, strict=True)]
     custom = Found(base, Batch(tuple(squares)), CrossEntropy())

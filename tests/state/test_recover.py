@@ -47,7 +47,7 @@ def files(folder: DataFolder) -> set[str]:
     return {name for name in found if not name.startswith(("registry", "lock"))}
 
 
-EMPTY = {"adapters", "files", "jobs", "staging"}
+EMPTY = {"adapters", "files", "jobs", "sessions", "staging"}
 
 
 def test_an_empty_folder(registry: Registry, folder: DataFolder) -> None:

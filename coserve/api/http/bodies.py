@@ -73,11 +73,11 @@ class BodyReader:
             return await self.decode(body, decoder, dialect=dialect)
 
     @asynccontextmanager
-    async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """Read the bytes of a JSON body, which count towards `TOTAL_BYTES` until the block ends. Raises `BodyTooLarge`,
-        `RequestTimeout`."""
+    async def body(self, request: web.Request, *, compressed: bool = False) -> AsyncIterator[bytearray]:
+        """Read the bytes of a JSON body, or of another small one, which count towards `TOTAL_BYTES` until the block
+        ends. `compressed`: it may be. Raises `BodyTooLarge`, `RequestTimeout`."""
         limit = min(self._max_body, MAX_JSON_BYTES)
-        check_head(request, limit)
+        check_head(request, limit, compressed=compressed)
         await ask_for_body(request)
         body = bytearray()
         try:
@@ -139,9 +139,9 @@ class BodyReader:
         return bytes(chunk)
 
 
-def check_head(request: web.Request, limit: int) -> None:
+def check_head(request: web.Request, limit: int, *, compressed: bool = False) -> None:
     """Refuse a body by its headers, before it is read."""
-    if "Content-Encoding" in request.headers:
+    if "Content-Encoding" in request.headers and not compressed:
         raise UnsupportedEncoding("compressed bodies are not accepted")
     if request.content_length is not None and request.content_length > limit:
         raise BodyTooLarge(f"expected a body of at most {limit} bytes, got {request.content_length}")

@@ -51,6 +51,8 @@ class Route:
     """Formats of the route's error bodies; the gate uses the first."""
     slashes: bool = False
     """Whether the last part of the path may contain slashes."""
+    compressed: bool = False
+    """Whether the body may have a `Content-Encoding`, which the handler checks."""
     public: bool = False
     """Whether the route needs no API key."""
 

@@ -40,13 +40,20 @@ BEGUN = web.RequestKey("begun", bool)
 
 class Gate:
     """Checks a request's host, origin, API key and content encoding. `public`: names of the routes that need no key;
-    `identify`: raises for a request without a key that may use its route."""
+    `identify`: raises for a request without a key that may use its route; `compressed`: names of the routes whose
+    bodies may have a content encoding."""
 
-    def __init__(self, config: Config, public: frozenset[str], identify: Callable[[web.Request, bool], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        public: frozenset[str],
+        identify: Callable[[web.Request, bool], None],
+        compressed: frozenset[str],
+    ) -> None:
         self._hosts = LOOPBACK | {host.lower() for host in config.allowed_hosts}
         if not _is_wildcard(config.host):
             self._hosts |= {config.host.lower()}
-        self._public, self._identify = public, identify
+        self._public, self._identify, self._compressed = public, identify, compressed
 
     def check(self, request: web.Request) -> None:
         """Raise `ForbiddenOrigin`, `Unauthorized`, `MissingScope` or `UnsupportedEncoding` for a request that fails a
@@ -63,7 +70,7 @@ class Gate:
         if origin is not None and not (origin.startswith(("http://", "https://")) and _host(origin) in self._hosts):
             raise ForbiddenOrigin("pages of this origin may not use the daemon; see --allowed-hosts", field="Origin")
         self._identify(request, public)
-        if "Content-Encoding" in request.headers:
+        if "Content-Encoding" in request.headers and request.match_info.route.name not in self._compressed:
             raise UnsupportedEncoding("compressed bodies are not accepted", field="Content-Encoding")
 
 

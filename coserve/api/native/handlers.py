@@ -48,6 +48,7 @@ DOCS = {
     "docs/guide/data.md": "rows to fine-tune on",
     "docs/guide/documents.md": "documents that become adapters",
     "docs/guide/page.md": "the web page at /",
+    "docs/guide/tinker.md": "training sessions, by the Tinker SDK",
     "docs/guide/operate.md": "start, readiness, probes, stopping",
     "docs/guide/several-gpus.md": "the base on several GPUs",
     "docs/guide/bdlora.md": "LoRA in blocks, for tensor parallelism",

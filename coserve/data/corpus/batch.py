@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -89,6 +90,20 @@ def arrays_in(kind: type, value: tuple[Sequence[int], bytes]) -> npt.NDArray[np.
     shape, data = value
     (dtype,) = get_args(get_args(kind)[1])
     return np.frombuffer(data, dtype).reshape(shape)
+
+
+def examples_out(examples: Sequence[Example]) -> bytes:
+    """Encode examples for another process."""
+    return _ENCODER.encode(examples)
+
+
+def examples_in(data: bytes) -> tuple[Example, ...]:
+    """Decode what `examples_out` has encoded."""
+    return _DECODER.decode(data)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=arrays_out)
+_DECODER = msgspec.msgpack.Decoder(tuple[Example, ...], dec_hook=arrays_in)
 
 
 def corpus_batch(corpus: Corpus, rows: Sequence[int]) -> Batch:

@@ -132,7 +132,7 @@ class RankedTrainer(Trainer):
         cannot now. If any rank lacks host memory for its copy, none keeps one: the first request reads the files."""
         with gathered(job):
             write = super().publication(job)
-        ref = self._jobs[job].loop.result
+        ref = self._job(job).loop.result
 
         def run() -> Callable[[], JobSucceeded | JobWaiting]:
             publish = write()

@@ -61,7 +61,19 @@ class Cispo(Struct, frozen=True, tag=True):
         return -_ratio(p_K, values).clamp(self.low, self.high).detach() * p_K * _given(values.advantages_K)
 
 
-TokenLoss = CrossEntropy | ImportanceSampling | Ppo | Cispo
+class Dro(Struct, frozen=True, tag=True):
+    """-(p A - beta / 2 (p - q)^2): direct reward optimisation (arXiv 2405.19107). Also targets without an advantage are
+    held to the sampler: give only those that were sampled."""
+
+    reads: ClassVar[tuple[str, ...]] = ("sampled_K", "advantages_K")
+    beta: float = 0.05
+
+    def __call__(self, p_K: Tensor, values: TargetValues) -> Tensor:
+        off_K = p_K - _given(values.sampled_K)
+        return 0.5 * self.beta * off_K.square() - p_K * _given(values.advantages_K)
+
+
+TokenLoss = CrossEntropy | ImportanceSampling | Ppo | Cispo | Dro
 """A loss that is a function of each target's log-probability p (nats) and of numbers given with it. A call returns each
 target's loss (K), differentiable; `reads` names the fields of `Example` and `TargetValues` that it reads."""
 

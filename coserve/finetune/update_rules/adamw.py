@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from coserve.core.training.calls import AdamParams
 from coserve.core.types import TrainingSettings
 from coserve.finetune.update_rules.interface import WeightRange
 
@@ -38,6 +39,15 @@ class AdamW:
         adamw = self._adamws[number]
         adamw.param_groups[0]["lr"] = self._times[number] * learning_rate
         adamw.step()
+
+    def configure(self, adam: AdamParams) -> None:
+        """Use these parameters from the next step on."""
+        for adamw in self._adamws:
+            adamw.param_groups[0] |= {
+                "betas": (adam.beta1, adam.beta2),
+                "eps": adam.eps,
+                "weight_decay": adam.weight_decay,
+            }
 
     def set_steps(self, steps: int) -> None:
         self._steps.fill_(steps)

@@ -1,0 +1,95 @@
+"""Requests whose results are retrieved later, by id, and the order in which those of one model begin."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from coserve.core.access.principal import principal
+from coserve.core.errors import CoserveError, InternalError, SessionEnded
+
+log = logging.getLogger(__name__)
+
+Result = bytes | msgspec.Struct
+"""Protobuf, or a struct that becomes JSON."""
+POLL = 30.0
+"""Most seconds for which a client waits in one request; the SDK gives up after 45."""
+KEPT = 120.0
+"""Seconds for which a result is kept once it was retrieved: the answer may be lost on its way."""
+MAX_KEPT = 100_000
+"""Most results; beyond it the oldest are forgotten."""
+
+
+class Futures:
+    """All requests that were accepted."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[Result]] = {}
+        self._projects: dict[str, str] = {}
+        """Whose the requests are."""
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._tasks
+
+    def start(self, id: str, work: Coroutine[Any, Any, Result]) -> None:
+        """Begin a request. Its id must be new."""
+        assert id not in self._tasks, f"request {id} came twice"
+        task = self._tasks[id] = asyncio.create_task(work)
+        self._projects[id] = principal().project
+        task.add_done_callback(lambda task: None if task.cancelled() else (task.exception(), None)[1])
+        while len(self._tasks) > MAX_KEPT:
+            self._forget(next(iter(self._tasks)))
+
+    async def retrieve(self, id: str) -> Result | None:
+        """Wait for a result; None: it is not there yet. Raises the request's error, and `SessionEnded` for an id that
+        is not known any more."""
+        task = self._tasks.get(id)
+        if task is None or not principal().sees(self._projects[id]):
+            raise SessionEnded(f"no request {id!r}: its result was retrieved, or the daemon was restarted")
+        await asyncio.wait({task}, timeout=POLL)
+        if not task.done():
+            return None
+        asyncio.get_running_loop().call_later(KEPT, self._forget, id)
+        if task.cancelled():
+            raise SessionEnded(f"request {id!r} was cancelled")
+        if (error := task.exception()) is not None and not isinstance(error, CoserveError):
+            log.error("request %s failed", id, exc_info=error)
+            raise InternalError("internal error")
+        return task.result()
+
+    def cancel(self, id: str) -> None:
+        if (task := self._tasks.get(id)) is not None and principal().sees(self._projects[id]):
+            task.cancel()
+
+    def _forget(self, id: str) -> None:
+        if (task := self._tasks.pop(id, None)) is not None:
+            del self._projects[id]
+            task.cancel()
+
+    async def close(self) -> None:
+        """Cancel what is left."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+class Order:
+    """Begins the requests of one model by number, from 1; those that come too early wait for the others."""
+
+    def __init__(self) -> None:
+        self._next = 1
+        self._early: dict[int, Callable[[], None]] = {}
+
+    def add(self, number: int, begin: Callable[[], None]) -> bool:
+        """Begin a request in its turn. False: it came already, and its client sends it again, as it saw no answer."""
+        if number < self._next or number in self._early:
+            return False
+        self._early[number] = begin
+        while (begin_next := self._early.pop(self._next, None)) is not None:
+            self._next += 1
+            begin_next()
+        return True

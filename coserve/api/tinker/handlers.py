@@ -1,0 +1,245 @@
+"""The handlers of Tinker's API: one method per route, named as in the SDK with `tinker_` before it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Coroutine
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from coserve.api.http.bodies import BodyReader
+from coserve.api.http.responses import json_response
+from coserve.api.service import Service
+from coserve.api.tinker import schemas
+from coserve.api.tinker.errors import tinker_error
+from coserve.api.tinker.futures import Futures, Result
+from coserve.api.tinker.paths import check_base, parse_path
+from coserve.api.tinker.runs import Run, Runs, SamplerTarget, compute_of, opened
+from coserve.api.tinker.sampling import request_of, sample
+from coserve.api.tinker.wire import PROTOBUF, decode_forward_backward, expanded
+from coserve.core.errors import CoserveError, InvalidRequest
+from coserve.state.durable import remove_dir
+from coserve.state.session_states import read_state, saved_states
+
+UNEMBEDDING = "LoRA of the unembedding is not available: train_unembed is ignored"
+
+
+class TinkerApi:
+    """`close` ends the requests in flight."""
+
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
+        self._service, self._bodies = service, bodies
+        self._runs, self._futures = Runs(service), Futures()
+
+    async def close(self) -> None:
+        await self._futures.close()
+
+    # ---- the service
+
+    async def tinker_healthz(self, request: web.Request) -> web.StreamResponse:
+        return json_response(schemas.TinkerHealth())
+
+    async def tinker_client_config(self, request: web.Request) -> web.StreamResponse:
+        await self._bodies.read(request, schemas.TinkerConfigRequest, dialect=True)
+        return json_response(schemas.TinkerConfig())
+
+    async def tinker_dynamic_config(self, request: web.Request) -> web.StreamResponse:
+        await self._bodies.read(request, schemas.TinkerConfigRequest, dialect=True)
+        return json_response(schemas.TinkerDynamicConfig())
+
+    async def tinker_telemetry(self, request: web.Request) -> web.StreamResponse:
+        """Accept the SDK's reports of itself, and keep nothing."""
+        return json_response(schemas.Accepted())
+
+    async def tinker_capabilities(self, request: web.Request) -> web.StreamResponse:
+        base = self._service.engine.spec
+        names = [base.name] if base.hub_name in (None, base.name) else [base.name, str(base.hub_name)]
+        return json_response(
+            schemas.Capabilities([schemas.SupportedModel(name, self._service.engine.max_model_len) for name in names])
+        )
+
+    # ---- sessions
+
+    async def tinker_create_session(self, request: web.Request) -> web.StreamResponse:
+        await self._bodies.read(request, schemas.CreateSession, dialect=True)
+        return json_response(schemas.TinkerSession(self._runs.new_owner(), info_message=UNEMBEDDING))
+
+    async def tinker_session_heartbeat(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.OfSession, dialect=True)
+        self._runs.touch(body.session_id)
+        return json_response(schemas.Heartbeat())
+
+    async def tinker_finish_session(self, request: web.Request) -> web.StreamResponse:
+        await self._bodies.read(request, schemas.FinishSession, dialect=True)
+        self._runs.finish(request.match_info["id"])
+        return json_response(schemas.Accepted())
+
+    # ---- models
+
+    async def tinker_create_model(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.CreateModel, dialect=True)
+        id = f"{body.session_id}:train:{body.model_seq_id}:0"
+        if id not in self._futures:
+            run = self._runs.add(body.session_id, body.model_seq_id)
+            self._futures.start(id, self._runs.create(run, body))
+        return json_response(schemas.TinkerFuture(id))
+
+    async def tinker_unload_model(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.OfModel, dialect=True)
+        run = self._runs.run(body.model_id)
+
+        async def unload() -> Result:
+            self._runs.unload(run)
+            return schemas.ModelResult(run.model, "unload_model")
+
+        id = f"{run.model}:unload:{secrets.token_hex(4)}"
+        self._futures.start(id, unload())
+        return json_response(schemas.TinkerFuture(id, run.model))
+
+    async def tinker_get_info(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.OfModel, dialect=True)
+        run, base = self._runs.run(body.model_id), self._service.engine.spec
+        data = schemas.ModelData(base.family, run.base, base.hub_name or run.base)
+        return json_response(schemas.ModelInfo(run.model, data, run.base, opened(run).spec.lora.r))
+
+    async def tinker_forward_backward(self, request: web.Request) -> web.StreamResponse:
+        encoding = request.headers.get("Content-Encoding", "")
+        async with self._bodies.body(request, compressed=True) as body:
+            content = bytes(body)
+        call = await asyncio.to_thread(lambda: decode_forward_backward(expanded(content, encoding)))
+        compute = await asyncio.to_thread(compute_of, call)
+        run = self._runs.run(call.model_id)
+        return self._ordered(run, call.seq_id, self._runs.forward_backward(run, call, compute))
+
+    async def tinker_optim_step(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.OptimStep, dialect=True)
+        run = self._runs.run(body.model_id)
+        return self._ordered(run, body.seq_id, self._runs.optim_step(run, body))
+
+    async def tinker_save_weights(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.SaveWeights, dialect=True)
+        run = self._runs.run(body.model_id)
+        return self._ordered(run, body.seq_id, self._runs.save(run, body))
+
+    async def tinker_load_weights(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.LoadWeights, dialect=True)
+        if body.model_id is not None:
+            run = self._runs.run(body.model_id)
+            return self._ordered(run, body.seq_id, self._runs.load(run, body))
+        if body.session_id is None or body.model_seq_id is None:
+            raise InvalidRequest("expected model_id, or session_id and model_seq_id", field="model_id")
+        id = f"{body.session_id}:train:{body.model_seq_id}:0"
+        if id not in self._futures:
+            run = self._runs.add(body.session_id, body.model_seq_id)
+            self._futures.start(id, self._runs.create_from_state(run, body))
+        return json_response(schemas.TinkerFuture(id))
+
+    async def tinker_save_weights_for_sampler(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.SaveForSampler, dialect=True)
+        run = self._runs.run(body.model_id)
+        return self._ordered(run, body.seq_id, self._runs.save_for_sampler(run, body))
+
+    def _ordered(self, run: Run, number: int | None, work: Coroutine[Any, Any, Result]) -> web.Response:
+        """Begin a request of a model in its turn, and answer with its id."""
+        if number is None:
+            work.close()
+            raise InvalidRequest("expected the number of the request, got none", field="seq_id")
+        id = f"{run.model}:{number}"
+        if id in self._futures or not run.order.add(number, partial(self._futures.start, id, work)):
+            work.close()
+        return json_response(schemas.TinkerFuture(id, run.model))
+
+    # ---- samples
+
+    async def tinker_create_sampling_session(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.CreateSamplingSession, dialect=True)
+        owner = self._runs.owner(body.session_id)
+        id = f"{owner.id}:sample:{body.sampling_session_seq_id}"
+        self._runs.samplers[id] = self._target(body.base_model, body.model_path)
+        return json_response(schemas.SamplingSession(id))
+
+    async def tinker_get_sampler(self, request: web.Request) -> web.StreamResponse:
+        id = request.match_info["id"]
+        target = self._runs.sampler(id)
+        return json_response(schemas.Sampler(id, target.base, None if target.path is None else str(target.path)))
+
+    async def tinker_sample(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.TinkerSample, dialect=True)
+        if body.sampling_session_id is None:
+            target = self._target(body.base_model, body.model_path)
+        else:
+            target = self._runs.sampler(body.sampling_session_id)
+        number = secrets.token_hex(8) if body.sampling_session_id is None or body.seq_id is None else body.seq_id
+        id = f"{body.sampling_session_id or 'sample'}:{number}"
+        if id not in self._futures:
+            native = request_of(body, None if target.path is None else target.path.adapter)
+            self._futures.start(id, sample(body, native, target.snapshot, self._service.generation))
+        ids = [f"{id}:{index}" for index in range(body.num_samples)]
+        return json_response(schemas.TinkerFuture(id, sample_sequence_ids=ids))
+
+    def _target(self, base: str | None, path: str | None) -> SamplerTarget:
+        spec = self._service.engine.spec
+        if base is not None:
+            check_base(base, spec)
+        if path is None and base is None:
+            raise InvalidRequest("expected base_model or model_path, got none", field="base_model")
+        return SamplerTarget(base or spec.name, None if path is None else parse_path(path, sampler=True))
+
+    # ---- results
+
+    async def tinker_retrieve_future(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.RetrieveFuture, dialect=True)
+        try:
+            result = await self._futures.retrieve(body.request_id)
+        except CoserveError as error:
+            if body.request_id not in self._futures:
+                raise
+            return json_response(tinker_error(error))
+        if result is None:
+            if (waits := self._runs.waits(body.request_id)) is not None:
+                return json_response(schemas.TryAgain(body.request_id, "paused_capacity", waits))
+            return json_response(schemas.TryAgain(body.request_id, "active"))
+        if isinstance(result, bytes):
+            return web.Response(body=result, content_type=PROTOBUF)
+        return json_response(result)
+
+    async def tinker_cancel_future(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.RetrieveFuture, dialect=True)
+        self._futures.cancel(body.request_id)
+        return json_response(schemas.Accepted())
+
+    # ---- saved states
+
+    async def tinker_weights_info(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.WeightsPath, dialect=True)
+        path = parse_path(body.tinker_path, sampler=False)
+        state = await asyncio.to_thread(read_state, self._service.folder, *path.state)
+        return json_response(schemas.WeightsInfo(state.base, state.lora.r))
+
+    async def tinker_list_checkpoints(self, request: web.Request) -> web.StreamResponse:
+        model = request.match_info["id"]
+        found = await asyncio.to_thread(saved_states, self._service.folder, model.replace(":", "."))
+        return json_response(
+            schemas.TinkerCheckpoints(
+                [
+                    schemas.TinkerCheckpoint(
+                        f"weights/{name}",
+                        "training",
+                        datetime.fromtimestamp(state.saved_at, UTC).isoformat(),
+                        f"tinker://{model}/weights/{name}",
+                    )
+                    for name, state in found
+                ]
+            )
+        )
+
+    async def tinker_delete_checkpoint(self, request: web.Request) -> web.StreamResponse:
+        model, name = request.match_info["id"], request.match_info["name"]
+        path = parse_path(f"tinker://{model}/weights/{name}", sampler=False)
+        await asyncio.to_thread(read_state, self._service.folder, *path.state)
+        await asyncio.to_thread(remove_dir, self._service.folder.session_state(*path.state))
+        return json_response(schemas.Accepted())

@@ -1,0 +1,261 @@
+"""Sessions and models of Tinker's API over training sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from coserve.api.service import Service
+from coserve.api.sessions.session import ClientSession
+from coserve.api.tinker.futures import Order, Result
+from coserve.api.tinker.paths import SavedPath, check_base, new_session, parse_path, run_of, targets
+from coserve.api.tinker.schemas import (
+    CreateModel,
+    LoadWeights,
+    ModelResult,
+    OptimStep,
+    PathResult,
+    SaveForSampler,
+    SaveWeights,
+    StepResult,
+    TinkerLora,
+)
+from coserve.api.tinker.wire import ForwardBackward, TinkerDatum, encode_forward_backward
+from coserve.core.access.principal import principal
+from coserve.core.errors import InvalidRequest, NotFound, SessionEnded
+from coserve.core.training.calls import AdamParams, Compute, Step
+from coserve.core.types import AdapterRef, LoraSettings
+from coserve.data.corpus.batch import Example, examples_out
+from coserve.state.session_states import read_state
+
+ALPHA = 32.0
+"""`lora_alpha` of all ranks, as Tinker has it."""
+INPUTS = {"weights": "weights_K", "logprobs": "sampled_K", "advantages": "advantages_K"}
+"""Fields of examples by the names of `loss_fn_inputs`."""
+
+
+@dataclass
+class Run:
+    """One model in training. `session`: None until it was created."""
+
+    model: str
+    owner: TinkerOwner
+    order: Order = field(default_factory=Order)
+    session: ClientSession | None = None
+    base: str = ""
+
+
+@dataclass
+class TinkerOwner:
+    """One session of the SDK, which has models and samplers."""
+
+    id: str
+    project: str
+    runs: dict[str, Run] = field(default_factory=dict)
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class SamplerTarget:
+    """What a sampling session samples from: the base, an adapter with files, or one in memory."""
+
+    base: str
+    path: SavedPath | None = None
+    snapshot: AdapterRef | None = None
+
+
+class Runs:
+    """All of them. They end with the engine or the daemon; saved states stay."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._sessions = service, service.sessions
+        self._owners: dict[str, TinkerOwner] = {}
+        self._runs: dict[str, Run] = {}
+        self.samplers: dict[str, SamplerTarget] = {}
+        """What sampling sessions sample from."""
+
+    def sampler(self, id: str) -> SamplerTarget:
+        """Return what a sampling session samples from. Raises `NotFound`, `SessionEnded`."""
+        self.owner(id.partition(":")[0])
+        if (target := self.samplers.get(id)) is None:
+            raise NotFound(f"no sampling session {id[:80]!r}", field="sampling_session_id")
+        return target
+
+    # ---- sessions of the SDK
+
+    def new_owner(self) -> str:
+        owner = TinkerOwner(new_session(), principal().project)
+        self._owners[owner.id] = owner
+        return owner.id
+
+    def owner(self, id: str) -> TinkerOwner:
+        """Return a session that is not finished. Raises `SessionEnded`."""
+        owner = self._owners.get(id)
+        if owner is None or owner.finished or not principal().sees(owner.project):
+            raise SessionEnded(f"no session {id[:80]!r}: it has finished, or the daemon was restarted")
+        return owner
+
+    def touch(self, id: str) -> None:
+        """Note a sign of the session's client. Raises `SessionEnded`."""
+        for run in self.owner(id).runs.values():
+            if run.session is not None:
+                self._sessions.touch(run.session)
+
+    def finish(self, id: str) -> None:
+        """End a session and free the memory of its models."""
+        owner = self.owner(id)
+        owner.finished = True
+        for run in owner.runs.values():
+            if run.session is not None:
+                self._sessions.close(run.session)
+            self._runs.pop(run.model, None)
+        for sampler in [own for own in self.samplers if own.startswith(f"{id}:")]:
+            del self.samplers[sampler]
+
+    # ---- models
+
+    def add(self, session_id: str, number: int) -> Run:
+        """Add a model that is to be created. Raises `SessionEnded`; `InvalidRequest` if it exists."""
+        owner = self.owner(session_id)
+        run = Run(f"{owner.id}:train:{number}", owner)
+        if run.model in self._runs:
+            raise InvalidRequest(f"model {run.model} exists", field="model_seq_id")
+        owner.runs[run.model] = self._runs[run.model] = run
+        return run
+
+    def run(self, model: str) -> Run:
+        """Return a model. Raises `NotFound`."""
+        found = self._runs.get(model)
+        if found is None or not principal().sees(found.owner.project):
+            raise NotFound(f"no model {model[:80]!r}: it was unloaded, or the daemon was restarted", field="model_id")
+        return found
+
+    async def create(self, run: Run, body: CreateModel) -> Result:
+        spec, asked = self._service.engine.spec, body.lora_config or TinkerLora()
+        check_base(body.base_model, spec)
+        found = targets(spec, attention=asked.train_attn, mlp=asked.train_mlp)
+        lora = LoraSettings(r=asked.rank, alpha=ALPHA, targets=found)
+        seed = secrets.randbits(32) if asked.seed is None else asked.seed
+        await self._open(run, body.base_model, lora, seed, None, with_optimizer=False)
+        return ModelResult(run.model, "create_model")
+
+    async def create_from_state(self, run: Run, body: LoadWeights) -> Result:
+        path = parse_path(body.path, sampler=False)
+        if body.base_model is not None:
+            check_base(body.base_model, self._service.engine.spec)
+        saved = await asyncio.to_thread(read_state, self._service.folder, *path.state)
+        base = body.base_model or saved.base
+        await self._open(run, base, saved.lora, saved.seed, path.state, with_optimizer=body.optimizer)
+        return PathResult(path=body.path, model_id=run.model)
+
+    async def _open(
+        self,
+        run: Run,
+        base: str,
+        lora: LoraSettings,
+        seed: int,
+        state: tuple[str, str] | None,
+        *,
+        with_optimizer: bool,
+    ) -> None:
+        run.base = base
+        run.session = await self._sessions.open(
+            run_of(run.model), run.model, lora, seed, state, with_optimizer=with_optimizer
+        )
+        await run.session.opened
+
+    def unload(self, run: Run) -> None:
+        """Free a model's memory."""
+        if run.session is not None:
+            self._sessions.close(run.session)
+        self._runs.pop(run.model, None)
+
+    def waits(self, request: str) -> str | None:
+        """Return why a request's model waits to be opened; None: it does not."""
+        run = self._runs.get(request.rpartition(":")[0])
+        return None if run is None or run.session is None else run.session.waits
+
+    # ---- calls
+
+    async def forward_backward(self, run: Run, call: ForwardBackward, compute: Compute | InvalidRequest) -> Result:
+        """Execute a call; `compute`: from `compute_of`, or why there is none."""
+        session = opened(run)
+        if isinstance(compute, InvalidRequest):
+            if call.learns:  # the next optim_step must know that gradients are missing
+                with suppress(InvalidRequest):
+                    await self._sessions.call(session, Compute(examples_out(()), call.loss, call.config, learns=True))
+            raise compute
+        done = await self._sessions.call(session, compute)
+        return await asyncio.to_thread(_output, call.data, done.values, done.metrics)
+
+    async def optim_step(self, run: Run, body: OptimStep) -> Result:
+        given = body.adam_params
+        adam = AdamParams(**{name: getattr(given, name) for name in AdamParams.__struct_fields__})
+        done = await self._sessions.call(opened(run), Step(adam))
+        return StepResult(done.metrics)
+
+    async def save(self, run: Run, body: SaveWeights) -> Result:
+        path = SavedPath(run.model, False, body.path or f"state-{secrets.token_hex(4)}")
+        await self._sessions.save_state(opened(run), path.name, str(path), overwrite=body.overwrite)
+        return PathResult(path=str(path))
+
+    async def load(self, run: Run, body: LoadWeights) -> Result:
+        path = parse_path(body.path, sampler=False)
+        await self._sessions.load(opened(run), path.state, with_optimizer=body.optimizer)
+        return PathResult(path=body.path, model_id=run.model)
+
+    async def save_for_sampler(self, run: Run, body: SaveForSampler) -> Result:
+        if body.path is not None:
+            path = SavedPath(run.model, True, body.path)
+            await self._sessions.save_adapter(opened(run), path.adapter)
+            return PathResult(path=str(path))
+        ref = await self._sessions.sampler(opened(run))
+        id = f"{run.owner.id}:sample:{body.sampling_session_seq_id}"
+        self.samplers[id] = SamplerTarget(run.base, snapshot=ref)
+        return PathResult(sampling_session_id=id)
+
+
+def opened(run: Run) -> ClientSession:
+    """Return the model's session. Raises `InvalidRequest`."""
+    if run.session is None:
+        raise InvalidRequest(f"model {run.model} could not be created", field="model_id")
+    return run.session
+
+
+def compute_of(call: ForwardBackward) -> Compute | InvalidRequest:
+    """Return the engine's form of a call, on any thread."""
+    if call.error is not None:
+        return call.error
+    try:
+        examples = [_example(number, datum) for number, datum in enumerate(call.data)]
+    except InvalidRequest as error:
+        return error
+    return Compute(examples_out(examples), call.loss, call.config, learns=call.learns)
+
+
+def _example(number: int, datum: TinkerDatum) -> Example:
+    given: dict[str, Any] = dict(datum.inputs)
+    labels = given.pop("target_tokens", None)
+    if labels is None or len(labels) != len(datum.tokens):
+        got = "none" if labels is None else len(labels)
+        raise InvalidRequest(f"datum {number}: expected {len(datum.tokens)} target_tokens, got {got}", field="data")
+    if unknown := given.keys() - INPUTS.keys():
+        known = ", ".join(("target_tokens", *INPUTS))
+        raise InvalidRequest(f"datum {number}: expected {known}, got {min(unknown)[:80]!r}", field="data")
+    values = {INPUTS[name]: array.astype(np.float32) for name, array in given.items()}
+    tokens, after = datum.tokens.astype(np.int32), np.arange(len(labels))
+    return Example(tokens, after, np.ascontiguousarray(labels.astype(np.int64)), **values)
+
+
+def _output(data: tuple[TinkerDatum, ...], values: bytes, metrics: dict[str, float]) -> bytes:
+    """Return the `ForwardBackwardOutput`: log-probabilities of each datum's targets."""
+    shapes = [datum.inputs["target_tokens"].shape for datum in data]
+    flat = np.frombuffer(values, np.float32)
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+    parts = [own.reshape(shape) for own, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)]
+    return encode_forward_backward(parts, metrics)

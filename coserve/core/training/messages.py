@@ -1,0 +1,40 @@
+"""Messages about clients' training sessions: members of `core.link`'s unions."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from coserve.core.training.calls import Call, SessionSpec
+
+
+class OpenSession(Struct, frozen=True, kw_only=True, tag=True):
+    """Queue a client's training session, as a job. Answers: `JobStarted` once it is in memory, `JobWaiting` while it
+    waits for memory; its end is `JobFailed` or, after `CancelJob`, `JobCancelled`."""
+
+    spec: SessionSpec
+
+
+class CallSession(Struct, frozen=True, kw_only=True, tag=True):
+    """A call of a session, behind the earlier ones. The answer is `CallDone` or `CallFailed` with its number."""
+
+    id: str
+    number: int
+    call: Call
+
+
+class CallDone(Struct, frozen=True, kw_only=True, tag=True):
+    """A call of a session was executed. `values`, `metrics`: see the calls."""
+
+    id: str
+    number: int
+    values: bytes = b""
+    metrics: dict[str, float] = {}
+
+
+class CallFailed(Struct, frozen=True, kw_only=True, tag=True):
+    """A call of a session failed; the session goes on."""
+
+    id: str
+    number: int
+    code: str
+    message: str

@@ -1,0 +1,163 @@
+"""A session whose next verb comes from a client."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coserve.core.errors import CoserveError, InvalidRequest, NonFiniteLoss
+from coserve.core.training.calls import AdamParams, SessionSpec
+from coserve.data.corpus.batch import Batch
+from coserve.finetune.memory_limits import MemoryLimits, StepTreatment
+from coserve.finetune.sessions.calls import Work
+from coserve.finetune.sessions.session import Event, TrainingSession
+from coserve.finetune.sessions.trainee import Trainee
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call computed: see `core.training.calls`."""
+
+    values: bytes
+    metrics: dict[str, float]
+
+
+class ClientTrainee(Trainee):
+    """Computes one call at a time. If a forward or backward is abandoned, for lack of memory, the gradients of all
+    calls since the last optimizer step are computed again, with less."""
+
+    def __init__(self, spec: SessionSpec, session: TrainingSession, step: int) -> None:
+        """`step`: optimizer steps done."""
+        super().__init__(spec.id, session)
+        self.spec, self.step = spec, step
+        self.limits = MemoryLimits(np.zeros(0, np.int64), len(session.optimizer.trainable))
+        self.outcome: Result | CoserveError | None = Result(b"", {})
+        """How the last call ended; None while one is being computed."""
+        self._call: Work | AdamParams | None = None
+        self._summed: list[Work] = []
+        """Calls whose gradients are summed."""
+        self._complete = True
+        """Whether the sums are those of `_summed`."""
+        self._missing = False
+        """Whether a call failed that had to add gradients to the next step's."""
+        self._treatment, self._rows = StepTreatment(0, 0, False), tuple[int, ...]()
+
+    def begin_call(self, call: Work | AdamParams) -> None:
+        """Let the next passes compute a call."""
+        assert self._call is None, f"session {self.id} computes a call already"
+        self._call, self.outcome = call, None
+
+    def refused(self) -> None:
+        """A call failed before it began that had to add gradients: the next optimizer step must not be taken."""
+        self._missing = True
+
+    @property
+    def has_work(self) -> bool:
+        return self._call is not None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the operator."""
+        return () if self.memory_note is None else (self.memory_note,)
+
+    @property
+    def tokens_in_progress(self) -> int:
+        return self.limits.size(self._rows)
+
+    @property
+    def next_tokens(self) -> int:
+        """Most tokens of the next micro-batch, as far as known."""
+        lengths = self.limits.lengths if isinstance(self._call, Work) else ()
+        return max(self.batch_tokens, *lengths) if len(lengths) else 0
+
+    def go_on(self, sums: Tensor | None = None) -> Event:
+        if self._training is None:
+            self.begin(self._run())
+        return super().go_on(sums)
+
+    def lower_memory(self) -> bool:
+        note = self.limits.lower(self._rows, self._treatment.recomputed) if len(self._rows) else None
+        self.memory_note = note or self.memory_note
+        return note is not None
+
+    async def _run(self) -> None:
+        call = self._call
+        assert call is not None, "expected a call"
+        self.session.check_weights()
+        try:
+            self.outcome = await (self._step(call) if isinstance(call, AdamParams) else self._compute(call))
+        except CoserveError as error:
+            self.outcome = error
+        self._call, self._rows = None, ()
+
+    async def _compute(self, call: Work) -> Result:
+        if call.learns:
+            if not self._complete:
+                self.session.zero_grad()
+                for earlier in self._summed:
+                    await self._forward(earlier)
+                    await self.session.next_micro_batch()
+            self._complete = False
+        result = await self._forward(call)
+        if call.learns:
+            self._summed.append(call)
+            self._complete = True
+        return result
+
+    async def _forward(self, call: Work) -> Result:
+        session, limits = self.session, self.limits
+        limits.lengths = np.array([len(example.tokens_N) for example in call.examples])
+        self._treatment = limits.treatment
+        ends = np.cumsum([example.labels_K.size for example in call.examples])
+        sums = torch.zeros(call.loss.sums, dtype=torch.float64, device=session.device)
+        found, order = list[Tensor](), list[int]()
+        for number, self._rows in enumerate(limits.cut(call.micro_batches)):
+            if number:
+                await session.next_micro_batch()
+            batch = Batch(tuple([call.examples[row] for row in self._rows]))
+            verb = session.forward_backward if call.learns else session.forward
+            computed = await verb(batch, call.loss, self._treatment)
+            sums += computed.sums
+            found.append(computed.log_probs)
+            order += self._rows
+        self._rows = ()
+        read = np.array(await session.read(torch.cat((sums, *found))))
+        values, at = np.empty(int(ends[-1]), np.float32), call.loss.sums
+        for row in order:
+            size = call.examples[row].labels_K.size
+            values[ends[row] - size : ends[row]] = read[at : at + size]
+            at += size
+        return Result(values.tobytes(), {"loss:sum": float(read[0])})
+
+    async def _step(self, adam: AdamParams) -> Result:
+        session, norms = self.session, list[float]()
+        if self._missing or not self._complete:
+            self._forget()
+            raise InvalidRequest(
+                "a forward_backward since the last optim_step failed: the gradients of that step are dropped"
+            )
+
+        def accept(norm: float, _: list[float]) -> None:
+            if not math.isfinite(norm):
+                raise NonFiniteLoss("the norm of the gradients is not finite: they are dropped; try a lower rate")
+            norms.append(norm)
+
+        session.optimizer.configure(adam)
+        try:
+            await session.optim_step(adam.learning_rate, accept=accept)
+        except NonFiniteLoss:
+            self._forget()
+            raise
+        self.step += 1
+        self._summed.clear()
+        return Result(b"", {"grad_norm": norms[0], "step": float(self.step)})
+
+    def _forget(self) -> None:
+        """Drop the gradients of the step that was begun."""
+        self.session.zero_grad()
+        self._summed.clear()
+        self._missing, self._complete = False, True
