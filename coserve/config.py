@@ -42,8 +42,8 @@ MIN_READ_TIMEOUT, MAX_READ_TIMEOUT = 0.1, 86400.0
 deadline beyond 24 days."""
 AT_LEAST_ONE = (
     *("inference_batch_size", "ts_n", "page_tokens", "max_running", "step_tokens", "threads", "kv_tokens", "max_queue"),
-    *("max_jobs", "max_active_jobs", "max_sessions", "max_adapters_resident", "adapter_memory_bytes", "pinned_memory_bytes"),
-    *("micro_batch_rows", "keep_checkpoints", "tokenizer_workers", "max_connections", "max_body_bytes"),
+    *("max_jobs", "max_active_jobs", "max_adapters_resident", "adapter_memory_bytes", "pinned_memory_bytes"),
+    *("max_sessions", "micro_batch_rows", "keep_checkpoints", "tokenizer_workers", "max_connections", "max_body_bytes"),
 )
 """Whole numbers that must not be 0."""
 GPU_TARGETS = 1.0, 0.05

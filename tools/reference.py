@@ -36,6 +36,8 @@ from coserve.api.openai.lora import LoraApi
 from coserve.api.openai.routes import openai_routes
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.routes import tgi_routes
+from coserve.api.tinker.handlers import TinkerApi
+from coserve.api.tinker.routes import tinker_routes
 from coserve.api.tokenizer.handlers import TokenizerApi
 from coserve.api.tokenizer.routes import tokenizer_routes
 from coserve.cli.app import app, run
@@ -83,6 +85,7 @@ def http() -> Iterator[str]:
             *file_routes(new(FilesApi)),
             *finetuning_routes(new(FineTuningApi)),
         ),
+        "Tinker": tinker_routes(new(TinkerApi)),
         "LoRAX, TGI and huggingface_hub": tgi_routes(new(TgiApi)),
         "Tokenizer": tokenizer_routes(new(TokenizerApi)),
     }

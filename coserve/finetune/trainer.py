@@ -187,7 +187,7 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
         with self._job_errors():
             step, weights = self._job(job).snapshots.take()
         ref = AdapterRef(f"{job}:snapshot", next(self._snapshot_numbers))
-        final = self._jobs[job].loop.finished
+        final = self._job(job).loop.finished
         copy = snapshot(job, step, ref, weights, self._base, self._store, final=final)
 
         def run() -> Callable[[], JobSnapshot | JobNote]:

@@ -71,7 +71,7 @@ def tinker_routes(api: TinkerApi) -> tuple[Route, ...]:
         ("weights_info", api.tinker_weights_info, "Show a saved state", schemas.WeightsPath, schemas.WeightsInfo),
     )
     formats = (TINKER_ERRORS,)
-    errors = (*BODY_ERRORS, 404, 410, BUSY)
+    errors = (*BODY_ERRORS, 404, 410, 422, BUSY)
     return (
         *(
             Route(
@@ -128,7 +128,7 @@ def tinker_routes(api: TinkerApi) -> tuple[Route, ...]:
             api.tinker_get_sampler,
             "Tinker: Show what a sampling session samples from",
             response=schemas.Sampler,
-            errors=(404,),
+            errors=(404, 410, 422),
             error_formats=formats,
         ),
         Route(
@@ -137,7 +137,7 @@ def tinker_routes(api: TinkerApi) -> tuple[Route, ...]:
             api.tinker_list_checkpoints,
             "Tinker: List a model's saved states",
             response=schemas.TinkerCheckpoints,
-            errors=(404,),
+            errors=(404, 410, 422),
             error_formats=formats,
         ),
         Route(
@@ -146,7 +146,7 @@ def tinker_routes(api: TinkerApi) -> tuple[Route, ...]:
             api.tinker_delete_checkpoint,
             "Tinker: Delete a saved state",
             response=schemas.Accepted,
-            errors=(404, 507),
+            errors=(404, 422, 507),
             error_formats=formats,
         ),
     )
