@@ -6,7 +6,7 @@ import msgspec
 
 from coserve.core.access.principal import Scope
 from coserve.core.access.schemas import Quota
-from coserve.core.errors import NotFound
+from coserve.core.errors import JobNotFound, NotFound
 from coserve.core.types import Wire
 from coserve.state.database import Database
 
@@ -58,6 +58,13 @@ class AccessTable(Database):
                 self._db.execute("UPDATE api_keys SET record = ? WHERE id = ?", (_encode(record), id))
                 self._log_on_commit("API key revoked", key=id, project=record.project)
         return record
+
+    def project_of_job(self, id: str) -> str:
+        """The project that a job belongs to. Raises `JobNotFound`."""
+        row = self._db.execute("SELECT project FROM jobs WHERE id = ?", (id,)).fetchone()
+        if row is None:
+            raise JobNotFound(f"no job {id!r}", field="id")
+        return str(row[0])
 
     def quotas(self) -> dict[str, Quota]:
         """Quotas by project."""

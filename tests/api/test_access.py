@@ -22,7 +22,8 @@ from coserve.api.app import ROUTES
 from coserve.core.access.principal import Scope
 from coserve.core.access.schemas import CreateKey, Quota
 from coserve.core.errors import QuotaExceeded, Unauthorized
-from coserve.core.link import Generate
+from coserve.core.link import Generate, JobSnapshot
+from coserve.core.types import AdapterRef
 from tests.support.api_server import Api, serve_api
 from tests.support.fake_engine import write_peft
 
@@ -183,6 +184,19 @@ async def test_projects_share_no_cached_prefix(shared: Api) -> None:
         assert (await ask(shared, key, "POST", "/generate", json=body))[0] == 200
     salts = [message.cache_salt for message in shared.engine.told if isinstance(message, Generate)][-6:]
     assert len(set(salts)) == 6
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_samples_of_a_job_are_cached_for_its_project(shared: Api) -> None:
+    _, key = await new_key(shared, "sampling", "train")
+    training = {"steps": 1, "sample_prompts": ["the cat"]}
+    shared.engine.go_jobs.clear()
+    _, job = await ask(shared, key, "POST", "/finetune", json={"adapter": "s", "data": [ROW], "training": training})
+    count = sum(isinstance(message, Generate) for message in shared.engine.told)
+    shared.engine.link.send(JobSnapshot(id=job["id"], step=1, ref=AdapterRef("s", 1)))
+    assert (await shared.engine.saw(Generate, count + 1))[-1].cache_salt == "sampling\x1f"  # type: ignore[union-attr]
+    shared.engine.go_jobs.set()
+    assert (await ask(shared, key, "POST", f"/finetune/{job['id']}/cancel"))[0] in (200, 409)
 
 
 @pytest.mark.asyncio(loop_scope="module")

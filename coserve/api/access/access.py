@@ -16,12 +16,12 @@ from coserve.api.metrics.traces import PARENT, parent
 from coserve.core.access.principal import Principal, Scope, act_as
 from coserve.core.access.schemas import CreateKey, NewKey, Quota
 from coserve.core.errors import EngineUnavailable, MissingScope, QuotaExceeded
+from coserve.core.logs.access import PRINCIPAL
 from coserve.state.access import KeyRecord
 from coserve.state.files import FileStore
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 
-PRINCIPAL = web.RequestKey("principal", Principal)
 NOBODY = Principal("", frozenset())
 """Principal of a request that needs no key. It sees nothing."""
 NO_SPACE_RETRY = 60.0

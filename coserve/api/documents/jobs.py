@@ -16,6 +16,7 @@ from coserve.api.documents.teaching import Lessons, Teaching
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.in_flight import InFlightRequests
+from coserve.api.jobs.owner import act_as_owner
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.config import Config
 from coserve.core.errors import (
@@ -102,6 +103,7 @@ class DocumentJobs:
                 await self._fail(id, ErrorInfo(code=code, message=message))
 
     async def _try_to_prepare(self, id: str) -> None:
+        await act_as_owner(self._registry, id)
         record = await self._registry(lambda registry: registry.job(id))
         if record.state is JobState.QUEUED:
             record = await self._registry.with_reserve(

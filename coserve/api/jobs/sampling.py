@@ -9,6 +9,7 @@ from contextlib import aclosing, suppress
 
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.in_flight import InFlightRequests
+from coserve.api.jobs.owner import act_as_owner
 from coserve.api.jobs.progress import JobSample, Progress
 from coserve.core.errors import CoserveError, EngineUnavailable
 from coserve.core.link import JobNote, JobSnapshot, SnapshotDone
@@ -72,6 +73,7 @@ class JobSampler:
         """Generate the samples of a snapshot. Returns False if the engine or the daemon ends first: the job, which
         resumes later, must not end without them."""
         try:
+            await act_as_owner(self._registry, snapshot.id)
             record, done = await self._registry(lambda registry: _found(registry, snapshot))
             training = record.spec.training
             wanted = [index for index in range(len(training.sample_prompts)) if index not in done]

@@ -7,16 +7,23 @@ import logging
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
+from coserve.core.access.principal import Principal
 from coserve.core.logs.format import log_event
+
+PRINCIPAL = web.RequestKey("principal", Principal)
+"""Whom a request acts for, once the gate has found out."""
 
 
 class AccessLogger(AbstractAccessLogger):
-    """Logs method, path without query, status, bytes, seconds, peer, and the response's `X-Request-Id`."""
+    """Logs method, path without query, status, bytes, seconds, peer, the response's `X-Request-Id`, and the project and
+    the id of the API key if the request had one."""
 
     def __init__(self, logger: logging.Logger, log_format: str) -> None:
         super().__init__(logger, log_format)
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        found = request.get(PRINCIPAL)
+        key = None if found is None else found.key or None
         log_event(
             self.logger,
             "answered",
@@ -27,4 +34,6 @@ class AccessLogger(AbstractAccessLogger):
             seconds=round(time, 6),
             peer=request.remote,
             request=response.headers.get("X-Request-Id"),
+            project=None if found is None or key is None else found.project,
+            key=key,
         )
