@@ -33,10 +33,12 @@ ALONE = {
     "house_finetuning.json",
     "http_paced.json",
     "imports.json",
+    "kill.json",
     "memory_mixes.json",
     "page.json",
     "recurrent.json",
     "served.json",
+    "soak.json",
 }
 """Results whose scripts put their keys into the summary when they measure, or publish one run."""
 
