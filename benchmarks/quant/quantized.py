@@ -1,6 +1,6 @@
 """An 8B shape with random weights on one GPU, its layers in FP8 and NF4 beside bf16: memory, decode, fine-tuning.
 
-    python -m benchmarks.quant.quantized --out benchmarks/results [--only nf4,products,decode,finetune]
+    python -m benchmarks.quant.quantized --out benchmarks/results [--only decode,finetune,products,nf4]
     TRITON_INTERPRET=1 python -m benchmarks.quant.quantized --tiny --out /tmp/tried
 
 FP8 and bf16 hold the same weights and take turns. Decode runs through the engine with compiled layers and CUDA graphs;
@@ -41,7 +41,7 @@ GIB = 1 << 30
 LIMIT = 16 * GIB
 PAGE_TOKENS = 16
 REPEATS = 3
-PARTS = ("nf4", "products", "decode", "finetune")
+PARTS = ("decode", "finetune", "products", "nf4")
 
 
 class Benchmark:
@@ -52,6 +52,7 @@ class Benchmark:
         self._device = torch.device(shape.device)
         self._backend = "grouped" if tiny else "segmented"
         self._made: dict[str, Base] = {}
+        self._context = 0 if tiny else _taken()
 
     def run(self, part: str) -> None:
         runs: dict[str, Callable[[], None]] = {
@@ -112,8 +113,8 @@ class Benchmark:
             fused = FusedBase(base, options=INDUCTOR, compiled=not self._tiny, gemms=gemms)
             kv = KvCache.for_base(base, self._shape.kv_tokens, PAGE_TOKENS)
             benches[kind] = Bench(base, self._shape, kv=kv, fused=fused)
-            benches[kind].executor.warm_up(())
-            synchronize(self._shape)
+            if not self._tiny:
+                benches[kind].capture()
             print(f"{kind} compiled and captured in {time.perf_counter() - began:.1f} s", flush=True)
         asyncio.run(self._serve(benches))
 
@@ -172,6 +173,9 @@ class Benchmark:
     def _nf4(self) -> None:
         shape = self._shape if self._tiny else replace(self._shape, max_running=32, step_tokens=512)
         if not self._tiny:
+            self._made.clear()
+            self.clear()
+            torch.cuda.reset_peak_memory_stats()
             torch.cuda.set_per_process_memory_fraction(LIMIT / torch.cuda.get_device_properties(0).total_memory)
         try:
             about = self._nf4_parts(shape)
@@ -183,10 +187,11 @@ class Benchmark:
     def _nf4_parts(self, shape: Shape) -> dict[str, float]:
         """GiB of the GPU that the process takes after each stage."""
         about: dict[str, float] = {}
+        before = 0 if self._tiny else _taken() - self._context  # by earlier parts
 
         def note(stage: str) -> None:
             synchronize(shape)
-            about[f"gib.{stage}"] = round(_taken(shape, base) / GIB, 3)
+            about[f"gib.{stage}"] = round((weights if self._tiny else _taken() - before) / GIB, 3)
             print("nf4", stage, about, flush=True)
 
         with tempfile.TemporaryDirectory() as folder:
@@ -235,12 +240,11 @@ class Benchmark:
             torch.cuda.empty_cache()
 
 
-def _taken(shape: Shape, base: Base) -> int:
-    """Bytes of the GPU that are taken, the CUDA context included; on a CPU the base's."""
-    if shape.device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-    return sum(one.nbytes for one in (*base.model.parameters(), *base.model.buffers()))
+def _taken() -> int:
+    """Bytes of the GPU that are taken, the CUDA context included."""
+    torch.zeros(1, device="cuda")
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _microseconds(calls: Sequence[Callable[[], object]], *, gpu: bool) -> float:
@@ -263,7 +267,7 @@ def main() -> None:
     shape = (
         replace(TINY, max_running=4, step_tokens=32)
         if options.tiny
-        else replace(FULL, max_running=64, step_tokens=2048, kv_tokens=32_768)
+        else replace(FULL, max_running=64, step_tokens=256, kv_tokens=32_768)
     )
     results = Results(
         options.out,

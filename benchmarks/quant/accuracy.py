@@ -1,0 +1,82 @@
+"""What quantising costs a small real base: SmolLM2-135M-Instruct in FP8 and NF4 beside the weights of its file.
+
+    python -m benchmarks.quant.accuracy --out benchmarks/results          (a CPU, about two minutes)
+
+Texts are the guide's pages, in rows of 256 tokens. Each token is predicted by the base and by its quantised forms:
+perplexity, the Kullback-Leibler divergence from the base, and how often the most likely token is the same. On a CPU
+activations stay as they are, so FP8's numbers are those of its weights alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.common.options import make_parser
+from benchmarks.common.results import Results
+from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.model.base import Base, load_base
+
+MODEL = "smollm2"
+PAGES = ("serve.md", "fine-tune.md", "memory.md", "operate.md")
+ROW = 256
+
+
+def rows(pages: int, each: int) -> list[Tensor]:
+    """The first rows of each page."""
+    tokenizer = Tokenizer.load(MODEL)
+    found = []
+    for page in PAGES[:pages]:
+        ids = tokenizer.encode((Path("docs/guide") / page).read_text())
+        found += [torch.tensor(ids[at : at + ROW]) for at in range(0, each * ROW, ROW)]
+    return found
+
+
+@torch.no_grad()
+def predict(base: Base, texts: list[Tensor]) -> Tensor:
+    """Log-probabilities of every next token, (tokens, vocabulary)."""
+    found = []
+    for ids_T in texts:
+        positions_T, attention = torch.arange(len(ids_T)), PackedAttention((0, len(ids_T)))
+        logits_TV = base.forward(ids_T, positions_T, attention, lora=None, keep=None)
+        found.append(logits_TV[:-1].float().log_softmax(-1))
+    return torch.cat(found)
+
+
+def main() -> None:
+    parser: argparse.ArgumentParser = make_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=2, help="rows of each page")
+    parser.add_argument("--pages", type=int, default=len(PAGES))
+    options = parser.parse_args()
+    texts = rows(options.pages, options.rows)
+    targets = torch.cat([ids_T[1:] for ids_T in texts])
+    results = Results(
+        options.out,
+        "quant_accuracy.json",
+        script="benchmarks.quant.accuracy",
+        hardware=f"CPU, {platform.machine()}",
+        seed=0,
+        revision=options.commit,
+        settings={"model": MODEL, "pages": PAGES[: options.pages], "rows": options.rows, "row": ROW},
+    )
+    expected = Tensor()
+    for kind in ("none", "fp8", "nf4"):
+        base = load_base(MODEL, device="cpu", dtype="float32", quantization=kind)
+        found = predict(base, texts)
+        perplexity = round(float(found.gather(1, targets[:, None]).mean().neg().exp()), 3)
+        about: dict[str, object] = {"tokens": len(targets)}
+        if kind == "none":
+            expected = found
+        else:
+            about["kl"] = round(float((expected.exp() * (expected - found)).sum(1).mean()), 5)
+            about["same_token"] = round(float((found.argmax(1) == expected.argmax(1)).float().mean()), 4)
+        results.put(f"quant.perplexity.smollm2.{kind}", perplexity, "perplexity", None, (), about)
+
+
+if __name__ == "__main__":
+    main()
