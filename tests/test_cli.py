@@ -32,6 +32,7 @@ COMMANDS = [
     "generate",
     "jobs",
     "keys",
+    "learn",
     "log-level",
     "memory",
     "plan",

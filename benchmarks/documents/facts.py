@@ -101,7 +101,7 @@ def documents(count: int, people: int, questions: int, seed: int) -> Iterator[Do
 
 
 def _document(name: str, people: list[str], stranger: str, count: int, rng: Random) -> Document:
-    values = {fact.name: rng.sample(fact.values, len(people)) for fact in FACTS}
+    values = {fact.name: _drawn(fact.values, len(people), rng) for fact in FACTS}
     paragraphs = []
     for index, person in enumerate(people):
         facts = rng.sample(FACTS, len(FACTS))
@@ -121,10 +121,16 @@ def _questions(people: list[str], values: dict[str, list[str]], stranger: str, r
         for index, person in enumerate(people):
             value = values[fact.name][index]
             yield Question("template", rng.choice(fact.questions).format(name=person), (value,))
-            yield Question("reversed", fact.reverse.format(value=value), (person,))
+            if values[fact.name].count(value) == 1:
+                yield Question("reversed", fact.reverse.format(value=value), (person,))
             other = rng.choice([each for each in FACTS if each is not fact])
             first, second = (rng.choice(each.questions).format(name=person) for each in (fact, other))
             yield Question("two_facts", f"{first} {second}", (value, values[other.name][index]))
+
+
+def _drawn(values: list[str], count: int, rng: Random) -> list[str]:
+    """Draw values, each once as long as there are enough."""
+    return rng.sample(values, count) if count <= len(values) else rng.choices(values, k=count)
 
 
 def _name(rng: Random) -> str:

@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": ("generation.generate", "generate"),
     "chat": ("generation.chat", "chat"),
     "finetune": ("finetuning.command", "finetune"),
+    "learn": ("finetuning.learn", "learn"),
     "eval": ("generation.evaluation", "evaluate"),
     "bench": ("bench.command", "bench", "bench.command", "BenchCommand"),
     "memory": ("node.memory", "memory"),

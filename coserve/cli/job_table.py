@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from coserve.client.options import cut_warning
 from coserve.client.progress import clock, learned_texts
-from coserve.core.schemas import Job, Preparing
+from coserve.core.schemas import DocumentJob, Job, Preparing
 
 HEADERS = ("ID", "ADAPTER", "STATE", "STEP", "LOSS", "AGE", "LEFT")
 LEAST_NAME = 8
@@ -84,10 +84,21 @@ def job_line(job: Job) -> str:
         loss += _best(job)
         loss += "" if job.metrics.perplexity is None else f"  perplexity {job.metrics.perplexity:.4g}"
         loss += "".join(f"  {text}" for text in learned_texts(job.metrics))
+    loss += "" if job.document is None else f"  {document_text(job.document)}"
     error = "" if job.error is None else f"  {job.error.code}: {job.error.message}"
     waiting = "" if job.waiting is None else f"  {job.waiting}"
     step = f"step {job.step}/{job.total_steps}{', stopped early' if job.stopped_early else ''}"
     return f"{job.id}  {job.adapter}@{job.version}  {job.state}  {step}{loss}{waiting}{error}"
+
+
+def document_text(document: DocumentJob) -> str:
+    """Return a document's phase, or how its adapter compares."""
+    found = document.evaluation
+    if found is None:
+        return f"{document.phase} {document.done}/{document.total}" if document.total else document.phase
+    arms = (("floor", found.floor), ("in context", found.in_context), ("adapter", found.adapter))
+    recovered = "" if found.recovered is None else f"  recovered {found.recovered:.0%}"
+    return "  ".join(f"{name} {score.nll:.3f}" for name, score in arms) + recovered
 
 
 def _best(job: Job) -> str:

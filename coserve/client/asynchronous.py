@@ -19,6 +19,7 @@ from coserve.client.caller import Caller, decode
 from coserve.client.failures import event_error, response_error
 from coserve.client.handles import AsyncJobHandle
 from coserve.client.options import (
+    DocumentOptions,
     GenerateOptions,
     Messages,
     Prompt,
@@ -28,6 +29,7 @@ from coserve.client.options import (
     cut_warning,
     finetune_request,
     generate_request,
+    learn_request,
     with_rows,
 )
 from coserve.client.retry import RetryPolicy
@@ -199,6 +201,43 @@ class AsyncClient:
         job = await self._caller.submit(request, on_preparing or (lambda _: None))
         self._warn_of_cut(job)
         return AsyncJobHandle(self._caller, job)
+
+    async def learn(
+        self,
+        adapter: str,
+        text: str | None = None,
+        *,
+        file: Path | str | bytes | None = None,
+        path: str | None = None,
+        continue_from: str | None = None,
+        lora: LoraSettings | Mapping[str, Any] | None = None,
+        training: TrainingRequest | Mapping[str, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        on_conflict: OnConflict = "wait",
+        idempotency_key: str | None = None,
+        **settings: Unpack[DocumentOptions],
+    ) -> AsyncJobHandle:
+        """Start a job whose adapter knows a document without it in the prompt. The document is one of: a `text`, a
+        local `file` or its content (text, Markdown or PDF), or the `path` of a file or folder at the daemon.
+
+        `settings` are those of `coserve.core.schemas.DocumentSettings` (`recipe`, `generator`, `questions`, ...);
+        `lora`, `training` and the others are as in `finetune`. The job's `info.document` has its phase and, at the end,
+        its evaluation; a job whose adapter has learned nothing fails with `NotLearned`. docs/guide/documents.md
+        describes all.
+        """
+        given = {"text": text, "path": path}
+        if sum(each is not None for each in (*given.values(), file)) != 1:
+            raise InvalidRequest("expected one of text, file and path", field="text")
+        body = learn_request(adapter, {**given, **settings}, continue_from, lora, training, metadata, on_conflict)
+        key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
+        check_header(key, "idempotency_key")
+        request = self._caller.request(
+            "POST",
+            "/finetune",
+            headers={"Idempotency-Key": key},
+            body=body if file is None else corpus_upload(body, file),
+        )
+        return AsyncJobHandle(self._caller, await self._caller.submit(request, lambda _: None))
 
     def _warn_of_cut(self, job: Job) -> None:
         """Warn of truncated rows, at the caller's line that awaits `finetune`."""

@@ -6,7 +6,7 @@ import operator
 from collections import abc
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import msgspec
 
@@ -16,7 +16,17 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.hints import fields_of, hint
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.sampling import SamplingOptions
-from coserve.core.schemas import ChatMessage, FinetuneRequest, GenerateRequest, ImportRequest, Job, OnConflict, RowField
+from coserve.core.schemas import (
+    ChatMessage,
+    DocumentRequest,
+    FinetuneRequest,
+    GenerateRequest,
+    ImportRequest,
+    Job,
+    OnConflict,
+    RowField,
+    UserQuestion,
+)
 from coserve.core.schemas.output_format import ResponseFormat, StructuredOutputs
 from coserve.core.types import LoraSettings, SloClass, TrainingRequest
 from coserve.core.validation import explain
@@ -143,6 +153,38 @@ def finetune_request(
     if training is None:
         return request  # the daemon's defaults apply, not ours
     return msgspec.structs.replace(request, training=as_struct(training, TrainingRequest, "training"))
+
+
+class DocumentOptions(TypedDict, total=False):
+    """Options of `learn`: fields of `coserve.core.schemas.DocumentSettings`, with its defaults."""
+
+    recipe: Literal["topk_kd", "ce", "lm"]
+    generator: str
+    questions: Sequence[UserQuestion | Mapping[str, str]]
+    chunk_tokens: int
+    overlap_tokens: int
+    questions_per_chunk: int
+    temperature: float
+    answer_tokens: int
+    replay: float
+    lm_weight: float
+    holdout: float
+    publish: Literal["if_learned", "always"]
+
+
+def learn_request(
+    adapter: str,
+    document: Mapping[str, object],
+    continue_from: str | None,
+    lora: LoraSettings | Mapping[str, Any] | None,
+    training: TrainingRequest | Mapping[str, Any] | None,
+    metadata: Mapping[str, str] | None,
+    on_conflict: OnConflict,
+) -> FinetuneRequest:
+    """Build the request for a document. Raises as `finetune_request`."""
+    request = finetune_request(adapter, None, None, continue_from, None, lora, training, metadata, on_conflict, None)
+    given = {name: value for name, value in document.items() if value is not None}
+    return msgspec.structs.replace(request, document=as_struct(given, DocumentRequest, "document"))
 
 
 def rows_of(data: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

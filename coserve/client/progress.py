@@ -53,6 +53,8 @@ class Lines(Silent):
             print(f"{self._name}  step {done}  {step_text(event.metrics, event.eta)}", file=sys.stderr, flush=True)
         elif event.sample is not None:
             print("\n".join(sample_lines(event.sample)), file=sys.stderr, flush=True)
+        elif event.document is not None:
+            print(f"{self._name}  {event.message}", file=sys.stderr, flush=True)
 
 
 class Bar:
@@ -90,6 +92,9 @@ class Bar:
         elif event.sample is not None:
             for line in sample_lines(event.sample):
                 self._bar.console.print(line, markup=False, highlight=False)
+        elif event.document is not None and event.document.total:
+            document = event.document
+            self._bar.update(self._task, total=document.total, completed=document.done, note=document.phase)
         elif event.state is not None:
             self._bar.update(self._task, note=event.state.value)
 

@@ -253,6 +253,10 @@ class Client(_Blocking[AsyncClient]):
             warnings.warn(warning, stacklevel=2)
         return JobHandle(self._portal, handle)
 
+    @_like(AsyncClient.learn)
+    def learn(self, adapter: str, text: str | None = None, **settings: Any) -> JobHandle:  # noqa: ANN401 - its others
+        return JobHandle(self._portal, self._portal.call(self._asynchronous.learn(adapter, text, **settings)))
+
     @_like(AsyncClient.job)
     def job(self, id: str) -> JobHandle:
         return JobHandle(self._portal, self._portal.call(self._asynchronous.job(id)))

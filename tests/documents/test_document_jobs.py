@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from coserve.cli.app import run
+from coserve.client import AsyncClient
+from coserve.core.errors import InvalidRequest, NotLearned
 from tests.support.api_server import Api
 from tests.support.real_server import serve_real
 
@@ -18,6 +23,7 @@ TEXT = (
     "The Orvane Bridge stands in the town of Tellmark. It was opened on 3 May 1911 by the engineer Ludo Prast. The "
     "bridge is 412 metres long and is painted green. Its keeper lives in a small house under the north pier."
 )
+ONE = {"steps": 1, "learning_rate": 1e-12}
 SMALL = {"text": TEXT, "questions_per_chunk": 5, "answer_tokens": 8, "replay": 0.2, "publish": "always"}
 
 
@@ -116,3 +122,28 @@ async def test_what_has_learned_nothing_is_not_published(api: Api) -> None:
 async def test_refusals(api: Api, status: int, code: str, field: str | None, changes: dict[str, Any]) -> None:
     got, body = await api.call("POST", "/finetune", json={"adapter": "refused", "document": TEXT, **changes})
     assert (got, body["error"]["code"], body["error"].get("field")) == (status, code, field), body
+
+
+async def test_the_sdk_and_the_command_line_learn_files(
+    api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file goes as it is; several files are one document."""
+    for name in ("a.txt", "b.md"):
+        (tmp_path / name).write_text(TEXT)
+    url = f"http://127.0.0.1:{api.port}"
+    async with AsyncClient(url) as client:
+        job = await client.learn("file", file=tmp_path / "a.txt", questions_per_chunk=2, answer_tokens=4, training=ONE)
+        with pytest.raises(NotLearned):
+            await job.wait()
+        assert job.info.document is not None
+        assert job.info.document.tokens > 20
+        with pytest.raises(InvalidRequest, match="one of text"):
+            await client.learn("file")
+        with pytest.raises(InvalidRequest, match="recipe"):
+            await client.learn("file", "text", recipe="magic")  # type: ignore[arg-type]
+    given = ["learn", "two", str(tmp_path / "a.txt"), str(tmp_path / "b.md"), "--questions-per-chunk", "2"]
+    given += ["--set", "document.answer_tokens=4", "--set", "document.publish=always", "--set", "training.steps=1"]
+    assert await asyncio.to_thread(run, [*given, "--url", url]) == 0
+    out = capsys.readouterr().out
+    assert "succeeded" in out
+    assert "in context" in out

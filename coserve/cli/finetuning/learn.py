@@ -1,0 +1,82 @@
+"""The command `coserve learn`: a document becomes an adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
+from coserve.cli.finetuning.settings import request_settings
+from coserve.cli.jobs import follow_job, print_job, print_note
+from coserve.core.schemas.documents import Recipe
+from coserve.data.documents.reading import read_document
+
+
+def learn(
+    adapter: Annotated[str, typer.Argument(help="name of the adapter to make, or to add a version to")],
+    files: Annotated[
+        list[Path], typer.Argument(help="files of text, Markdown or PDF, or folders of them: one document", exists=True)
+    ],
+    recipe: Annotated[
+        Recipe | None,
+        typer.Option(help="learn distributions over tokens, answers, or the text itself", show_default="topk_kd"),
+    ] = None,
+    generator: Annotated[
+        str | None, typer.Option(help="who asks and answers: base, adapter:NAME or none", show_default="base")
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            help="file of your own questions, one a line, with the answer behind a tab if there is one",
+            exists=True,
+            dir_okay=False,
+            show_default="generated",
+        ),
+    ] = None,
+    questions_per_chunk: Annotated[
+        int | None, typer.Option(help="how many questions are generated of each chunk", show_default="32", min=1)
+    ] = None,
+    set_fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="any field of POST /finetune, such as document.chunk_tokens=512 or training.epochs=5; may be given "
+            "several times",
+        ),
+    ] = None,
+    detach: Annotated[bool, typer.Option(help="print the job and do not wait for it")] = False,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Make an adapter that knows a document, so that prompts need not carry it.
+
+    The base is asked about each part of the document and answers with that part in its prompt; the adapter learns the
+    answers without it. docs/guide/documents.md has the settings and what the evaluation says.
+    """
+    settings = request_settings({}, set_fields or [])
+    own = {
+        "recipe": recipe,
+        "generator": generator,
+        "questions": None if questions is None else _questions(questions),
+        "questions_per_chunk": questions_per_chunk,
+    }
+    document: dict[str, Any] = settings.pop("document", {}) | {n: v for n, v in own.items() if v is not None}
+    alone = files[0] if len(files) == 1 and files[0].is_file() else None
+    text = None if alone is not None else "\n\n".join(read_document(file) for file in files)
+    with connect(url, key) as client:
+        job = client.learn(adapter, text, file=alone, **settings, **document)
+        for note in job.info.notes:
+            print_note(f"note: {note}")
+        if detach:
+            print_job(job.info, as_json)
+        else:
+            follow_job(job, as_json)
+
+
+def _questions(file: Path) -> list[dict[str, str]]:
+    lines = [line.partition("\t") for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [{"question": question} | ({"answer": answer} if answer else {}) for question, _, answer in lines]

@@ -1,0 +1,80 @@
+"""A document's job is paused, resumed, cancelled and left by its engine while it asks, over a fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coserve.core.link import Generate, StartJob
+from tests.support.api_server import Api, serve_api
+
+BODY = {
+    "adapter": "a",
+    "document": {"text": "The cat sat on the mat. The dog sat on the cat.", "questions_per_chunk": 4, "replay": 0},
+    "training": {"steps": 2},
+}
+
+
+@pytest.fixture
+async def asking(tmp_path: Path) -> AsyncIterator[tuple[Api, str]]:
+    """A job whose first questions are with the engine."""
+    async with serve_api(tmp_path / "data", max_active_jobs=1, context=1024) as api:
+        api.engine.go_requests.clear()
+        status, job = await api.call("POST", "/finetune", json=BODY)
+        assert status == 202, job
+        await api.engine.saw(Generate, 4)
+        yield api, job["id"]
+
+
+async def state(api: Api, id: str) -> Any:
+    return (await api.call("GET", f"/finetune/{id}"))[1]["state"]
+
+
+async def test_a_paused_job_asks_no_more_until_it_is_resumed(asking: tuple[Api, str]) -> None:
+    api, id = asking
+    assert await state(api, id) == "running"
+    status, job = await api.call("POST", f"/finetune/{id}/pause")
+    assert (status, job["state"]) == (200, "paused")
+    api.engine.go_requests.set()
+    await api.works()  # the next request is answered, so the paused ones were dropped
+    assert job["document"]["phase"] == "questions"
+    status, _ = await api.call("POST", f"/finetune/{id}/resume")
+    assert status == 200
+    # The fake engine says the same to every question: there are too few different ones to learn from.
+    events = await api.events(id)
+    assert events[-1][1]["state"] == "failed"
+    _, job = await api.call("GET", f"/finetune/{id}")
+    assert job["error"]["code"] == "empty_corpus"
+
+
+async def test_a_cancelled_job_leaves_nothing(asking: tuple[Api, str]) -> None:
+    api, id = asking
+    status, job = await api.call("POST", f"/finetune/{id}/cancel")
+    assert (status, job["state"]) == (200, "cancelled")
+    await api.settled()
+    assert not api.folder.job(id).exists()
+    api.engine.go_requests.set()
+    await api.works()
+    assert not any(isinstance(message, StartJob) for message in api.engine.told)
+
+
+async def test_jobs_ask_in_the_order_of_their_submission(asking: tuple[Api, str]) -> None:
+    api, id = asking
+    _, second = await api.call("POST", "/finetune", json=BODY | {"adapter": "b"})
+    assert (await state(api, second["id"]), second["queue_position"]) == ("queued", 0)
+    await api.call("POST", f"/finetune/{id}/cancel")
+    await api.job_until(second["id"], "running")
+    api.engine.go_requests.set()
+
+
+async def test_the_next_engine_is_asked_what_the_last_one_left(asking: tuple[Api, str]) -> None:
+    api, id = asking
+    await api.engine.die()
+    await api.service.disconnected()
+    await api.start_engine()
+    events = [event for _, event in await api.events(id)]
+    states = [event["state"] for event in events if event["type"] == "state"]
+    assert states == ["queued", "running", "queued", "running", "failed"]
