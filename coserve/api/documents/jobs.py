@@ -154,29 +154,32 @@ class DocumentJobs:
 
     async def evaluate(self, record: JobRecord, snapshot: JobSnapshot) -> bool:
         """Evaluate the trained adapter, and record the result. Returns False if the engine ends first. An adapter that
-        has learned nothing is not published, unless the request says so: its job fails."""
+        has learned nothing, or cannot be evaluated, is not published, unless the request says so: its job fails."""
         id, document = record.spec.id, record.document
         assert document is not None, "expected a document's job"
-        if document.evaluation is None:
-            try:
-                found = await self._recorder.retries.run(
-                    f"evaluation of job {id}", lambda: self._evaluation(record, document, snapshot)
-                )
-            except EngineUnavailable:
-                return False
-            await self._show(
-                id, msgspec.structs.replace(document, phase="done", done=0, total=0, evaluation=found), _summary(found)
+        try:
+            found = document.evaluation or await self._recorder.retries.run(
+                f"evaluation of job {id}", lambda: self._evaluation(record, document, snapshot)
             )
-        evaluation = document.evaluation or found
-        if evaluation.learned:
+        except EngineUnavailable:
+            return False
+        except CoserveError as error:
+            return await self._unproved(id, document, f"the adapter cannot be evaluated: {error}")
+        if document.evaluation is None:
+            document = msgspec.structs.replace(document, phase="done", done=0, total=0, evaluation=found)
+            await self._show(id, document, _summary(found))
+        if found.learned:
             return True
-        rival = f"{evaluation.other_adapter}, of another document," if evaluation.other_adapter else "another one"
-        text = f"the held-out questions are answered no better than without the document, or than by {rival} does"
-        text = f"{text}: {_summary(evaluation)}"
+        rivals = "the base does without the document"
+        rivals += f", or than {found.other_adapter} of another document" if found.other is not None else ""
+        return await self._unproved(id, document, f"the adapter answers no better than {rivals}")
+
+    async def _unproved(self, id: str, document: DocumentJob, why: str) -> bool:
+        """End the job without an adapter, or let it publish with a note. Returns whether it goes on."""
         if document.settings.publish == "always":
-            self._recorder.deliver(JobNote(id=id, message=text, kept=True))
+            self._recorder.deliver(JobNote(id=id, message=why, kept=True))
             return True
-        await self._end(id, ErrorInfo(code=NotLearned.code, message=f"{text}; it is not published"))
+        await self._end(id, ErrorInfo(code=NotLearned.code, message=f"{why}: it is not published"))
         self._engine.send(CancelJob(id=id))
         return False
 

@@ -190,6 +190,7 @@ class Submission:
         )
         lengths = await asyncio.to_thread(lambda: arrays.lengths)
         plan = await asyncio.to_thread(BatchPlan, lengths, training, self._config.micro_batch_tokens)
+        digest = await asyncio.to_thread(lambda: corpus.digest)
         sized = msgspec.structs.replace(
             job,
             training=training,
@@ -199,7 +200,7 @@ class Submission:
             rows_cut=corpus.rows_cut,
             auto=auto,
             longest=int(lengths.max()),
-            corpus_digest=corpus.digest,
+            corpus_digest=digest,
             soft_targets=arrays.candidates is not None,
         )
         return sized, plan.total_steps
