@@ -120,10 +120,12 @@ class Arms:
         self._client, self._seed, self._document, self._rows = client, seed, document, rows
 
     async def ask(self, arm: str, adapter: str | None = None, context: str | None = None) -> None:
-        before = "" if context is None else f"{context}\n\n"
-
         async def one(question: Question) -> tuple[bool, int]:
-            asked = [{"role": "user", "content": before + question.text}]
+            """The document stands in the prompt as it does in the generator's."""
+            text = question.text
+            if context is not None:
+                text = f"Read this text:\n\n{context}\n\nQuestion: {text}\nAnswer in one short sentence."
+            asked = [{"role": "user", "content": text}]
             answer = await self._client.generate(
                 messages=asked, adapter=adapter, temperature=0.0, max_tokens=ANSWER_TOKENS, slo_class="batch"
             )

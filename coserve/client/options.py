@@ -166,6 +166,7 @@ class DocumentOptions(TypedDict, total=False):
     questions_per_chunk: int
     temperature: float
     answer_tokens: int
+    instruction: str
     replay: float
     lm_weight: float
     holdout: float

@@ -180,7 +180,8 @@ class DocumentJobs:
             self._recorder.deliver(JobNote(id=id, message=why, kept=True))
             return True
         await self._end(id, ErrorInfo(code=NotLearned.code, message=f"{why}: it is not published"))
-        self._engine.send(CancelJob(id=id))
+        with suppress(EngineUnavailable):
+            self._engine.send(CancelJob(id=id))
         return False
 
     async def _evaluation(self, record: JobRecord, document: DocumentJob, snapshot: JobSnapshot) -> DocumentEvaluation:

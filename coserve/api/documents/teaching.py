@@ -72,7 +72,7 @@ class Teaching:
     ) -> None:
         self._job, self._chunks, self._seed, self._asker, self._show = job, chunks.texts, seed, asker, show
         self._settings, self._tokenizer, self._generated = job.settings, tokenizer, 0
-        self._prompts = Prompts(chat=tokenizer.chat_template is not None)
+        self._prompts = Prompts(tokenizer.chat_template is not None, self._settings.instruction)
         generator = job.settings.generator
         self._adapter = generator.removeprefix("adapter:") if generator.startswith("adapter:") else None
         self._questions = ItemLog(folder / "questions.jsonl", Question)

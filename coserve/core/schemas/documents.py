@@ -47,10 +47,12 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     """Tokens that a chunk shares with the one before it. None: an eighth of `chunk_tokens`."""
     questions_per_chunk: Annotated[int, Meta(ge=1, le=4096)] = 32
     """How many different questions each chunk gets, if the generator finds so many."""
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.8
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.7
     """Temperature of questions. Answers are greedy."""
     answer_tokens: Annotated[int, Meta(ge=1, le=4096)] = 128
     """Most tokens of an answer."""
+    instruction: Text = "Answer in one short sentence."
+    """What the generator is told beside a chunk and a question: the adapter answers as it does. May be empty."""
     replay: Annotated[float, Meta(ge=0, le=10)] = 0.25
     """Answers of the bare base to general prompts that the adapter learns, too, so that it forgets less: their number
     as a fraction of the questions'."""

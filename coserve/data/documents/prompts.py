@@ -6,66 +6,113 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Final, NamedTuple
 
 import msgspec
 
 from coserve.core.messages import ChatMessage
 from coserve.core.schemas import GenerateRequest
 
-KINDS = (
-    "Ask a short question about one fact in it: a name, a number, a date or a place.",
-    "Ask which person or thing it is that the passage describes so, giving the description and not the name.",
-    "Ask a question whose answer joins two facts of it.",
-    "Ask for a summary of what it says about one subject.",
-    "Ask a practical question that somebody who needs this knowledge would have.",
-)
-"""Kinds of questions (structuring, reversal, joining, summary, use; after Cartridges' seed prompts)."""
-RULES = (
-    "Name what the question is about, so that it can be understood without the text. Write only the question, in one "
-    "line."
-)
 NO_CONTEXT = re.compile(
-    r"\b(the|this|that|above|given) (text|passage|document|excerpt|paragraph|sentence)\b", re.IGNORECASE
+    r"\b(the|this|that|above|given|following) (text|passage|document|excerpt|paragraph|sentence|question)s?\b",
+    re.IGNORECASE,
 )
-"""A question that cannot be asked without the document."""
+"""A question that cannot be asked without the document, or is about the request itself."""
 SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
-SHORTEST, LONGEST = 12, 400
+SHORTEST, LONGEST = 12, 300
 """Characters of a question."""
-QUESTION_TOKENS = 64
+QUESTION_TOKENS = 48
+BEFORE, AFTER = 3, 1
+"""Sentences that are shown around the one that is asked about."""
+
+
+ROLES: Final = ("user", "assistant")
+
+
+class Kind(NamedTuple):
+    """A kind of question. `examples`: a text, one of its sentences, and a question of this kind."""
+
+    instruction: str
+    examples: tuple[tuple[str, str, str], ...]
+
+
+CURIE = "Marie Curie was born in Warsaw. She discovered polonium in 1898."
+HOTEL = "The Brent Hotel has forty rooms. Its owner keeps a parrot."
+KINDS = (
+    Kind(
+        "Write a question about the detail that this sentence tells.",
+        (
+            (CURIE, "She discovered polonium in 1898.", "In which year did Marie Curie discover polonium?"),
+            (HOTEL, "Its owner keeps a parrot.", "Which animal does the owner of the Brent Hotel keep?"),
+        ),
+    ),
+    Kind(
+        "Write a question whose answer is the person or thing that this sentence is about.",
+        (
+            (CURIE, "She discovered polonium in 1898.", "Who discovered polonium in 1898?"),
+            (HOTEL, "The Brent Hotel has forty rooms.", "Which hotel has forty rooms?"),
+        ),
+    ),
+    Kind(
+        "Write a question about this sentence in other words than its own.",
+        (
+            (CURIE, "Marie Curie was born in Warsaw.", "What is the birthplace of Marie Curie?"),
+            (HOTEL, "The Brent Hotel has forty rooms.", "How many guests can sleep alone in the Brent Hotel?"),
+        ),
+    ),
+    Kind(
+        "Write a question that asks for everything that is known about the person or thing of this sentence.",
+        (
+            (CURIE, "She discovered polonium in 1898.", "What is known about Marie Curie?"),
+            (HOTEL, "The Brent Hotel has forty rooms.", "What is known about the Brent Hotel?"),
+        ),
+    ),
+)
+"""Kinds of questions, with examples that small bases need: a detail, its reversal, other words, a summary (after the
+seed prompts of Cartridges, arXiv 2506.06266)."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts for a base with a chat template (`chat`), or for one that only continues texts."""
+    """Prompts for a base with a chat template (`chat`), or for one that only continues texts. `instruction`: how to
+    answer with the document in the prompt."""
 
     chat: bool
+    instruction: str = ""
 
     def question(self, chunk: str, attempt: int, seed: int, temperature: float, adapter: str | None) -> GenerateRequest:
         """Ask for one question about `chunk`. Attempts go through the chunk's sentences and the kinds of questions; the
         same attempt and seed ask for the same."""
         sentences = _sentences(chunk)
         order = Random(seed).sample(range(len(sentences)), len(sentences))
-        about = sentences[order[attempt % len(order)]]
+        at = order[attempt % len(order)]
         kind = KINDS[(attempt + attempt // len(order)) % len(KINDS)]
-        text = f'{chunk}\n\nHere is a passage of the text above: "{about}"\n{kind} {RULES}'
-        request = self._request(text if self.chat else f"{chunk}\n\nA question about: {about}\nQuestion:", adapter)
+        around = " ".join(sentences[max(0, at - BEFORE) : at + 1 + AFTER])
+        turns = [
+            (f"Text: {text}\nSentence: {one}\n{kind.instruction}", question) for text, one, question in kind.examples
+        ]
+        asked = f"Text: {around}\nSentence: {sentences[at]}\n{kind.instruction}"
         return msgspec.structs.replace(
-            request, max_tokens=QUESTION_TOKENS, temperature=temperature, seed=seed + attempt
+            self._request(asked, adapter, turns),
+            max_tokens=QUESTION_TOKENS,
+            temperature=temperature,
+            seed=seed + attempt,
         )
 
     def answer(self, question: str, chunk: str | None, max_tokens: int, adapter: str | None) -> GenerateRequest:
         """Ask `question`, with `chunk` before it unless that is None."""
-        before = "" if chunk is None else f"{chunk}\n\n"
-        request = self._request(
-            f"{before}{question}" if self.chat else f"{before}Question: {question}\nAnswer:", adapter
-        )
-        return msgspec.structs.replace(request, max_tokens=max_tokens)
+        text = question
+        if chunk is not None:
+            text = f"Read this text:\n\n{chunk}\n\nQuestion: {question}\n{self.instruction}".strip()
+        return msgspec.structs.replace(self._request(text, adapter), max_tokens=max_tokens)
 
-    def _request(self, text: str, adapter: str | None) -> GenerateRequest:
-        """Return a greedy request of the class batch."""
+    def _request(self, text: str, adapter: str | None, turns: Sequence[tuple[str, str]] = ()) -> GenerateRequest:
+        """Return a greedy request of the class batch, after example turns."""
+        said = [ChatMessage(role=role, content=part) for turn in turns for role, part in zip(ROLES, turn, strict=True)]
+        plain = "".join(f"{before}\nAnswer: {after}\n\n" for before, after in turns)
         return GenerateRequest(
-            prompt=None if self.chat else text,
-            messages=[ChatMessage(role="user", content=text)] if self.chat else None,
+            prompt=None if self.chat else f"{plain}{text}\nAnswer:",
+            messages=[*said, ChatMessage(role="user", content=text)] if self.chat else None,
             adapter=adapter,
             temperature=0.0,
             slo_class="batch",
