@@ -157,15 +157,15 @@ class DocumentJobs:
         has learned nothing, or cannot be evaluated, is not published, unless the request says so: its job fails."""
         id, document = record.spec.id, record.document
         assert document is not None, "expected a document's job"
-        try:
-            found = document.evaluation or await self._recorder.retries.run(
-                f"evaluation of job {id}", lambda: self._evaluation(record, document, snapshot)
-            )
-        except EngineUnavailable:
-            return False
-        except CoserveError as error:
-            return await self._unproved(id, document, f"the adapter cannot be evaluated: {error}")
-        if document.evaluation is None:
+        found = document.evaluation
+        if found is None:
+            evaluate = partial(self._evaluation, record, document, snapshot)
+            try:
+                found = await self._recorder.retries.run(f"evaluation of job {id}", evaluate)
+            except EngineUnavailable:
+                return False
+            except CoserveError as error:
+                return await self._unproved(id, document, f"the adapter cannot be evaluated: {error}")
             document = msgspec.structs.replace(document, phase="done", done=0, total=0, evaluation=found)
             await self._show(id, document, _summary(found))
         if found.learned:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,9 +24,6 @@ SHORTEST, LONGEST = 12, 300
 QUESTION_TOKENS = 48
 BEFORE, AFTER = 3, 1
 """Sentences that are shown around the one that is asked about."""
-
-
-ROLES: Final = ("user", "assistant")
 
 
 class Kind(NamedTuple):
@@ -108,7 +105,9 @@ class Prompts:
 
     def _request(self, text: str, adapter: str | None, turns: Sequence[tuple[str, str]] = ()) -> GenerateRequest:
         """Return a greedy request of the class batch, after example turns."""
-        said = [ChatMessage(role=role, content=part) for turn in turns for role, part in zip(ROLES, turn, strict=True)]
+        said = list[ChatMessage]()
+        for asked, answered in turns:
+            said += [ChatMessage(role="user", content=asked), ChatMessage(role="assistant", content=answered)]
         plain = "".join(f"{before}\nAnswer: {after}\n\n" for before, after in turns)
         return GenerateRequest(
             prompt=None if self.chat else f"{plain}{text}\nAnswer:",
