@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.core.errors import EmptyCorpus, UnreadableCorpus
-from coserve.data.documents.prompts import Prompts, clean_question, different, nearest_chunk
+from coserve.data.documents.prompts import Prompts, clean_question, different, grounded, nearest_chunk
 from coserve.data.documents.reading import decoded_text, read_document, split_text
 from tests.support.api_server import tokenizer
 
@@ -82,6 +82,14 @@ def test_what_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
 )
 def test_questions_stand_alone(generated: str, question: str | None) -> None:
     assert clean_question(generated) == question
+
+
+def test_questions_are_about_their_chunk() -> None:
+    chunk = "The Orvane Bridge was opened in 1911 by Ludo Prast."
+    assert grounded("Who opened the Orvane Bridge?", chunk)
+    assert grounded("What happened in 1911?", chunk)
+    assert not grounded("What is known about the tank of Jupiter?", chunk)
+    assert not grounded("What is known about this?", chunk)
 
 
 def test_equal_questions_are_one_and_find_their_chunk() -> None:

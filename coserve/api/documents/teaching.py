@@ -18,7 +18,7 @@ from coserve.core.schemas import DocumentJob, DocumentSettings
 from coserve.core.schemas.documents import Phase
 from coserve.core.types import Wire
 from coserve.data.documents.lessons import LEAST_HELD_OUT, MOST_HELD_OUT, TOP_K, Lesson, packed_top
-from coserve.data.documents.prompts import Prompts, clean_question, different, nearest_chunk
+from coserve.data.documents.prompts import Prompts, clean_question, different, grounded, nearest_chunk
 from coserve.data.documents.reading import Chunks
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.failpoints import failpoint
@@ -124,7 +124,9 @@ class Teaching:
             self._prompts.question(self._chunks[chunk], attempt, seed, settings.temperature, self._adapter)
         )
         failpoint("document.questions")
-        return Question(chunk, attempt, clean_question(asked.text) or "", len(asked.tokens))
+        found = clean_question(asked.text) or ""
+        text = found if grounded(found, self._chunks[chunk]) else ""
+        return Question(chunk, attempt, text, len(asked.tokens))
 
     # ---- answers
 

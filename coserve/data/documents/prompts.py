@@ -22,8 +22,12 @@ SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
 SHORTEST, LONGEST = 12, 300
 """Characters of a question."""
 QUESTION_TOKENS = 48
-BEFORE, AFTER = 3, 1
-"""Sentences that are shown around the one that is asked about."""
+BEFORE = 2
+"""Sentences that are shown before the one that is asked about."""
+ASKING = frozenset(
+    {"about", "does", "everything", "known", "many", "name", "what", "when", "where", "which", "whom", "whose"}
+)
+"""Words of four letters and more that a question may have of itself."""
 
 
 class Kind(NamedTuple):
@@ -84,7 +88,7 @@ class Prompts:
         order = Random(seed).sample(range(len(sentences)), len(sentences))
         at = order[attempt % len(order)]
         kind = KINDS[(attempt + attempt // len(order)) % len(KINDS)]
-        around = " ".join(sentences[max(0, at - BEFORE) : at + 1 + AFTER])
+        around = " ".join(sentences[max(0, at - BEFORE) : at + 1])
         turns = [
             (f"Text: {text}\nSentence: {one}\n{kind.instruction}", question) for text, one, question in kind.examples
         ]
@@ -127,6 +131,14 @@ def clean_question(text: str) -> str | None:
     if not SHORTEST <= len(line) <= LONGEST or NO_CONTEXT.search(line):
         return None
     return line
+
+
+def grounded(question: str, chunk: str) -> bool:
+    """Return whether at least half of the question's longer words are in the chunk: it is about the chunk, and names
+    what it is about."""
+    words = set(re.findall(r"[^\W_]{4,}|\d+", question.lower())) - ASKING
+    found = words & set(re.findall(r"[^\W_]{4,}|\d+", chunk.lower()))
+    return 0 < len(words) <= 2 * len(found)
 
 
 def different(questions: Iterable[str]) -> list[str]:
