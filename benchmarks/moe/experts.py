@@ -111,9 +111,9 @@ async def serve(bench: Adapted, results: Results, moe: MoeShape, bandwidth: floa
         for sequences in (1, 3) if tiny else (64, 1, 8, 128, 256):
             speeds = dict[int, float]()
             for adapters in (0, 1, 2 if tiny else ADAPTERS):
-                load = Load(sequences, 8, 3 if tiny else 96, min(adapters, sequences))
+                load = Load(sequences, 8, 3 if tiny else 128, min(adapters, sequences))
                 name = f"{sequences}/{adapters}"
-                for run in range(0 if tiny else 2):
+                for run in range(0 if tiny else 6):
                     await bench.serve(load.make_requests(f"warm{run} {name}", bench.shape.vocab))
                 found = [
                     sequences * load.output / await bench.serve(load.make_requests(f"{run} {name}", bench.shape.vocab))
@@ -131,7 +131,7 @@ async def serve(bench: Adapted, results: Results, moe: MoeShape, bandwidth: floa
                     used = min(adapters, sequences)
                     read = moe.active_pairs([1 / used] * used, sequences) * pair_bytes
                     least = sequences / speeds[0] + read / bandwidth
-                    share = round(sequences / least and speeds[adapters] * least / sequences, 4)
+                    share = round(speeds[adapters] * least / sequences, 4)
                     target = Target(0.85) if sequences >= 64 else None
                     about = {"pair_bytes": round(read), "base_seconds": round(sequences / speeds[0], 6)}
                     results.put(f"moe.of_ceiling.b{sequences}", share, "fraction", target, about=about)

@@ -31,7 +31,7 @@ from tests.support.gpu_engine import gpu_base, prompt, request
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.shelf import Shelf
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:\\sOnline softmax is disabled:UserWarning")]
 
 DEVICE = torch.device("cuda", 0)
 BOTH = ("experts.gate_up_proj", "experts.down_proj")

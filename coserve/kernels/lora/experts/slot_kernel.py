@@ -15,24 +15,26 @@ import triton.language as tl
 
 
 @triton.jit
-def _rows(slots_ptr, experts_ptr, S, first, slot, expert, BLOCK_S: tl.constexpr):
-    """Return the rows of the tile that begins at `first`, and which of them are of its expert and slot."""
-    s = first + tl.arange(0, BLOCK_S)
-    inside = (s < S) & (s < (first // BLOCK_S + 1) * BLOCK_S)
-    same = (tl.load(slots_ptr + s, mask=inside, other=-1) == slot) & (
-        tl.load(experts_ptr + s, mask=inside, other=-1) == expert
-    )
-    return s, inside & same
+def _same(slots_ptr, tokens_ptr, experts_ptr, s, slot, expert, keep):
+    """Whether rows `s` that `keep` names are of this slot and expert."""
+    token = tl.load(tokens_ptr + s, mask=keep, other=0)
+    same = tl.load(slots_ptr + token, mask=keep, other=-1) == slot
+    return keep & same & (tl.load(experts_ptr + s, mask=keep, other=-1) == expert)
 
 
 @triton.jit
-def _begins(slots_ptr, experts_ptr, first, slot, expert, BLOCK_S: tl.constexpr):
+def _begins(slots_ptr, tokens_ptr, experts_ptr, first, slot, expert, BLOCK_S: tl.constexpr):
     """Whether a tile begins at row `first`: its neighbour above is of another tile."""
     inner = (first % BLOCK_S) != 0
-    above = (tl.load(slots_ptr + first - 1, mask=inner, other=-1) == slot) & (
-        tl.load(experts_ptr + first - 1, mask=inner, other=-1) == expert
-    )
-    return (slot >= 0) & ~(inner & above)
+    return (slot >= 0) & ~_same(slots_ptr, tokens_ptr, experts_ptr, first - 1, slot, expert, inner)
+
+
+@triton.jit
+def _rows(slots_ptr, tokens_ptr, experts_ptr, S, first, slot, expert, BLOCK_S: tl.constexpr):
+    """Return the rows of the tile that begins at `first`, and which of them are of its expert and slot."""
+    s = first + tl.arange(0, BLOCK_S)
+    inside = (s < S) & (s < (first // BLOCK_S + 1) * BLOCK_S)
+    return s, _same(slots_ptr, tokens_ptr, experts_ptr, s, slot, expert, inside)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -40,6 +42,7 @@ def shrink(
     x_ptr,
     h_ptr,
     slots_ptr,
+    tokens_ptr,
     experts_ptr,
     table_ptr,
     ranks_ptr,
@@ -51,15 +54,15 @@ def shrink(
     BLOCK_D: tl.constexpr,
     R: tl.constexpr,
 ):
-    """`h = scaling x Aᵀ` (S, R) in fp32. Grid (rows). x (S, D): rows `stride` apart; slots, experts (S); `table_ptr`:
-    int64 (slots, 2), addresses of a site's A (E R, D) and B; 0: the adapter does not change it."""
+    """`h = scaling x Aᵀ` (S, R) in fp32. Grid (rows). x (S, D): rows `stride` apart; slots (tokens); tokens, experts
+    (S); `table_ptr`: int64 (slots, 2), addresses of a site's A (E R, D) and B; 0: the adapter does not change it."""
     first = tl.program_id(0)
-    slot, expert = tl.load(slots_ptr + first), tl.load(experts_ptr + first)
-    if _begins(slots_ptr, experts_ptr, first, slot, expert, BLOCK_S):
+    slot, expert = tl.load(slots_ptr + tl.load(tokens_ptr + first)), tl.load(experts_ptr + first)
+    if _begins(slots_ptr, tokens_ptr, experts_ptr, first, slot, expert, BLOCK_S):
         address = tl.load(table_ptr + slot * 2)
         if address != 0:
             rank = tl.load(ranks_ptr + slot)
-            s, keep = _rows(slots_ptr, experts_ptr, S, first, slot, expert, BLOCK_S)
+            s, keep = _rows(slots_ptr, tokens_ptr, experts_ptr, S, first, slot, expert, BLOCK_S)
             r, d = tl.arange(0, R), tl.arange(0, BLOCK_D)
             a_ptr = address.to(tl.pointer_type(x_ptr.dtype.element_ty)) + expert.to(tl.int64) * rank * D
             total = tl.zeros((BLOCK_S, R), dtype=tl.float32)
@@ -83,6 +86,7 @@ def expand(
     h_ptr,
     y_ptr,
     slots_ptr,
+    tokens_ptr,
     experts_ptr,
     table_ptr,
     ranks_ptr,
@@ -96,13 +100,13 @@ def expand(
     """`y += h Bᵀ` in place. Grid (rows, output blocks). y (S, O): rows `stride` apart; rows of B (E O, rank) are padded
     to a multiple of 8. The rest as in `shrink`."""
     first = tl.program_id(0)
-    slot, expert = tl.load(slots_ptr + first), tl.load(experts_ptr + first)
-    if _begins(slots_ptr, experts_ptr, first, slot, expert, BLOCK_S):
+    slot, expert = tl.load(slots_ptr + tl.load(tokens_ptr + first)), tl.load(experts_ptr + first)
+    if _begins(slots_ptr, tokens_ptr, experts_ptr, first, slot, expert, BLOCK_S):
         address = tl.load(table_ptr + slot * 2 + 1)
         if address != 0:
             rank = tl.load(ranks_ptr + slot)
             width = (rank + 7) // 8 * 8
-            s, keep = _rows(slots_ptr, experts_ptr, S, first, slot, expert, BLOCK_S)
+            s, keep = _rows(slots_ptr, tokens_ptr, experts_ptr, S, first, slot, expert, BLOCK_S)
             r, o = tl.arange(0, R), tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
             b_ptr = address.to(tl.pointer_type(y_ptr.dtype.element_ty)) + (expert.to(tl.int64) * O) * width
             b = tl.load(

@@ -16,7 +16,7 @@ from coserve.kernels.lora.experts import slot_kernel
 from coserve.kernels.lora.experts.rows import ExpertRows
 from coserve.kernels.lora.types import VECTOR, LoraPair
 
-BLOCK_S, BLOCK_O = 16, 128
+BLOCK_S, BLOCK_O = 16, 256
 """Rows of a program, and outputs of one that expands."""
 BLOCK_D = 256
 """Inputs that a program of `shrink` multiplies at once."""
@@ -83,8 +83,6 @@ class SlotExpertLora:
         of any adapter."""
         self._tables, self._slots_T = tables, slots_T
         self._width = max(16, 1 << (rank - 1).bit_length())
-        self._slots_S: Tensor | None = None
-        """Slots of the last call's rows."""
 
     def changes(self, sites: Collection[str]) -> bool:
         """See `ExpertLora`."""
@@ -92,21 +90,16 @@ class SlotExpertLora:
 
     def sorted_rows(self, chosen_TK: Tensor, experts: int) -> ExpertRows:
         """See `ExpertLora`."""
-        slots_T = self._slots_T[: len(chosen_TK)]
         slots = next(iter(self._tables.values())).ranks.shape[0]
-        key_S = (chosen_TK * (slots + 1) + (slots_T + 1)[:, None]).reshape(-1)
-        order_S = torch.argsort(key_S)
-        rows = ExpertRows.of(chosen_TK, order_S, experts)
-        self._slots_S = slots_T[rows.token_S]
-        return rows
+        key_TK = torch.add(self._slots_T[: len(chosen_TK), None], chosen_TK, alpha=slots + 1)
+        return ExpertRows.of(chosen_TK, torch.argsort(key_TK.reshape(-1)), experts)
 
     def add(self, site: str, y_SO: Tensor, x_SD: Tensor, rows: ExpertRows) -> Tensor:
         """See `ExpertLora`; writes into y."""
-        table, slots_S = self._tables[site], self._slots_S
-        assert slots_S is not None, "expected rows of `sorted_rows`"
+        table = self._tables[site]
         count, inputs = x_SD.shape
         h_SR = x_SD.new_empty(count, self._width, dtype=torch.float32)
-        where = slots_S, rows.expert_S, table.addresses, table.ranks
+        where = self._slots_T, rows.token_S, rows.expert_S, table.addresses, table.ranks
         slot_kernel.shrink[(count,)](
             x_SD,
             h_SR,
