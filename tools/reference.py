@@ -34,6 +34,8 @@ from coserve.api.openai.finetuning.routes import finetuning_routes
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lora import LoraApi
 from coserve.api.openai.routes import openai_routes
+from coserve.api.sessions.handlers import SessionsApi
+from coserve.api.sessions.routes import session_routes
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.routes import tgi_routes
 from coserve.api.tinker.handlers import TinkerApi
@@ -85,6 +87,7 @@ def http() -> Iterator[str]:
             *file_routes(new(FilesApi)),
             *finetuning_routes(new(FineTuningApi)),
         ),
+        "Training sessions": session_routes(new(SessionsApi)),
         "Tinker": tinker_routes(new(TinkerApi)),
         "LoRAX, TGI and huggingface_hub": tgi_routes(new(TgiApi)),
         "Tokenizer": tokenizer_routes(new(TokenizerApi)),

@@ -35,6 +35,8 @@ from coserve.api.openai.routes import openai_routes
 from coserve.api.page.handlers import PageApi
 from coserve.api.page.routes import page_routes
 from coserve.api.service import Service
+from coserve.api.sessions.handlers import SessionsApi
+from coserve.api.sessions.routes import session_routes
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.routes import tgi_routes
 from coserve.api.tinker.handlers import TinkerApi
@@ -77,6 +79,7 @@ def make_app(
         *tgi_routes(tgi),
         *openai_routes(OpenAIApi(service, config, bodies), LoraApi(service, config, bodies, uploads)),
         *file_routes(FilesApi(service, uploads)),
+        *session_routes(SessionsApi(service, bodies)),
         *tinker_routes(tinker),
         *finetuning_routes(FineTuningApi(service, bodies)),
         *tokenizer_routes(TokenizerApi(service, bodies, max_texts=max_texts)),

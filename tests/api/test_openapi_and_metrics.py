@@ -129,6 +129,8 @@ BODIES = {
         "/detokenize",
         "/api/v1/sessions/{id}/finish",
         *(f"/api/v1/{name}" for name in TINKER),
+        "/sessions",
+        *(f"/sessions/{{id}}/{name}" for name in ("forward_backward", "forward", "optim_step", "save", "publish")),
     )
 } | {("post", "/admin/keys"), ("put", "/admin/quotas/{id}"), ("put", "/admin/log-level")}
 

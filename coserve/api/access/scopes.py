@@ -22,6 +22,7 @@ PREFIXES: Final = {
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
         "/api/v1",
+        "/sessions",
     ),
 }
 

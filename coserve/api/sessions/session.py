@@ -43,6 +43,11 @@ class ClientSession:
         answer = self._calls[self._number] = asyncio.get_running_loop().create_future()
         return self._number, answer
 
+    @property
+    def busy(self) -> bool:
+        """Whether it is being opened, or a call is in flight."""
+        return not self.opened.done() or bool(self._calls)
+
     async def idle(self) -> None:
         """Wait until no call is in flight."""
         if self._calls:

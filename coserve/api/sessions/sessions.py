@@ -242,6 +242,8 @@ class TrainingSessions:
         limit = self._config.session_timeout
         if session.ended is not None or limit == 0:
             return
+        if session.busy:
+            self.touch(session)
         left = session.used + limit - self._clock()
         if left > 0:
             asyncio.get_running_loop().call_later(left, self._watch, session)

@@ -238,8 +238,8 @@ class TinkerApi:
         )
 
     async def tinker_delete_checkpoint(self, request: web.Request) -> web.StreamResponse:
-        model, name = request.match_info["id"], request.match_info["name"]
-        path = parse_path(f"tinker://{model}/weights/{name}", sampler=False)
+        model, _, checkpoint = request.match_info["id"].partition("/checkpoints/")
+        path = parse_path(f"tinker://{model}/{checkpoint}", sampler=False)
         await asyncio.to_thread(read_state, self._service.folder, *path.state)
         await asyncio.to_thread(remove_dir, self._service.folder.session_state(*path.state))
         return json_response(schemas.Accepted())

@@ -142,11 +142,12 @@ def tinker_routes(api: TinkerApi) -> tuple[Route, ...]:
         ),
         Route(
             "DELETE",
-            f"{PREFIX}/training_runs/{{id}}/checkpoints/weights/{{name}}",
+            f"{PREFIX}/training_runs/{{id}}",
             api.tinker_delete_checkpoint,
-            "Tinker: Delete a saved state",
+            "Tinker: Delete a saved state, `MODEL/checkpoints/weights/NAME`",
             response=schemas.Accepted,
             errors=(404, 422, 507),
             error_formats=formats,
+            slashes=True,
         ),
     )

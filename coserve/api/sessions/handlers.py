@@ -1,0 +1,112 @@
+"""The native form of training sessions: each call is answered when it has been executed."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+import numpy as np
+from aiohttp import web
+
+from coserve.api.http.bodies import BodyReader
+from coserve.api.http.responses import json_response
+from coserve.api.service import Service
+from coserve.api.sessions.session import ClientSession
+from coserve.core.errors import InvalidRequest, NotFound
+from coserve.core.training import schemas
+from coserve.core.training.calls import AdamParams, Compute, Step
+from coserve.core.types import LoraSettings
+from coserve.data.corpus.batch import Example, examples_out
+from coserve.state.session_states import read_state
+
+
+class SessionsApi:
+    """One method per route."""
+
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
+        self._service, self._sessions, self._bodies = service, service.sessions, bodies
+
+    async def open_session(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, schemas.SessionRequest)
+        id, lora, seed, state = f"session-{secrets.token_hex(6)}", LoraSettings(), body.seed, None
+        if body.state is None:
+            lora = LoraSettings(r=body.r, alpha=body.alpha, targets=body.targets)
+        else:
+            run, _, name = body.state.partition("/")
+            saved = await asyncio.to_thread(read_state, self._service.folder, run, name)
+            lora, seed, state = saved.lora, saved.seed, (run, name)
+        session = await self._sessions.open(id, id, lora, seed, state, with_optimizer=body.with_optimizer)
+        try:
+            await session.opened
+        except asyncio.CancelledError:  # its client has left, and cannot know its id
+            self._sessions.close(session)
+            raise
+        return json_response(_view(session))
+
+    async def get_session(self, request: web.Request) -> web.StreamResponse:
+        return json_response(_view(self._session(request)))
+
+    async def close_session(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        self._sessions.close(session)
+        return json_response(schemas.ClosedSession(id=session.spec.id))
+
+    async def forward_backward(self, request: web.Request) -> web.StreamResponse:
+        return await self._compute(request, learns=True)
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        return await self._compute(request, learns=False)
+
+    async def optim_step(self, request: web.Request) -> web.StreamResponse:
+        body, session = await self._bodies.read(request, schemas.OptimStepRequest), self._session(request)
+        adam = AdamParams(**{name: getattr(body, name) for name in AdamParams.__struct_fields__})
+        metrics = (await self._sessions.call(session, Step(adam))).metrics
+        return json_response(schemas.OptimStepResult(grad_norm=metrics["grad_norm"], step=int(metrics["step"])))
+
+    async def save_session(self, request: web.Request) -> web.StreamResponse:
+        body, session = await self._bodies.read(request, schemas.SaveStateRequest), self._session(request)
+        state = f"{session.spec.id}/{body.name}"
+        await self._sessions.save_state(session, body.name, state, overwrite=body.overwrite)
+        return json_response(schemas.SavedState(state=state))
+
+    async def publish_session(self, request: web.Request) -> web.StreamResponse:
+        body, session = await self._bodies.read(request, schemas.PublishRequest), self._session(request)
+        ref = await self._sessions.save_adapter(session, body.adapter)
+        return json_response(schemas.PublishedAdapter(adapter=ref.id, version=ref.version))
+
+    async def _compute(self, request: web.Request, *, learns: bool) -> web.StreamResponse:
+        body, session = await self._bodies.read(request, schemas.ComputeRequest), self._session(request)
+        examples = await asyncio.to_thread(_examples, body)
+        call = Compute(examples_out(examples), body.loss, body.config, learns)
+        done = await self._sessions.call(session, call)
+        ends = np.cumsum([len(example.after_K) for example in examples])
+        parts = np.split(np.frombuffer(done.values, np.float32), ends[:-1])
+        loss = done.metrics["loss:sum"]
+        return json_response(schemas.ComputeResult(loss=loss, log_probs=[part.tolist() for part in parts]))
+
+    def _session(self, request: web.Request) -> ClientSession:
+        id = request.match_info["id"]
+        found = self._sessions.find(id)
+        if found is None:
+            raise NotFound(f"no training session {id[:80]!r}: it has ended", field="id")
+        return found
+
+
+def _view(session: ClientSession) -> schemas.Session:
+    lora = session.spec.lora
+    targets = None if lora.targets is None else list(lora.targets)
+    return schemas.Session(id=session.spec.id, rank=lora.r, targets=targets, seed=session.spec.training.seed)
+
+
+def _examples(body: schemas.ComputeRequest) -> list[Example]:
+    found = []
+    for number, one in enumerate(body.examples):
+        after = range(len(one.tokens)) if one.after is None else one.after
+        if len(after) != len(one.labels):
+            got = len(one.labels)
+            raise InvalidRequest(f"example {number}: expected {len(after)} labels, got {got}", field="labels")
+        given = {"weights_K": one.weights, "sampled_K": one.sampled, "advantages_K": one.advantages}
+        values = {name: np.array(each, np.float32) for name, each in given.items() if each is not None}
+        tokens, labels = np.array(one.tokens, np.int32), np.array(one.labels, np.int64)
+        found.append(Example(tokens, np.array(after, np.int64), labels, **values))
+    return found
