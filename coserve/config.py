@@ -58,6 +58,9 @@ class Config:
     """Settings of `coserve serve`. Times in seconds unless the name says otherwise; sizes in bytes or tokens."""
 
     model: str = option("bundled", "base model: a folder, a GGUF file, a hub name, 'bundled' or 'smollm2'")
+    served_model_name: str | None = option(
+        None, "name of the base in requests and answers; default: its hub name, or that of its folder or file"
+    )
     data_dir: Path = option(Path("coserve-data"), "folder of the registry, the adapters and the checkpoints")
     host: str = option("127.0.0.1", "address to bind; anything but loopback needs --api-key")
     port: int = option(8000, "TCP port; 0 takes a free one")

@@ -45,6 +45,7 @@ COMMANDS = [
 ]
 SETTINGS = [
     "model",
+    "served_model_name",
     "data_dir",
     "host",
     "port",

@@ -47,6 +47,8 @@ class GenerateOptions(SamplingOptions, total=False):
 
     tools: list[dict[str, Any]] | None
     chat_template_kwargs: dict[str, Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
     n: int
     max_tokens: int | None
     stop: str | list[str]

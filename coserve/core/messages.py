@@ -71,6 +71,10 @@ class Chat(_Struct, frozen=True):
     messages: list[ChatMessage]
     tools: Tools = []
     options: TemplateOptions = {}
+    add_generation_prompt: bool = True
+    """Whether the text ends with the beginning of an answer. Ignored with `continue_final_message`."""
+    continue_final_message: bool = False
+    """Whether the last message is left open, for the model to continue."""
 
 
 def characters(messages: Iterable[ChatMessage]) -> int:

@@ -137,7 +137,7 @@ def build_engine(
     )
     grammars.notify(engine.wake)
     ready = EngineReady(
-        spec=base.spec,
+        spec=msgspec.structs.replace(base.spec, name=config.served_model_name or base.spec.name),
         kv_tokens=kv.tokens,
         pool=kv.shape,
         lora_backend=parts.lora_backend.name,

@@ -94,6 +94,22 @@ async def test_requests_render_tools_calls_and_parts(api: Api) -> None:
             assert await prompt_of(api, path, body) == text, path
 
 
+async def test_the_last_message_is_continued(api: Api) -> None:
+    messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "No, the"}]
+    render = with_template(QWEN3).chat
+    for options, ids in (
+        ({"continue_final_message": True}, render(messages, continue_final=True)),
+        ({"continue_final_message": True, "add_generation_prompt": False}, render(messages, continue_final=True)),
+        ({"add_generation_prompt": False}, render(messages, add_generation_prompt=False)),
+    ):
+        expected = with_template(None).decode(ids, skip_special=False)
+        for path in PATHS:
+            body = {"messages": messages} | options | ({} if path == "/tokenize" else {"max_tokens": 1})
+            assert await prompt_of(api, path, body) == expected, (path, options)
+    status, answer = await api.call("POST", "/generate", json={"prompt": "x", "continue_final_message": True})
+    assert (status, answer["error"]["field"]) == (400, "continue_final_message")
+
+
 async def test_what_no_process_can_pass_on_is_refused(api: Api) -> None:
     """Tools so deep that another process could not read them, and integers that MessagePack, which long requests take,
     does not have. `/tokenize` needs no other process: how deep it may be is Python's to say."""

@@ -248,7 +248,6 @@ async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> 
     }
     text = {
         "suffix": "x",
-        "best_of": 2,
         "prompt_logprobs": 1,
         "guided_decoding_backend": "xgrammar",
         "logprobs": 21,
@@ -264,6 +263,10 @@ async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> 
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(model="fake", prompt="x", extra_body={name: value})
         assert caught.value.param == name
+    for best_of in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="fake", prompt="x", **best_of)  # type: ignore[call-overload]
+        assert caught.value.param == "best_of"
     picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": picture}])  # type: ignore[list-item,misc]

@@ -138,6 +138,22 @@ async def test_scores_equal_direct_scoring(real: Api, name: str) -> None:
         )
 
 
+async def test_the_best_of_several_choices(real: Api) -> None:
+    async with client_of(real) as client:
+        asked = {"model": "poet", "prompt": ["The bear", "A fox"], "max_tokens": 6, "temperature": 1.0, "seed": 5}
+        every = await client.completions.create(**asked, n=4, logprobs=0)
+        best = await client.completions.create(**asked, n=2, extra_body={"best_of": 4})
+    means = []
+    for choice in every.choices:
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+        values = choice.logprobs.token_logprobs
+        means.append((sum(values) / len(values), choice.text))
+    expected = [text for start in (0, 4) for _, text in sorted(means[start : start + 4], reverse=True)[:2]]
+    assert [choice.text for choice in best.choices] == expected
+    assert [(choice.index, choice.logprobs) for choice in best.choices] == [(i, None) for i in range(4)]
+    assert best.usage == every.usage
+
+
 async def test_one_entry_is_generated_even_for_the_end_of_a_text(real: Api) -> None:
     ids = tokenizer().encode("The end.")
     body = {"model": "bundled", "prompt": [ids], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}

@@ -111,15 +111,14 @@ def encode_chat(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     return array("i", _checked(ids, options.context, "messages")).tobytes()
 
 
-def chat_ids(tokenizer: Tokenizer, chat: Chat, *, prompts: bool = True, continues: bool = False) -> list[int]:
-    """Return token ids by the base's template. `prompts`: add the generation prompt; `continues`: leave the last
-    message open. Raises `InvalidRequest`."""
+def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
+    """Return token ids by the base's template. Raises `InvalidRequest`."""
     return tokenizer.chat(
         for_template(chat.messages),
         tools=chat.tools,
         options=chat.options,
-        add_generation_prompt=prompts,
-        continue_final=continues,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final=chat.continue_final_message,
     )
 
 

@@ -25,7 +25,7 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
         raise EmptyPrompt("expected a prompt with at least one token", field="prompt")
     if request.messages is not None and not request.messages:
         raise EmptyPrompt("expected at least one message", field="messages")
-    for name in ("tools", "chat_template_kwargs"):
+    for name in ("tools", "chat_template_kwargs", "continue_final_message"):
         if getattr(request, name) and request.messages is None:
             raise InvalidRequest("expected it with messages only", field=name)
     most = spec.context if request.max_tokens is None else request.max_tokens
@@ -67,7 +67,13 @@ async def _encode(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenize
     else:
         field, turns = "messages", request.messages or []
         check_characters(characters(turns), spec.context, field)
-        chat = Chat(messages=turns, tools=request.tools or [], options=request.chat_template_kwargs or {})
+        chat = Chat(
+            messages=turns,
+            tools=request.tools or [],
+            options=request.chat_template_kwargs or {},
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+        )
         ids = await texts.chat(chat, context=spec.context)
     if not ids:
         raise EmptyPrompt("expected a prompt with at least one token", field=field)

@@ -19,7 +19,7 @@ from coserve.api.openai.schemas import (
     StreamOptions,
 )
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
-from coserve.core.schemas import GenerateChunk, Logprob
+from coserve.core.schemas import Choice, GenerateChunk, Logprob
 
 Name = Callable[[LogprobEntry | Logprob], str]
 
@@ -46,6 +46,7 @@ class CompletionLogprobsBuilder:
         self._tops = JsonListBuilder[dict[str, float] | None]()
         self._lengths = array("i")
         """Number of characters that each token adds to the text."""
+        self._sum = 0.0
 
     def add(self, entries: Sequence[LogprobEntry], /) -> None:
         found = logprobs_of(entries, self._name)
@@ -53,6 +54,12 @@ class CompletionLogprobsBuilder:
         self._values.add(found.token_logprobs)
         self._tops.add(found.top_logprobs)
         self._lengths.extend(len(entry.text) for entry in entries)
+        self._sum += sum(value for value in found.token_logprobs if value is not None)
+
+    @property
+    def mean(self) -> float:
+        """The mean log-probability of a token; 0 without tokens."""
+        return self._sum / max(1, len(self._lengths))
 
     def after(self, prompt: CompletionLogprobsBuilder | None) -> CompletionLogprobs:
         """Return the log-probabilities of `prompt`, if given, followed by these."""
@@ -77,12 +84,12 @@ async def completion(
     choices = []
     for number, (echo, full) in enumerate(zip(echoes, responses, strict=True)):
         response = full.response
-        for choice, scores in zip(response.choices, full.logprobs, strict=True):
+        for place, (choice, scores) in enumerate(_best(full, body.n)):
             choices.append(
                 CompletionChoice(
-                    index=number * len(response.choices) + choice.index,
+                    index=number * body.n + place,
                     text=echo + choice.text,
-                    logprobs=None if scores is None else scores.after(full.prompt),
+                    logprobs=None if scores is None or body.logprobs is None else scores.after(full.prompt),
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.stop_reason,
                     token_ids=choice.token_ids if body.return_token_ids else UNSET,
@@ -96,6 +103,16 @@ async def completion(
         choices=choices,
         usage=usage,
     )
+
+
+def _best(
+    full: FullResponse[CompletionLogprobsBuilder], count: int
+) -> list[tuple[Choice, CompletionLogprobsBuilder | None]]:
+    """Return `count` choices with their log-probabilities: all as they are, or of more the likeliest, best first."""
+    pairs = list(zip(full.response.choices, full.logprobs, strict=True))
+    if len(pairs) > count:
+        pairs.sort(key=lambda pair: -pair[1].mean if pair[1] is not None else 0.0)
+    return pairs[:count]
 
 
 def logprobs_of(entries: Iterable[LogprobEntry], name: Name, offset: int = 0) -> CompletionLogprobs:

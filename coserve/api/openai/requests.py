@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from coserve.api.http.body_types import is_empty, refuse_unless_neutral
+from coserve.api.http.body_types import refuse_unless_neutral
 from coserve.api.openai.names import PREFIX, ref_of
 from coserve.api.openai.schemas import (
     MAX_PROMPTS,
@@ -45,14 +45,13 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 """Non-empty values accepted for features that are not implemented: the defaults of OpenAI and vLLM."""
 NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": ()}
 NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
     "add_special_tokens": (False,),
     "functions": (),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
 }
 
 
@@ -76,11 +75,18 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
     """Return one request for each prompt. `max_queue`: most choices that may wait. Raises `InvalidRequest`,
     `EmptyPrompt`, `AdapterNotFound`."""
     _check(body, NEUTRAL | NEUTRAL_IN_COMPLETIONS)
-    prompts = _prompts(body.prompt)
-    choices, most = len(prompts) * body.n, min(MAX_SEQUENCES, max_queue)
+    prompts, candidates = _prompts(body.prompt), max(body.n, body.best_of or body.n)
+    if body.best_of is not None and body.best_of < body.n:
+        raise InvalidRequest(f"expected at least n, {body.n}, got {body.best_of}", field="best_of")
+    if candidates > body.n and body.stream:
+        raise InvalidRequest(f"expected n, {body.n}, with stream, got {candidates}", field="best_of")
+    choices, most = len(prompts) * candidates, min(MAX_SEQUENCES, max_queue)
     if choices > most:
         why = "" if most == MAX_SEQUENCES else " (the daemon's max_queue)"
-        raise InvalidRequest(f"expected at most {most} choices of all prompts{why}, got {choices}", field="n")
+        raise InvalidRequest(
+            f"expected at most {most} choices of all prompts{why}, got {choices}",
+            field="n" if candidates == body.n else "best_of",
+        )
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("expected at least 1 (0 needs echo), got 0", field="max_tokens")
     scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
@@ -88,13 +94,14 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
         raise InvalidRequest(f"expected 1 with echo, logprobs and stream, got {body.n}", field="n")
     max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_logprobs = (body.logprobs or 0) if scored else None
+    logprobs = body.logprobs if candidates == body.n else body.logprobs or 0
     return [
         _request(
-            body,
+            msgspec.structs.replace(body, n=candidates),
             spec,
             max_tokens=max_tokens,
             prompt=prompt,
-            logprobs=body.logprobs,
+            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             add_special_tokens=body.add_special_tokens,
         )
@@ -117,6 +124,11 @@ def chat_request(body: ChatRequest, spec: BaseSpec) -> GenerateRequest:
         chat_template_kwargs=body.chat_template_kwargs or None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    request = msgspec.structs.replace(
+        request,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
     if call is None:
         return request
     return msgspec.structs.replace(request, structured_outputs=StructuredOutputs(json=call))
@@ -126,8 +138,6 @@ def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:
     """Raise `InvalidRequest` for features that are not implemented, by name."""
     for name, defaults in neutral.items():
         refuse_unless_neutral(name, getattr(body, name), defaults)
-    if not is_empty(body.best_of) and body.best_of != body.n:
-        raise InvalidRequest("best_of is not supported: expected it left out or equal to n", field="best_of")
     options = body.stream_options or StreamOptions()
     if (options.include_usage or options.continuous_usage_stats) and not body.stream:
         raise InvalidRequest("expected stream_options with stream only", field="stream_options")

@@ -15,6 +15,7 @@ from coserve.core.limits import (
     MAX_MESSAGES,
     MAX_TOKENS,
     MAX_TOP_K,
+    Choices,
     LocalPath,
     LogprobCount,
     PositiveTokenCount,
@@ -73,7 +74,6 @@ class SharedParams(GenerationFields, frozen=True):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
 
-    best_of: Any = None
     length_penalty: Any = None
     use_beam_search: Any = None
     spaces_between_special_tokens: Any = None
@@ -97,6 +97,9 @@ class CompletionRequest(SharedParams, frozen=True, kw_only=True):
     logprobs: LogprobCount | None = None
     add_special_tokens: bool = True
     """false: a text gets no BOS, for prompts that a chat template rendered."""
+    best_of: Choices | None = None
+    """Choices that are generated of each prompt, of which the `n` with the highest mean log-probability of a token are
+    returned, best first; not with `stream`. null: `n`."""
     suffix: Any = None
 
 
@@ -118,6 +121,7 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     logprobs: bool = False
     top_logprobs: LogprobCount | None = None
     add_special_tokens: Any = None
+    best_of: Any = None
     parallel_tool_calls: bool | None = None
     """false: the answer has its first call only."""
     tool_choice: Any = None
@@ -128,8 +132,11 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     modalities: Any = None
     audio: Any = None
     echo: Any = None
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
+    add_generation_prompt: bool = True
+    """false: the chat ends with its last message, without the beginning of an answer."""
+    continue_final_message: bool = False
+    """The answer continues the last message, and has only what is new. vLLM's users set `add_generation_prompt` to
+    false with it; that changes nothing."""
 
 
 class CompletionLogprobs(Wire, frozen=True):

@@ -169,12 +169,16 @@ def _encode(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(request.prompt, add_special=request.add_special_tokens is not False)
     if request.add_special_tokens:
         raise InvalidRequest("expected it left out with messages", field="add_special_tokens")
-    chat = Chat(messages=request.messages or [], tools=request.tools or [], options=request.chat_template_kwargs or {})
+    chat = Chat(
+        messages=request.messages or [],
+        tools=request.tools or [],
+        options=request.chat_template_kwargs or {},
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=request.continue_final_message or False,
+    )
     if characters(chat.messages) > MAX_CHARACTERS:
         raise InvalidRequest(f"expected at most {MAX_CHARACTERS} characters", field="messages")
-    continues = request.continue_final_message or False
-    prompts = request.add_generation_prompt is not False and not continues
-    return chat_ids(tokenizer, chat, prompts=prompts, continues=continues)
+    return chat_ids(tokenizer, chat)
 
 
 def detokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:

@@ -75,6 +75,10 @@ class GenerateRequest(GenerationFields, frozen=True, omit_defaults=True):
     text."""
     chat_template_kwargs: TemplateOptions | None = None
     """Variables for the base's chat template, with `messages` only, such as Qwen3's `enable_thinking`."""
+    add_generation_prompt: bool = True
+    """With `messages`: False leaves out the beginning of an answer."""
+    continue_final_message: bool = False
+    """With `messages`: the answer continues the last one, and has only what is new."""
     adapter: AdapterRefText | None = None
     """None: the base itself."""
     max_tokens: TokenCount | None = 128
