@@ -24,6 +24,10 @@ from coserve.api.http.server import CappedRunner, Connections, keep_waiting
 from coserve.api.http.uploads import UploadReader
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
+from coserve.api.openai.batches.answers import batch_answers
+from coserve.api.openai.batches.handlers import BatchesApi
+from coserve.api.openai.batches.routes import batch_routes
+from coserve.api.openai.batches.runner import BatchRunner
 from coserve.api.openai.errors import OPENAI_ERRORS, is_openai, no_such_path
 from coserve.api.openai.files.handlers import FilesApi
 from coserve.api.openai.files.routes import file_routes
@@ -31,6 +35,8 @@ from coserve.api.openai.finetuning.handlers import FineTuningApi
 from coserve.api.openai.finetuning.routes import finetuning_routes
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lora import LoraApi
+from coserve.api.openai.responses.handlers import ResponsesApi
+from coserve.api.openai.responses.routes import response_routes
 from coserve.api.openai.routes import openai_routes
 from coserve.api.page.handlers import PageApi
 from coserve.api.page.routes import page_routes
@@ -47,6 +53,7 @@ from coserve.config import Config
 from coserve.core.garbage import GarbageCollection
 from coserve.core.logs.access import AccessLogger
 from coserve.core.logs.setup import ACCESS
+from coserve.state.batches import BatchStore
 
 CONNECTIONS = web.AppKey("connections", Connections)
 SERVICE = web.AppKey("service", Service)
@@ -73,11 +80,15 @@ def make_app(
     uploads = UploadReader(bodies, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
     tgi, tinker = TgiApi(service, config, bodies), TinkerApi(service, bodies)
     native = NativeApi(service, config, bodies, uploads, tgi)
+    openai = OpenAIApi(service, config, bodies)
+    batches = BatchRunner(BatchStore(service.folder.batches), service.files, batch_answers(openai))
     described = (
         *native_routes(native),
         *page_routes(PageApi(service.history, native.pointers)),
         *tgi_routes(tgi),
-        *openai_routes(OpenAIApi(service, config, bodies), LoraApi(service, config, bodies, uploads)),
+        *openai_routes(openai, LoraApi(service, config, bodies, uploads)),
+        *response_routes(ResponsesApi(openai, bodies, write_timeout=config.read_timeout)),
+        *batch_routes(BatchesApi(batches, bodies)),
         *file_routes(FilesApi(service, uploads)),
         *session_routes(SessionsApi(service, bodies)),
         *tinker_routes(tinker),
@@ -126,6 +137,13 @@ def make_app(
             resource.add_route("HEAD", route.handler, expect_handler=keep_waiting)  # some probes use it
     app.on_response_prepare.append(finish_headers)
     app.on_response_prepare.append(access.add_headers)
+
+    async def open_batches(_: web.Application) -> None:
+        await service.open()
+        await batches.open()
+
+    app.on_startup.append(open_batches)
+    app.on_shutdown.append(lambda _: batches.close())
     app.on_shutdown.append(_end_streams)
 
     async def end_tinker(app: web.Application) -> None:

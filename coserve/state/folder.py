@@ -9,6 +9,7 @@ graphs.json                               what CUDA graphs took of it; may be de
 tracking/                                 files of the trackers (`--tracking-dir`)
 adapters/<id>/<version>/                  PEFT files of one immutable version
 files/<id>/                               an uploaded file and its record: `state.files`
+batches/<id>/                             a batch of requests and its results: `state.batches`
 jobs/<job>/corpus.safetensors             the tokenised corpus
 jobs/<job>/document.msgpack               a document in chunks, and beside it *.jsonl: questions, lessons, scores
 jobs/<job>/checkpoint-<step>/             resumable state
@@ -49,6 +50,7 @@ class DataFolder:
         self.sessions = self.root / "sessions"
         self.staging = self.root / "staging"
         self.files = self.root / "files"
+        self.batches = self.root / "batches"
         self.memory = self.root / "memory.json"
         self.reserve = self.root / "reserve"
         self.tracking = self.root / "tracking"

@@ -33,12 +33,12 @@ class ItemLog(Generic[T]):
                 os.truncate(self._path, whole)
         return [self._decode(line) for line in content[:whole].splitlines()]
 
-    def append(self, item: T) -> None:
-        """Add an item; it is durable when this returns. From one thread at a time."""
+    def append(self, *items: T) -> None:
+        """Add items; they are durable when this returns. From one thread at a time."""
         new = not self._path.exists()
         with write_errors():
             with self._path.open("ab") as file:
-                file.write(msgspec.json.encode(item) + b"\n")
+                file.write(b"".join(msgspec.json.encode(item) + b"\n" for item in items))
                 file.flush()
                 os.fsync(file.fileno())
             if new:

@@ -48,7 +48,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"model": "x" * 513}, "model"),
     ({"model": 5}, "model"),
-    ({"best_of": 3}, "best_of"),
+    ({"best_of": 3, "stream": True}, "best_of"),
     ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ({"prompt_embeds": "x"}, "prompt_embeds"),
@@ -142,12 +142,11 @@ async def test_bodies_over_the_limit_and_wrong_methods(api: Api) -> None:
         ("GET", "/v1/nothing", "there is no such path"),
         ("GET", "/v1", "there is no such path"),
         ("POST", "/v1/embeddings", "embeddings are not implemented"),
-        ("POST", "/v1/responses", "responses (use /v1/chat/completions) are not implemented"),
+        ("POST", "/v1/responses/resp_1/cancel", "stored responses are not implemented"),
         ("POST", "/v1/audio/speech", "speech and transcription are not implemented"),
         ("POST", "/v1/fine_tuning/alpha/graders/run", "permissions of checkpoints and graders are not implemented"),
         ("POST", "/v1/images/generations", "images are not implemented"),
         ("POST", "/v1/moderations", "moderations are not implemented"),
-        ("POST", "/v1/batches", "batches are not implemented"),
     ):
         status, answer = await api.call(method, path, data=b"{}")
         assert (status, answer["error"]) == (

@@ -123,6 +123,8 @@ BODIES = {
         "/adapters/{id}/convert",
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/batches",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
         "/tokenize",

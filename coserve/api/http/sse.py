@@ -61,6 +61,7 @@ class EventStream:
         *,
         error_event: str | None = None,
         id_of: Callable[[T], int | None] = lambda _: None,
+        event_of: Callable[[T], str | None] = lambda _: None,
     ) -> bool:
         """Send `events` and close the generator; None is sent as a heartbeat.
 
@@ -73,7 +74,7 @@ class EventStream:
                     if event is None:
                         await self.heartbeat()
                     else:
-                        await self.send(event, id=id_of(event))
+                        await self.send(event, event=event_of(event), id=id_of(event))
             except CoserveError as error:
                 if not self.begun:
                     raise

@@ -13,7 +13,6 @@ _PARAMS = {"adapter": "model", "continue_from": "model"}
 _FEATURES = {
     "assistants": "assistants are",
     "audio": "speech and transcription are",
-    "batches": "batches are",
     "classify": "classification is",
     "containers": "containers are",
     "conversations": "conversations are",
@@ -27,7 +26,7 @@ _FEATURES = {
     "pooling": "pooling is",
     "realtime": "realtime sessions are",
     "rerank": "reranking is",
-    "responses": "responses (use /v1/chat/completions) are",
+    "responses": "stored responses are",
     "score": "scores of pairs of texts are",
     "threads": "threads are",
     "uploads": "uploads are",

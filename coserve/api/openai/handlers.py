@@ -25,7 +25,14 @@ from coserve.api.openai.completions import CompletionLogprobsBuilder, completion
 from coserve.api.openai.errors import openai_error
 from coserve.api.openai.models import delete_model, get_model, list_models
 from coserve.api.openai.requests import chat_request, completion_requests
-from coserve.api.openai.schemas import ChatRequest, CompletionRequest, SharedParams
+from coserve.api.openai.schemas import (
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    SharedParams,
+)
 from coserve.api.openai.usage import ResponseMeta, new_meta
 from coserve.api.service import Service
 from coserve.config import Config
@@ -45,31 +52,59 @@ class OpenAIApi:
         self._service, self._config, self._bodies = service, config, bodies
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._resolve_placeholder(await self._bodies.read(request, CompletionRequest, dialect=True))
-        requests = completion_requests(body, self._service.engine.spec, self._config.max_queue)
-        echoes = [await self._echo(body, each) for each in requests]
-        meta = self._meta("cmpl", body)
-        stream = partial(self._service.generation.stream, group=PromptGroup(len(requests)))
+        body = await self._bodies.read(request, CompletionRequest, dialect=True)
         if not body.stream:
-            new = partial(CompletionLogprobsBuilder, name_of(body))
-            responses = await gather([collect(each, stream(each), new) for each in requests])
-            return json_response(await completion(body, meta, echoes, responses))
-        async with aclosing(merge_streams([partial(stream, each) for each in requests])) as chunks:
-            return await self._stream(request, completion_events(body, meta, echoes, chunks))
+            return json_response(await self.answer_completion(body))
+        return await self._stream(request, self._completion_chunks(body))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._resolve_placeholder(await self._bodies.read(request, ChatRequest, dialect=True))
+        body = await self._bodies.read(request, ChatRequest, dialect=True)
+        if not body.stream:
+            return json_response(await self.answer_chat(body))
+        return await self._stream(request, self.chat_chunks(body))
+
+    async def answer_completion(self, body: CompletionRequest) -> Completion:
+        """Return the whole answer. Raises as `InFlightRequests.stream`."""
+        body, requests, echoes = await self._prepare_completion(body)
+        stream = partial(self._service.generation.stream, group=PromptGroup(len(requests)))
+        new = partial(CompletionLogprobsBuilder, name_of(body))
+        responses = await gather([collect(each, stream(each), new) for each in requests])
+        return await completion(body, self._meta("cmpl", body), echoes, responses)
+
+    async def _completion_chunks(self, body: CompletionRequest) -> AsyncGenerator[Completion, None]:
+        body, requests, echoes = await self._prepare_completion(body)
+        stream = partial(self._service.generation.stream, group=PromptGroup(len(requests)))
+        async with aclosing(merge_streams([partial(stream, each) for each in requests])) as chunks:
+            async for event in completion_events(body, self._meta("cmpl", body), echoes, chunks):
+                yield event
+
+    async def answer_chat(self, body: ChatRequest) -> ChatCompletion:
+        """Return the whole answer. Raises as `InFlightRequests.stream`."""
+        body, native, parsers = await self._prepare_chat(body)
+        new = partial(ChatLogprobsBuilder, body, self._service.tokenizer.vocabulary)
+        stream = self._service.generation.stream(native, read_prompt=parsers.read_prompt)
+        return await chat_completion(body, self._meta("chatcmpl", body), parsers, await collect(native, stream, new))
+
+    async def chat_chunks(self, body: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        """Yield the events of the answer. Raises as `InFlightRequests.stream`."""
+        body, native, parsers = await self._prepare_chat(body)
+        meta, vocabulary = self._meta("chatcmpl", body), self._service.tokenizer.vocabulary
+        async with aclosing(self._service.generation.stream(native, read_prompt=parsers.read_prompt)) as chunks:
+            async for event in chat_events(body, meta, vocabulary, parsers, chunks):
+                yield event
+
+    async def _prepare_completion(
+        self, body: CompletionRequest
+    ) -> tuple[CompletionRequest, list[GenerateRequest], list[str]]:
+        body = await self._resolve_placeholder(body)
+        requests = completion_requests(body, self._service.engine.spec, self._config.max_queue)
+        return body, requests, [await self._echo(body, each) for each in requests]
+
+    async def _prepare_chat(self, body: ChatRequest) -> tuple[ChatRequest, GenerateRequest, AnswerParsers]:
+        body = await self._resolve_placeholder(body)
         native = chat_request(body, self._service.engine.spec)
         parsers = AnswerParsers(self._answer_format(body, native), self._service.tokenizer)
-        native = parsers.format.prepared(native)
-        meta = self._meta("chatcmpl", body)
-        vocabulary = self._service.tokenizer.vocabulary
-        stream = self._service.generation.stream(native, read_prompt=parsers.read_prompt)
-        if not body.stream:
-            full = await collect(native, stream, partial(ChatLogprobsBuilder, body, vocabulary))
-            return json_response(await chat_completion(body, meta, parsers, full))
-        async with aclosing(stream) as chunks:
-            return await self._stream(request, chat_events(body, meta, vocabulary, parsers, chunks))
+        return body, parsers.format.prepared(native), parsers
 
     async def list_models(self, request: web.Request) -> web.StreamResponse:
         return json_response(await list_models(self._service))

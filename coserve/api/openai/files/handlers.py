@@ -17,7 +17,7 @@ from coserve.core.limits import PAGE_LIMIT
 from coserve.state.durable import read_errors
 from coserve.state.files import FileRecord
 
-PURPOSES = ("fine-tune",)
+PURPOSES = ("fine-tune", "batch")
 
 
 class FilesApi:

@@ -15,7 +15,7 @@ def file_routes(api: FilesApi) -> tuple[Route, ...]:
             "POST",
             "/v1/files",
             api.upload_file,
-            "Upload rows to fine-tune on",
+            "Upload rows to fine-tune on, or a batch of requests",
             form=FileForm,
             response=FileObject,
             errors=(*BODY_ERRORS, BUSY, 507),

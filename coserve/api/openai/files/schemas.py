@@ -41,4 +41,4 @@ class DeletedFile(Wire, frozen=True, kw_only=True):
 class FileForm(msgspec.Struct, frozen=True):
     """Fields of the form that uploads a file, beside the part `file`."""
 
-    purpose: Literal["fine-tune"]
+    purpose: Literal["fine-tune", "batch"]

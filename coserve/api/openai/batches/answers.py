@@ -1,0 +1,45 @@
+"""How the requests of a batch are answered, by endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from coserve.api.http.parsing import decode_dialect
+from coserve.api.openai.batches.runner import Answer
+from coserve.api.openai.handlers import OpenAIApi
+from coserve.api.openai.responses.answers import response
+from coserve.api.openai.responses.requests import chat_of
+from coserve.api.openai.responses.schemas import Response, ResponseRequest
+from coserve.api.openai.schemas import ChatRequest, CompletionRequest
+from coserve.core.errors import InvalidRequest
+
+RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest, ResponseRequest)
+
+
+def batch_answers(api: OpenAIApi) -> dict[str, Answer]:
+    """Return the function that answers a body, by endpoint."""
+
+    async def respond(body: ResponseRequest) -> Response:
+        return response(body, await api.answer_chat(chat_of(body)))
+
+    return {
+        "/v1/chat/completions": _answer(ChatRequest, api.answer_chat),
+        "/v1/completions": _answer(CompletionRequest, api.answer_completion),
+        "/v1/responses": _answer(ResponseRequest, respond),
+    }
+
+
+def _answer(kind: type[RequestT], of: Callable[[RequestT], Awaitable[msgspec.Struct]]) -> Answer:
+    async def answer(content: bytes) -> bytes:
+        body = await asyncio.to_thread(decode_dialect, content, kind)
+        if body.stream:
+            raise InvalidRequest("expected it left out in a batch", field="stream")
+        if body.slo_class is None and body.service_tier is None:
+            body = msgspec.structs.replace(body, slo_class="batch")
+        return await asyncio.to_thread(msgspec.json.encode, await of(body))
+
+    return answer

@@ -1,0 +1,76 @@
+"""The handlers of `/v1/batches`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from aiohttp import web
+
+from coserve.api.http.bodies import BodyReader
+from coserve.api.http.responses import json_response
+from coserve.api.openai.batches.runner import BatchRunner
+from coserve.api.openai.batches.schemas import Batch, BatchList, BatchProblems, NewBatch, RequestCounts
+from coserve.api.openai.lists import list_query
+from coserve.core.limits import PAGE_LIMIT
+from coserve.state.batches import BatchRecord
+
+
+class BatchesApi:
+    """One method per route."""
+
+    def __init__(self, runner: BatchRunner, bodies: BodyReader) -> None:
+        self._store, self._runner, self._bodies = runner.store, runner, bodies
+
+    async def create_batch(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, NewBatch, dialect=True)
+        record = BatchRecord(
+            id=f"batch_{secrets.token_hex(12)}",
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            metadata=body.metadata,
+            created_at=time.time(),
+        )
+        await self._runner.create(record)
+        return json_response(batch(record))
+
+    async def list_batches(self, request: web.Request) -> web.StreamResponse:
+        after, limit = list_query(request.query, (), PAGE_LIMIT)
+        records = self._store.all()[::-1]
+        if after is not None:
+            records = records[records.index(self._store.get(after)) + 1 :]
+        data = [batch(record) for record in records[:limit]]
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return json_response(BatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(records) > limit))
+
+    async def get_batch(self, request: web.Request) -> web.StreamResponse:
+        return json_response(batch(self._store.get(request.match_info["id"])))
+
+    async def cancel_batch(self, request: web.Request) -> web.StreamResponse:
+        return json_response(batch(await self._runner.cancel(request.match_info["id"])))
+
+
+def batch(record: BatchRecord) -> Batch:
+    def at(time: float | None, *, only: str | None = None) -> int | None:
+        return None if time is None or only not in (None, record.status) else int(time)
+
+    return Batch(
+        id=record.id,
+        endpoint=record.endpoint,
+        input_file_id=record.input_file_id,
+        completion_window=record.completion_window,
+        status=record.status,
+        errors=BatchProblems(record.problems) if record.problems else None,
+        output_file_id=record.output_file_id,
+        error_file_id=record.error_file_id,
+        request_counts=RequestCounts(record.total, record.completed, record.failed),
+        metadata=record.metadata,
+        created_at=int(record.created_at),
+        in_progress_at=at(record.in_progress_at),
+        finalizing_at=at(record.finalizing_at),
+        cancelling_at=at(record.cancelling_at),
+        completed_at=at(record.ended_at, only="completed"),
+        failed_at=at(record.ended_at, only="failed"),
+        cancelled_at=at(record.ended_at, only="cancelled"),
+    )

@@ -1,0 +1,249 @@
+"""Runs batches: each line is an ordinary request of the class batch, answered when the others leave room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from coserve.api.openai.batches.schemas import Answered, BatchAnswer, BatchLine, BatchResult
+from coserve.api.openai.errors import openai_error
+from coserve.core.cancellation import uncancelled_thread
+from coserve.core.errors import (
+    CoserveError,
+    EngineUnavailable,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    QueueFull,
+    StorageError,
+)
+from coserve.state.batches import ERRORS, OUTPUT, BatchProblem, BatchRecord, BatchStatus, BatchStore
+from coserve.state.durable import read_errors, write_errors
+from coserve.state.files import FileStore
+from coserve.state.item_log import ItemLog
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT = 64
+"""Most requests of a batch at a time."""
+RETRY = 1.0
+"""Seconds until a request is sent again that found no engine or no place, and until a full disk is tried again."""
+MAX_REQUESTS = 50_000
+"""Requests of a batch, as at OpenAI."""
+MAX_PROBLEMS = 100
+BATCH_FILES = "batch_output"
+"""Purpose of the files that batches write."""
+Answer = Callable[[bytes], Awaitable[bytes]]
+"""Answers the JSON body of a request with JSON. Raises `CoserveError`."""
+
+
+class _Line(NamedTuple):
+    start: int
+    length: int
+    custom_id: str
+
+
+class _Found(NamedTuple):
+    name: str
+    """`OUTPUT` or `ERRORS`."""
+    result: BatchResult
+
+
+class BatchRunner:
+    """The batches of a daemon. `answers`: by endpoint."""
+
+    def __init__(self, store: BatchStore, files: FileStore, answers: Mapping[str, Answer]) -> None:
+        self.store, self._files, self._answers = store, files, answers
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def open(self) -> None:
+        """Read all batches, and go on with those that have not ended. Raises `StorageError`."""
+        await asyncio.to_thread(self.store.load)
+        for record in self.store.all():
+            if not record.ended:
+                self._start(record)
+
+    async def close(self) -> None:
+        """Stop: what is not answered is answered after the next start."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def create(self, record: BatchRecord) -> None:
+        """Keep a batch and begin it. Raises `NotFound` without its file, `StorageError`."""
+        self._files.get(record.input_file_id)
+        await uncancelled_thread(self.store.add, record)
+        self._start(record)
+
+    async def cancel(self, id: str) -> BatchRecord:
+        """Cancel a batch: its requests in flight end, answers that it has are kept. Raises `NotFound`,
+        `InvalidRequest` for one that has ended."""
+        record = self.store.get(id)
+        if record.ended:
+            raise InvalidRequest(f"expected a batch that runs, got one that is {record.status}", field="id")
+        if record.status != "cancelling":
+            await self._set(id, status="cancelling", cancelling_at=time.time())
+            if (task := self._tasks.get(id)) is not None:
+                task.cancel()
+                await asyncio.wait({task})
+            self._start(self.store.get(id))
+        return self.store.get(id)
+
+    def _start(self, record: BatchRecord) -> None:
+        task = self._tasks[record.id] = asyncio.create_task(self._run(record.id))
+        task.add_done_callback(lambda ended: self._tasks.pop(record.id) if self._tasks[record.id] is ended else None)
+
+    async def _run(self, id: str) -> None:
+        """Run a batch to its end, also if it was begun before. A disk that refuses is tried again."""
+        while True:
+            try:
+                await self._advance(id)
+                break
+            except StorageError as error:
+                log.warning("batch %s waits: %s", id, error.message)
+                await asyncio.sleep(RETRY)
+            except Exception:
+                log.exception("batch %s ended by an internal error", id)
+                problem = BatchProblem(InternalError.code, "internal error; the daemon's log has it")
+                await self._set(id, status="failed", ended_at=time.time(), problems=[problem])
+                break
+
+    async def _advance(self, id: str) -> None:
+        record = self.store.get(id)
+        done = {name: await asyncio.to_thread(self._log(id, name).read) for name in (OUTPUT, ERRORS)}
+        await self._set(id, completed=len(done[OUTPUT]), failed=len(done[ERRORS]))
+        if record.status in ("validating", "in_progress"):
+            lines, problems = await asyncio.to_thread(self._read, record)
+            if problems:
+                await self._set(id, status="failed", ended_at=time.time(), problems=problems)
+                return
+            began = record.in_progress_at or time.time()
+            await self._set(id, status="in_progress", total=len(lines), in_progress_at=began)
+            known = {each.custom_id for each in chain(*done.values())}
+            await self._answer_all(record, [line for line in lines if line.custom_id not in known])
+            await self._set(id, status="finalizing", finalizing_at=time.time())
+        ends: BatchStatus = "cancelled" if record.status == "cancelling" else "completed"
+        kept = {"output_file_id": OUTPUT, "error_file_id": ERRORS}
+        found = {field: await uncancelled_thread(self._keep, id, name) for field, name in kept.items()}
+        await self._set(id, status=ends, ended_at=time.time(), **found)
+
+    def _log(self, id: str, name: str) -> ItemLog[Answered]:
+        return ItemLog(self.store.results(id, name), Answered)
+
+    async def _set(self, id: str, **changes: object) -> None:
+        record = msgspec.structs.replace(self.store.get(id), **changes)
+        if record != self.store.get(id):
+            await uncancelled_thread(self.store.save, record)
+
+    def _read(self, record: BatchRecord) -> tuple[list[_Line], list[BatchProblem]]:
+        """Return where the file's requests are, and what is wrong with it."""
+        lines, problems, seen, start = list[_Line](), list[BatchProblem](), set[str](), 0
+
+        def wrong(code: str, message: str, number: int | None = None) -> None:
+            if len(problems) < MAX_PROBLEMS:
+                problems.append(BatchProblem(code, message, line=number))
+
+        try:
+            with read_errors(), self._files.content(record.input_file_id).open("rb") as file:
+                for number, raw in enumerate(file, 1):
+                    if raw.strip():
+                        try:
+                            line = msgspec.json.decode(raw, type=BatchLine)
+                        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+                            wrong("invalid_json_line", str(error)[:500], number)
+                        else:
+                            if line.url != record.endpoint:
+                                wrong("mismatched_endpoint", f"expected {record.endpoint}, got {line.url}", number)
+                            if line.custom_id in seen:
+                                wrong("duplicate_custom_id", f"{line.custom_id!r} is there twice", number)
+                            seen.add(line.custom_id)
+                            lines.append(_Line(start, len(raw), line.custom_id))
+                    start += len(raw)
+        except (FileNotFoundError, NotFound):
+            wrong("file_not_found", f"there is no file {record.input_file_id}")
+            return [], problems
+        if not lines and not problems:
+            wrong("empty_file", "expected at least one request")
+        if len(lines) > MAX_REQUESTS:
+            wrong("too_many_requests", f"expected at most {MAX_REQUESTS} requests, got {len(lines)}")
+        return lines, problems
+
+    async def _answer_all(self, record: BatchRecord, lines: list[_Line]) -> None:
+        """Answer the requests; what is answered is written as it comes."""
+        results: asyncio.Queue[_Found | None] = asyncio.Queue(IN_FLIGHT)
+        waiting = iter(lines)
+
+        async def work() -> None:
+            for line in waiting:
+                await results.put(await self._answer(record, line))
+
+        async def work_all() -> None:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(min(IN_FLIGHT, len(lines))):
+                    workers.create_task(work())
+            await results.put(None)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(work_all())
+            group.create_task(self._write(record.id, results))
+
+    async def _write(self, id: str, results: asyncio.Queue[_Found | None]) -> None:
+        """Write results as they come, those that are there together at once; None ends it."""
+        ended = False
+        while not ended:
+            found = [await results.get()]
+            with contextlib.suppress(asyncio.QueueEmpty):
+                while True:
+                    found.append(results.get_nowait())
+            ended = None in found
+            for name in (OUTPUT, ERRORS):
+                lines = [each.result for each in found if each is not None and each.name == name]
+                if lines:
+                    await uncancelled_thread(self._log(id, name).append, *lines)
+                    self.store.count(id, **{"completed" if name == OUTPUT else "failed": len(lines)})
+
+    async def _answer(self, record: BatchRecord, line: _Line) -> _Found:
+        """Answer one request."""
+        raw = await asyncio.to_thread(_read_at, self._files.content(record.input_file_id), line.start, line.length)
+        body = bytes(msgspec.json.decode(raw, type=BatchLine).body)
+        while True:
+            try:
+                name, status, answer = OUTPUT, 200, await self._answers[record.endpoint](body)
+                break
+            except (EngineUnavailable, QueueFull, Overloaded):
+                await asyncio.sleep(RETRY)
+            except CoserveError as error:
+                name, status, answer = ERRORS, error.status, msgspec.json.encode(openai_error(error))
+                break
+        id = secrets.token_hex(12)
+        result = BatchResult(line.custom_id, f"batch_req_{id}", BatchAnswer(status, f"req_{id}", msgspec.Raw(answer)))
+        return _Found(name, result)
+
+    def _keep(self, id: str, name: str) -> str | None:
+        """Make a file of the results; return its id, None without results. Raises `StorageError`."""
+        path = self.store.results(id, name)
+        if not path.exists():
+            return None
+        staged = path.with_suffix(".staged")
+        with write_errors():  # a link: should the daemon die before the record is written, the results are still there
+            staged.unlink(missing_ok=True)
+            os.link(path, staged)
+        return self._files.add(staged, f"{id}_{name}", BATCH_FILES).id
+
+
+def _read_at(path: Path, start: int, length: int) -> bytes:
+    with read_errors(), path.open("rb") as file:
+        file.seek(start)
+        return file.read(length)

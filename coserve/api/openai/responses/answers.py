@@ -1,0 +1,256 @@
+"""Answers of `/v1/responses`, whole and as events, from those of chats."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from coserve.api.openai.errors import openai_error
+from coserve.api.openai.responses.schemas import (
+    CallItem,
+    IncompleteDetails,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    Response,
+    ResponseError,
+    ResponseEvent,
+    ResponseRequest,
+    ResponseUsage,
+    Status,
+    TextOptions,
+)
+from coserve.api.openai.schemas import ChatChunk, ChatCompletion, ChatFinish, ChatLogprob, ToolCallDelta
+from coserve.core.errors import CoserveError
+from coserve.core.schemas import Usage
+
+
+def response(body: ResponseRequest, chat: ChatCompletion) -> Response:
+    """Return the whole answer."""
+    (choice,) = chat.choices
+    answer, logprobs = choice.message, [] if choice.logprobs is None else choice.logprobs.content
+    output: list[OutputItem] = []
+    if isinstance(answer.reasoning_content, str):
+        output.append(_reasoning(_id("rs"), answer.reasoning_content))
+    calls = answer.tool_calls or []
+    if answer.content or not calls:
+        output.append(_message(_id("msg"), answer.content or "", logprobs))
+    output += [CallItem(_id("fc"), call.id, call.function.name, call.function.arguments, "completed") for call in calls]
+    return _ended(new_response(body, chat.model, chat.created), output, choice.finish_reason, chat.usage)
+
+
+def new_response(body: ResponseRequest, model: str, created: int) -> Response:
+    """Return the answer as it begins."""
+    return Response(
+        id=_id("resp"),
+        created_at=created,
+        model=model,
+        status="in_progress",
+        output=[],
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        tools=body.tools or [],
+        tool_choice=body.tool_choice or "auto",
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        text=body.text or TextOptions(),
+        metadata=body.metadata or {},
+    )
+
+
+def _ended(begun: Response, output: list[OutputItem], finish: ChatFinish | None, usage: Usage | None) -> Response:
+    cut = finish == "length"
+    return msgspec.structs.replace(
+        begun,
+        status="incomplete" if cut else "completed",
+        output=output,
+        incomplete_details=IncompleteDetails() if cut else None,
+        usage=None
+        if usage is None
+        else ResponseUsage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens),
+    )
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(16)}"
+
+
+def _message(id: str, text: str, logprobs: list[ChatLogprob], status: Status = "completed") -> MessageItem:
+    return MessageItem(id, [OutputText(text, logprobs=logprobs)], status)
+
+
+def _reasoning(id: str, text: str) -> ReasoningItem:
+    return ReasoningItem(id, [ReasoningText(text)], "completed")
+
+
+@dataclass
+class _Open:
+    """The item that a stream is writing."""
+
+    index: int
+    item: OutputItem
+    """As it began."""
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[ChatLogprob] = field(default_factory=list)
+
+    def done(self) -> OutputItem:
+        text = "".join(self.texts)
+        match self.item:
+            case MessageItem(id=id):
+                return _message(id, text, self.logprobs)
+            case ReasoningItem(id=id):
+                return _reasoning(id, text)
+            case CallItem() as call:
+                return msgspec.structs.replace(call, arguments=text, status="completed")
+
+
+class ResponseEvents:
+    """Turns the chunks of a chat into events."""
+
+    def __init__(self, body: ResponseRequest) -> None:
+        self._body, self._number = body, 0
+        self._output: list[OutputItem] = []
+        self._open: _Open | None = None
+
+    async def of(self, chunks: AsyncGenerator[ChatChunk, None]) -> AsyncGenerator[ResponseEvent, None]:
+        """Yield the events. An error before the first chunk is raised; a later one is the event `response.failed`."""
+        begun: Response | None = None
+        finish: ChatFinish | None = None
+        usage: Usage | None = None
+        try:
+            async for chunk in chunks:
+                if begun is None:
+                    begun = new_response(self._body, chunk.model, chunk.created)
+                    yield self._of_response("created", begun)
+                    yield self._of_response("in_progress", begun)
+                if isinstance(chunk.usage, Usage):
+                    usage = chunk.usage
+                for choice in chunk.choices:
+                    finish = choice.finish_reason or finish
+                    delta = choice.delta
+                    logprobs = [] if choice.logprobs is None else choice.logprobs.content
+                    if isinstance(delta.reasoning_content, str):
+                        for event in self._text(ReasoningItem, delta.reasoning_content, []):
+                            yield event
+                    if isinstance(delta.content, str) and delta.content:
+                        for event in self._text(MessageItem, delta.content, logprobs):
+                            yield event
+                    for call in delta.tool_calls or []:
+                        for event in self._call(call):
+                            yield event
+        except CoserveError as error:
+            if begun is None:
+                raise
+            info = openai_error(error).error
+            failed = msgspec.structs.replace(begun, status="failed", error=ResponseError(info.code, info.message))
+            yield self._of_response("failed", failed)
+            return
+        assert begun is not None, "a stream has a chunk"
+        if self._open is None and not self._output:
+            for event in self._begin(MessageItem(_id("msg"), [], "in_progress")):
+                yield event
+        for event in self._end():
+            yield event
+        ended = _ended(begun, self._output, finish, usage)
+        yield self._of_response(ended.status, ended)
+
+    def _text(
+        self, kind: type[MessageItem | ReasoningItem], text: str, logprobs: list[ChatLogprob]
+    ) -> Iterator[ResponseEvent]:
+        if self._open is None or not isinstance(self._open.item, kind):
+            yield from self._begin(kind(_id("msg" if kind is MessageItem else "rs"), [], "in_progress"))
+        assert self._open is not None, "an item was begun"
+        self._open.texts.append(text)
+        self._open.logprobs += logprobs
+        scores = logprobs if kind is MessageItem else UNSET
+        yield self._of_part(f"{_part_name(self._open.item)}.delta", delta=text, logprobs=scores)
+
+    def _call(self, call: ToolCallDelta) -> Iterator[ResponseEvent]:
+        if isinstance(call.id, str):
+            name = call.function.name or ""
+            yield from self._begin(CallItem(_id("fc"), call.id, name, "", "in_progress"))
+        assert self._open is not None, "a call was begun"
+        if call.function.arguments:
+            self._open.texts.append(call.function.arguments)
+            yield self._of_call("delta", delta=call.function.arguments)
+
+    def _begin(self, item: OutputItem) -> Iterator[ResponseEvent]:
+        yield from self._end()
+        self._open = _Open(len(self._output), item)
+        yield self._of_item("added", self._open.index, item)
+        if not isinstance(item, CallItem):
+            empty = OutputText("") if isinstance(item, MessageItem) else ReasoningText("")
+            yield self._of_part("content_part.added", part=empty)
+
+    def _end(self) -> Iterator[ResponseEvent]:
+        """End the open item, if there is one."""
+        if self._open is None:
+            return
+        done = self._open.done()
+        if isinstance(done, CallItem):
+            yield self._of_call("done", done=done)
+        else:
+            part = done.content[0]
+            scores = part.logprobs if isinstance(part, OutputText) else UNSET
+            yield self._of_part(f"{_part_name(done)}.done", text=part.text, logprobs=scores)
+            yield self._of_part("content_part.done", part=part)
+        yield self._of_item("done", self._open.index, done)
+        self._output.append(done)
+        self._open = None
+
+    def _of_call(self, type: str, *, delta: str | UnsetType = UNSET, done: CallItem | None = None) -> ResponseEvent:
+        assert self._open is not None, "a call is open"
+        return ResponseEvent(
+            type=f"response.function_call_arguments.{type}",
+            sequence_number=self._next(),
+            output_index=self._open.index,
+            item_id=self._open.item.id,
+            delta=delta,
+            name=UNSET if done is None else done.name,
+            arguments=UNSET if done is None else done.arguments,
+        )
+
+    def _of_part(
+        self,
+        type: str,
+        *,
+        part: OutputText | ReasoningText | UnsetType = UNSET,
+        delta: str | UnsetType = UNSET,
+        text: str | UnsetType = UNSET,
+        logprobs: list[ChatLogprob] | UnsetType = UNSET,
+    ) -> ResponseEvent:
+        assert self._open is not None, "an item is open"
+        return ResponseEvent(
+            type=f"response.{type}",
+            sequence_number=self._next(),
+            output_index=self._open.index,
+            item_id=self._open.item.id,
+            content_index=0,
+            part=part,
+            delta=delta,
+            text=text,
+            logprobs=logprobs,
+        )
+
+    def _of_response(self, type: str, response: Response) -> ResponseEvent:
+        return ResponseEvent(type=f"response.{type}", sequence_number=self._next(), response=response)
+
+    def _of_item(self, type: str, index: int, item: OutputItem) -> ResponseEvent:
+        return ResponseEvent(
+            type=f"response.output_item.{type}", sequence_number=self._next(), output_index=index, item=item
+        )
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number - 1
+
+
+def _part_name(item: OutputItem) -> str:
+    return "output_text" if isinstance(item, MessageItem) else "reasoning_text"

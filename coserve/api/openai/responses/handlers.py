@@ -1,0 +1,32 @@
+"""The handler of `/v1/responses`: a chat in another form."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from coserve.api.http.bodies import BodyReader
+from coserve.api.http.responses import json_response
+from coserve.api.http.sse import EventStream
+from coserve.api.openai.errors import openai_error
+from coserve.api.openai.handlers import OpenAIApi
+from coserve.api.openai.responses.answers import ResponseEvents, response
+from coserve.api.openai.responses.requests import chat_of
+from coserve.api.openai.responses.schemas import ResponseRequest
+
+
+class ResponsesApi:
+    """One method per route."""
+
+    def __init__(self, api: OpenAIApi, bodies: BodyReader, *, write_timeout: float) -> None:
+        self._api, self._bodies, self._write_timeout = api, bodies, write_timeout
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, ResponseRequest, dialect=True)
+        chat = chat_of(body)
+        if not body.stream:
+            return json_response(response(body, await self._api.answer_chat(chat)))
+        stream = EventStream(request, write_timeout=self._write_timeout)
+        await stream.send_all(
+            ResponseEvents(body).of(self._api.chat_chunks(chat)), openai_error, event_of=lambda event: event.type
+        )
+        return await stream.close()

@@ -1,0 +1,133 @@
+"""Translates `/v1/responses` into chats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from coserve.api.http.body_types import is_empty, refuse_unless_neutral
+from coserve.api.openai.responses.schemas import LOGPROBS, InputItem, ResponseRequest, TextFormat
+from coserve.api.openai.schemas import ChatRequest, StreamOptions
+from coserve.core.errors import InvalidRequest
+from coserve.core.messages import ChatMessage, FunctionCall, ToolCall
+from coserve.core.sampling import SamplingFields
+from coserve.core.schemas.output_format import JsonSchemaFormat, ResponseFormat
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "truncation": ("disabled", "auto"),
+    "background": (False,),
+    "conversation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "max_tool_calls": (),
+}
+"""Values accepted for what is missing here: nothing is stored, and no tool is run."""
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
+
+
+def chat_of(body: ResponseRequest) -> ChatRequest:
+    """Return the chat that the request asks for. Raises `InvalidRequest`."""
+    for name, values in NEUTRAL.items():
+        refuse_unless_neutral(name, getattr(body, name), values)
+    wants_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not wants_logprobs:
+        raise InvalidRequest(f"expected include with {LOGPROBS}", field="top_logprobs")
+    return ChatRequest(
+        **{name: getattr(body, name) for name in SamplingFields.__struct_fields__},
+        model=body.model,
+        messages=_messages(body),
+        tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or [])] or None,
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format(None if body.text is None else body.text.format),
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=wants_logprobs,
+        top_logprobs=body.top_logprobs,
+        seed=body.seed,
+        slo_class=body.slo_class,
+        service_tier=body.service_tier,
+        stream=body.stream,
+        stream_options=StreamOptions(include_usage=True) if body.stream else None,
+    )
+
+
+def _messages(body: ResponseRequest) -> list[ChatMessage]:
+    found = [] if not body.instructions else [ChatMessage(role="system", content=body.instructions)]
+    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    for index, item in enumerate(items):
+        message = _message(item, f"input[{index}]")
+        last = found[-1] if found else None
+        if last is not None and last.role == message.role == "assistant" and _continues(last, message):
+            found[-1] = _joined(last, message)
+        else:
+            found.append(message)
+    return found
+
+
+def _message(item: InputItem, field: str) -> ChatMessage:
+    match item.type:
+        case "function_call":
+            if item.name is None or item.call_id is None:
+                raise InvalidRequest("expected a name and a call_id", field=field)
+            call = ToolCall(function=FunctionCall(name=item.name, arguments=item.arguments), id=item.call_id)
+            return ChatMessage(role="assistant", tool_calls=[call])
+        case "function_call_output":
+            if item.call_id is None:
+                raise InvalidRequest("expected a call_id", field=field)
+            return ChatMessage(role="tool", content=_text(item.output, f"{field}.output"), tool_call_id=item.call_id)
+        case "reasoning":
+            thoughts = _text(item.content, f"{field}.content") or None
+            return ChatMessage(role="assistant", reasoning_content=thoughts)
+        case "message":
+            if item.role is None:
+                raise InvalidRequest("expected a role", field=f"{field}.role")
+            return ChatMessage(role=item.role, content=_text(item.content, f"{field}.content"))
+
+
+def _continues(last: ChatMessage, message: ChatMessage) -> bool:
+    """Return whether both are parts of one answer: reasoning, then a text, then calls."""
+    return bool(message.tool_calls) or (last.content is None and not last.tool_calls and message.content is not None)
+
+
+def _joined(last: ChatMessage, message: ChatMessage) -> ChatMessage:
+    return ChatMessage(
+        role="assistant",
+        content=message.content if last.content is None else last.content,
+        reasoning_content=last.reasoning_content or message.reasoning_content,
+        tool_calls=[*(last.tool_calls or []), *(message.tool_calls or [])] or None,
+    )
+
+
+def _text(content: str | Sequence[dict[str, Any]] | None, field: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, part in enumerate(content):
+        if part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            kinds = ", ".join(_TEXT_PARTS)
+            got = f"{part.get('type')!r}"[:80]
+            raise InvalidRequest(f"expected text, of type {kinds}, got {got}", field=f"{field}[{index}]")
+    return "\n".join(part["text"] for part in content)
+
+
+def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        got = f"{tool.get('type')!r}"[:80]
+        raise InvalidRequest(f"expected a function with a name, got {got}: no tool is run here", field=field)
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(choice: object) -> object:
+    if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(found: TextFormat | None) -> ResponseFormat | None:
+    if found is None or found.type == "text":
+        return None
+    if found.type == "json_object":
+        return ResponseFormat(type="json_object")
+    if is_empty(found.schema):
+        raise InvalidRequest("expected a schema", field="text.format.schema")
+    schema = JsonSchemaFormat(schema=found.schema or {}, name=found.name, strict=found.strict)
+    return ResponseFormat(type="json_schema", json_schema=schema)

@@ -1,0 +1,205 @@
+"""Bodies and events of `/v1/responses`, as far as OpenAI's clients read them. Nothing is stored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, UnsetType
+
+from coserve.api.openai.schemas import ChatLogprob, ModelName, OpenAIErrorInfo, ServiceTier
+from coserve.core.limits import MAX_MESSAGES, LogprobCount, PositiveTokenCount, Text
+from coserve.core.messages import Tools
+from coserve.core.sampling import SamplingFields
+from coserve.core.schemas.output_format import JsonSchema
+from coserve.core.types import SloClass, Wire
+
+Role = Literal["system", "developer", "user", "assistant"]
+LOGPROBS = "message.output_text.logprobs"
+"""The entry of `include` that asks for log-probabilities."""
+
+
+class InputItem(Wire, frozen=True, omit_defaults=True):
+    """One item of `input`: a message, a call or its output, or reasoning; OpenAI's field names. Items of answers can be
+    sent back as they came."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Role | None = None
+    content: Text | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
+    """A text, or parts of type `input_text`, `output_text` or `text`, of reasoning `reasoning_text`."""
+    call_id: Text | None = None
+    name: Text | None = None
+    arguments: Text | None = None
+    output: Text | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
+    id: Any = None
+    status: Any = None
+    summary: Any = None
+    encrypted_content: Any = None
+
+
+class TextFormat(Wire, frozen=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Text = ""
+    schema: JsonSchema | None = None
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Wire, frozen=True):
+    format: TextFormat | None = None
+    verbosity: Any = None
+
+
+class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
+    """`POST /v1/responses`. Nothing is stored, whatever `store` says: send all items of the conversation each time."""
+
+    input: Text | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
+    model: ModelName | None = None
+    instructions: Text | None = None
+    """A system message before `input`."""
+    max_output_tokens: PositiveTokenCount | None = None
+    """null: as many as fit."""
+    stream: bool = False
+    tools: Tools | None = None
+    """Functions, with `name` and `parameters` beside `type`."""
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    """`format`: JSON that follows a schema, or any JSON object."""
+    include: list[Text] | None = None
+    """`message.output_text.logprobs`; others change nothing."""
+    top_logprobs: LogprobCount | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    slo_class: SloClass | None = None
+    service_tier: ServiceTier | None = None
+    metadata: dict[str, Any] | None = None
+    """Is in the answer."""
+    user: Any = None
+    store: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    reasoning: Any = None
+    """`effort` and `summary` change nothing."""
+    stream_options: Any = None
+    truncation: Any = None
+    background: Any = None
+    conversation: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    max_tool_calls: Any = None
+
+
+class OutputText(Wire, frozen=True):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[ChatLogprob] = []
+    type: Literal["output_text"] = "output_text"
+
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class MessageItem(Wire, frozen=True):
+    id: str
+    content: list[OutputText]
+    status: Status
+    role: Literal["assistant"] = "assistant"
+    type: Literal["message"] = "message"
+
+
+class ReasoningText(Wire, frozen=True):
+    text: str
+    type: Literal["reasoning_text"] = "reasoning_text"
+
+
+class ReasoningItem(Wire, frozen=True):
+    id: str
+    content: list[ReasoningText]
+    status: Status
+    summary: list[Any] = []
+    type: Literal["reasoning"] = "reasoning"
+
+
+class CallItem(Wire, frozen=True):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    """JSON as the model wrote it."""
+    status: Status
+    type: Literal["function_call"] = "function_call"
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem
+
+
+class CachedTokens(Wire, frozen=True):
+    cached_tokens: int = 0
+
+
+class ReasoningTokens(Wire, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Wire, frozen=True):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: CachedTokens = CachedTokens()
+    output_tokens_details: ReasoningTokens = ReasoningTokens()
+    """Always 0: tokens of reasoning are not counted apart."""
+
+
+class IncompleteDetails(Wire, frozen=True):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseError(Wire, frozen=True):
+    code: str
+    message: str
+
+
+class Response(Wire, frozen=True, kw_only=True):
+    """The answer. `incomplete`: it ended at the maximum length."""
+
+    id: str
+    created_at: int
+    model: str
+    status: Status
+    output: list[OutputItem]
+    usage: ResponseUsage | None = None
+    incomplete_details: IncompleteDetails | None = None
+    error: ResponseError | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float
+    top_p: float
+    tools: list[Any]
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions(TextFormat())
+    metadata: dict[str, Any] = {}
+    object: Literal["response"] = "response"
+    store: Literal[False] = False
+    background: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+    previous_response_id: None = None
+
+
+class ResponseEvent(Wire, frozen=True, kw_only=True):
+    """One event of a stream. `type` says which fields it has, as OpenAI documents them."""
+
+    type: str
+    sequence_number: int
+    response: Response | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    logprobs: list[ChatLogprob] | UnsetType = UNSET
+    error: OpenAIErrorInfo | UnsetType = UNSET

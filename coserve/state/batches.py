@@ -1,0 +1,112 @@
+"""Batches of requests: `batches/<id>/` holds the record, and the results as they come.
+
+A result is one line, durable before its request counts as done, so that a batch goes on after a crash where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from coserve.core.errors import NotFound
+from coserve.core.types import Wire
+from coserve.state.durable import read_errors, replace_dir, write_file
+
+log = logging.getLogger(__name__)
+
+RECORD, OUTPUT, ERRORS = "record.json", "output.jsonl", "errors.jsonl"
+
+BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled"]
+ENDED: tuple[BatchStatus, ...] = ("failed", "completed", "cancelled")
+
+
+class BatchProblem(Wire, frozen=True):
+    """Why a batch's file was refused. `line`: counted from 1."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchRecord(Wire, frozen=True, kw_only=True):
+    """A batch. Times: seconds since the epoch."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    metadata: dict[str, Any] | None
+    created_at: float
+    status: BatchStatus = "validating"
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    problems: list[BatchProblem] = []
+    in_progress_at: float | None = None
+    cancelling_at: float | None = None
+    finalizing_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED
+
+
+class BatchStore:
+    """All batches. `load`, `add` and `save` do disk work: call them on a thread, one at a time for each batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._records: dict[str, BatchRecord] = {}
+
+    def load(self) -> None:
+        """Read all records. Raises `StorageError` if the machine cannot read one now."""
+        found = []
+        with read_errors():
+            for entry in self._folder.iterdir() if self._folder.is_dir() else ():
+                if entry.name.startswith("."):
+                    continue
+                try:
+                    found.append(msgspec.json.decode((entry / RECORD).read_bytes(), type=BatchRecord))
+                except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+                    log.warning("batch %s is not listed: its record was damaged from outside", entry.name)
+        self._records = {record.id: record for record in sorted(found, key=lambda each: each.created_at)}
+
+    def add(self, record: BatchRecord) -> None:
+        """Keep a new batch; durable when this returns. Raises `StorageError`."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        with replace_dir(self._folder / record.id, point="batch") as target:
+            (target / RECORD).write_bytes(msgspec.json.encode(record))
+        self._records[record.id] = record
+
+    def get(self, id: str) -> BatchRecord:
+        """Return a batch's record. Raises `NotFound`."""
+        if (record := self._records.get(id)) is None:
+            raise NotFound(f"no batch {id[:80]!r}", field="id")
+        return record
+
+    def all(self) -> list[BatchRecord]:
+        """Return the records, oldest first."""
+        return list(self._records.values())
+
+    def save(self, record: BatchRecord) -> None:
+        """Replace a batch's record; durable when this returns. Raises `StorageError`."""
+        write_file(self._folder / record.id / RECORD, msgspec.json.encode(record), point="batch")
+        self._records[record.id] = record
+
+    def count(self, id: str, *, completed: int = 0, failed: int = 0) -> None:
+        """Count results that were written; after a start they are counted from the files."""
+        record = self.get(id)
+        self._records[id] = msgspec.structs.replace(
+            record, completed=record.completed + completed, failed=record.failed + failed
+        )
+
+    def results(self, id: str, name: str) -> Path:
+        """Return the path of a batch's `OUTPUT` or `ERRORS`, an `ItemLog`; it may not exist."""
+        return self._folder / id / name

@@ -1,0 +1,127 @@
+"""Batches by the real `openai` client over a fake engine: answered, refused, cancelled, resumed after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from coserve.core.link import Generate
+from tests.support.api_server import REPLY, Api, serve_api, with_template
+from tests.support.chat_templates import QWEN3
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from openai.types import Batch
+
+openai = pytest.importorskip("openai")
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 50}
+
+
+def client_of(api: Api) -> AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def line(id: str, body: dict[str, Any], url: str = "/v1/chat/completions") -> dict[str, Any]:
+    return {"custom_id": id, "method": "POST", "url": url, "body": body}
+
+
+async def begin(client: AsyncOpenAI, lines: list[Any], endpoint: str = "/v1/chat/completions") -> Batch:
+    content = "\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines).encode()
+    file = await client.files.create(file=("batch.jsonl", content), purpose="batch")
+    return await client.batches.create(
+        input_file_id=file.id,
+        endpoint=endpoint,
+        completion_window="24h",
+        metadata={"a": "b"},  # type: ignore[arg-type]
+    )
+
+
+async def ended(client: AsyncOpenAI, id: str, *states: str) -> Batch:
+    states = states or ("completed", "failed", "cancelled")
+    while (batch := await client.batches.retrieve(id)).status not in states:  # noqa: ASYNC110 - as clients do
+        await asyncio.sleep(0.02)
+    return batch
+
+
+async def results(client: AsyncOpenAI, id: str | None) -> dict[str, Any]:
+    assert id is not None
+    lines = map(json.loads, (await client.files.content(id)).text.splitlines())
+    return {each["custom_id"]: each["response"] for each in lines}
+
+
+async def test_answers_and_errors(tmp_path: Path) -> None:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3), context=1024) as api, client_of(api) as client:
+        wrong = {"bad": CHAT | {"nonsense": 1}, "streamed": CHAT | {"stream": True}, "other": CHAT | {"model": "who"}}
+        many = [line(f"n{i}", CHAT) for i in range(70)] + [line(id, body) for id, body in wrong.items()]
+        batch = await ended(client, (await begin(client, many)).id)
+        assert (batch.status, batch.metadata, batch.endpoint) == ("completed", {"a": "b"}, "/v1/chat/completions")
+        counts = batch.request_counts
+        assert counts is not None and (counts.total, counts.completed, counts.failed) == (73, 70, 3)
+        good, bad = await results(client, batch.output_file_id), await results(client, batch.error_file_id)
+        assert set(good) == {f"n{i}" for i in range(70)}
+        assert all(each["body"]["choices"][0]["message"]["content"] == REPLY for each in good.values())
+        assert {id: (each["status_code"], each["body"]["error"]["param"]) for id, each in bad.items()} == {
+            "bad": (400, "nonsense"),
+            "streamed": (400, "stream"),
+            "other": (404, "model"),
+        }
+        asked = [message for message in await api.engine.saw(Generate) if isinstance(message, Generate)]
+        assert {message.slo.batch for message in asked} == {True}
+        for endpoint, body, text in (
+            ("/v1/completions", {"prompt": "x"}, lambda body: body["choices"][0]["text"]),
+            ("/v1/responses", {"input": "x"}, lambda body: body["output"][0]["content"][0]["text"]),
+        ):
+            one = await ended(client, (await begin(client, [line("a", body, endpoint)], endpoint)).id)
+            assert text((await results(client, one.output_file_id))["a"]["body"]) == REPLY
+        assert [each.id async for each in client.batches.list(limit=1)][-1] == batch.id
+
+
+async def test_files_that_are_no_batch(tmp_path: Path) -> None:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
+        lines = ["{", line("a", CHAT), line("a", CHAT), line("b", CHAT, "/v1/completions"), {"custom_id": "c"}]
+        failed = await ended(client, (await begin(client, lines)).id)
+        assert failed.status == "failed" and failed.errors is not None and failed.errors.data is not None
+        assert [(problem.code, problem.line) for problem in failed.errors.data] == [
+            ("invalid_json_line", 1),
+            ("duplicate_custom_id", 3),
+            ("mismatched_endpoint", 4),
+            ("invalid_json_line", 5),
+        ]
+        assert failed.output_file_id is None
+        with pytest.raises(openai.BadRequestError):
+            await client.batches.cancel(failed.id)
+        for call in (client.batches.retrieve("batch_x"), client.batches.cancel("batch_x")):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        with pytest.raises(openai.NotFoundError):
+            await client.batches.create(input_file_id="file-x", endpoint="/v1/completions", completion_window="24h")
+
+
+async def test_a_batch_goes_on_after_a_restart_and_is_cancelled(tmp_path: Path) -> None:
+    lines = [line(f"n{i}", CHAT) for i in range(6)]
+    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
+        first = await ended(client, (await begin(client, lines)).id)
+        await api.engine.die()
+        waits, cancelled = (await begin(client, lines)).id, (await begin(client, lines)).id
+        await ended(client, waits, "in_progress")
+        await ended(client, cancelled, "in_progress")
+        await client.batches.cancel(cancelled)
+        found = await ended(client, cancelled)
+        assert (found.status, found.output_file_id) == ("cancelled", None)
+    path = tmp_path / "batches" / waits / "output.jsonl"
+    kept = {"custom_id": "n0", "id": "batch_req_1", "response": {"status_code": 200, "request_id": "r", "body": {}}}
+    path.write_text(json.dumps(kept) + '\n{"custom_id": "n1", "resp')
+    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
+        found = await ended(client, waits)
+        good = await results(client, found.output_file_id)
+        assert set(good) == {f"n{i}" for i in range(6)} and good["n0"]["body"] == {}
+        assert found.request_counts is not None and found.request_counts.completed == 6
+        asked = [message for message in await api.engine.saw(Generate) if isinstance(message, Generate)]
+        assert len(asked) == 5
+        assert [each.id async for each in client.batches.list()] == [cancelled, waits, first.id]
+        assert await client.batches.retrieve(first.id) == first

@@ -1,0 +1,180 @@
+"""`/v1/responses` by the real `openai` client, whole and streamed, and back again as input."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from coserve.api.openai.responses.answers import response
+from coserve.api.openai.responses.schemas import ResponseRequest
+from coserve.api.openai.schemas import ChatAnswer, ChatChoice, ChatCompletion, ChatFinish
+from coserve.core.link import Generate
+from coserve.core.schemas import Usage
+from tests.support.api_server import Api, serve_api, tokenizer, with_template
+from tests.support.chat_templates import QWEN3
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from openai.types.responses import Response
+
+openai = pytest.importorskip("openai")
+
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": True,
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+THOUGHT, CALLED = "<think>\nHm.\n</think>\n\nYes.", f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3), context=1024) as api:
+        yield api
+
+
+@pytest.fixture
+async def client(api: Api) -> AsyncIterator[AsyncOpenAI]:
+    url = f"http://127.0.0.1:{api.port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+async def last(api: Api) -> Generate:
+    return [message for message in await api.engine.saw(Generate) if isinstance(message, Generate)][-1]
+
+
+async def prompt(api: Api) -> str:
+    return tokenizer().decode((await last(api)).prompt, skip_special=False)
+
+
+def shapes(answer: Response) -> list[Any]:
+    """The items without their ids."""
+    return [item.model_dump(exclude={"id", "call_id"}, exclude_none=True) for item in answer.output]
+
+
+async def streamed(client: AsyncOpenAI, **asked: Any) -> Response:
+    """The same answer as a stream: its texts are the sum of their deltas."""
+    texts: dict[str, str] = {}
+    numbers, final = [], None
+    async with await client.responses.create(**asked, stream=True) as stream:
+        async for event in stream:
+            numbers.append(event.sequence_number)
+            if event.type in ("response.output_text.delta", "response.function_call_arguments.delta"):
+                texts[event.item_id] = texts.get(event.item_id, "") + event.delta
+            elif event.type == "response.output_text.done":
+                assert event.text == texts[event.item_id]
+            elif event.type == "response.function_call_arguments.done":
+                assert event.arguments == texts[event.item_id]
+            elif event.type == "response.incomplete":
+                final = event.response
+    assert numbers == list(range(len(numbers)))
+    assert final is not None
+    found: Response = final
+    return found
+
+
+@pytest.mark.parametrize("reply", ["Just a text.", THOUGHT, CALL, CALLED], ids=["text", "thought", "call", "all"])
+async def test_a_stream_is_the_whole_answer(api: Api, client: AsyncOpenAI, reply: str) -> None:
+    api.reply = tokenizer().encode(reply, add_special=False)
+    asked: dict[str, Any] = {"model": "fake", "input": "Rain?", "tools": [WEATHER], "max_output_tokens": 200}
+    whole = await client.responses.create(**asked)
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == len(api.reply)
+    kinds = {
+        THOUGHT: ["reasoning", "message"],
+        CALL: ["function_call"],
+        CALLED: ["reasoning", "message", "function_call", "function_call"],
+    }
+    assert [item.type for item in whole.output] == kinds.get(reply, ["message"])
+    stream = await streamed(client, **asked)
+    assert (shapes(stream), stream.status, stream.usage) == (shapes(whole), whole.status, whole.usage)
+    assert (await last(api)).sampling.max_tokens == 200
+
+
+async def test_what_was_answered_is_sent_back(api: Api, client: AsyncOpenAI) -> None:
+    api.reply = tokenizer().encode(CALLED, add_special=False)
+    first = await client.responses.create(model="fake", input="Rain?", tools=[WEATHER])
+    calls = [item for item in first.output if item.type == "function_call"]
+    outputs = [{"type": "function_call_output", "call_id": call.call_id, "output": "dry"} for call in calls]
+    items: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Rain?"}]}, *first.output, *outputs]
+    await client.responses.create(model="fake", input=items, instructions="Be kind.", tools=[WEATHER])
+    called = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+    chat = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Rain?"},
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [called | {"id": call.call_id} for call in calls],
+        },
+        *({"role": "tool", "content": "dry", "tool_call_id": call.call_id} for call in calls),
+    ]
+    function = {"type": "function", "function": {name: WEATHER[name] for name in WEATHER if name != "type"}}
+    expected = with_template(QWEN3).chat(chat, tools=[function])
+    assert await prompt(api) == tokenizer().decode(expected, skip_special=False)
+
+
+ENDS = [("stop", "completed"), ("tool_calls", "completed"), ("length", "incomplete")]
+
+
+@pytest.mark.parametrize(("finish", "status"), ENDS)
+def test_how_an_answer_ended(finish: ChatFinish, status: str) -> None:
+    choice = ChatChoice(index=0, message=ChatAnswer(content="x"), finish_reason=finish)
+    usage = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+    chat = ChatCompletion(id="c", created=1, model="m", system_fingerprint="f", choices=[choice], usage=usage)
+    assert response(ResponseRequest(input="x"), chat).status == status
+
+
+async def test_formats_cuts_and_logprobs(api: Api, client: AsyncOpenAI) -> None:
+    text: Any = {"format": {"type": "json_schema", "name": "city", "schema": {"type": "object"}}}
+    asked: Any = {"model": "fake", "input": "x", "max_output_tokens": 2, "metadata": {"a": "b"}, "store": True}
+    cut = await client.responses.create(**asked, text=text)
+    assert (cut.status, cut.metadata, cut.store) == ("incomplete", {"a": "b"}, False)
+    assert cut.incomplete_details is not None and cut.incomplete_details.reason == "max_output_tokens"
+    assert (await last(api)).grammar is not None
+    scored = await client.responses.create(**asked, include=["message.output_text.logprobs"], top_logprobs=1)
+    (message,) = scored.output
+    assert message.type == "message" and message.content[0].type == "output_text"
+    assert message.content[0].logprobs
+    assert len(message.content[0].logprobs) == 2
+
+
+async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> None:
+    for asked, param in (
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+            "input[0].content[0]",
+        ),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format.schema"),
+        ({"input": []}, "messages"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(**({"model": "fake", "input": "x"} | asked))  # type: ignore[call-overload]
+        assert caught.value.param == param, caught.value
+    with pytest.raises(openai.NotFoundError, match="stored responses"):
+        await client.responses.retrieve("resp_1")
+
+
+async def test_a_stream_that_fails_says_so(api: Api, client: AsyncOpenAI) -> None:
+    async with await client.responses.create(model="fake", input="x", stream=True, max_output_tokens=500) as stream:
+        kinds = []
+        async for event in stream:
+            kinds.append(event.type)
+            if event.type == "response.output_text.delta":
+                await api.engine.die()
+            if event.type == "response.failed":
+                assert event.response.error is not None
+    assert kinds[-1] == "response.failed"
