@@ -20,7 +20,7 @@ class ResponsesApi:
     def __init__(self, api: OpenAIApi, bodies: BodyReader, *, write_timeout: float) -> None:
         self._api, self._bodies, self._write_timeout = api, bodies, write_timeout
 
-    async def create(self, request: web.Request) -> web.StreamResponse:
+    async def create_response(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, ResponseRequest, dialect=True)
         chat = chat_of(body)
         if not body.stream:

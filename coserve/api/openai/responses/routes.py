@@ -13,7 +13,7 @@ def response_routes(api: ResponsesApi) -> tuple[Route, ...]:
         Route(
             "POST",
             "/v1/responses",
-            api.create,
+            api.create_response,
             "Answer, as OpenAI's responses do; nothing is stored",
             body=ResponseRequest,
             response=Response,

@@ -89,45 +89,40 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     max_tool_calls: Any = None
 
 
-class OutputText(Wire, frozen=True):
+class OutputText(Wire, frozen=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
     logprobs: list[ChatLogprob] = []
-    type: Literal["output_text"] = "output_text"
 
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class MessageItem(Wire, frozen=True):
+class MessageItem(Wire, frozen=True, tag_field="type", tag="message"):
     id: str
     content: list[OutputText]
     status: Status
     role: Literal["assistant"] = "assistant"
-    type: Literal["message"] = "message"
 
 
-class ReasoningText(Wire, frozen=True):
+class ReasoningText(Wire, frozen=True, tag_field="type", tag="reasoning_text"):
     text: str
-    type: Literal["reasoning_text"] = "reasoning_text"
 
 
-class ReasoningItem(Wire, frozen=True):
+class ReasoningItem(Wire, frozen=True, tag_field="type", tag="reasoning"):
     id: str
     content: list[ReasoningText]
     status: Status
     summary: list[Any] = []
-    type: Literal["reasoning"] = "reasoning"
 
 
-class CallItem(Wire, frozen=True):
+class CallItem(Wire, frozen=True, tag_field="type", tag="function_call"):
     id: str
     call_id: str
     name: str
     arguments: str
     """JSON as the model wrote it."""
     status: Status
-    type: Literal["function_call"] = "function_call"
 
 
 OutputItem = MessageItem | ReasoningItem | CallItem
