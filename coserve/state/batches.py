@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from coserve.core.access.principal import DEFAULT_PROJECT, principal
 from coserve.core.errors import NotFound
 from coserve.core.types import Wire
 from coserve.state.durable import read_errors, replace_dir, write_file
@@ -41,6 +42,7 @@ class BatchRecord(Wire, frozen=True, kw_only=True):
     completion_window: str
     metadata: dict[str, Any] | None
     created_at: float
+    project: str = DEFAULT_PROJECT
     status: BatchStatus = "validating"
     total: int = 0
     completed: int = 0
@@ -86,14 +88,14 @@ class BatchStore:
         self._records[record.id] = record
 
     def get(self, id: str) -> BatchRecord:
-        """Return a batch's record. Raises `NotFound`."""
-        if (record := self._records.get(id)) is None:
+        """Return a batch's record. Raises `NotFound`, also for one that the principal does not see."""
+        if (record := self._records.get(id)) is None or not principal().sees(record.project):
             raise NotFound(f"no batch {id[:80]!r}", field="id")
         return record
 
     def all(self) -> list[BatchRecord]:
-        """Return the records, oldest first."""
-        return list(self._records.values())
+        """Return the records that the principal sees, oldest first."""
+        return [record for record in self._records.values() if principal().sees(record.project)]
 
     def save(self, record: BatchRecord) -> None:
         """Replace a batch's record; durable when this returns. Raises `StorageError`."""

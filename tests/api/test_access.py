@@ -96,10 +96,9 @@ async def test_each_route_needs_a_scope(shared: Api) -> None:
             assert refused == (scope != "admin" and scope not in allowed), (route.method, path, scope, body)
     assert needed["GET", "/metrics"] == needed["POST", "/admin/keys"] == {"admin"}
     assert needed["POST", "/generate"] == needed["POST", "/v1/chat/completions"] == needed["POST", "/"] == {"generate"}
-    assert (
-        needed["POST", "/finetune"] == needed["POST", "/v1/files"] == needed["DELETE", "/v1/models/{id}"] == {"train"}
-    )
-    assert needed["GET", "/adapters"] == {"generate", "train"}
+    assert needed["POST", "/finetune"] == needed["DELETE", "/v1/models/{id}"] == {"train"}
+    assert needed["POST", "/v1/responses"] == needed["POST", "/v1/batches"] == {"generate"}
+    assert needed["GET", "/adapters"] == needed["POST", "/v1/files"] == {"generate", "train"}
     assert scopes_of("GET", "/a/route/of/tomorrow") == {Scope.ADMIN}
 
 
@@ -127,6 +126,10 @@ async def test_a_project_sees_and_uses_only_what_is_its_own(shared: Api, tmp_pat
     # the owner and the administrator find them, the other project does not
     listings = {"/adapters": "secret", "/v1/models": "secret", "/finetune": mine["id"], "/v1/files": file["id"]}
     listings["/v1/fine_tuning/jobs"] = mine["id"].removeprefix("job-")
+    batch = {"input_file_id": file["id"], "endpoint": "/v1/responses", "completion_window": "24h"}
+    status, made = await ask(shared, one, "POST", "/v1/batches", json=batch)
+    assert status == 200, made
+    listings["/v1/batches"] = made["id"]
     for path, name in listings.items():
         for key, sees in ((one, True), (OWNER, True), (two, False)):
             assert (name in json.dumps((await ask(shared, key, "GET", path))[1])) == sees, (path, key)
@@ -157,6 +160,9 @@ async def test_a_project_sees_and_uses_only_what_is_its_own(shared: Api, tmp_pat
         ("GET", f"/v1/files/{file['id']}", None),
         ("GET", f"/v1/files/{file['id']}/content", None),
         ("DELETE", f"/v1/files/{file['id']}", None),
+        ("POST", "/v1/batches", batch),
+        ("GET", f"/v1/batches/{made['id']}", None),
+        ("POST", f"/v1/batches/{made['id']}/cancel", None),
     ):
         status, found = await ask(shared, two, method, path, **({} if sent is None else {"json": sent}))
         assert status == 404, (method, path, found)

@@ -12,7 +12,18 @@ ANY: Final = frozenset({"/", "/openapi.json", "/version", "/info"})
 READS: Final = ("/adapters", "/v1/models", "/tokenizer_info")
 """Paths whose GET lists and describes adapters, for whoever generates with them."""
 PREFIXES: Final = {
-    Scope.GENERATE: ("/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat", "/tokenize", "/detokenize"),
+    Scope.GENERATE: (
+        "/",
+        "/generate",
+        "/generate_stream",
+        "/v1/completions",
+        "/v1/chat",
+        "/v1/responses",
+        "/v1/files",
+        "/v1/batches",
+        "/tokenize",
+        "/detokenize",
+    ),
     Scope.TRAIN: (
         "/adapters",
         "/finetune",

@@ -12,6 +12,7 @@ from coserve.api.http.responses import json_response
 from coserve.api.openai.batches.runner import BatchRunner
 from coserve.api.openai.batches.schemas import Batch, BatchList, BatchProblems, NewBatch, RequestCounts
 from coserve.api.openai.lists import list_query
+from coserve.core.access.principal import principal
 from coserve.core.limits import PAGE_LIMIT
 from coserve.state.batches import BatchRecord
 
@@ -31,6 +32,7 @@ class BatchesApi:
             completion_window=body.completion_window,
             metadata=body.metadata,
             created_at=time.time(),
+            project=principal().project,
         )
         await self._runner.create(record)
         return json_response(batch(record))

@@ -17,6 +17,7 @@ import msgspec
 
 from coserve.api.openai.batches.schemas import Answered, BatchAnswer, BatchLine, BatchResult
 from coserve.api.openai.errors import openai_error
+from coserve.core.access.principal import Principal, Scope, act_as
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import (
     CoserveError,
@@ -106,7 +107,8 @@ class BatchRunner:
         task.add_done_callback(lambda ended: self._tasks.pop(record.id) if self._tasks[record.id] is ended else None)
 
     async def _run(self, id: str) -> None:
-        """Run a batch to its end, also if it was begun before. A disk that refuses is tried again."""
+        """Run a batch to its end for its project, also if it was begun before. A disk that refuses is tried again."""
+        act_as(Principal(self.store.get(id).project, frozenset({Scope.GENERATE})))
         while True:
             try:
                 await self._advance(id)
