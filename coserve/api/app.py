@@ -28,6 +28,7 @@ from coserve.api.openai.batches.answers import batch_answers
 from coserve.api.openai.batches.handlers import BatchesApi
 from coserve.api.openai.batches.routes import batch_routes
 from coserve.api.openai.batches.runner import BatchRunner
+from coserve.api.openai.batches.store import BatchStore
 from coserve.api.openai.errors import OPENAI_ERRORS, is_openai, no_such_path
 from coserve.api.openai.files.handlers import FilesApi
 from coserve.api.openai.files.routes import file_routes
@@ -53,7 +54,6 @@ from coserve.config import Config
 from coserve.core.garbage import GarbageCollection
 from coserve.core.logs.access import AccessLogger
 from coserve.core.logs.setup import ACCESS
-from coserve.state.batches import BatchStore
 
 CONNECTIONS = web.AppKey("connections", Connections)
 SERVICE = web.AppKey("service", Service)

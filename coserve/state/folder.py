@@ -9,7 +9,7 @@ graphs.json                               what CUDA graphs took of it; may be de
 tracking/                                 files of the trackers (`--tracking-dir`)
 adapters/<id>/<version>/                  PEFT files of one immutable version
 files/<id>/                               an uploaded file and its record: `state.files`
-batches/<id>/                             a batch of requests and its results: `state.batches`
+batches/<id>/                             a batch of requests and its results: `api.openai.batches`
 jobs/<job>/corpus.safetensors             the tokenised corpus
 jobs/<job>/document.msgpack               a document in chunks, and beside it *.jsonl: questions, lessons, scores
 jobs/<job>/checkpoint-<step>/             resumable state

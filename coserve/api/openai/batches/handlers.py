@@ -11,10 +11,10 @@ from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
 from coserve.api.openai.batches.runner import BatchRunner
 from coserve.api.openai.batches.schemas import Batch, BatchList, BatchProblems, NewBatch, RequestCounts
+from coserve.api.openai.batches.store import BatchRecord
 from coserve.api.openai.lists import list_query
 from coserve.core.access.principal import principal
 from coserve.core.limits import PAGE_LIMIT
-from coserve.state.batches import BatchRecord
 
 
 class BatchesApi:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from coserve.api.openai.batches.schemas import Answered, BatchAnswer, BatchLine, BatchResult
+from coserve.api.openai.batches.store import ERRORS, OUTPUT, BatchProblem, BatchRecord, BatchStatus, BatchStore
 from coserve.api.openai.errors import openai_error
 from coserve.core.access.principal import Principal, Scope, act_as
 from coserve.core.cancellation import uncancelled_thread
@@ -29,7 +30,6 @@ from coserve.core.errors import (
     QueueFull,
     StorageError,
 )
-from coserve.state.batches import ERRORS, OUTPUT, BatchProblem, BatchRecord, BatchStatus, BatchStore
 from coserve.state.durable import read_errors, write_errors
 from coserve.state.files import FileStore
 from coserve.state.item_log import ItemLog

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from coserve.api.openai.batches.store import BatchProblem, BatchStatus
 from coserve.core.limits import Text
 from coserve.core.types import Wire
-from coserve.state.batches import BatchProblem, BatchStatus
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 
