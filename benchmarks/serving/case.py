@@ -266,8 +266,9 @@ class Bench:
         ranks = RANKS[family]
         for i in range(ADAPTERS):
             ref = AdapterRef(f"{family}{i}", 1)
-            self._made[ref] = make_adapter(self.base, 1000 * len(ranks) + i, ranks[i % len(ranks)])
-            self.store.publish(ref, self.store.host_copy(self._made[ref]))
+            made = make_adapter(self.base, 1000 * len(ranks) + i, ranks[i % len(ranks)])
+            self._made[ref] = self.store.host_copy(made)
+            self.store.publish(ref, self._made[ref])
 
     def capture(self, ranks: Sequence[int] = ()) -> float:
         """Compile, and capture the graphs of steps without adapters and with adapters of rank 16 and these: seconds.

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coserve.core.errors import ConfigError
 from coserve.kernels.gpu.device import device_info
 from coserve.kernels.gpu.launcher import Launcher, launches
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
@@ -94,6 +95,15 @@ def dequantize(codes_OD: Tensor, scale_O: Tensor, dtype: torch.dtype) -> Tensor:
     if launches(codes_OD):
         return scale_codes(codes_OD, scale_O, dtype)
     return (codes_OD.to(torch.float32) * scale_O[:, None]).to(dtype)
+
+
+def refuse_unusable(device: torch.device) -> None:
+    """Raise `ConfigError` for a GPU that knows no FP8."""
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        expected = "expected a GPU of compute capability 8.9 or more"
+        raise ConfigError(
+            f"quantization: fp8 {expected}, got {found[0]}.{found[1]}; nf4 needs none", field="quantization"
+        )
 
 
 def has_tensor_cores(tensor: Tensor) -> bool:

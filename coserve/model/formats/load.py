@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
 from coserve.core.errors import UnsupportedBase
+from coserve.kernels.quantized.fp8 import refuse_unusable
 from coserve.model.formats.dense import DenseTensor, Tensors
 from coserve.model.parallel.build import empty_model
 from coserve.model.parallel.drawn import DrawnWeights
@@ -32,13 +33,16 @@ class DenseModel:
         """Build the model. Each tensor is read once, cast to `dtype` and put on `device` before its memory is freed
         (onto a GPU only if accelerate is installed; without it, all of them lie in host memory first).
 
-        Raises `UnsupportedBase` for missing parameters, which transformers would draw at random.
+        Raises `UnsupportedBase` for missing parameters, which transformers would draw at random, and `ConfigError` for
+        a GPU without FP8.
         """
         with torch.device("meta"):
             kind = type(model_class(self.config).from_config(self.config, trust_remote_code=self.trust_remote_code))
         model: PreTrainedModel
         settings = {}
         if self.quantization != "none":
+            if self.quantization == "fp8":
+                refuse_unusable(self.device)
             settings["quantization_config"] = QuantizeAtLoad(self.quantization, self.device)
         model, report = kind.from_pretrained(
             None,
