@@ -48,6 +48,8 @@ class Question(Wire, frozen=True):
     text: str
     generated: int = 0
     """Tokens that the attempt took."""
+    grounded: bool = True
+    """Whether it has the chunk's words."""
     answer: str | None = None
 
     @property
@@ -109,7 +111,8 @@ class Teaching:
             ]
             work = {f"{c}/{a}": partial(self._question, c, a) for c, a in wanted if f"{c}/{a}" not in found}
             found |= await self._all("questions", work, self._questions, quota * len(chunks), len(found))
-        taken = set(different(text for chunk in chunks for text in _texts(found.values(), chunk)[:quota]))
+        texts = [text for chunk in chunks for text in _texts(found.values(), chunk, every=True)[:quota]]
+        taken = set(different(texts))
         kept = list[Question]()
         for each in sorted(found.values(), key=lambda each: (each.chunk, each.attempt)):
             if each.text in taken:
@@ -124,9 +127,8 @@ class Teaching:
             self._prompts.question(self._chunks[chunk], attempt, seed, settings.temperature, self._adapter)
         )
         failpoint("document.questions")
-        found = clean_question(asked.text) or ""
-        text = found if grounded(found, self._chunks[chunk]) else ""
-        return Question(chunk, attempt, text, len(asked.tokens))
+        text = clean_question(asked.text) or ""
+        return Question(chunk, attempt, text, len(asked.tokens), grounded=grounded(text, self._chunks[chunk]))
 
     # ---- answers
 
@@ -228,5 +230,8 @@ def question_quota(settings: DocumentSettings, chunks: int) -> int:
     return math.ceil(min(MOST_HELD_OUT, max(2 * LEAST_HELD_OUT, wanted)) / chunks)
 
 
-def _texts(questions: Iterable[Question], chunk: int) -> list[str]:
-    return different(each.text for each in questions if each.chunk == chunk and each.text)
+def _texts(questions: Iterable[Question], chunk: int, *, every: bool = False) -> list[str]:
+    """Return the different questions about a chunk that have its words; `every`: the others, too, after them."""
+    own = sorted((each for each in questions if each.chunk == chunk and each.text), key=lambda each: each.attempt)
+    rest = [each.text for each in own if not each.grounded] if every else []
+    return different([*(each.text for each in own if each.grounded), *rest])
