@@ -129,6 +129,8 @@ def _copy(path: Path, target: Path) -> None:
             try:
                 shutil.copytree(path, temp, dirs_exist_ok=True)
             except (FileNotFoundError, shutil.Error):
+                if path.exists():
+                    raise  # the disk's error
                 gone = True
         if gone:
             shutil.rmtree(target)

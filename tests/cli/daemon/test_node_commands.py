@@ -40,6 +40,7 @@ def listening(session: int) -> set[int]:
     return {int(line[1].rpartition(":")[2], 16) for line in open_ones}
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_running_daemon_goes_on_elsewhere(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
