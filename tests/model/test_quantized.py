@@ -20,7 +20,7 @@ from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.packed_rows import pack_rows
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.segments import Segments
-from coserve.lora.files.peft import QUANTIZATION
+from coserve.lora.files.peft import QUANTIZATION, inspect_adapter
 from coserve.lora.store.files import load_adapter
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
@@ -119,7 +119,9 @@ def test_gradients_are_those_of_the_dequantised_model(base: Base, folder: Path, 
         torch.testing.assert_close(own, expected[name], rtol=2e-3, atol=2e-4)
 
 
-def test_a_job_learns_and_its_adapter_names_the_quantisation(base: Base, folder: Path, tmp_path: Path) -> None:
+def test_a_job_learns_and_its_adapter_names_the_quantisation(
+    base: Base, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = Bench(base, tmp_path)
     messages = bench.train(bench.place(CORPUS, job_spec(CORPUS, steps=12, use_dora=base.spec.quantization == "nf4")))
     losses = [one.loss for one in metrics_of(messages)]
@@ -127,7 +129,11 @@ def test_a_job_learns_and_its_adapter_names_the_quantisation(base: Base, folder:
     ref = AdapterRef("learned", 1)
     with safe_open(bench.folder.adapter(ref) / ADAPTER_WEIGHTS, "pt") as file:
         assert file.metadata()[QUANTIZATION] == base.spec.quantization
-    other = load_adapter(bench.folder.adapter(ref), load(folder).spec, device="cpu", dtype=torch.float32)
+    plain = load(folder).spec
+    with caplog.at_level("INFO"):
+        inspect_adapter(bench.folder.adapter(ref), plain)
+    assert f"quantised as {base.spec.quantization} is to be served on it as none" in caplog.text
+    other = load_adapter(bench.folder.adapter(ref), plain, device="cpu", dtype=torch.float32)
     assert other.sites.keys() == base.spec.sites.keys(), "expected the unquantised base to take it"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from coserve.lora.files.matching import Known, Matching
 from coserve.lora.files.targets import alpha_of, exact, linear_targets, targeted_sites
 from coserve.lora.files.tensorfile import MAX_CONFIG, TensorEntry, TensorFile
 from coserve.lora.files.wrapped import outside_text, site_of
+
+log = logging.getLogger(__name__)
 
 FINGERPRINT = "coserve.base_fingerprint"
 """Key of the safetensors metadata that names the base of an adapter trained here."""
@@ -88,6 +91,10 @@ def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] =
     config = read_config(folder)
     with TensorFile(folder, ADAPTER_WEIGHTS) as file:
         layout = read_layout(config, file, base)
+        trained_on = file.metadata.get(QUANTIZATION, "none")
+        if FINGERPRINT in file.metadata and trained_on != base.quantization:
+            own = base.quantization
+            log.info("an adapter trained on the base quantised as %s is to be served on it as %s", trained_on, own)
         refuse_non_finite(file, file.entries, base.dtype, progress)
         return AdapterInfo(
             settings=layout.settings,
