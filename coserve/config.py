@@ -42,7 +42,7 @@ MIN_READ_TIMEOUT, MAX_READ_TIMEOUT = 0.1, 86400.0
 deadline beyond 24 days."""
 AT_LEAST_ONE = (
     *("inference_batch_size", "ts_n", "page_tokens", "max_running", "step_tokens", "threads", "kv_tokens", "max_queue"),
-    *("max_jobs", "max_active_jobs", "max_adapters_resident", "adapter_memory_bytes", "pinned_memory_bytes"),
+    *("max_jobs", "max_active_jobs", "host_adapter_bytes", "pinned_memory_bytes"),
     *("max_sessions", "micro_batch_rows", "keep_checkpoints", "tokenizer_workers", "max_connections", "max_body_bytes"),
 )
 """Whole numbers that must not be 0."""
@@ -229,11 +229,10 @@ class Config:
     session_timeout: float = option(
         300.0, "seconds without a sign of its client, after which a training session ends; 0: never"
     )
-    max_adapters_resident: int = option(64, "adapters kept in host memory; idle ones beyond that stay on disk only")
-    adapter_memory_bytes: int | None = option(
+    host_adapter_bytes: int | None = option(
         None,
-        "host memory for idle adapters, in bytes, of all ranks together; default: as many as max_adapters_resident "
-        "says, whatever their size",
+        "host memory for adapters that no request uses, in bytes, of all ranks together: those that are used least "
+        "leave first; default: a quarter of the memory that is free at the start",
     )
     pinned_memory_bytes: int | None = option(
         None,

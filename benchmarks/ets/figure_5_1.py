@@ -119,7 +119,7 @@ def serving(base: Base, shape: Shape, method: str) -> Generator:
     """A generator for as many sequences, with as many adapters in memory, as there are in any point."""
     most = max(shape.counts)
     made = {AdapterRef(f"a{i}", 1): make_adapter(base, i) for i in range(max(most, shape.adapters))}
-    store = AdapterStore(lambda ref, digests: made[ref], HostBudget(len(made)), pinned=shape.device == "cuda")
+    store = AdapterStore(lambda ref, digests: made[ref], HostBudget(1 << 40), pinned=shape.device == "cuda")
     for ref, weights in made.items():
         store.publish(ref, store.host_copy(weights))
     kv = KvCache.for_base(base, shape.kv_tokens, 16)

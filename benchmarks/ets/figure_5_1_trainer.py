@@ -125,7 +125,9 @@ class Jobs:
         own: dict[str, Any] = {"lora_backend": backend, "micro_batch_tokens": batch * length, **(settings or {})}
         parts = EngineParts(base, Config(data_dir=root, **own))
         self._trainer = parts.make_sessions(
-            Trainer, AdapterStore(parts.read_adapter, HostBudget(1)), compiled=_compiled(parts, levels=recomputed > 0)
+            Trainer,
+            AdapterStore(parts.read_adapter, HostBudget(1 << 40)),
+            compiled=_compiled(parts, levels=recomputed > 0),
         )
         self._wanted = batch * length
         self.jobs_of_batches = set[int]()

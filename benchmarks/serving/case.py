@@ -227,7 +227,7 @@ class Bench:
         config = Config(max_running=shape.max_running, step_tokens=shape.step_tokens, device=shape.device)
         self._made: dict[AdapterRef, LoraWeights] = {}
         self.store = AdapterStore(
-            lambda ref, digests: self._made[ref], HostBudget(2 * ADAPTERS), pinned=shape.device == "cuda"
+            lambda ref, digests: self._made[ref], HostBudget(1 << 40), pinned=shape.device == "cuda"
         )
         self.kv = kv or KvCache.for_base(base, shape.kv_tokens, config.page_tokens)
         options = INDUCTOR | dict.fromkeys(inductor, True)

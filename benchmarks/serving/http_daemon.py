@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.serving.http_case import ADAPTERS, Size, closed_loop_requests
-from benchmarks.serving.http_load import LoadPlan, LoadRequest
+from benchmarks.serving.http_load import NEVER, LoadPlan, LoadRequest
 from coserve.workloads.replay import Sample
 
 
@@ -32,7 +32,6 @@ def serve_arguments(size: Size, model: Path, data: Path) -> dict[str, Any]:
         "kv_tokens": size.kv_tokens,
         "step_tokens": size.step_tokens,
         "max_running": size.max_running,
-        "max_adapters_resident": 64,
         "micro_batch_tokens": size.batch_tokens,
         "policy": "slack",
         # Below the limits that are counted (5 s, 45 ms): the policy lets TPOT reach its target.
@@ -92,13 +91,20 @@ class LoadProcesses:
         ]
 
     def run(
-        self, url: str, requests: Sequence[LoadRequest], *, start: float, streams: int | None = None
+        self,
+        url: str,
+        requests: Sequence[LoadRequest],
+        *,
+        start: float,
+        streams: int | None = None,
+        until: float = NEVER,
     ) -> list[Sample]:
-        """Send all requests from `start` (monotonic clock) on; `streams`: of a closed loop, over all processes."""
+        """Send all requests from `start` (monotonic clock) on. `streams`: of a closed loop, over all processes;
+        `until`: see `LoadPlan`."""
         count = len(self._processes)
         each = None if streams is None else streams // count
         for i, process in enumerate(self._processes):
-            plan = LoadPlan(url=url, start=start, requests=list(requests[i::count]), streams=each)
+            plan = LoadPlan(url=url, start=start, requests=list(requests[i::count]), streams=each, until=until)
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(plan))
             process.stdin.close()

@@ -18,6 +18,9 @@ import msgspec
 
 from coserve.workloads.replay import Sample
 
+NEVER = 1e9
+"""Seconds."""
+
 
 class LoadRequest(msgspec.Struct, frozen=True):
     """One request. `at`: seconds after the plan's start; not used in a closed loop."""
@@ -32,13 +35,15 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
 
 class LoadPlan(msgspec.Struct, frozen=True):
-    """`start`: on the monotonic clock. `streams`: None for an open loop."""
+    """`start`: on the monotonic clock. `streams`: None for an open loop. `until`: seconds after the start at which
+    requests are cut off."""
 
     url: str
     start: float
     requests: list[LoadRequest]
     streams: int | None = None
     timeout: float = 120.0
+    until: float = NEVER
 
 
 class _Error(msgspec.Struct):
@@ -69,7 +74,10 @@ async def send(session: aiohttp.ClientSession, plan: LoadPlan, request: LoadRequ
     times: list[float] = []
     tokens, error = 0, None
     try:
-        async with asyncio.timeout(plan.timeout), session.post("/generate", json=body) as response:
+        async with (
+            asyncio.timeout(min(plan.timeout, plan.until - sent)),
+            session.post("/generate", json=body) as response,
+        ):
             rest = b""
             async for chunk in response.content.iter_any():
                 *events, rest = (rest + chunk).split(b"\n\n")

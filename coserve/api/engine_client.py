@@ -31,6 +31,8 @@ class EngineClient:
         self._link: Link[ToEngine, FromEngine] | None = None
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
+        self.residents: frozenset[AdapterRef] = frozenset()
+        """Adapters in memory, by the last stats."""
         self.warmup: EngineWarming | None = None
         """Last start-up report; kept once the engine is ready."""
         self.ranks: EngineRanks | None = None
@@ -122,6 +124,8 @@ class EngineClient:
         once when its work is done."""
         idle = isinstance(message, EngineStats) and not (message.waiting or message.running or message.jobs)
         self._silent_since = None if idle else self._clock()
+        if isinstance(message, EngineStats):
+            self.stats, self.residents = message, frozenset(message.resident)
 
     @property
     def silence(self) -> tuple[str, ...]:
@@ -174,7 +178,8 @@ class EngineClient:
 
     def lost(self) -> None:
         self._link = self.stats = self.warmup = self._silent_since = None
+        self.residents = frozenset()
         self._changed()
 
     def resident(self, ref: AdapterRef) -> bool:
-        return self.stats is not None and ref in self.stats.resident
+        return ref in self.residents

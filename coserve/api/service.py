@@ -251,7 +251,6 @@ class Service:
             case Tokens() | RequestFailed() | Admitted():
                 self.generation.deliver(message)
             case EngineStats():
-                self.engine.stats = message
                 self.metrics.engine.report(message)
                 self.history.report(message)
             case EngineNotes():
@@ -317,6 +316,8 @@ class Service:
             running=stats.running if stats is not None else 0,
             jobs=stats.jobs if stats is not None else 0,
             adapters_resident=len(stats.resident) if stats is not None else 0,
+            host_adapter_bytes=stats.host_adapter_bytes if stats is not None else 0,
+            host_adapter_limit=stats.host_adapter_limit if stats is not None else 0,
             warming=self.engine.warming,
             tp=self._config.tp,
             ranks=[*self.engine.rank_states],

@@ -96,6 +96,11 @@ class Health(Wire, frozen=True):
     running: int
     jobs: int
     adapters_resident: int
+    host_adapter_bytes: int = 0
+    """Host memory that adapters take."""
+    host_adapter_limit: int = 0
+    """Budget of adapters that no request uses: `host_adapter_bytes` of the settings, or its default. 0 without an
+    engine."""
     warming: Warming | None = None
     """Progress while `status` is `starting`, once the engine reports it."""
     tp: int = 1

@@ -173,7 +173,7 @@ OPTION_ALIASES = {
     "max_num_seqs": "max_running",
     "max_num_batched_tokens": "step_tokens",
     "block_size": "page_tokens",
-    "max_cpu_loras": "max_adapters_resident",
+    "max_cpu_loras": "host_adapter_bytes",
     "enable_prefix_caching": "prefix_cache",
     # text-generation-inference and SGLang
     "max_concurrent_requests": "max_running",

@@ -15,7 +15,7 @@ import msgspec
 from coserve.core.gpu_memory import MemoryModel, MemoryUse, PoolShape
 from coserve.core.grammar import Grammar
 from coserve.core.logprobs import PackedLogprobs
-from coserve.core.step_metrics import StepMetrics
+from coserve.core.step_metrics import LoadSeconds, StepMetrics
 from coserve.core.training.messages import CallDone, CallFailed, CallSession, OpenSession
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec, FinishReason, JobSpec, SamplingParams, Slo
 
@@ -87,10 +87,11 @@ class DropAdapter(Message, frozen=True):
 
 
 class PrefetchAdapter(Message, frozen=True):
-    """Read an adapter version into host memory before a request needs it. `digests`: as for `Generate`."""
+    """Read an adapter version into host memory. `pinned`: keep it there (True); no longer (False; nothing is read)."""
 
     ref: AdapterRef
     digests: AdapterDigests
+    pinned: bool | None = None
 
 
 class SetLogLevel(Message, frozen=True):
@@ -331,6 +332,10 @@ class EngineStats(Message, frozen=True):
     cuda_alloc_retries: int = 0
     pinned_allocs: int = 0
     """See `memory.allocator`."""
+    host_adapter_bytes: int = 0
+    host_adapter_limit: int = 0
+    """Host memory that adapters take, and the budget for idle ones."""
+    loads: tuple[LoadSeconds, ...] = ()
     backlog: int = 0
     """Bytes of earlier messages that the API process has not read."""
     memory: MemoryUse | None = None

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -119,6 +120,12 @@ def usable_memory(limit: Path = MEMORY_LIMIT) -> int:
         return min(machine, int(limit.read_text()))
     except (OSError, ValueError):  # no such file, or "max"
         return machine
+
+
+def free_memory() -> int:
+    """Return the memory in bytes that the machine can give without swapping, at most `usable_memory`."""
+    found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return usable_memory() if found is None else min(int(found[1]) << 10, usable_memory())
 
 
 def allow_more_files() -> int:

@@ -1,6 +1,10 @@
-"""Metrics that a job reports for each optimizer step."""
+"""Metrics that a job reports for each optimizer step, and the times of adapters' loads."""
 
 from __future__ import annotations
+
+from typing import Final
+
+import msgspec
 
 from coserve.core.types import Wire
 
@@ -53,3 +57,17 @@ class StepMetrics(Wire, frozen=True):
     """Rewards of the pairs in this step's batch, before its update; for jobs with a DPO loss."""
     valid_rewards: Rewards | None = None
     """Rewards of the validation rows."""
+
+
+LOAD_CAUSES: Final = ("queue", "read", "hash", "pack", "write", "pages", "defragment", "copy")
+"""Where loads of adapters spend time: waiting for a reader; reading a packed file; hashing PEFT's files; reading and
+packing them; writing the packed file, beside all else; a request's wait for pages; moving pages for a run of free ones,
+and copying into it: both as the tick launches it."""
+
+
+class LoadSeconds(msgspec.Struct, frozen=True):
+    """Loads of adapters so far with time of one cause, and their seconds."""
+
+    cause: str
+    count: int
+    seconds: float

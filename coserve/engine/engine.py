@@ -324,10 +324,12 @@ class Engine:
                 self._jobs.call(message)
             case DropAdapter(ref=ref):
                 self._adapters.drop(ref)
-            case PrefetchAdapter(ref=ref, digests=digests):
+            case PrefetchAdapter(ref=ref, digests=digests, pinned=None):
                 self._adapters.prefetch(ref, digests)
             case SetLogLevel(level=level):
                 logging.getLogger().setLevel(level.upper())
+            case PrefetchAdapter(ref=ref, digests=digests, pinned=bool() as pinned):
+                self._adapters.pin(ref, digests, pinned=pinned)
             case SnapshotDone(id=id, ref=ref):
                 self._adapters.drop(ref)
                 self._jobs.snapshot_done(id, ref)

@@ -20,7 +20,7 @@ from coserve.admission.memory import MemoryAdmission
 from coserve.config import Config
 from coserve.core.errors import AdapterNotFound, UnsupportedBase
 from coserve.core.gpu_memory import MemoryModel
-from coserve.core.processes import usable_cores, usable_memory
+from coserve.core.processes import free_memory, usable_cores, usable_memory
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.engine.sizes import STEP_TOKENS
@@ -38,7 +38,10 @@ from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.lora.store.files import load_adapter, load_packed
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.packed_files import PackedFiles, PackedForm
 from coserve.lora.store.store import AdapterStore
+from coserve.lora.store.times import LoadTimes
 from coserve.memory.allocator import Reading, read_device
 from coserve.memory.graph_bytes import CudaMemory, GraphBytes
 from coserve.memory.kv import CPU_TOKENS, KvCache
@@ -61,6 +64,8 @@ PROBES = 3
 """Forwards of each number of threads in `choose_threads`."""
 SMALL_STEP = 0.03
 """Seconds of a forward that is not worth a choice of threads."""
+ADAPTER_SHARE = 0.25
+"""Fraction of the host memory that is free at the start for idle adapters."""
 PINNED_SHARE = 0.5
 """Fraction of the daemon's usable host memory for job state: pinned memory is never swapped."""
 SWITCH_INTERVAL = 2e-5
@@ -119,16 +124,40 @@ class EngineParts:
         self.lora_backend: LoraBackend = choose_backend(config.lora_backend, base.device, base.dtype)
         self.graph_bytes = GraphBytes(CudaMemory(base.device) if base.device.type == "cuda" else None)
         self.step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
+        self.load_times = LoadTimes()
+        """Where the time of `read_adapter` goes."""
+        gpu = base.device.type == "cuda"
+        self._packed_form = PackedForm(base.spec.fingerprint, base.dtype, for_kernels=gpu, pinned=gpu)
+        self.packed_files = PackedFiles(self._packed_form, self.load_times)
+
+    def host_budget(self) -> HostBudget:
+        """The host memory of this rank's shards of idle adapters."""
+        most = self.config.host_adapter_bytes
+        return HostBudget(max(1, (int(ADAPTER_SHARE * free_memory()) if most is None else most) // self.config.tp))
 
     def read_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         """Read this rank's shard of an adapter: see `lora.store.store.Load`."""
         path = self.folder.adapter(ref)
         if not path.is_dir():
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
-        spec, dtype = self.base.spec, self.base.dtype
-        if self.base.sharding is None and self.base.device.type == "cuda":  # in the store's format
-            return self.base.served(load_packed(path, spec, dtype=dtype, digests=digests, pinned=True))
-        return self.base.served(load_adapter(path, spec, device="cpu", dtype=dtype, digests=digests))
+        spec, dtype, form, times = self.base.spec, self.base.dtype, self._packed_form, self.load_times
+        if self.base.sharding is not None:
+            return self.base.served(load_adapter(path, spec, device="cpu", dtype=dtype, digests=digests))
+
+        def read() -> LoraWeights:
+            return self.base.served(
+                load_packed(
+                    path,
+                    spec,
+                    dtype=dtype,
+                    digests=digests,
+                    pinned=form.pinned,
+                    for_kernels=form.for_kernels,
+                    times=times,
+                )
+            )
+
+        return self.packed_files.load(path, digests, read)
 
     def pool_size(self) -> PoolSize:
         """The page pool's size: as configured, or what the memory plan leaves."""

@@ -47,7 +47,6 @@ from coserve.engine.warmup.parts import units
 from coserve.finetune.trainer import Trainer
 from coserve.generate.generator import Generator
 from coserve.generate.grammars import Grammars
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.mirror import CopyMirror
 from coserve.lora.store.store import AdapterStore, Load
 from coserve.memory.kv import KvCache
@@ -80,8 +79,6 @@ def build_engine(
     )
     progress = progress or StartProgress(lambda _: None, 0)
     parts = EngineParts(base, config)
-    limit = config.adapter_memory_bytes  # each rank has its shard of every adapter
-    budget = HostBudget(config.max_adapters_resident, None if limit is None else limit // config.tp)
     read: Load = parts.read_adapter
     mirror: CopyMirror | None = None
     progress.loads("measuring memory")
@@ -93,7 +90,15 @@ def build_engine(
         built = followers.ask(BuildEngine(tokens=pool.tokens))
         read, mirror = load_on_all(read, followers), FollowersCopies(followers)
     pinned = base.device.type == "cuda"
-    store = AdapterStore(read, budget, pinned=pinned, mirror=mirror, placed=base.complete_scales)
+    store = AdapterStore(
+        read,
+        parts.host_budget(),
+        pinned=pinned,
+        mirror=mirror,
+        placed=base.complete_scales,
+        times=parts.load_times,
+        notes=lambda: parts.packed_files.notes,
+    )
     kv = KvCache.for_base(base, pool.tokens, config.page_tokens, sequences=config.batch_requests)
     progress.loads("loading compiled layers")
     compiled = make_compiled(parts, kv, task, training, progress.captures)

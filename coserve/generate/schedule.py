@@ -27,14 +27,11 @@ log = logging.getLogger(__name__)
 
 PREEMPTED = (
     "preemptions so far: %d (a request gives its pages of the KV cache up to an earlier one, and is computed again "
-    "later); more "
-    "--kv-tokens or less --max-running make them rarer"
+    "later); more --kv-tokens or less --max-running make them rarer"
 )
-
 
 SCORED_TOKENS = 512
 """Most tokens of a step in prompts that are scored: each of them keeps its logits, not only the last."""
-
 
 LOADED_BYTES = 256 << 20
 """Bytes of adapters copied into pages in one step after which no further adapter is loaded: some milliseconds, for
@@ -144,6 +141,8 @@ class Scheduler:
         self.requests[request.id] = request
         self._plan = None
         self._has_grammar(request)  # compiled while it is queued
+        if request.adapter is not None:  # read while it is queued
+            self._adapters.arrived(request.adapter, request.message.digests)
         return displaced
 
     def add(self, request: Request) -> None:
@@ -401,6 +400,8 @@ class Scheduler:
         )
         self._lacks_pages = free < 0 or self._outgrown
         if self._lacks_pages:
+            if ref is not None:
+                self._adapters.lacks_pages(ref)
             return False
         if ref is None:
             return True

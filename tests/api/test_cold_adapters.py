@@ -42,7 +42,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
     """Room for one idle adapter in memory, and for three requests at once."""
     root = tmp_path / "root"
     async with serve_real(
-        tmp_path / "data", data_root=root, max_adapters_resident=1, max_running=3, prefix_cache=False
+        tmp_path / "data", data_root=root, host_adapter_bytes=1, max_running=3, prefix_cache=False
     ) as api:
         for i in range(ADAPTERS):
             (root / f"a{i}").mkdir(parents=True)

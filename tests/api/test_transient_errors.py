@@ -148,7 +148,7 @@ async def test_an_end_that_is_said_twice_keeps_its_adapter(api: Api) -> None:
 async def test_an_engine_without_descriptors_trains_and_serves_once_it_has_some(tmp_path: Path) -> None:
     """A job's corpus cannot be opened twice, then its adapter, of which nothing stays in memory, cannot be read
     twice."""
-    async with serve_real(tmp_path / "data", max_adapters_resident=1) as api:
+    async with serve_real(tmp_path / "data", host_adapter_bytes=1) as api:
         training = {"steps": 1, "batch_tokens": 16, "max_length": 16}
         for name in ("poet", "bard"):
             with armed("job.open=EMFILE@1;job.open=EIO@2;adapter.open=ENFILE@1") as state:

@@ -79,7 +79,11 @@ class Paged:
             self.reads += 1
             return adapter(base, ref)
 
-        self.store = AdapterStore(load, HostBudget(capacity), pinned=base.device.type == "cuda")
+        self.store = AdapterStore(
+            load,
+            HostBudget(capacity * packed_bytes(adapter(base, REFS[len(REFS) // 2]))),
+            pinned=base.device.type == "cuda",
+        )
         self.kv = KvCache.for_base(base, pages * PAGE, PAGE)
         plain = eager(base, self.kv, lora_backend)
         executor = plain if fused is None else graphs(fused, self.kv, lora_backend, max_running=8)

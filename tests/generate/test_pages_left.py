@@ -34,7 +34,8 @@ from tests.support.pages import next_shares
 PAGES, PAGE_TOKENS, STEP_TOKENS, RUNNING = 64, 4, 48, 12
 PAGE_BYTES = 2 * ALIGNMENT
 REFS = [AdapterRef("a", 1), AdapterRef("a", 2), *(AdapterRef(f"n{i}", 1) for i in range(6))]
-RESIDENT = 5
+RESIDENT = 20 * PAGE_BYTES
+"""Of 72 pages of all adapters."""
 
 
 def load(ref: AdapterRef, digests: AdapterDigests | None = None) -> LoraWeights:
@@ -70,6 +71,9 @@ class Memory:
             self.slots[page] = [0] * PAGE_TOKENS
         return pages
 
+    def arrived(self, ref: AdapterRef, digests: AdapterDigests | None) -> None:
+        self.store.arrived(ref, digests)
+
     def ready(self, ref: AdapterRef, digests: AdapterDigests | None) -> bool:
         return self.store.ready(ref, digests)
 
@@ -87,6 +91,9 @@ class Memory:
 
     def needs(self, ref: AdapterRef) -> int:
         return self.store.needs(ref)
+
+    def lacks_pages(self, ref: AdapterRef) -> None:
+        self.store.lacks_pages(ref)
 
     def to_copy(self, ref: AdapterRef) -> int:
         return self.store.to_copy(ref)

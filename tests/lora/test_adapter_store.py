@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coserve.core.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
-from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
-from coserve.kernels.lora.types import LoraPair
+from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.store.entry import State
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.mirror import NoMirror
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
 from tests.support.examples import examples
+from tests.support.sized_adapters import room_for, sized
 
 REFS = [AdapterRef(id, version) for id in "abc" for version in (1, 2)]
 CAPACITY = 3
@@ -36,12 +35,12 @@ class Disk:
         if ref not in self.files:
             raise AdapterNotFound(f"adapter {ref} does not exist")
         self.reads.append(ref)
-        return LoraWeights(LoraSettings(), {})
+        return sized()
 
 
 def test_the_least_recently_used_idle_adapter_goes_first() -> None:
     disk = Disk(*REFS)
-    store = AdapterStore(disk, HostBudget(2))
+    store = AdapterStore(disk, room_for(2))
     for ref in (REFS[0], REFS[1], REFS[0], REFS[2]):
         store.acquire(ref)
         store.release(ref)
@@ -51,7 +50,7 @@ def test_the_least_recently_used_idle_adapter_goes_first() -> None:
 
 
 def test_held_adapters_stay_beyond_the_capacity_until_released() -> None:
-    store = AdapterStore(Disk(*REFS), HostBudget(1))
+    store = AdapterStore(Disk(*REFS), room_for(1))
     held = {ref: store.acquire(ref) for ref in REFS[:3]}
     assert set(store.resident()) == set(REFS[:3])
     assert all(store.acquire(ref) is weights for ref, weights in held.items())
@@ -78,7 +77,7 @@ async def test_a_copy_that_was_read_elsewhere_goes_when_the_read_fails_here(wait
     def fails(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         raise MemoryError
 
-    store = AdapterStore(fails, HostBudget(2), mirror=mirror)
+    store = AdapterStore(fails, room_for(2), mirror=mirror)
     if waits:
         changed = asyncio.Event()
         store.notify(changed.set)
@@ -94,20 +93,20 @@ async def test_a_copy_that_was_read_elsewhere_goes_when_the_read_fails_here(wait
 
 def test_a_published_adapter_is_never_read() -> None:
     disk = Disk()
-    store = AdapterStore(disk, HostBudget(2))
-    weights = LoraWeights(LoraSettings(), {})
+    store = AdapterStore(disk, room_for(2))
+    weights = sized()
     store.publish(REFS[0], weights)
     assert store.acquire(REFS[0]) is weights
     assert disk.reads == []
     with pytest.raises(AdapterBusy):
-        store.publish(REFS[0], LoraWeights(LoraSettings(), {}))
+        store.publish(REFS[0], sized())
 
 
 def test_a_temporary_adapter_stays_until_it_is_dropped_and_counts() -> None:
     """It has no files to be read again from."""
     disk, snapshot = Disk(*REFS), AdapterRef("job-1:snapshot", 1)
-    store = AdapterStore(disk, HostBudget(2))
-    store.publish(snapshot, weights := LoraWeights(LoraSettings(), {}), temporary=True)
+    store = AdapterStore(disk, room_for(2))
+    store.publish(snapshot, weights := sized(), temporary=True)
     for ref in REFS:
         store.acquire(ref)
         store.release(ref)
@@ -127,7 +126,7 @@ def test_a_temporary_adapter_stays_until_it_is_dropped_and_counts() -> None:
 
 def test_a_deleted_adapter_leaves_with_its_last_holder() -> None:
     disk = Disk(REFS[0])
-    store = AdapterStore(disk, HostBudget(2))
+    store = AdapterStore(disk, room_for(2))
     store.acquire(REFS[0])
     store.drop(REFS[0])
     disk.files.clear()
@@ -140,20 +139,15 @@ def test_a_deleted_adapter_leaves_with_its_last_holder() -> None:
 
 
 def test_an_unknown_adapter_costs_nobody_a_place_for_good() -> None:
-    store = AdapterStore(Disk(REFS[0]), HostBudget(1))
+    store = AdapterStore(Disk(REFS[0]), room_for(1))
     store.acquire(REFS[0])
     with pytest.raises(AdapterNotFound):
         store.acquire(REFS[1])
     assert store.resident() == (REFS[0],)
 
 
-def sized(rank: int) -> LoraWeights:
-    """Of 256 bytes a rank."""
-    return LoraWeights(LoraSettings(r=rank), {"q": LoraPair(torch.zeros(rank, 32), torch.zeros(32, rank), 1.0)})
-
-
 def test_the_budget_counts_bytes() -> None:
-    store = AdapterStore(Disk(*REFS), HostBudget(adapters=100, bytes=1024))
+    store = AdapterStore(Disk(*REFS), room_for(4))
     for ref, rank in zip(REFS[:4], (1, 1, 1, 2), strict=True):
         store.publish(ref, sized(rank))
     assert store.resident() == (REFS[1], REFS[2], REFS[3])
@@ -174,7 +168,7 @@ async def settled(store: AdapterStore) -> None:
 
 async def test_what_somebody_waits_for_is_not_evicted_before_they_have_it() -> None:
     disk = Disk(*REFS)
-    store = AdapterStore(disk, HostBudget(1))
+    store = AdapterStore(disk, room_for(1))
     for ref in REFS[:3]:
         assert not store.ready(ref) and store.reading(ref)
     await settled(store)
@@ -193,7 +187,7 @@ async def test_what_somebody_waits_for_is_not_evicted_before_they_have_it() -> N
 async def test_what_nobody_waits_for_any_more_goes_at_once() -> None:
     """The request was cancelled before it acquired the adapter."""
     mirror = Mirror()
-    store = AdapterStore(Disk(*REFS), HostBudget(1), mirror=mirror)
+    store = AdapterStore(Disk(*REFS), room_for(1), mirror=mirror)
     store.acquire(REFS[0])
     assert not store.ready(REFS[1])
     await settled(store)
@@ -207,7 +201,7 @@ async def test_what_nobody_waits_for_any_more_goes_at_once() -> None:
 
 async def test_a_prefetched_adapter_is_idle_and_a_prefetch_that_fails_leaves_nothing() -> None:
     disk = Disk(*REFS[:3])
-    store = AdapterStore(disk, HostBudget(2))
+    store = AdapterStore(disk, room_for(2))
     for ref in (REFS[0], REFS[1], REFS[1], REFS[5]):
         store.prefetch(ref)
     await settled(store)
@@ -220,8 +214,39 @@ async def test_a_prefetched_adapter_is_idle_and_a_prefetch_that_fails_leaves_not
     store.close()
 
 
+async def test_a_pinned_adapter_is_read_and_stays() -> None:
+    store = AdapterStore(Disk(*REFS), room_for(2))
+    store.pin(REFS[0], pinned=True)
+    await settled(store)
+    for ref in REFS[1:]:
+        store.acquire(ref)
+        store.release(ref)
+    assert set(store.resident()) == {REFS[0], REFS[-1]}
+    store.pin(REFS[0], pinned=False)
+    for ref in REFS[1:3]:
+        store.acquire(ref)
+        store.acquire(ref)
+        store.release(ref)
+        store.release(ref)
+    assert REFS[0] not in store.resident()
+    store.close()
+
+
+async def test_what_a_request_waits_for_is_read_before_prefetches() -> None:
+    disk = Disk(*REFS)
+    store = AdapterStore(disk, room_for(9))
+    for ref in REFS[:5]:
+        store.prefetch(ref)
+    assert not store.ready(REFS[5])
+    await settled(store)
+    assert disk.reads.index(REFS[5]) < 4, "two were being read, and reads begin as earlier ones end"
+    store.waited(REFS[5])
+    assert set(store.resident()) == set(REFS)
+    store.close()
+
+
 async def test_who_waits_for_a_deleted_adapter_fails_read_or_not() -> None:
-    store = AdapterStore(Disk(*REFS), HostBudget(2))
+    store = AdapterStore(Disk(*REFS), room_for(2))
     assert not store.ready(REFS[0])
     await settled(store)
     assert not store.ready(REFS[1])
@@ -239,7 +264,7 @@ async def test_who_waits_for_a_deleted_adapter_fails_read_or_not() -> None:
 
 async def test_an_adapter_that_is_published_while_it_is_read_serves_at_once() -> None:
     mirror, ended = Mirror(), asyncio.Event()
-    store = AdapterStore(Disk(), HostBudget(2), mirror=mirror)
+    store = AdapterStore(Disk(), room_for(2), mirror=mirror)
     store.notify(ended.set)
     assert not store.ready(REFS[0])
     store.publish(REFS[0], sized(1))
@@ -254,7 +279,7 @@ async def test_an_adapter_that_is_published_while_it_is_read_serves_at_once() ->
 
 def store_with_pages(disk: Disk, pages: int = 8) -> tuple[AdapterStore, PageBuffer]:
     """Of one idle adapter on the host. `sized(1)` takes a page."""
-    store, buffer = AdapterStore(disk, HostBudget(1)), PageBuffer(pages, 2 * ALIGNMENT, torch.device("cpu"))
+    store, buffer = AdapterStore(disk, room_for(1)), PageBuffer(pages, 2 * ALIGNMENT, torch.device("cpu"))
     store.use_pool(buffer, lambda ref: None)
     return store, buffer
 
@@ -333,12 +358,12 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.disk = Disk()
-        self.store = AdapterStore(self.disk, HostBudget(CAPACITY))
+        self.store = AdapterStore(self.disk, room_for(CAPACITY))
         self.held: dict[AdapterRef, list[LoraWeights]] = {}
 
     @rule(ref=st.sampled_from(REFS))
     def publish(self, ref: AdapterRef) -> None:
-        weights = LoraWeights(LoraSettings(), {})
+        weights = sized()
         if ref in self.held:
             with pytest.raises(AdapterBusy):
                 self.store.publish(ref, weights)

@@ -38,13 +38,14 @@ from coserve.core.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings
 from coserve.finetune.passes.mixing import BatchLimits, Size, companions
 from coserve.generate.plan import Ran, Share, step_shape
 from coserve.generate.schedule import Scheduler
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.pages import Activated
 from coserve.lora.store.store import AdapterStore
+from coserve.lora.store.times import LoadTimes
 from coserve.memory.allocator import AllocatorStats
 from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape
+from tests.support.sized_adapters import room_for, sized
 
 T = TypeVar("T")
 
@@ -125,6 +126,9 @@ class Adapters:
     def __init__(self, store: NoAdapters | AdapterStore) -> None:
         self.store, self.lost = store, False
 
+    def arrived(self, ref: AdapterRef, digests: AdapterDigests | None) -> None:
+        self.store.arrived(ref, digests)
+
     def ready(self, ref: AdapterRef, digests: AdapterDigests | None) -> bool:
         return self.store.ready(ref, digests)
 
@@ -142,6 +146,9 @@ class Adapters:
 
     def needs(self, ref: AdapterRef) -> int:
         return 0
+
+    def lacks_pages(self, ref: AdapterRef) -> None:
+        """It needs none."""
 
     def to_copy(self, ref: AdapterRef) -> int:
         return 0
@@ -622,9 +629,19 @@ class NoAdapters:
     """An adapter store in which every adapter is in memory."""
 
     troubles: tuple[str, ...] = ()
+    host_bytes = (0, 0)
+
+    def __init__(self) -> None:
+        self.times = LoadTimes()
 
     def notify(self, changed: Callable[[], None]) -> None:
         self.changed = changed
+
+    def arrived(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> None:
+        """Nothing is read."""
+
+    def pin(self, ref: AdapterRef, digests: AdapterDigests | None = None, *, pinned: bool) -> None:
+        """Everything stays."""
 
     def ready(self, ref: AdapterRef, digests: AdapterDigests | None) -> bool:
         return True
@@ -670,6 +687,6 @@ def adapters_on_disk(budget: int, came: Callable[[], None]) -> AdaptersOnDisk:
 
     def load(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         came()
-        return LoraWeights(LoraSettings(), {})
+        return sized()
 
-    return AdaptersOnDisk(load, HostBudget(budget))
+    return AdaptersOnDisk(load, room_for(budget))

@@ -157,7 +157,7 @@ class Bench:
         kind: Callable[[Base, AdapterStore, DataFolder, TrainerSettings], Trainer] = Trainer,
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
-        self.store = AdapterStore(self._load_adapter, HostBudget(4))
+        self.store = AdapterStore(self._load_adapter, HostBudget(1 << 40))
         self.settings = TrainerSettings(
             limits=limits,
             mix_jobs=True,

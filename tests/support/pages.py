@@ -48,6 +48,9 @@ class BareAdapters:
         self.loaded, self.unread, self.broken = set[AdapterRef](), set[AdapterRef](), set[AdapterRef]()
         self.awaited = list[AdapterRef]()
 
+    def arrived(self, ref: AdapterRef, digests: AdapterDigests | None) -> None:
+        """Nothing is read ahead."""
+
     def ready(self, ref: AdapterRef, digests: AdapterDigests | None) -> bool:
         if ref in self.unread or ref in self.broken:
             self.awaited.append(ref)
@@ -67,6 +70,9 @@ class BareAdapters:
 
     def needs(self, ref: AdapterRef) -> int:
         return 0
+
+    def lacks_pages(self, ref: AdapterRef) -> None:
+        """Nobody counts."""
 
     def to_copy(self, ref: AdapterRef) -> int:
         return 0 if ref in self.loaded else 100

@@ -111,6 +111,8 @@ class AdapterCatalog:
                     field="lora_name",
                 )
             record = await self._commits.run(self._install(source, name, spec, origin))
+        with suppress(EngineUnavailable):  # it packs the files, and the first request finds them in memory
+            self._engine.send(PrefetchAdapter(ref=record.ref, digests=record.digests))
         failpoint("api.before_reply")
         return self._view(record, record.ref.version)
 
@@ -204,8 +206,7 @@ class AdapterCatalog:
 
     async def list(self, after: str | None, limit: int, chosen: AdapterFilter = EVERY) -> AdapterList:
         """Return the current version of each adapter that the filter accepts, by name."""
-        stats = self._engine.stats
-        resident = frozenset() if stats is None else frozenset(stats.resident)
+        resident = self._engine.residents
 
         def find(registry: Registry) -> list[tuple[AdapterRecord, int]]:
             with registry.snapshot():

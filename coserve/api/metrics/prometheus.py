@@ -14,6 +14,7 @@ from coserve.api.metrics.vllm_names import VllmNames
 from coserve.core.gpu_memory import USES, MemoryUse
 from coserve.core.health import RankInfo
 from coserve.core.link import STALL_BUCKETS, EngineStats, EngineWarming, StallCounts, StepCounts
+from coserve.core.step_metrics import LoadSeconds
 from coserve.core.types import FinishReason, JobState
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -224,6 +225,21 @@ def gpu_memory(use: MemoryUse | None) -> Iterable[Metric]:
         yield GaugeMetricFamily(f"coserve_jobs_memory_{name}_bytes", text, value=value)
 
 
+def load_seconds(loads: Iterable[LoadSeconds]) -> Iterable[Metric]:
+    counts = CounterMetricFamily(
+        "coserve_adapter_loads",
+        "Loads of adapters that spent time on a cause: queue (for a reader), read (a packed file), hash and pack "
+        "(PEFT's files), write (a packed file, beside all else), pages (a request waits for them), defragment (pages "
+        "move for a run of them), copy (its launch)",
+        labels=["cause"],
+    )
+    seconds = CounterMetricFamily("coserve_adapter_load_seconds", "Their time, by the same", labels=["cause"])
+    for each in loads:
+        counts.add_metric([each.cause], each.count)
+        seconds.add_metric([each.cause], each.seconds)
+    return counts, seconds
+
+
 def step_counts(steps: Iterable[StepCounts]) -> Iterable[Metric]:
     labels = ["kind", "beside_training"]
     counts = CounterMetricFamily(
@@ -254,11 +270,13 @@ class EngineGauges(Collector):
         self._before = (0.0,) * len(_TOTALS)
         self._stalls_before: dict[str, StallCounts] = {}
         self._steps_before: dict[tuple[str, bool], StepCounts] = {}
+        self._loads_before: dict[str, LoadSeconds] = {}
 
     def report(self, stats: EngineStats | None) -> None:
         """Store a report; None: the engine ended."""
         if stats is None:
             self._before, self._stalls_before, self._steps_before = self._totals(), self._stalls(), self._steps()
+            self._loads_before = self._loads()
         self._stats = stats
 
     def _totals(self) -> tuple[float, ...]:
@@ -282,6 +300,14 @@ class EngineGauges(Collector):
             found[new.kind, new.beside] = StepCounts(new.kind, new.beside, count + new.count, seconds + new.seconds)
         return found
 
+    def _loads(self) -> dict[str, LoadSeconds]:
+        """Loads of adapters, by cause."""
+        found = dict(self._loads_before)
+        for new in () if self._stats is None else self._stats.loads:
+            old = found.get(new.cause, LoadSeconds(new.cause, 0, 0.0))
+            found[new.cause] = LoadSeconds(new.cause, old.count + new.count, old.seconds + new.seconds)
+        return found
+
     def collect(self) -> Iterable[Metric]:
         s = self._stats
         used = s.pages_used / s.pages_total if s is not None and s.pages_total else 0.0
@@ -301,6 +327,8 @@ class EngineGauges(Collector):
                 s.backlog if s else 0,
             ),
             ("adapters_resident", "Adapters in memory", len(s.resident) if s else 0),
+            ("host_adapter_bytes", "Host memory that adapters take", s.host_adapter_bytes if s else 0),
+            ("host_adapter_limit_bytes", "Budget of it for idle adapters", s.host_adapter_limit if s else 0),
             (
                 "train_speed_beside_ratio",
                 (
@@ -316,6 +344,7 @@ class EngineGauges(Collector):
         for (name, text, _), total in zip(_TOTALS, self._totals(), strict=True):
             yield CounterMetricFamily(f"coserve_{name}", text, value=total)
         yield from step_counts(self._steps().values())
+        yield from load_seconds(self._loads().values())
         stalls = HistogramMetricFamily(
             "coserve_engine_stall_seconds",
             "Time between two moments at which a generation step can begin, while requests waited or ran, by cause",

@@ -32,7 +32,6 @@ from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.compiled import make_compiled
 from coserve.engine.warmup.messages import WarmUpTask
 from coserve.finetune.sessions.followed import FollowedSessions
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.allocator import read_device
 from coserve.memory.kv import KvCache
@@ -110,9 +109,7 @@ def follow(config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> None:
 
 def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> Follower:
     parts = EngineParts(base, config)
-    store = AdapterStore(
-        parts.read_adapter, HostBudget(config.max_adapters_resident), pinned=base.device.type == "cuda"
-    )
+    store = AdapterStore(parts.read_adapter, parts.host_budget(), pinned=base.device.type == "cuda")
 
     def read(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         return store.host_copy(parts.read_adapter(ref, digests))

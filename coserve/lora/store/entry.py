@@ -54,6 +54,10 @@ class Entry:
 
     temporary: bool = False
     """Whether it never had files: its host copy stays until it is dropped."""
+    pinned: bool = False
+    """Whether a user wants its host copy to stay."""
+    lacks_pages_since: float | None = None
+    """When a request first lacked pages for it; None: none does."""
 
     @property
     def state(self) -> State:
@@ -66,4 +70,4 @@ class Entry:
     @property
     def idle(self) -> bool:
         """Whether no request needs it and its files can be read again, so that its host copy may be evicted."""
-        return not (self.references or self.waiting or self.temporary)
+        return not (self.references or self.waiting or self.temporary or self.pinned)

@@ -19,6 +19,7 @@ from coserve.lora.files.tensorfile import TensorFile, check_digest, digest_file
 from coserve.lora.store.packing import packed
 from coserve.lora.store.reading import read_sites
 from coserve.lora.store.tensor_writer import write_tensors
+from coserve.lora.store.times import LoadTimes
 from coserve.model.lora import LoraWeights
 
 FILLERS = 2
@@ -43,27 +44,36 @@ def load_adapter(
             files that do not match `digests`.
         StorageError: the machine cannot read the files now.
     """
-    with _opened(folder, base, digests) as (file, tensors, threads):
+    with _opened(folder, base, digests, LoadTimes()) as (file, tensors, threads):
         found = read_sites(file, tensors, base, dtype, threads, for_kernels=False, pinned=False)
     return LoraWeights(tensors.settings, {name: pair.to(device) for name, pair in found.items()})
 
 
 def load_packed(
-    folder: Path, base: BaseSpec, *, dtype: torch.dtype, digests: AdapterDigests | None = None, pinned: bool
+    folder: Path,
+    base: BaseSpec,
+    *,
+    dtype: torch.dtype,
+    digests: AdapterDigests | None = None,
+    pinned: bool,
+    for_kernels: bool = True,
+    times: LoadTimes | None = None,
 ) -> LoraWeights:
-    """Load as `load_adapter` does, straight into host memory in the layout of `packed`; DoRA's in another one, as their
-    scales are to be computed (`Base.served`)."""
-    with _opened(folder, base, digests) as (file, tensors, threads):
-        dense = all(max(shape.a_blocks, shape.b_blocks) == 1 for shape in tensors.sites.values())
-        dense = dense and not tensors.magnitudes
-        found = read_sites(file, tensors, base, dtype, threads, for_kernels=dense, pinned=pinned and dense)
-    weights = LoraWeights(tensors.settings, found)
-    return weights if dense or tensors.magnitudes else packed(weights, pinned=pinned)
+    """Load as `load_adapter` does, straight into host memory in the layout of `packed` (that of a CPU if not
+    `for_kernels`); DoRA's in another one, as their scales are to be computed (`Base.served`)."""
+    times = times or LoadTimes()
+    with times.during("pack"):
+        with _opened(folder, base, digests, times) as (file, tensors, threads):
+            dense = all(max(shape.a_blocks, shape.b_blocks) == 1 for shape in tensors.sites.values())
+            dense = dense and not tensors.magnitudes and for_kernels
+            found = read_sites(file, tensors, base, dtype, threads, for_kernels=dense, pinned=pinned and dense)
+        weights = LoraWeights(tensors.settings, found)
+        return weights if dense or tensors.magnitudes or not for_kernels else packed(weights, pinned=pinned)
 
 
 @contextmanager
 def _opened(
-    folder: Path, base: BaseSpec, digests: AdapterDigests | None
+    folder: Path, base: BaseSpec, digests: AdapterDigests | None, times: LoadTimes
 ) -> Iterator[tuple[TensorFile, AdapterTensors, Executor]]:
     """Open the weights' file; yield it, its layout, and threads to read it, which meanwhile hash it.
 
@@ -77,12 +87,17 @@ def _opened(
         TensorFile(folder, ADAPTER_WEIGHTS) as file,
         ThreadPoolExecutor(1 + FILLERS, "adapter-file") as threads,
     ):
-        digest = None if digests is None else threads.submit(file.sha256)
+        digest = None if digests is None else threads.submit(_timed_hash, file, times)
         try:
             yield file, read_layout(config, file, base, None if digests is None else digests.alphas), threads
         finally:
             if digests is not None and digest is not None:
                 check_digest(digest.result(), digests.weights, ADAPTER_WEIGHTS)
+
+
+def _timed_hash(file: TensorFile, times: LoadTimes) -> str:
+    with times.during("hash"):
+        return file.sha256()
 
 
 def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:

@@ -1,47 +1,56 @@
-"""Host copies of adapters, counted against a budget."""
+"""Host copies of adapters, counted against a budget in bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from coserve.core.types import AdapterRef
 from coserve.lora.store.entry import Entry
+from coserve.lora.store.eviction import GreedyDual
 from coserve.lora.store.packing import packed_bytes
 from coserve.model.lora import LoraWeights
 
 
 @dataclass(frozen=True)
 class HostBudget:
-    """Limits of the host memory for idle adapters. Adapters that requests need are kept beyond them."""
+    """Limit of the host memory for idle adapters. Adapters that requests need, and pinned ones, are kept beyond it."""
 
-    adapters: int
-    bytes: int | None = None
-    """Most bytes; None: only `adapters` limits."""
+    bytes: int
 
     def __post_init__(self) -> None:
-        assert self.adapters >= 1, f"expected a budget of at least one adapter, got {self.adapters}"
+        assert self.bytes >= 1, f"expected a budget of at least one byte, got {self.bytes}"
 
 
 class HostCopies:
-    """Number and bytes of all host copies."""
+    """All host copies, and which of them leaves next."""
 
     def __init__(self, budget: HostBudget) -> None:
-        self._budget = budget
-        self._copies = self._bytes = 0
+        self.limit, self.bytes = budget.bytes, 0
+        self._order = GreedyDual[AdapterRef]()
 
     def add(self, entry: Entry, weights: LoraWeights) -> None:
         assert entry.host is None, f"{entry.ref} has a host copy"
         entry.host, entry.size = weights, packed_bytes(weights)
-        self._copies += 1
-        self._bytes += entry.size
+        self.bytes += entry.size
+        self._order.used(entry.ref, entry.size, uses=0)
+
+    def used(self, entry: Entry) -> None:
+        """Count one more use of the entry, if it has a host copy."""
+        if entry.host is not None:
+            self._order.used(entry.ref, entry.size)
 
     def remove(self, entry: Entry) -> None:
-        """Stop counting the entry's host copy, if it has one."""
+        """Drop the entry's host copy, if it has one."""
         if entry.host is not None:
-            self._copies -= 1
-            self._bytes -= entry.size
+            self.bytes -= entry.size
             entry.host = None
+            self._order.left(entry.ref)
 
-    def fits(self, adapters: int, size: int) -> bool:
-        """Whether the budget has room for so many more adapters and bytes."""
-        most = self._budget.bytes
-        return self._copies + adapters <= self._budget.adapters and (most is None or self._bytes + size <= most)
+    def over(self, size: int = 0) -> bool:
+        """Whether `size` more bytes exceed the budget."""
+        return self.bytes + size > self.limit
+
+    def next_to_leave(self, may_leave: Callable[[AdapterRef], bool]) -> AdapterRef | None:
+        """Return the adapter whose copy is to be removed next; None: none may leave."""
+        return self._order.pop(may_leave)

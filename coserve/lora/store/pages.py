@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from coserve.lora.store.entry import Entry, GpuCopy
 from coserve.lora.store.mirror import CopyMirror, NoMirror
 from coserve.lora.store.packing import copied_into
+from coserve.lora.store.times import LoadTimes
 from coserve.memory.buffer import PageBuffer
 from coserve.model.lora import LoraWeights
 
@@ -39,10 +40,12 @@ class AdapterPages:
         evicted: Callable[[Entry], None],
         mirror: CopyMirror | None = None,
         placed: Callable[[LoraWeights], None] = lambda _: None,
+        times: LoadTimes | None = None,
     ) -> None:
         """`evicted` is called when an adapter has lost its GPU copy. It must not allocate pages. `placed` is called
         with each new GPU copy, after the mirror's."""
         self._buffer, self._evicted, self._mirror, self._placed = buffer, evicted, mirror or NoMirror(), placed
+        self._times = times or LoadTimes()
 
     def pages(self, entry: Entry) -> int:
         """Number of pages that the adapter takes."""
@@ -64,11 +67,13 @@ class AdapterPages:
             return Activated(entry.gpu.weights, {})
         if entry.host is None:
             return None
-        taken = self._buffer.allocate_span(self.pages(entry), lambda: self._evict(entry))
+        with self._times.during("defragment"):
+            taken = self._buffer.allocate_span(self.pages(entry), lambda: self._evict(entry))
         if taken is None:
             return None
         span, moved = taken
-        entry.gpu = GpuCopy(copied_into(self._buffer.of(span), entry.host), span)
+        with self._times.during("copy"):
+            entry.gpu = GpuCopy(copied_into(self._buffer.of(span), entry.host), span)
         self._mirror.loaded(entry.ref, span, moved)
         self._placed(entry.gpu.weights)
         return Activated(entry.gpu.weights, moved)

@@ -6,6 +6,7 @@ Files are read on threads, while other requests are served. Everything else runs
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +17,8 @@ from coserve.lora.store.host import HostBudget, HostCopies
 from coserve.lora.store.mirror import CopyMirror, NoMirror
 from coserve.lora.store.packing import packed, packed_bytes
 from coserve.lora.store.pages import Activated, AdapterPages
+from coserve.lora.store.times import LoadTimes
+from coserve.lora.store.turns import ReadTurns
 from coserve.memory.buffer import PageBuffer
 from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
@@ -23,6 +26,8 @@ from coserve.state.retries import Backoff, Retries
 
 READERS = 2
 """Adapters that are read at the same time. More would only compete for the disk and the GIL."""
+READ_AHEAD = 16
+"""Most adapters that wait to be read before a request's arrival starts no further read."""
 READ_BACKOFF = Backoff(total=10.0)
 
 Load = Callable[[AdapterRef, AdapterDigests | None], LoraWeights]
@@ -34,7 +39,8 @@ they do not match the digests or are no adapter of this base.
 
 
 class AdapterStore:
-    """A cache of adapters over their files, with one entry per adapter version. Idle copies are evicted in LRU order.
+    """A cache of adapters over their files, with one entry per adapter version. Idle host copies leave by frequency and
+    size (`eviction.py`), idle GPU copies in LRU order.
 
     A request waits until its adapter is in memory (`ready`, `reading`, `waited`), acquires it, and releases it when the
     request ends. In between it may be scheduled and preempted (`activate`, `deactivate`). Copies on the host and on the
@@ -52,16 +58,19 @@ class AdapterStore:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         mirror: CopyMirror | None = None,
         placed: Callable[[LoraWeights], None] = lambda _: None,
+        times: LoadTimes | None = None,
+        notes: Callable[[], tuple[str, ...]] = lambda: (),
     ) -> None:
         """`pinned`: keep host copies in pinned memory, from which a GPU copies asynchronously. `backoff`: pauses
         between attempts of a read that raises `StorageError`; `sleep` waits for them. `mirror`: repeats all copies
-        elsewhere. `placed`: see `AdapterPages`."""
+        elsewhere. `placed`: see `AdapterPages`. `times`: counts where the time goes; `notes`: those of `load`."""
         self._load, self._pinned = load, pinned
         self._mirror, self._placed = mirror or NoMirror(), placed
         self._entries: dict[AdapterRef, Entry] = {}  # least recently used first
         self._host = HostCopies(budget)
         self._pages: AdapterPages | None = None
-        self._threads = ThreadPoolExecutor(READERS, "adapters")
+        self.times, self._notes = times or LoadTimes(), notes
+        self._threads, self._turns = ThreadPoolExecutor(READERS, "adapters"), ReadTurns(READERS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: Callable[[], None] = lambda: None
         self._retries = Retries(backoff, sleep=sleep, changed=lambda: self._changed())
@@ -74,8 +83,8 @@ class AdapterStore:
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Descriptions of failed reads that are being retried."""
-        return self._retries.notes
+        """Descriptions of failed reads that are being retried, and of what makes reads slow."""
+        return self._retries.notes + self._notes()
 
     def ready(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> bool:
         """Whether the adapter is in memory. If it is not, start to read its files.
@@ -101,9 +110,24 @@ class AdapterStore:
         self._evict()
 
     def prefetch(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> None:
-        """Start to read an adapter that no request needs yet. Its copy is idle, and the last one to be evicted."""
+        """Start to read an adapter that no request needs yet. Its copy is idle."""
         if not self.ready(ref, digests):
             self.waited(ref)
+
+    def arrived(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> None:
+        """Start to read the adapter of a request that has joined the queue, unless many reads wait already: what is
+        read long before its turn would be evicted again."""
+        if len(self._turns) < READ_AHEAD:
+            self.prefetch(ref, digests)
+
+    def pin(self, ref: AdapterRef, digests: AdapterDigests | None = None, *, pinned: bool) -> None:
+        """Read the adapter, and keep its host copy until it is unpinned or deleted."""
+        self._entry(ref).pinned = pinned
+        if pinned:
+            self.prefetch(ref, digests)
+        else:
+            self._discard_if_unused(self._entries[ref])
+            self._evict()
 
     def close(self) -> None:
         """Stop reading."""
@@ -147,6 +171,7 @@ class AdapterStore:
         assert copy is not None, f"expected {ref} in memory, it is {entry.state}"
         entry.references += 1
         self._use(entry)
+        self._host.used(entry)
         return copy
 
     def release(self, ref: AdapterRef) -> None:
@@ -183,6 +208,7 @@ class AdapterStore:
             self._mirror.dropped(ref)
             return
         entry.deleted, entry.temporary, entry.failure = True, False, _deleted(ref)
+        entry.pinned = False
         self._discard_if_unused(entry)
 
     # ---- pages of the GPU
@@ -198,7 +224,12 @@ class AdapterStore:
             evicted(entry.ref)
             self._discard_if_unused(entry)
 
-        self._pages = AdapterPages(buffer, lost, self._mirror, self._placed)
+        self._pages = AdapterPages(buffer, lost, self._mirror, self._placed, self.times)
+
+    @property
+    def host_bytes(self) -> tuple[int, int]:
+        """Bytes of all host copies, and the budget for idle ones."""
+        return self._host.bytes, self._host.limit
 
     def size(self, ref: AdapterRef) -> int:
         """Bytes of an adapter in memory; 0 if it is not."""
@@ -230,6 +261,12 @@ class AdapterStore:
         entry = self._entries[ref]
         return 0 if entry.gpu is not None else entry.size
 
+    def lacks_pages(self, ref: AdapterRef) -> None:
+        """Note that a request waits for pages before its adapter can be activated."""
+        entry = self._entries[ref]
+        if entry.lacks_pages_since is None:
+            entry.lacks_pages_since = time.perf_counter()
+
     def activate(self, ref: AdapterRef) -> Activated | None:
         """Load an acquired adapter into pages, where it stays until as many calls of `deactivate`.
 
@@ -237,6 +274,9 @@ class AdapterStore:
         """
         entry = self._entries[ref]
         assert entry.state is not State.DISK, f"{ref} has no copy"
+        if (since := entry.lacks_pages_since) is not None:
+            self.times.add("pages", time.perf_counter() - since)
+            entry.lacks_pages_since = None
         return self._in_pages.activate(entry)
 
     def in_pages(self, ref: AdapterRef) -> LoraWeights:
@@ -263,12 +303,8 @@ class AdapterStore:
         task.add_done_callback(self._tasks.discard)
 
     async def _read(self, entry: Entry) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            weights = await self._retries.run(
-                f"adapter {entry.ref}",
-                lambda: loop.run_in_executor(self._threads, self._read_files, entry.ref, entry.digests),
-            )
+            weights = await self._retries.run(f"adapter {entry.ref}", lambda: self._read_in_turn(entry))
             published_meanwhile = entry.host is not None
             if not published_meanwhile and not (entry.deleted and entry.idle):
                 self._keep(entry, weights)
@@ -281,6 +317,15 @@ class AdapterStore:
             self._discard_if_unused(entry)
             self._evict()
             self._changed()
+
+    async def _read_in_turn(self, entry: Entry) -> LoraWeights:
+        with self.times.during("queue"):
+            await self._turns.take(entry)
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, self._read_files, entry.ref, entry.digests)
+        finally:
+            self._turns.give_back()
 
     def _read_files(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         try:
@@ -306,20 +351,19 @@ class AdapterStore:
         one."""
         self._use(entry)
         self._host.remove(entry)
-        self._evict(adapters=1, size=packed_bytes(weights))
+        self._evict(packed_bytes(weights))
         self._host.add(entry, weights)
 
-    def _evict(self, adapters: int = 0, size: int = 0) -> None:
-        """Drop host copies of idle adapters, in LRU order, until so many more adapters and bytes fit the budget."""
-        if self._host.fits(adapters, size):
-            return
-        for entry in [*self._entries.values()]:
-            if entry.idle and entry.host is not None:
-                self._host.remove(entry)
-                self._mirror.dropped(entry.ref)
-                self._discard_if_unused(entry)
-                if self._host.fits(adapters, size):
-                    return
+    def _evict(self, size: int = 0) -> None:
+        """Drop host copies of idle adapters until `size` more bytes fit the budget."""
+        while self._host.over(size):
+            ref = self._host.next_to_leave(lambda ref: self._entries[ref].idle)
+            if ref is None:
+                return
+            entry = self._entries[ref]
+            self._host.remove(entry)
+            self._mirror.dropped(ref)
+            self._discard_if_unused(entry)
 
     def _discard_if_unused(self, entry: Entry) -> None:
         """Forget an adapter that no request needs and that has no copy, or was deleted."""

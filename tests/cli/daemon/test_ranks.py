@@ -60,7 +60,7 @@ def alone(model: Path, adapter: Path | None) -> list[list[int]]:
     kv = KvCache.for_base(base, 2048, 16)
     ref = None if adapter is None else AdapterRef("learned", 1)
     store = AdapterStore(
-        lambda *_: load_adapter(adapter or Path(), base.spec, device="cpu", dtype=base.dtype), HostBudget(1)
+        lambda *_: load_adapter(adapter or Path(), base.spec, device="cpu", dtype=base.dtype), HostBudget(1 << 40)
     )
     generator = Generator(base, store, kv, eager(base, kv), max_running=8, step_tokens=256)
     asked = [

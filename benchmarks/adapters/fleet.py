@@ -1,0 +1,94 @@
+"""Thousands of adapters in a data folder: copies of a few that were imported, whose files are links to theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.types import AdapterRef, SiteSpec
+from coserve.lora.files.packed_header import PACKED_FILE
+from coserve.state.folder import DataFolder
+from coserve.state.registry import Registry
+
+
+def llama_sites(config: dict[str, int], *, mlp: bool) -> dict[str, SiteSpec]:
+    """The sites of a Llama's layers; without `mlp` those of its attention."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv = (config["head_dim"] * config[name] for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes = {"q": (hidden, heads), "k": (hidden, kv), "v": (hidden, kv), "o": (heads, hidden)}
+    more = {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)} if mlp else {}
+    parts = {
+        **{f"self_attn.{name}": shape for name, shape in shapes.items()},
+        **{f"mlp.{n}": s for n, s in more.items()},
+    }
+    return {
+        f"model.layers.{layer}.{name}_proj": SiteSpec(*shape, layer)
+        for layer in range(config["num_hidden_layers"])
+        for name, shape in parts.items()
+    }
+
+
+def write_adapter(folder: Path, sites: dict[str, SiteSpec], rank: int, seed: int) -> None:
+    """A PEFT folder of random matrices, bf16."""
+    folder.mkdir(parents=True)
+    generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    for name, site in sites.items():
+        for kind, shape in (("A", (rank, site.in_features)), ("B", (site.out_features, rank))):
+            drawn = torch.randn(shape, generator=generator) * 0.02
+            tensors[f"base_model.model.{name}.lora_{kind}.weight"] = drawn.bfloat16()
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    targets = sorted({name.rpartition(".")[2] for name in sites})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "lora_dropout": 0.0}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"target_modules": targets, "bias": "none"}))
+
+
+def link(data: Path, originals: Sequence[str], names: Sequence[str]) -> None:
+    """Register `names` as adapters of one version each, in turns with the files of `originals`, which were imported.
+    Also while a daemon runs: it reads the registry for each request."""
+    folder = DataFolder(data)
+    registry = Registry(folder.database)
+    records = [registry.adapter(name) for name in originals]
+    for number, name in enumerate(names):
+        record, ref = records[number % len(records)], AdapterRef(name, 1)
+        folder.adapter(ref).mkdir(parents=True)
+        for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, PACKED_FILE):
+            source = folder.adapter(record.ref) / file
+            if source.exists():
+                os.link(source, folder.adapter(ref) / file)
+        registry.add_adapter(msgspec.structs.replace(record, ref=ref))
+    registry.close()
+
+
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        found: bytes = answer.read()
+    return found
+
+
+def wait_ready(url: str) -> None:
+    while True:
+        try:
+            get(f"{url}/health/ready")
+            return
+        except OSError:
+            time.sleep(0.02)
+
+
+def load_seconds(url: str) -> dict[str, tuple[float, float]]:
+    """Loads of adapters and their seconds so far, by cause, from `/metrics`."""
+    page = get(f"{url}/metrics").decode()
+    found = [
+        dict(re.findall(rf'^coserve_adapter_{name}_total{{cause="(\w+)"}} (\S+)', page, re.MULTILINE))
+        for name in ("loads", "load_seconds")
+    ]
+    return {cause: (float(count), float(found[1][cause])) for cause, count in found[0].items()}

@@ -1,0 +1,294 @@
+"""Thousands of adapters over HTTP: throughput at saturation, the first token's time, and what a cold adapter adds.
+
+    python -m benchmarks.adapters.many --out benchmarks/results
+    python -m benchmarks.adapters.many --tiny --out /tmp/tried
+
+The Llama-3.1-8B shape with random weights, default settings; adapters on q, k, v and o of rank 8 (S-LoRA's S1) or of
+ranks 8, 16, 32 and 64 (S2), lengths uniform from 8 to 512 tokens, as in S-LoRA's table 3 and section 6.2: each
+adapter's own Gamma arrivals of cv 1, popularity a power law of exponent 1, or uniform. Few files are real: the other
+adapters are links to them, so all lie in the page cache, and each is loaded on its own. An adapter's first request
+reads it.
+
+`sat`: arrivals beyond what is served; output tokens of the window from `SETTLED` seconds on, over the mean length of an
+answer. `ttft`: 70% of that of 5 adapters. `cold`: one request at a time, of an adapter's first one what is more than
+its second one, for an adapter in host memory and for one in the page cache (rank 16 on seven sites).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.adapters.fleet import get, link, llama_sites, load_seconds, wait_ready, write_adapter
+from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.provenance import gpu_names
+from benchmarks.common.results import Results, Target
+from benchmarks.serving.http_case import FIRST_TOKEN, LLAMA_8B, SEED, TINY, model_folder
+from benchmarks.serving.http_case import FULL as FULL_SIZE
+from benchmarks.serving.http_case import SMALL as SMALL_SIZE
+from benchmarks.serving.http_daemon import LoadProcesses, daemon, import_adapter, soon
+from benchmarks.serving.http_load import LoadRequest
+from coserve.workloads.arrivals import Arrivals, Process, arrival_times
+from coserve.workloads.popularity import Popularity, Shape, shares
+from coserve.workloads.replay import Sample
+
+FILE, PARTS = "adapters_many.json", ("sat", "ttft", "cold")
+S1, S2, COLD_RANK = (8,), (8, 16, 32, 64), 16
+SETTLED = 4.0
+LOAD = 0.7
+TARGETS = {500: 0.98, 2000: 0.97, 5000: 0.94}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of the run. `cases`: number of adapters, exponent of the popularity, set of ranks."""
+
+    config: dict[str, Any]
+    device: str
+    cases: tuple[tuple[int, float, str], ...]
+    rate: float
+    seconds: float
+    longest: int
+    cold: int
+    processes: int
+
+
+FULL = Case(
+    LLAMA_8B,
+    "cuda",
+    ((5, 1, "s1"), (500, 1, "s1"), (2000, 1, "s1"), (2000, 1, "s2"), (500, 0, "s1"), (2000, 0, "s1"), (5000, 1, "s1")),
+    rate=70,
+    seconds=14,
+    longest=512,
+    cold=12,
+    processes=4,
+)
+SMALL = Case(TINY, "cpu", ((5, 1, "s1"), (20, 1, "s1"), (20, 1, "s2")), 8, 6, 16, 2, 1)
+
+
+class Fleet:
+    """The adapters of a running daemon: a few real ones, and links to them, made as they are needed."""
+
+    def __init__(self, case: Case, data: Path, root: Path, url: str) -> None:
+        self._data, self._root, self._url, self._linked = data, root, url, dict[str, int]()
+        attention, all_sites = (llama_sites(case.config, mlp=mlp) for mlp in (False, True))
+        self._real = {
+            "s1": [self._real_one(f"s1-real-{i}", attention, S1[0], i) for i in range(4)],
+            "s2": [self._real_one(f"s2-real-{rank}", attention, rank, rank) for rank in S2],
+            "cold": [self._real_one("cold-real", all_sites, COLD_RANK, 0)],
+        }
+        time.sleep(2.0)  # their packed files are written beside all else
+
+    def _real_one(self, name: str, sites: dict[str, Any], rank: int, seed: int) -> str:
+        write_adapter(self._root / name, sites, rank, seed)
+        import_adapter(self._url, name)
+        return name
+
+    def names(self, kind: str, count: int) -> list[str]:
+        """The first `count` adapters of a kind."""
+        have = self._linked.get(kind, 0)
+        if count > have:
+            link(self._data, self._real[kind], [f"{kind}-{i:05d}" for i in range(have, count)])
+            self._linked[kind] = count
+        return [f"{kind}-{i:05d}" for i in range(count)]
+
+
+class Run:
+    """The parts. Each result is written as soon as it is measured."""
+
+    def __init__(self, case: Case, results: Results, fleet: Fleet, url: str) -> None:
+        self._case, self._results, self._fleet, self._url = case, results, fleet, url
+        self._served = dict[tuple[int, float, str], float]()
+
+    def sat(self) -> None:
+        for key in self._case.cases:
+            self._saturate(key)
+
+    def _saturate(self, key: tuple[int, float, str]) -> None:
+        count, exponent, kind = key
+        case, before = self._case, load_seconds(self._url)
+        requests = self._requests(self._fleet.names(kind, count), exponent, case.rate)
+        samples = self._send(requests, case.seconds)
+        window = case.seconds - SETTLED
+        tokens = sum(SETTLED <= at < case.seconds for sample in samples for at in sample.times)
+        gaps = [
+            gap for sample in samples for gap in itertools.starmap(lambda a, b: b - a, itertools.pairwise(sample.times))
+        ]
+        served = tokens / window / ((8 + case.longest) / 2)
+        self._served[key] = served
+        name = f"{count}.{'alpha1' if exponent else 'uniform'}.{kind}"
+        about = {
+            "output_tok_s": round(tokens / window, 1),
+            "tpot_p50_ms": _ms(gaps, 0.5),
+            "tpot_p99_ms": _ms(gaps, 0.99),
+            "errors": _errors(samples),
+            "loads": _loads(before, load_seconds(self._url)),
+            "health": _health(self._url),
+        }
+        target = Target(40.0) if key == (2000, 1, "s1") else None
+        self._results.put(f"adapters.requests_s.{name}", round(served, 2), "requests/s", target, about=about)
+        few = self._served.get((5, 1, "s1"))
+        if few and kind == "s1" and exponent and count in TARGETS:
+            self._results.put(f"adapters.flat.{count}", round(served / few, 4), "of 5 adapters", Target(TARGETS[count]))
+        same = self._served.get((count, exponent, "s1"))
+        if kind == "s2" and same:
+            self._results.put("adapters.s2_vs_s1", round(served / same, 4), "of S1", Target(0.9))
+
+    def ttft(self) -> None:
+        most = max(key[0] for key in self._case.cases if key[0] <= 2000)
+        rate = LOAD * self._served.get((5, 1, "s1"), 0.5 * self._case.rate)
+        found = dict[int, float]()
+        for count in (5, most):
+            before, names = load_seconds(self._url), self._fleet.names("s1", count)
+            samples = self._send(self._requests(names, 1, rate), self._case.seconds, rest=3.0)
+            waits = [each.times[0] - each.due for each in samples if each.times]
+            found[count] = _quantile(waits, 0.95)
+            about = {
+                "rate": round(rate, 2),
+                "p50_ms": _ms(waits, 0.5),
+                "requests": len(samples),
+                "errors": _errors(samples),
+                "loads": _loads(before, load_seconds(self._url)),
+            }
+            self._results.put(f"adapters.ttft_p95_ms.{count}", round(1e3 * found[count], 1), "ms", about=about)
+        self._results.put(
+            f"adapters.ttft_ratio.{most}", round(found[most] / found[5], 3), "of 5 adapters", Target(1.3, True)
+        )
+
+    def cold(self) -> None:
+        names = self._fleet.names("cold", 2 * self._case.cold)
+        on_host, on_disk = names[: self._case.cold], names[self._case.cold :]
+        for name in on_host:
+            urllib.request.urlopen(
+                urllib.request.Request(f"{self._url}/adapters/{name}/prefetch", b"", method="POST")
+            ).read()
+        waited = time.monotonic()
+        while len(json.loads(get(f"{self._url}/adapters?search=cold-0&resident=true&limit=100"))["data"]) < len(
+            on_host
+        ):
+            assert time.monotonic() - waited < 60, "the adapters were not read"
+            time.sleep(0.2)
+        chance, before = random.Random(SEED), load_seconds(self._url)
+        order = [name for pair in zip(on_host, on_disk, strict=True) for name in pair for _ in range(2)]
+        requests = [
+            LoadRequest(
+                index=i, prompt=[chance.randrange(FIRST_TOKEN, 4096) for _ in range(64)], max_tokens=4, adapter=name
+            )
+            for i, name in enumerate(order)
+        ]
+        samples = LoadProcesses(1).run(self._url, requests, start=soon(), streams=1)
+        first = {each.adapter: 1e3 * (each.times[0] - each.sent) for each in samples[::2]}
+        again = {each.adapter: 1e3 * (each.times[0] - each.sent) for each in samples[1::2]}
+        loads = _loads(before, load_seconds(self._url))
+        for tier, of, most in (("host", on_host, 3.0), ("disk", on_disk, 25.0)):
+            added = [first[name] - again[name] for name in of]
+            about = {"warm_ttft_ms": round(statistics.median(again[name] for name in of), 2), "loads": loads}
+            key = f"adapters.cold_ms.{tier}"
+            self._results.put(
+                key, round(statistics.median(added), 2), "ms added to TTFT", Target(most, True), added, about
+            )
+
+    def _requests(self, names: Sequence[str], exponent: float, rate: float) -> list[LoadRequest]:
+        chance, found = random.Random(f"{SEED}/{len(names)}/{exponent}/{rate}"), list[tuple[float, str]]()
+        of_each = shares(Popularity(Shape.POWER_LAW, exponent), len(names))
+        for name, share in zip(chance.sample(names, len(names)), of_each, strict=True):
+            arrivals = Arrivals(process=Process.GAMMA, rate=rate, cv=1.0)
+            found += [(at, name) for at in arrival_times(arrivals, self._case.seconds, chance, share=share)]
+        longest, vocab = self._case.longest, self._case.config["vocab_size"]
+        return [
+            LoadRequest(
+                index=i,
+                prompt=[chance.randrange(FIRST_TOKEN, vocab) for _ in range(chance.randint(8, longest))],
+                max_tokens=chance.randint(8, longest),
+                adapter=name,
+                at=at,
+            )
+            for i, (at, name) in enumerate(sorted(found))
+        ]
+
+    def _send(self, requests: Sequence[LoadRequest], seconds: float, rest: float = 0.3) -> list[Sample]:
+        """What is not answered `rest` seconds after the last arrival is cut off."""
+        return LoadProcesses(self._case.processes).run(self._url, requests, start=soon(), until=seconds + rest)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def _ms(values: Sequence[float], share: float) -> float | None:
+    return round(1e3 * _quantile(values, share), 1) if values else None
+
+
+def _errors(samples: Sequence[Sample]) -> dict[str, int]:
+    """Numbers by code. `TimeoutError`: cut off at the end."""
+    codes = [each.error for each in samples if each.error is not None]
+    return {code: codes.count(code) for code in sorted(set(codes))}
+
+
+def _loads(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> dict[str, list[float]]:
+    """Loads and seconds by cause, in between."""
+    none = (0.0, 0.0)
+    return {
+        cause: [count - before.get(cause, none)[0], round(seconds - before.get(cause, none)[1], 3)]
+        for cause, (count, seconds) in after.items()
+    }
+
+
+def _health(url: str) -> dict[str, Any]:
+    found = json.loads(get(f"{url}/health"))
+    return {name: found[name] for name in ("adapters_resident", "host_adapter_bytes", "host_adapter_limit", "notes")}
+
+
+def main() -> None:
+    parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--budget", type=float, default=290.0, help="seconds after which no part is begun")
+    options = parser.parse_args()
+    check_tiny(parser, options)
+    case, began = (SMALL if options.tiny else FULL), time.monotonic()
+    size = SMALL_SIZE if options.tiny else FULL_SIZE
+    settings = {"cases": case.cases, "rate": case.rate, "seconds": case.seconds, "longest": case.longest}
+    real = {"real_files": "4 of S1, 4 of S2, 1 of cold; the others are links to them, all in the page cache"}
+    results = Results(
+        options.out,
+        FILE,
+        script="benchmarks.adapters.many",
+        hardware=gpu_names(options.tiny),
+        seed=SEED,
+        revision=options.commit,
+        settings=settings | real,
+    )
+    failed = dict[str, str]()
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        model = model_folder(root / "model", size)
+        served = {"model": model, "data_dir": root / "data", "data_root": root, "device": case.device}
+        served |= {"load_format": "dummy", "max_queue": 4096, "shed": "off", "max_connections": 4096}
+        with daemon(served, root / "log.txt") as url:
+            wait_ready(url)
+            print(f"{time.monotonic() - began:.0f} s: the daemon is ready", flush=True)
+            run = Run(case, results, Fleet(case, root / "data", root, url), url)
+            for part in options.only.split(","):
+                work: Callable[[], None] = getattr(run, part)
+                try:
+                    assert time.monotonic() - began < options.budget, "no time left"
+                    work()
+                except Exception:  # noqa: BLE001 - the other parts are measured
+                    failed[part] = traceback.format_exc()[-2000:]
+                    print(failed[part], flush=True)
+                print(f"{time.monotonic() - began:.0f} s: {part} is over", flush=True)
+    results.put("adapters.failed_parts", len(failed), "parts", about={"errors": failed})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What 10,000 registered adapters cost a daemon: seconds of its start, and memory of its API process. Needs no GPU.
+
+    python -m benchmarks.adapters.registration --out benchmarks/results
+
+The bundled base on the CPU. One adapter is imported; the others are registered with links to its files. Starts with one
+adapter and with all take turns. The index: the API process's memory after it has listed all adapters, more than with
+one; the registry's file is told beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.adapters.fleet import get, link, wait_ready, write_adapter
+from benchmarks.common.options import make_parser
+from benchmarks.common.provenance import cpu_name
+from benchmarks.common.results import Results, Target
+from benchmarks.serving.http_daemon import daemon, import_adapter
+from coserve.core.limits import PAGE_LIMIT
+from coserve.core.types import SiteSpec
+
+ADAPTERS, ROUNDS, RANK, HIDDEN = 10_000, 3, 8, 256
+SITES = {f"model.layers.0.self_attn.{name}_proj": SiteSpec(HIDDEN, HIDDEN, 0) for name in "qo"}
+
+
+def started(data: Path, root: Path) -> tuple[float, float]:
+    """Start and end a daemon; return the seconds until it is ready, and MiB of its API process after a full list."""
+    began = time.monotonic()
+    with daemon({"data_dir": data, "data_root": root, "device": "cpu"}, root / "log.txt") as url:
+        wait_ready(url)
+        seconds, after = time.monotonic() - began, ""
+        while True:
+            page = json.loads(get(f"{url}/adapters?limit={PAGE_LIMIT}&after={after}"))
+            if not page["has_more"]:
+                break
+            after = page["data"][-1]["id"]
+        resident = memory_of_daemon()
+    return seconds, resident
+
+
+def memory_of_daemon() -> float:
+    """MiB of the process that this one has started with `serve`."""
+    for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        if b"serve" in Path(f"/proc/{child}/cmdline").read_bytes():
+            found = re.search(r"^VmRSS:\s+(\d+)", Path(f"/proc/{child}/status").read_text(), re.MULTILINE)
+            assert found is not None, child
+            return int(found[1]) / 1024
+    raise LookupError("no daemon runs")
+
+
+def main() -> None:
+    options = make_parser(__doc__).parse_args()
+    results = Results(
+        options.out,
+        "adapter_registration.json",
+        script="benchmarks.adapters.registration",
+        hardware=cpu_name(),
+        seed=0,
+        revision=options.commit,
+        settings={"adapters": ADAPTERS, "rounds": ROUNDS, "rank": RANK},
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        write_adapter(root / "first", SITES, RANK, seed=0)
+        for data in (few := root / "few", many := root / "many"):
+            with daemon({"data_dir": data, "data_root": root, "device": "cpu"}, root / "log.txt") as url:
+                wait_ready(url)
+                import_adapter(url, "first")
+        link(many, ["first"], [f"adapter-{i:05d}" for i in range(ADAPTERS - 1)])
+        found = [(started(few, root), started(many, root)) for _ in range(ROUNDS)]
+        registry = (many / "registry.sqlite3").stat().st_size / 2**20
+    longer = [with_all[0] - with_one[0] for with_one, with_all in found]
+    larger = [with_all[1] - with_one[1] for with_one, with_all in found]
+    start = {
+        "start_s_one": [round(one[0], 2) for one, _ in found],
+        "start_s_all": [round(every[0], 2) for _, every in found],
+    }
+    results.put(
+        f"adapters.start_s.{ADAPTERS}",
+        round(statistics.median(longer), 3),
+        "s longer",
+        Target(1.0, True),
+        longer,
+        start,
+    )
+    about = {"registry_mb": round(registry, 1)}
+    results.put(
+        f"adapters.index_mb.{ADAPTERS}", round(statistics.median(larger), 1), "MiB", Target(50.0, True), larger, about
+    )
+
+
+if __name__ == "__main__":
+    main()

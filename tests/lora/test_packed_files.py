@@ -1,0 +1,119 @@
+"""A packed file holds what PEFT's files hold, as memory holds it; it is used for them alone, and missed by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.types import AdapterDigests, LoraSettings
+from coserve.finetune.init import new_adapter
+from coserve.lora.files.packed_header import PACKED_FILE, is_sound
+from coserve.lora.files.tensorfile import digest_file
+from coserve.lora.store.files import load_packed, save_adapter
+from coserve.lora.store.packed_files import PackedFiles, PackedForm
+from coserve.lora.store.packing import PackedSites
+from coserve.lora.store.times import LoadTimes
+from coserve.model.lora import LoraWeights
+from tests.support.finetuning import tiny_base
+
+SPEC = tiny_base("llama").spec
+FORM = PackedForm(SPEC.fingerprint, torch.bfloat16, for_kernels=True, pinned=False)
+
+
+def save(folder: Path, seed: int = 0, **settings: int) -> AdapterDigests:
+    weights = new_adapter(LoraSettings(**settings), SPEC, seed=seed, dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
+    torch.manual_seed(seed)
+    for pair in weights.sites.values():
+        pair.b_OR.normal_()
+    (folder / ADAPTER_WEIGHTS).unlink(missing_ok=True)
+    save_adapter(folder, weights, SPEC)
+    return AdapterDigests(*(digest_file(folder, name) for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG)))
+
+
+def same(one: LoraWeights, other: LoraWeights) -> bool:
+    assert isinstance(one.sites, PackedSites) and isinstance(other.sites, PackedSites)
+    pieces = zip(one.sites.pieces, other.sites.pieces, strict=True)
+    return one.sites.layout.places == other.sites.layout.places and all(torch.equal(*both) for both in pieces)
+
+
+class Reads:
+    """Reads of one folder by an engine that starts anew each time; `peft` counts those of PEFT's files."""
+
+    def __init__(self, folder: Path, digests: AdapterDigests) -> None:
+        self.folder, self.digests, self.peft = folder, digests, 0
+        self.notes: tuple[str, ...] = ()
+
+    def __call__(self, form: PackedForm = FORM) -> LoraWeights:
+        files = PackedFiles(form, LoadTimes())
+
+        def read() -> LoraWeights:
+            self.peft += 1
+            options = {"pinned": form.pinned, "for_kernels": form.for_kernels}
+            return load_packed(self.folder, SPEC, dtype=form.dtype, digests=self.digests, **options)  # type: ignore[arg-type]
+
+        found = files.load(self.folder, self.digests, read)
+        files.close()
+        self.notes = files.notes
+        return found
+
+
+@pytest.mark.parametrize("settings", [{"r": 8}, {"r": 3}, {"r": 4, "bd_blocks": 2}])
+@pytest.mark.parametrize("form", [FORM, replace(FORM, dtype=torch.float32, for_kernels=False)])
+def test_the_second_read_needs_no_other_file_and_is_the_same(
+    tmp_path: Path, settings: dict[str, int], form: PackedForm
+) -> None:
+    read = Reads(tmp_path, save(tmp_path, **settings))
+    first, second = read(form), read(form)
+    assert same(first, second) and first.settings == second.settings
+    assert read.peft == 1
+    assert is_sound(tmp_path)
+
+
+def cut(folder: Path) -> None:
+    path = folder / PACKED_FILE
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def rot(folder: Path) -> None:
+    path = folder / PACKED_FILE
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [cut, lambda folder: (folder / PACKED_FILE).write_bytes(b"other")])
+def test_a_broken_packed_file_is_written_again(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    read = Reads(tmp_path, save(tmp_path, r=8))
+    first = read()
+    harm(tmp_path)
+    assert not is_sound(tmp_path)
+    assert same(read(), first) and same(read(), first)
+    assert read.peft == 2 and is_sound(tmp_path)
+
+
+def test_rot_is_found_by_its_digest(tmp_path: Path) -> None:
+    Reads(tmp_path, save(tmp_path, r=8))()
+    rot(tmp_path)
+    assert not is_sound(tmp_path)
+
+
+def test_a_packed_file_of_other_files_another_base_or_form_is_not_used(tmp_path: Path) -> None:
+    read = Reads(tmp_path, save(tmp_path, r=8))
+    first = read()
+    read(replace(FORM, fingerprint="another"))
+    read(replace(FORM, dtype=torch.float16))
+    assert read.peft == 3
+    again = Reads(tmp_path, save(tmp_path, seed=1, r=8))
+    assert not same(again(), first) and again.peft == 1
+
+
+def test_a_file_that_cannot_be_written_is_told_and_missed_by_nobody(tmp_path: Path) -> None:
+    read = Reads(tmp_path, save(tmp_path, r=8))
+    (tmp_path / f".tmp-{PACKED_FILE}").mkdir()
+    assert same(read(), read())
+    assert read.peft == 2 and len(read.notes) == 1
