@@ -21,6 +21,7 @@ from coserve.state.folder import DataFolder
 
 COMMANDS = [
     "adapters",
+    "aliases",
     "backup",
     "bench",
     "chat",

@@ -25,6 +25,7 @@ from coserve.api.http.openapi import describe_api
 from coserve.api.http.route import ALWAYS
 from coserve.api.metrics.prometheus import Metrics
 from coserve.api.metrics.vllm_names import vllm_names
+from coserve.api.native.aliases import AliasApi, alias_routes
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
 from coserve.api.openai.files.handlers import FilesApi
@@ -81,7 +82,7 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 def http() -> Iterator[str]:
     new = object.__new__  # their methods are named in a table of routes, not called
     groups = {
-        "coserve": native_routes(new(NativeApi)),
+        "coserve": (*native_routes(new(NativeApi)), *alias_routes(new(AliasApi))),
         "OpenAI": (
             *openai_routes(new(OpenAIApi), new(LoraApi)),
             *file_routes(new(FilesApi)),

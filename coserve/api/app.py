@@ -22,6 +22,7 @@ from coserve.api.http.route import Route
 from coserve.api.http.security import Gate, finish_headers, guard
 from coserve.api.http.server import CappedRunner, Connections, keep_waiting
 from coserve.api.http.uploads import UploadReader
+from coserve.api.native.aliases import AliasApi, alias_routes
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
 from coserve.api.openai.batches.answers import batch_answers
@@ -84,6 +85,7 @@ def make_app(
     batches = BatchRunner(BatchStore(service.folder.batches), service.files, batch_answers(openai))
     described = (
         *native_routes(native),
+        *alias_routes(AliasApi(service, bodies)),
         *page_routes(PageApi(service.history, native.pointers)),
         *tgi_routes(tgi),
         *openai_routes(openai, LoraApi(service, config, bodies, uploads)),

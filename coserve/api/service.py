@@ -13,6 +13,7 @@ import time
 
 from coserve import __version__
 from coserve.api.access.access import Access
+from coserve.api.adapters.aliases import Aliases
 from coserve.api.adapters.catalog import AdapterCatalog
 from coserve.api.adapters.conversion import Conversions
 from coserve.api.documents.jobs import DocumentJobs
@@ -114,6 +115,7 @@ class Service:
             config, folder, registry, tokenizer, self._preparers, self.engine, self.recorder, self.stopping, documents
         )
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
+        self.aliases = Aliases(registry, self.engine)
         converters = HelperPool(tokenizer.state, 1, config.logs, max_memory=0)
         self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters, self.jobs.submit)
         self._tracking = Tracking(
@@ -141,6 +143,7 @@ class Service:
             await self.access.load()
             await self._registry.read(lambda registry: registry.notes())  # later there may be no descriptors for it
             self._tracking.open()
+            self.adapters.open()
 
     async def attach(
         self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None = None
@@ -154,6 +157,7 @@ class Service:
     def _open(self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None) -> None:
         self.engine.open(link, ready, ranks)
         self._receiver = asyncio.create_task(self._receive(link))
+        self.generation.warm_set.read()
 
     def engine_lost(self) -> None:
         """Handle the engine's end: requests in flight end with `EngineUnavailable`, jobs wait for the next engine."""
@@ -205,6 +209,7 @@ class Service:
         await self.jobs.close()
         await self.conversions.close()
         await self.adapters.close()
+        await self.generation.warm_set.close()
         await self.helpers.close()
         await self.chats.close()
         await self._preparers.close()
@@ -317,7 +322,7 @@ class Service:
             jobs=stats.jobs if stats is not None else 0,
             adapters_resident=len(stats.resident) if stats is not None else 0,
             host_adapter_bytes=stats.host_adapter_bytes if stats is not None else 0,
-            host_adapter_limit=stats.host_adapter_limit if stats is not None else 0,
+            host_adapter_limit=ready.host_adapter_limit if ready is not None else 0,
             warming=self.engine.warming,
             tp=self._config.tp,
             ranks=[*self.engine.rank_states],

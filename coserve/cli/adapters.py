@@ -42,13 +42,14 @@ def list_adapters(
     after: Annotated[str | None, typer.Option(help="list those whose names come after this one")] = None,
     search: Annotated[str | None, typer.Option(help="list those whose names contain this, in any case")] = None,
     source: Annotated[str | None, typer.Option(help="list those made by job, import, load or convert")] = None,
+    tag: Annotated[str | None, typer.Option(help="list those with this tag")] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """List adapters with their current versions, and the newest one if a rollback has left a newer one behind."""
     with connect(url, key) as client:
-        page = client.adapters(after=after, limit=limit, search=search, source=source)
+        page = client.adapters(after=after, limit=limit, search=search, source=source, tag=tag)
         say_if_starting(client)
     if as_json:
         for adapter in page.data:
@@ -56,7 +57,7 @@ def list_adapters(
     else:
         print("\n".join(columns([HEADERS, *(_cells(adapter, time.time()) for adapter in page.data)])))
     if page.has_more:
-        filters = {"search": search, "source": source}
+        filters = {"search": search, "source": source, "tag": tag}
         given = [f" --{name} {shlex.quote(value)}" for name, value in filters.items() if value is not None]
         say_more(f"adapters list{''.join(given)}", limit, page.data[-1].id)
 
@@ -118,6 +119,29 @@ def _confirm(adapter: Adapter) -> None:
         raise typer.BadParameter(f"expected --yes to delete {what}, or NAME@VERSION for one of them")
     if not typer.confirm(f"delete {what}?", err=True):
         raise typer.Exit(FAILED)
+
+
+@adapters_app.command("set")
+def update_adapter(
+    name: str,
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", help="instead of the tags of NAME; may be repeated")
+    ] = None,
+    clear_tags: Annotated[bool, typer.Option("--clear-tags", help="take all tags off NAME")] = False,
+    ttl: Annotated[
+        float | None, typer.Option(help="seconds from now after which NAME is deleted; 0: never", min=0)
+    ] = None,
+    pinned: Annotated[
+        bool | None, typer.Option("--pin/--unpin", help="keep this version in host memory, or no longer")
+    ] = None,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Set the tags and the time to live of an adapter, and whether a version of it stays in host memory."""
+    with connect(url, key) as client:
+        given = [] if clear_tags else tags or None
+        _show_adapter(client.update_adapter(name, tags=given, ttl=ttl, pinned=pinned), as_json)
 
 
 @adapters_app.command("rollback")

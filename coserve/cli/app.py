@@ -45,6 +45,7 @@ COMMANDS = {
     "stop": ("node.running", "stop"),
     "backup": ("node.backup", "backup"),
     "restore": ("node.backup", "restore"),
+    "aliases": ("aliases", "aliases_app"),
 }
 """For each command its module and its function or group, then module and name of its command class if it has one."""
 PLAIN = None

@@ -40,6 +40,10 @@ from coserve.core.schemas import (
     STREAM_END,
     Adapter,
     AdapterList,
+    AdapterUpdate,
+    Alias,
+    AliasList,
+    AliasRequest,
     ConvertedAdapter,
     ConvertRequest,
     DeletedAdapter,
@@ -265,10 +269,11 @@ class AsyncClient:
         base: str | None = None,
         source: str | None = None,
         resident: bool | None = None,
+        tag: str | None = None,
     ) -> AdapterList:
         """Return a page of adapters (their current versions), by name: those whose name contains `search`, of the base
-        with this name, made by this `source` (job, import, load, convert), in memory or not."""
-        query = {"after": after, "limit": limit, "search": search, "base": base, "source": source}
+        with this name, made by this `source` (job, import, load, convert), in memory or not, with this tag."""
+        query = {"after": after, "limit": limit, "search": search, "base": base, "source": source, "tag": tag}
         query |= {"resident": None if resident is None else str(resident).lower()}
         return await self._caller.json(self._caller.request("GET", "/adapters", query=query), AdapterList)
 
@@ -297,6 +302,36 @@ class AsyncClient:
         body = RollbackRequest(version=version)
         request = self._caller.request("POST", f"/adapters/{_quoted(name)}/rollback", body=body)
         return await self._caller.json(request, Adapter)
+
+    async def update_adapter(
+        self, ref: str, *, tags: Iterable[str] | None = None, ttl: float | None = None, pinned: bool | None = None
+    ) -> Adapter:
+        """Set the tags of a name, its time to live (`ttl` seconds from now, 0: none), or whether a version stays in
+        host memory. None changes nothing. Raises `AdapterNotFound`."""
+        body = AdapterUpdate(tags=None if tags is None else tuple(tags), ttl=ttl, pinned=pinned)
+        return await self._caller.json(self._caller.request("PATCH", f"/adapters/{_quoted(ref)}", body=body), Adapter)
+
+    async def aliases(self) -> list[Alias]:
+        """Return every alias, by name."""
+        return (await self._caller.json(self._caller.request("GET", "/aliases"), AliasList)).data
+
+    async def set_alias(self, name: str, target: str, *, canary: str | None = None, weight: float = 0.0) -> Alias:
+        """Let `name` mean a version of an adapter, also one that it did not mean before. A share `weight` of its
+        requests gets another version, `canary`. Raises `AdapterNotFound`, `NameTaken` for an adapter's name."""
+        body = AliasRequest(target=target, canary=canary, weight=weight)
+        return await self._caller.json(self._caller.request("PUT", f"/aliases/{_quoted(name)}", body=body), Alias)
+
+    async def promote_alias(self, name: str) -> Alias:
+        """Give all requests of an alias to its canary. Raises `InvalidRequest` if there is none."""
+        return await self._caller.json(self._caller.request("POST", f"/aliases/{_quoted(name)}/promote"), Alias)
+
+    async def rollback_alias(self, name: str) -> Alias:
+        """Take an alias's requests from its canary, or return to the version that it meant before."""
+        return await self._caller.json(self._caller.request("POST", f"/aliases/{_quoted(name)}/rollback"), Alias)
+
+    async def delete_alias(self, name: str) -> Alias:
+        """Delete an alias; the adapter stays."""
+        return await self._caller.json(self._caller.request("DELETE", f"/aliases/{_quoted(name)}"), Alias)
 
     async def prefetch_adapter(self, ref: str) -> Adapter:
         """Let the daemon read an adapter into memory before a request needs it; does not wait for it. Raises

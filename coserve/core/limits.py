@@ -19,6 +19,8 @@ MAX_TEXT: Final = 1 << 24
 """Maximum characters of any text in a request."""
 MAX_TOKENS: Final = 1 << 20
 """Maximum token ids of a list in a request."""
+MAX_TAGS: Final = 32
+"""Most tags of an adapter."""
 MAX_NAMES: Final = 1024
 """Maximum modules or patterns in a list or map of a new adapter's settings. Imported adapters may have more."""
 MAX_BLOCK_NAMES: Final = 64

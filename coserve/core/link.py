@@ -121,6 +121,7 @@ class EngineReady(Message, frozen=True):
     lora_backend: str
     memory: MemoryModel | None = None
     """None: memory is not planned, so jobs are admitted without a memory check."""
+    host_adapter_limit: int = 0
     notes: tuple[str, ...] = ()
     """Notes for the operator, shown in /health: what runs slower than it could, and why."""
 
@@ -333,8 +334,7 @@ class EngineStats(Message, frozen=True):
     pinned_allocs: int = 0
     """See `memory.allocator`."""
     host_adapter_bytes: int = 0
-    host_adapter_limit: int = 0
-    """Host memory that adapters take, and the budget for idle ones."""
+    """Host memory that adapters take."""
     loads: tuple[LoadSeconds, ...] = ()
     backlog: int = 0
     """Bytes of earlier messages that the API process has not read."""

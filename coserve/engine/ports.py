@@ -62,8 +62,8 @@ class StoresAdapters(Protocol):
     @property
     def times(self) -> LoadTimes: ...
     @property
-    def host_bytes(self) -> tuple[int, int]:
-        """Bytes of all host copies, and the budget for idle ones."""
+    def host_bytes(self) -> int:
+        """Bytes of all host copies."""
         ...
 
     def notify(self, changed: Callable[[], None]) -> None: ...

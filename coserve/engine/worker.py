@@ -92,7 +92,7 @@ def build_engine(
     pinned = base.device.type == "cuda"
     store = AdapterStore(
         read,
-        parts.host_budget(),
+        budget := parts.host_budget(),
         pinned=pinned,
         mirror=mirror,
         placed=base.complete_scales,
@@ -147,6 +147,7 @@ def build_engine(
         pool=kv.shape,
         lora_backend=parts.lora_backend.name,
         memory=parts.memory_model(pool),
+        host_adapter_limit=budget.bytes,
         notes=notes,
     )
     return engine, ready

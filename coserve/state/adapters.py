@@ -11,7 +11,7 @@ from coserve.core.access.principal import principal
 from coserve.core.errors import AdapterNotFound, NameTaken
 from coserve.core.hints import near_miss
 from coserve.core.types import AdapterRef
-from coserve.state.database import Database
+from coserve.state.names import AliasRecord, NameTable
 from coserve.state.records import AdapterRecord, JobRecord
 
 MAX_SHOWN = 8
@@ -23,7 +23,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(AdapterRecord).decode
 
 
-class AdapterTable(Database):
+class AdapterTable(NameTable):
     """The registry's adapters. A version number is never used twice, not even after a failed job or a deleted
     adapter."""
 
@@ -59,6 +59,8 @@ class AdapterTable(Database):
         """Record that the version is taken; a new name is the project's from now on. Raises `NameTaken`."""
         assert ref.version >= self.next_version(ref.id), f"{ref} was used before"
         self.check_name(ref.id)
+        if self._is_alias(ref.id):
+            raise NameTaken(f"the name {ref.id!r} is taken by an alias", field="adapter")
         self._db.execute(
             "INSERT INTO versions VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE SET last = excluded.last",
             (ref.id, ref.version, principal().project),
@@ -104,6 +106,31 @@ class AdapterTable(Database):
         if row is None or not self._sees(id):
             raise self._not_found(id, version)
         return _decode(row[0])
+
+    def find_version(self, ref: AdapterRef) -> AdapterRecord | None:
+        row = self._db.execute(
+            "SELECT record FROM adapters WHERE id = ? AND version = ?", (ref.id, ref.version)
+        ).fetchone()
+        return None if row is None else _decode(row[0])
+
+    def resolve(self, name: str, version: int | None, key: str) -> AdapterRecord:
+        """The version that a request means: of an adapter or, by the hash of the request's `key`, of an alias. Raises
+        `AdapterNotFound`."""
+        if version is None and (alias := self.find_alias(name)) is not None:
+            ref = alias.chosen(key)
+            return self.adapter(ref.id, ref.version)
+        return self.adapter(name, version)
+
+    def set_alias(self, record: AliasRecord) -> AliasRecord:
+        """Create or replace an alias. Raises `AdapterNotFound` for a version that is missing, `NameTaken` for a name
+        that an adapter has or had."""
+        with self._transaction():
+            for ref in record.refs:
+                self.adapter(ref.id, ref.version)
+            if self.next_version(record.name) > 1:
+                raise NameTaken(f"the name {record.name!r} is taken by an adapter", field="name")
+            self._save_alias(record)
+        return record
 
     def _not_found(self, id: str, version: int | None) -> AdapterNotFound:
         """Return the error for a missing adapter: it names the job that will publish it, the adapter's versions, or a
@@ -192,6 +219,7 @@ class AdapterTable(Database):
         """Delete one version's row. If it was current, the next older version becomes current, or the newest if none is
         older."""
         was_current = self.current_version(ref.id) == ref.version
+        self._forget_version(ref)
         self._db.execute("DELETE FROM adapters WHERE id = ? AND version = ?", (ref.id, ref.version))
         if not was_current:
             return

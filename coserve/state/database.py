@@ -23,7 +23,16 @@ from coserve.state.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
+NAMES: Final = """
+CREATE TABLE aliases (name TEXT PRIMARY KEY, project TEXT NOT NULL, record BLOB NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE labels (id TEXT PRIMARY KEY, expires_at REAL, record BLOB NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE pins (id TEXT NOT NULL, version INTEGER NOT NULL, PRIMARY KEY (id, version)) STRICT, WITHOUT ROWID;
+CREATE TABLE uses (
+    id TEXT NOT NULL, version INTEGER NOT NULL, uses REAL NOT NULL, used_at REAL NOT NULL, PRIMARY KEY (id, version)
+) STRICT, WITHOUT ROWID;
+"""
+"""What is known of adapters' names and versions besides their files: see `NameTable`."""
 SCHEMA: Final = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
 CREATE TABLE jobs (
@@ -74,9 +83,10 @@ UPGRADES: Final = {
         "ALTER TABLE versions ADD COLUMN project TEXT NOT NULL DEFAULT 'default'",
         *(statement for statement in SCHEMA.split(";") if "api_keys" in statement or "quotas" in statement),
     ),
+    3: tuple(NAMES.split(";")),
 }
 """Statements that upgrade each older schema to the next one, in one transaction each. Forward only: the copy that
-`_prepare` makes first is the way back. A migration tool would need a second description of these eight tables."""
+`_prepare` makes first is the way back. A migration tool would need a second description of these twelve tables."""
 
 
 @contextmanager
@@ -130,7 +140,7 @@ class Database:
         found = self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name = 'meta'").fetchone()
         if found is None:
             with self._transaction():
-                for statement in SCHEMA.split(";"):
+                for statement in (SCHEMA + NAMES).split(";"):
                     self._db.execute(statement)
                 self._db.execute("INSERT INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,))
         (version,) = self._db.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()

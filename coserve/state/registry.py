@@ -402,8 +402,11 @@ class Registry(AccessTable, AdapterTable):
             for job in self.unfinished():
                 if job.spec.adapter == id or any(ref.id == id for ref in job.spec.sources):
                     raise AdapterBusy(f"adapter {id!r} is in use by {job.spec.id}", field="adapter")
+            if (alias := next(filter(None, map(self._alias_of, refs)), None)) is not None:
+                raise AdapterBusy(f"adapter {id!r} is in use by alias {alias}", field="adapter")
             self._db.execute("DELETE FROM adapters WHERE id = ?", (id,))
             self._db.execute("DELETE FROM current WHERE id = ?", (id,))
+            self._forget_name(id)
             self._log_on_commit("adapter deleted", adapter=id, versions=", ".join(str(ref.version) for ref in refs))
         return refs
 
@@ -435,7 +438,10 @@ class Registry(AccessTable, AdapterTable):
         self._log_on_commit("adapter deleted", adapter=ref.id, versions=str(ref.version))
 
     def _user_of(self, ref: AdapterRef) -> str | None:
-        """Return an unfinished job that continues or learns from a version, or waits for the job that published it."""
+        """Return an unfinished job that continues or learns from a version, or waits for the job that published it; or
+        an alias that means it."""
+        if (alias := self._alias_of(ref)) is not None:
+            return f"alias {alias}"
         for job in self.unfinished():
             awaited = None if job.after is None else self.predecessor(job).result
             if ref == awaited or ref in job.spec.sources:

@@ -34,8 +34,8 @@ async def test_a_list_is_filtered_before_it_is_cut_into_pages(api: Api) -> None:
     assert await names(api, base="another") == await names(api, source="job") == await names(api, search="%") == []
     assert await names(api, resident="true") == []
     assert await names(api, source="import", search="bard", resident="false") == ["bard"]
-    for name, value in (("source", "hub"), ("resident", "1"), ("tag", "x")):
-        code = "unknown_field" if name == "tag" else "invalid_request"
+    for name, value in (("source", "hub"), ("resident", "1"), ("colour", "x")):
+        code = "unknown_field" if name == "colour" else "invalid_request"
         await api.refused(400, code, "GET", "/adapters", params={name: value})
 
 

@@ -6,7 +6,6 @@ import asyncio
 import sqlite3
 import threading
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -147,20 +146,6 @@ async def test_the_sdk(poet: Api) -> None:
         with pytest.raises(AdapterNotFound):
             await client.rollback_adapter("poet", 1)
     assert {"rollback_adapter", "delete_adapter"} <= set(dir(Client))
-
-
-def test_a_registry_of_the_schema_before_is_brought_up(tmp_path: Path) -> None:
-    path = tmp_path / "registry.sqlite3"
-    Registry(path).close()
-    with sqlite3.connect(path) as old:
-        old.executescript("DROP VIEW current_versions; DROP TABLE current; UPDATE meta SET value = 1")
-    old.close()
-    registry = Registry(path)
-    ref = registry.reserve_version("poet")
-    assert registry.current_version("poet") is None
-    assert ref == AdapterRef("poet", 1)
-    registry.check()
-    registry.close()
 
 
 async def test_a_request_waits_for_no_change_of_the_registry(poet: Api) -> None:

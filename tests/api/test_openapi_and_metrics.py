@@ -134,7 +134,13 @@ BODIES = {
         "/sessions",
         *(f"/sessions/{{id}}/{name}" for name in ("forward_backward", "forward", "optim_step", "save", "publish")),
     )
-} | {("post", "/admin/keys"), ("put", "/admin/quotas/{id}"), ("put", "/admin/log-level")}
+} | {
+    ("post", "/admin/keys"),
+    ("put", "/admin/quotas/{id}"),
+    ("put", "/admin/log-level"),
+    ("patch", "/adapters/{id}"),
+    ("put", "/aliases/{id}"),
+}
 
 
 async def test_metrics_count_requests_and_jobs(api: Api) -> None:

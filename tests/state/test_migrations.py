@@ -36,7 +36,14 @@ CREATE VIEW current_versions (id, version) AS SELECT id, coalesce(
     (SELECT version FROM current WHERE current.id = adapters.id), max(version)
 ) FROM adapters GROUP BY id;
 """
-SCHEMAS = {1: FIRST, 2: FIRST + SECOND}
+PROJECT = "project TEXT NOT NULL DEFAULT 'default'"
+THIRD = f"""
+ALTER TABLE jobs ADD COLUMN {PROJECT};
+ALTER TABLE versions ADD COLUMN {PROJECT};
+CREATE TABLE api_keys (id TEXT PRIMARY KEY, record BLOB NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE quotas (project TEXT PRIMARY KEY, record BLOB NOT NULL) STRICT, WITHOUT ROWID;
+"""
+SCHEMAS = {1: FIRST, 2: FIRST + SECOND, 3: FIRST + SECOND + THIRD}
 """Schemas as they were released."""
 
 
@@ -69,6 +76,7 @@ def test_a_registry_of_an_earlier_schema(version: int, tmp_path: Path) -> None:
         assert registry.adapter("poet").ref == AdapterRef("poet", 2)
         assert registry.next_version("poet") == 4
         assert (registry.owner("poet"), registry.api_keys(), registry.quotas()) == ("default", [], {})
+        assert (registry.aliases(), registry.pins(), registry.next_expiry()) == ([], frozenset(), None)
     assert columns(path) == columns(today)
     before = tmp_path / f"registry.sqlite3.schema-{version}"
     with closing(sqlite3.connect(before)) as copy:

@@ -629,7 +629,7 @@ class NoAdapters:
     """An adapter store in which every adapter is in memory."""
 
     troubles: tuple[str, ...] = ()
-    host_bytes = (0, 0)
+    host_bytes = 0
 
     def __init__(self) -> None:
         self.times = LoadTimes()

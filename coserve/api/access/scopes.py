@@ -9,7 +9,7 @@ from coserve.core.access.principal import Scope
 
 ANY: Final = frozenset({"/", "/openapi.json", "/version", "/info"})
 """Paths whose GET every valid key may use: they tell of the daemon, not of any project."""
-READS: Final = ("/adapters", "/v1/models", "/tokenizer_info")
+READS: Final = ("/adapters", "/aliases", "/v1/models", "/tokenizer_info")
 """Paths whose GET lists and describes adapters, for whoever generates with them."""
 PREFIXES: Final = {
     Scope.GENERATE: (
@@ -26,6 +26,7 @@ PREFIXES: Final = {
     ),
     Scope.TRAIN: (
         "/adapters",
+        "/aliases",
         "/finetune",
         "/v1/files",
         "/v1/fine_tuning",

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, s
 from pathlib import Path
 from typing import TypeVar
 
+from coserve.api.adapters.expiry import Expiry
 from coserve.api.adapters.filters import EVERY, AdapterFilter
 from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.inspection import Inspection
@@ -25,6 +26,7 @@ from coserve.api.http.parsing import local_path
 from coserve.config import Config
 from coserve.core.cancellation import uncancelled
 from coserve.core.errors import (
+    BaseMismatch,
     EngineUnavailable,
     InvalidRequest,
     StorageError,
@@ -32,7 +34,7 @@ from coserve.core.errors import (
 )
 from coserve.core.link import DropAdapter, PrefetchAdapter
 from coserve.core.names import ADAPTER_FILES
-from coserve.core.schemas import Adapter, AdapterList, DeletedAdapter, ImportRequest
+from coserve.core.schemas import Adapter, AdapterList, AdapterUpdate, DeletedAdapter, ImportRequest
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.data.offload.pool import HelperPool
 from coserve.lora.files.archive import AdapterArchive
@@ -40,6 +42,7 @@ from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
+from coserve.state.names import Labels
 from coserve.state.records import LOADED, AdapterRecord
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
@@ -69,11 +72,18 @@ class AdapterCatalog:
         self._inspection = Inspection(helpers)
         self._importing = asyncio.Lock()
         self._commits = Commits()
+        self._expiry: Expiry | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         """Removals of deleted versions that requests still use."""
 
+    def open(self) -> None:
+        """Begin to delete adapters whose time to live is over."""
+        self._expiry = self._expiry or Expiry(self._registry, self.delete, self._clock)
+
     async def close(self) -> None:
         """Wait for imports and deletions in progress. The next start removes the files of versions in use."""
+        if self._expiry is not None:
+            self._expiry.close()
         await self._commits.close()
         for task in self._leaving:
             task.cancel()
@@ -162,8 +172,15 @@ class AdapterCatalog:
     # ---- show
 
     def _view(
-        self, record: AdapterRecord, newest: int, versions: list[int] | None = None, *, current: bool = True
+        self,
+        record: AdapterRecord,
+        newest: int,
+        versions: list[int] | None = None,
+        *,
+        current: bool = True,
+        facts: tuple[Labels, bool] = (Labels(), False),
     ) -> Adapter:
+        labels, pinned = facts
         return Adapter(
             id=record.ref.id,
             version=record.ref.version,
@@ -183,43 +200,83 @@ class AdapterCatalog:
             newest=newest,
             bd_blocks=record.bd_blocks,
             parent=record.parent,
+            tags=labels.tags,
+            expires_at=labels.expires_at,
+            pinned=pinned,
             corpus_digest=record.corpus_digest,
         )
 
     async def get(self, name: str, version: int | None) -> Adapter:
         """Return one version (the current one by default) and the numbers of all versions. Raises `AdapterNotFound`."""
 
-        def find(registry: Registry) -> tuple[AdapterRecord, list[AdapterRecord], int | None]:
+        def find(registry: Registry) -> Adapter:
             with registry.snapshot():
-                return registry.adapter(name, version), registry.versions(name), registry.current_version(name)
+                record = registry.adapter(name, version)
+                versions = [each.ref.version for each in registry.versions(name)]
+                current = record.ref.version == registry.current_version(name)
+                facts = registry.labels(name), record.ref in registry.pins()
+            return self._view(record, versions[-1], versions, current=current, facts=facts)
 
-        record, records, current = await self._registry.read(find)
-        versions = [each.ref.version for each in records]
-        return self._view(record, versions[-1], versions, current=record.ref.version == current)
+        return await self._registry.read(find)
+
+    async def update(self, name: str, version: int | None, request: AdapterUpdate) -> Adapter:
+        """Change tags and the time to live of a name, and whether a version is pinned. Raises `AdapterNotFound`, and
+        `BaseMismatch` for a pin."""
+        now = self._clock()
+
+        def change(registry: Registry) -> AdapterRecord:
+            record, labels = registry.adapter(name, version), registry.labels(name)
+            if request.pinned and record.base_fingerprint != self._engine.spec.fingerprint:
+                raise BaseMismatch(
+                    f"adapter {record.ref} belongs to another base, {record.base_name!r}", field="pinned"
+                )
+            tags = labels.tags if request.tags is None else tuple(dict.fromkeys(request.tags))
+            expires_at = labels.expires_at if request.ttl is None else now + request.ttl if request.ttl else None
+            if (changed := Labels(tags=tags, expires_at=expires_at)) != labels:
+                registry.set_labels(name, changed)
+            if request.pinned is not None:
+                registry.set_pinned(record.ref, pinned=request.pinned)
+            return record
+
+        record = await self._registry(change)
+        if request.pinned is not None:
+            with suppress(EngineUnavailable):  # the next one is told when it starts
+                self._engine.send(PrefetchAdapter(ref=record.ref, digests=record.digests, pinned=request.pinned))
+        if request.ttl is not None and self._expiry is not None:
+            self._expiry.changed()
+        return await self.get(name, record.ref.version)
 
     async def prefetch(self, name: str, version: int | None) -> Adapter:
         """Let the engine read one version (the current one by default) into memory. Raises `AdapterNotFound`,
         `BaseMismatch`, `EngineUnavailable`."""
         record = await find_adapter(self._registry, name, version, self._engine.spec, field="id")
         self._engine.send(PrefetchAdapter(ref=record.ref, digests=record.digests))
-        return await self.get(name, record.ref.version)
+        return await self.get(record.ref.id, record.ref.version)
 
     async def list(self, after: str | None, limit: int, chosen: AdapterFilter = EVERY) -> AdapterList:
         """Return the current version of each adapter that the filter accepts, by name."""
         resident = self._engine.residents
 
-        def find(registry: Registry) -> list[tuple[AdapterRecord, int]]:
+        def find(registry: Registry) -> list[Adapter]:
             with registry.snapshot():
                 records = registry.adapters(
                     after=after,
                     limit=limit + 1,
                     search=chosen.search,
-                    keep=lambda record: chosen.accepts(record, resident),
+                    keep=lambda record: chosen.accepts(record, resident, registry.labels(record.ref.id).tags),
                 )
-                return [(record, registry.newest_version(record.ref.id)) for record in records]
+                pins = registry.pins()
+                return [
+                    self._view(
+                        record,
+                        registry.newest_version(record.ref.id),
+                        facts=(registry.labels(record.ref.id), record.ref in pins),
+                    )
+                    for record in records
+                ]
 
         found = await self._registry.read(find)
-        return AdapterList(data=[self._view(*each) for each in found[:limit]], has_more=len(found) > limit)
+        return AdapterList(data=found[:limit], has_more=len(found) > limit)
 
     # ---- download
 

@@ -12,7 +12,7 @@ from coserve.core.names import ADAPTER_SOURCES
 from coserve.core.types import AdapterRef
 from coserve.state.records import AdapterRecord
 
-FILTERS: Final = ("search", "base", "source", "resident")
+FILTERS: Final = ("search", "base", "source", "resident", "tag")
 
 
 class AdapterFilter(msgspec.Struct, frozen=True):
@@ -26,13 +26,16 @@ class AdapterFilter(msgspec.Struct, frozen=True):
     """First part of `AdapterRecord.source`."""
     resident: bool | None = None
     """Whether the version is in memory."""
+    tag: str | None = None
+    """A tag of the name."""
 
-    def accepts(self, record: AdapterRecord, resident: Collection[AdapterRef]) -> bool:
-        """Return whether the record matches `base`, `source` and `resident`; the registry compares `search`."""
+    def accepts(self, record: AdapterRecord, resident: Collection[AdapterRef], tags: Collection[str]) -> bool:
+        """Return whether the record matches `base`, `source`, `resident` and `tag`; the registry compares `search`."""
         return (
             self.base in (None, record.base_name)
             and self.source in (None, record.source.partition(":")[0])
             and self.resident in (None, record.ref in resident)
+            and (self.tag is None or self.tag in tags)
         )
 
 
@@ -47,5 +50,9 @@ def adapter_filter(query: Mapping[str, str]) -> AdapterFilter:
     if resident not in (None, "true", "false"):
         raise InvalidRequest(f"expected true or false, got {resident[:80]!r}", field="resident")
     return AdapterFilter(
-        query.get("search", ""), query.get("base"), source, None if resident is None else resident == "true"
+        query.get("search", ""),
+        query.get("base"),
+        source,
+        None if resident is None else resident == "true",
+        query.get("tag"),
     )

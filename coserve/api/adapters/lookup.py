@@ -15,14 +15,17 @@ async def find_adapter(
     base: BaseSpec,
     *,
     field: str,
+    key: str = "",
     of_base: str = "leave the field out",
 ) -> AdapterRecord:
-    """Return one version, or the current one (None). Raises `AdapterNotFound` and `BaseMismatch`, which name `field`.
+    """Return one version, or the current one (None), also of an alias. Raises `AdapterNotFound` and `BaseMismatch`,
+    which name `field`.
 
+    `key`: the request's, by which an alias chooses between its versions.
     `of_base`: error text for a user who gave the base's own name.
     """
     try:
-        record = await registry.read(lambda registry: registry.adapter(name, version))
+        record = await registry.read(lambda registry: registry.resolve(name, version, key))
     except AdapterNotFound as error:
         is_base = name.casefold() == base.name.casefold()
         message = f"{name!r} is the base itself: {of_base}" if is_base else error.message

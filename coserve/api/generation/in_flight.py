@@ -10,13 +10,14 @@ from contextlib import suppress
 
 from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.lookup import find_adapter
+from coserve.api.adapters.warm_set import WarmSet
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.output_grammar import output_grammar
 from coserve.api.generation.output_queue import EngineOutput
 from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.prompts import check_generate, encode_prompt, sampling_params
-from coserve.api.generation.request_state import RequestState, new_state
+from coserve.api.generation.request_state import RequestState, new_request_id, new_state
 from coserve.api.generation.stop_tokens import stop_tokens
 from coserve.api.generation.targets import targets_of
 from coserve.api.generation.turns import Turns
@@ -70,6 +71,7 @@ class InFlightRequests:
         self.traces: Traces | None = None
         self.in_use = AdaptersInUse()
         """Adapter versions that requests in flight use."""
+        self.warm_set = WarmSet(registry, engine)
 
     # ---- messages of the engine
 
@@ -114,6 +116,7 @@ class InFlightRequests:
         semaphore = asyncio.Semaphore() if semaphore is None else semaphore
         state: RequestState | None = None
         prompt_scores = 0
+        id = new_request_id()
         name, version = (None, None) if request.adapter is None else split_ref(request.adapter)
         batch = request.slo_class == "batch"
         waiting = self._start_waiting(name, request.n, batch=batch)
@@ -125,15 +128,18 @@ class InFlightRequests:
                 read_prompt(prompt)
             adapter, digests = snapshot, None
             if name is not None:
-                record = await find_adapter(self._registry, name, version, self._engine.spec, field="adapter")
+                spec = self._engine.spec
+                record = await find_adapter(self._registry, name, version, spec, field="adapter", key=id)
                 adapter, digests = record.ref, record.digests
             prompt_scores = self._reserve_prompt_scores(request, len(prompt))
             slo = targets_of(request, self._config, device=self._engine.spec.device, sheds=sheds and snapshot is None)
-            state = new_state(request, prompt, adapter, self._tokenizer, arrived)
+            state = new_state(id, request, prompt, adapter, self._tokenizer, arrived)
             if snapshot is None:
                 self.charge(principal().project, len(prompt))
             if adapter is not None:
                 self.in_use.add(adapter)
+                if snapshot is None:
+                    self.warm_set.used(adapter)
             messages = self._messages(request, state, digests, slo, grammar)
             await self._send(state, messages, group or PromptGroup())
             while state.decoders.keys() & self._states.keys():

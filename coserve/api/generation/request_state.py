@@ -71,7 +71,12 @@ class RequestState:
         )
 
 
+def new_request_id() -> str:
+    return f"gen-{secrets.token_hex(8)}"
+
+
 def new_state(
+    id: str,
     request: GenerateRequest,
     prompt: tuple[int, ...],
     adapter: AdapterRef | None,
@@ -79,7 +84,6 @@ def new_state(
     arrived: float,
 ) -> RequestState:
     """Return the state of a request before its first token. A seed is drawn unless the request has one."""
-    id = f"gen-{secrets.token_hex(8)}"
     seed = secrets.randbits(31) if request.seed is None else request.seed
     prepended = None
     if isinstance(request.prompt, str):

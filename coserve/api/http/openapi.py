@@ -21,6 +21,7 @@ _QUERY: dict[str, dict[str, Any]] = {
     "base": {"type": "string", "description": "name of the base"},
     "source": {"enum": list(ADAPTER_SOURCES), "description": "how the version was made"},
     "resident": {"type": "boolean", "description": "whether the version is in memory"},
+    "tag": {"type": "string", "description": "a tag of the name"},
     "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_LIMIT, "default": PAGE_SIZE},
     "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
     "purpose": {"type": "string", "description": "Only files with this purpose."},

@@ -328,7 +328,6 @@ class EngineGauges(Collector):
             ),
             ("adapters_resident", "Adapters in memory", len(s.resident) if s else 0),
             ("host_adapter_bytes", "Host memory that adapters take", s.host_adapter_bytes if s else 0),
-            ("host_adapter_limit_bytes", "Budget of it for idle adapters", s.host_adapter_limit if s else 0),
             (
                 "train_speed_beside_ratio",
                 (

@@ -29,6 +29,7 @@ from coserve.core.health import Health, Warming
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.schemas import (
     STREAM_END,
+    AdapterUpdate,
     ConvertRequest,
     FinetuneRequest,
     GenerateRequest,
@@ -171,6 +172,10 @@ class NativeApi:
                 await response.write(chunk)
             await response.write_eof()
             return response
+
+    async def update_adapter(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, AdapterUpdate)
+        return json_response(await self._service.adapters.update(*ref_from_path(request.match_info["id"]), body))
 
     async def delete_adapter(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._service.adapters.delete(*ref_from_path(request.match_info["id"])))

@@ -12,6 +12,7 @@ from coserve.core.health import Health
 from coserve.core.schemas import (
     Adapter,
     AdapterList,
+    AdapterUpdate,
     ConvertedAdapter,
     ConvertRequest,
     DeletedAdapter,
@@ -109,6 +110,15 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             "Download PEFT files",
             media="application/x-tar",
             errors=(404, 422),
+        ),
+        Route(
+            "PATCH",
+            "/adapters/{id}",
+            api.update_adapter,
+            "Set an adapter's tags, its time to live, or whether a version stays in host memory",
+            body=AdapterUpdate,
+            response=Adapter,
+            errors=(404, 422, *body, 507),
         ),
         Route(
             "DELETE",

@@ -11,6 +11,10 @@ from coserve.core.messages import ChatMessage
 from coserve.core.schemas.adapters import (
     Adapter,
     AdapterList,
+    AdapterUpdate,
+    Alias,
+    AliasList,
+    AliasRequest,
     ConvertedAdapter,
     ConvertRequest,
     DeletedAdapter,
@@ -60,6 +64,10 @@ from coserve.core.schemas.service import STREAM_END, History, HistoryPoint, Poin
 __all__ = [
     "Adapter",
     "AdapterList",
+    "AdapterUpdate",
+    "Alias",
+    "AliasList",
+    "AliasRequest",
     "AnswerScore",
     "ChatMessage",
     "Choice",

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from coserve.core.limits import MAX_BLOCKS, MAX_RANK, MAX_ROWS, LocalPath
-from coserve.core.names import MAX_VERSION, AdapterName
+from coserve.core.limits import MAX_BLOCKS, MAX_RANK, MAX_ROWS, MAX_TAGS, LocalPath
+from coserve.core.names import MAX_VERSION, AdapterName, AdapterRefText
 from coserve.core.schemas.jobs import ROWS
 from coserve.core.types import TrainingRequest, Wire
 
@@ -52,8 +52,53 @@ class Adapter(Wire, frozen=True):
     """Diagonal blocks of a BD-LoRA adapter; 1: plain LoRA."""
     parent: str | None = None
     """The version (`name@version`) that the job continued, or that was converted."""
+    tags: tuple[str, ...] = ()
+    """Tags of the name."""
+    expires_at: float | None = None
+    """When the name is deleted; null: never."""
+    pinned: bool = False
+    """Whether the version stays in host memory."""
     corpus_digest: str | None = None
     """SHA-256 (hex) of the tokenised corpus on which the job trained it."""
+
+
+class AdapterUpdate(Wire, frozen=True, omit_defaults=True):
+    """Body of `PATCH /adapters/{id}`: what is given changes."""
+
+    tags: Annotated[tuple[AdapterName, ...], Meta(max_length=MAX_TAGS)] | None = None
+    """Tags of the name, instead of those that it has."""
+    ttl: Annotated[float, Meta(ge=0)] | None = None
+    """Seconds from now after which the name is deleted, with all its versions, once nothing needs them; 0: never."""
+    pinned: bool | None = None
+    """Whether this version (the current one by default) stays in host memory, beyond the budget of idle adapters."""
+
+
+class AliasRequest(Wire, frozen=True, omit_defaults=True):
+    """Body of `PUT /aliases/{id}`. A name without a version means the version that it has now."""
+
+    target: AdapterRefText
+    canary: AdapterRefText | None = None
+    """Another version, which gets `weight` of the requests."""
+    weight: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+class Alias(Wire, frozen=True):
+    """A name that requests may use for a version of an adapter. A hash of each request's id decides whether it gets the
+    canary."""
+
+    name: str
+    target: str
+    """`name@version`."""
+    updated_at: float
+    canary: str | None = None
+    weight: float = 0.0
+    """Share of the requests that get the canary."""
+    previous: str | None = None
+    """The target before, to which a rollback returns."""
+
+
+class AliasList(Wire, frozen=True):
+    data: list[Alias]
 
 
 class RollbackRequest(Wire, frozen=True):

@@ -227,9 +227,9 @@ class AdapterStore:
         self._pages = AdapterPages(buffer, lost, self._mirror, self._placed, self.times)
 
     @property
-    def host_bytes(self) -> tuple[int, int]:
-        """Bytes of all host copies, and the budget for idle ones."""
-        return self._host.bytes, self._host.limit
+    def host_bytes(self) -> int:
+        """Bytes of all host copies."""
+        return self._host.bytes
 
     def size(self, ref: AdapterRef) -> int:
         """Bytes of an adapter in memory; 0 if it is not."""

@@ -1,0 +1,100 @@
+"""Aliases of adapters: names that mean a version, and may give a share of their requests to another one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from coserve.api.adapters.catalog import refuse_base_name
+from coserve.api.engine_client import EngineClient
+from coserve.core.errors import InvalidRequest
+from coserve.core.names import split_ref
+from coserve.core.schemas import Alias, AliasList, AliasRequest
+from coserve.core.types import AdapterRef
+from coserve.state.names import AliasRecord
+from coserve.state.registry import Registry
+from coserve.state.thread import RegistryThread
+
+
+class Aliases:
+    """All aliases of the registry. Methods raise `AdapterNotFound` for an unknown alias or version."""
+
+    def __init__(self, registry: RegistryThread, engine: EngineClient, clock: Callable[[], float] = time.time) -> None:
+        self._registry, self._engine, self._clock = registry, engine, clock
+
+    async def list(self) -> AliasList:
+        return AliasList(data=[_view(each) for each in await self._registry.read(lambda registry: registry.aliases())])
+
+    async def get(self, name: str) -> Alias:
+        return _view(await self._registry.read(lambda registry: registry.alias(name)))
+
+    async def put(self, name: str, request: AliasRequest) -> Alias:
+        """Create or move an alias. Raises `NameTaken` for an adapter's name, `InvalidRequest` for the base's,
+        `EngineUnavailable`."""
+        refuse_base_name(name, self._engine.spec, field="name")
+        if (request.canary is None) != (request.weight == 0.0):
+            raise InvalidRequest("expected a weight above 0 with a canary, and none without one", field="weight")
+
+        def set_alias(registry: Registry) -> AliasRecord:
+            before = registry.find_alias(name)
+            record = AliasRecord(
+                name=name,
+                target=_version(registry, request.target),
+                updated_at=self._clock(),
+                canary=None if request.canary is None else _version(registry, request.canary),
+                weight=request.weight,
+            )
+            if before is not None:
+                previous = before.previous if before.target == record.target else before.target
+                record = msgspec.structs.replace(record, previous=previous)
+            return registry.set_alias(record)
+
+        return _view(await self._registry(set_alias))
+
+    async def promote(self, name: str) -> Alias:
+        """Give all requests to the canary. Raises `InvalidRequest` if there is none."""
+
+        def promoted(record: AliasRecord) -> AliasRecord:
+            if record.canary is None:
+                raise InvalidRequest(f"alias {name!r} has no canary to promote", field="name")
+            return AliasRecord(name=name, target=record.canary, updated_at=self._clock(), previous=record.target)
+
+        return await self._change(name, promoted)
+
+    async def roll_back(self, name: str) -> Alias:
+        """Take the requests from the canary, or if there is none, return to the target before. Raises
+        `InvalidRequest` if there is neither."""
+
+        def rolled_back(record: AliasRecord) -> AliasRecord:
+            now = self._clock()
+            if record.canary is not None:
+                return msgspec.structs.replace(record, canary=None, weight=0.0, updated_at=now)
+            if record.previous is None:
+                raise InvalidRequest(f"alias {name!r} never meant another version", field="name")
+            return AliasRecord(name=name, target=record.previous, updated_at=now, previous=record.target)
+
+        return await self._change(name, rolled_back)
+
+    async def delete(self, name: str) -> Alias:
+        return _view(await self._registry.with_reserve(lambda registry: registry.delete_alias(name)))
+
+    async def _change(self, name: str, change: Callable[[AliasRecord], AliasRecord]) -> Alias:
+        return _view(await self._registry(lambda registry: registry.set_alias(change(registry.alias(name)))))
+
+
+def _version(registry: Registry, text: str) -> AdapterRef:
+    """Return the version that `name@version` names, or now means."""
+    return registry.adapter(*split_ref(text)).ref
+
+
+def _view(record: AliasRecord) -> Alias:
+    return Alias(
+        name=record.name,
+        target=str(record.target),
+        canary=None if record.canary is None else str(record.canary),
+        weight=record.weight,
+        previous=None if record.previous is None else str(record.previous),
+        updated_at=record.updated_at,
+    )

@@ -1,0 +1,73 @@
+"""Deletes adapters whose time to live is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import msgspec
+
+from coserve.core.errors import AdapterBusy, AdapterNotFound, StorageError
+from coserve.core.schemas import DeletedAdapter
+from coserve.state.registry import Registry
+from coserve.state.thread import RegistryThread
+
+log = logging.getLogger(__name__)
+
+AGAIN = 30.0
+"""Seconds after which the deletion of an adapter that is in use is tried again."""
+LONGEST = 3600.0
+"""Most seconds of one sleep: the clock of the wall may be set."""
+
+
+class Expiry:
+    """Waits for the next end of a time to live, then deletes the name with `delete`."""
+
+    def __init__(
+        self,
+        registry: RegistryThread,
+        delete: Callable[[str], Awaitable[DeletedAdapter]],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._registry, self._delete, self._clock = registry, delete, clock
+        self._changed, self._task = asyncio.Event(), asyncio.create_task(self._run())
+
+    def changed(self) -> None:
+        """Look again: a time to live was set."""
+        self._changed.set()
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                found = await self._registry.read(lambda registry: registry.next_expiry())
+                left = LONGEST if found is None else found[1] - self._clock()
+                if found is not None and left <= 0:
+                    await self._expire(found[0])
+                    continue
+            except StorageError:
+                left = AGAIN
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left, LONGEST))
+
+    async def _expire(self, name: str) -> None:
+        try:
+            await self._delete(name)
+            log.info("adapter %s was deleted: its time to live is over", name)
+        except AdapterNotFound:
+            await self._put_off(name, None)
+        except AdapterBusy as error:
+            log.info("adapter %s stays for now, though its time to live is over: %s", name, error)
+            await self._put_off(name, self._clock() + AGAIN)
+
+    async def _put_off(self, name: str, at: float | None) -> None:
+        def change(registry: Registry) -> None:
+            registry.set_labels(name, msgspec.structs.replace(registry.labels(name), expires_at=at))
+
+        await self._registry(change)

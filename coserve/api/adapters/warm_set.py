@@ -1,0 +1,89 @@
+"""The adapters that a new engine reads before anybody asks: pinned ones, and those that requests used most."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from contextlib import suppress
+
+from coserve.api.engine_client import EngineClient
+from coserve.core.errors import EngineUnavailable, StorageError
+from coserve.core.link import PrefetchAdapter
+from coserve.core.types import AdapterRef
+from coserve.state.records import AdapterRecord
+from coserve.state.registry import Registry
+from coserve.state.thread import RegistryThread
+
+log = logging.getLogger(__name__)
+
+FLUSH = 20.0
+"""Seconds after a use until the registry counts it, with all others since."""
+MOST = 256
+"""Most adapters of the warm set besides pinned ones."""
+SHARE = 0.5
+"""Most of the host memory for idle adapters that the warm set's files may have."""
+
+
+class WarmSet:
+    """Counts uses of adapters, and sends a new engine what it shall read."""
+
+    def __init__(self, registry: RegistryThread, engine: EngineClient) -> None:
+        self._registry, self._engine = registry, engine
+        self._uses = Counter[AdapterRef]()
+        self._flush: asyncio.TimerHandle | None = None
+        self._tasks = set[asyncio.Task[None]]()
+
+    def used(self, ref: AdapterRef) -> None:
+        """Count one more request."""
+        self._uses[ref] += 1
+        if self._flush is None:
+            self._flush = asyncio.get_running_loop().call_later(FLUSH, self._start, False)
+
+    def read(self) -> None:
+        """Let the engine, which has just started, read the warm set."""
+        self._start(True)
+
+    async def close(self) -> None:
+        """Count the uses that are not counted yet."""
+        if self._flush is not None:
+            self._flush.cancel()
+        for task in [*self._tasks]:
+            await task
+        await self._count()
+
+    def _start(self, reads: bool) -> None:
+        task = asyncio.create_task(self._read() if reads else self._count())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _count(self) -> None:
+        self._flush, uses = None, self._uses
+        self._uses = Counter()
+        if uses:
+            with suppress(StorageError):  # they only order later starts
+                await self._registry(lambda registry: registry.count_uses(uses))
+
+    async def _read(self) -> None:
+        ready = self._engine.ready
+        if ready is None:
+            return
+        fingerprint, room = ready.spec.fingerprint, SHARE * ready.host_adapter_limit
+
+        def chosen(registry: Registry) -> list[tuple[AdapterRecord, bool]]:
+            with registry.snapshot():
+                pins = registry.pins()
+                wanted = [*pins, *(ref for ref in registry.most_used(MOST) if ref not in pins)]
+                found = [(registry.find_version(ref), ref in pins) for ref in wanted]
+            return [(record, pinned) for record, pinned in found if record is not None]
+
+        try:
+            found = await self._registry.read(chosen)
+            for record, pinned in found:
+                room -= record.bytes
+                if record.base_fingerprint == fingerprint and (pinned or room >= 0):
+                    self._engine.send(
+                        PrefetchAdapter(ref=record.ref, digests=record.digests, pinned=True if pinned else None)
+                    )
+        except (StorageError, EngineUnavailable) as error:
+            log.warning("the adapters that were used most are not read ahead: %s", error)
