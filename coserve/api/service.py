@@ -16,6 +16,7 @@ from coserve.api.access.access import Access
 from coserve.api.adapters.aliases import Aliases
 from coserve.api.adapters.catalog import AdapterCatalog
 from coserve.api.adapters.conversion import Conversions
+from coserve.api.adapters.scrub import Scrub
 from coserve.api.documents.jobs import DocumentJobs
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
@@ -116,6 +117,7 @@ class Service:
         )
         self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
         self.aliases = Aliases(registry, self.engine)
+        self.scrub = Scrub(registry, folder)
         converters = HelperPool(tokenizer.state, 1, config.logs, max_memory=0)
         self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters, self.jobs.submit)
         self._tracking = Tracking(
@@ -144,6 +146,7 @@ class Service:
             await self._registry.read(lambda registry: registry.notes())  # later there may be no descriptors for it
             self._tracking.open()
             self.adapters.open()
+            self.scrub.open()
 
     async def attach(
         self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None = None
@@ -210,6 +213,7 @@ class Service:
         await self.conversions.close()
         await self.adapters.close()
         await self.generation.warm_set.close()
+        self.scrub.close()
         await self.helpers.close()
         await self.chats.close()
         await self._preparers.close()
@@ -315,6 +319,7 @@ class Service:
                 *_starving(stats),
                 *self._registry.notes,
                 *self.recorder.notes,
+                *self.scrub.notes,
                 *self._tracking.notes,
             ],
             waiting=stats.waiting if stats is not None else 0,

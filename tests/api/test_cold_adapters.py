@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.kernels.lora.types import LoraPair
+from coserve.lora.files.packed_header import PACKED_FILE
 from coserve.lora.store.files import save_adapter
 from coserve.model.lora import LoraWeights
 from tests.support.api_server import Api
@@ -19,6 +22,7 @@ from tests.support.examples import sample
 from tests.support.real_server import bundled_base, serve_real
 
 ADAPTERS = 5
+ROTTEN = ("a0", PACKED_FILE), ("a1", ADAPTER_WEIGHTS)
 PROMPT = "Once upon a time there was a"
 
 
@@ -91,3 +95,21 @@ async def test_a_deleted_adapter_fails_its_requests_alone(api: Api) -> None:
     status, body = await api.call("POST", "/generate", json={"prompt": PROMPT, "adapter": "a0", "max_tokens": 1})
     assert (status, body["error"]["code"]) == (404, "adapter_not_found")
     assert await ask(api, "a1") == alone
+
+
+async def test_a_file_that_rots_is_found_and_harms_nobody_else(api: Api) -> None:
+    """A packed file is made again; PEFT's own is told of, and its adapter served from memory or its packed file."""
+    alone = [await ask(api, f"a{i}") for i in range(3)]
+    packed, weights = (api.folder.adapter(AdapterRef(name, 1)) / file for name, file in ROTTEN)
+    for path in (packed, weights):
+        content = bytearray(path.read_bytes())
+        content[-100] ^= 1
+        times = path.stat()
+        path.write_bytes(content)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    await api.service.scrub.round(pace=0)
+    assert not packed.exists()
+    _, health = await api.call("GET", "/health")
+    (note,) = [note for note in health["notes"] if "SHA-256" in note]
+    assert note.startswith("adapter a1@1: adapter_model.safetensors")
+    assert [await ask(api, f"a{i}") for i in range(3)] == alone

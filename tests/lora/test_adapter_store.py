@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from coserve.lora.store.store import AdapterStore
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
 from tests.support.examples import examples
-from tests.support.sized_adapters import room_for, sized
+from tests.support.sized_adapters import RANK_BYTES, room_for, sized
 
 REFS = [AdapterRef(id, version) for id in "abc" for version in (1, 2)]
 CAPACITY = 3
@@ -157,11 +159,11 @@ def test_the_budget_counts_bytes() -> None:
     assert store.resident() == (REFS[5],), "what was just published stays until something else comes"
 
 
-async def settled(store: AdapterStore) -> None:
+async def settled(store: AdapterStore, refs: Sequence[AdapterRef] = REFS) -> None:
     """Until every read has ended."""
     changed = asyncio.Event()
     store.notify(changed.set)
-    while any(store.state(ref) is State.READING for ref in REFS):
+    while any(store.state(ref) is State.READING for ref in refs):
         await changed.wait()
         changed.clear()
 
@@ -342,6 +344,39 @@ async def test_a_request_whose_last_copy_is_gone_is_told_why() -> None:
     assert isinstance(store.failure(REFS[0]), AdapterNotFound)
     store.release(REFS[0])
     assert store.state(REFS[0]) is State.DISK
+    store.close()
+
+
+async def test_a_thousand_loads_slow_failing_and_cancelled_leave_nothing() -> None:
+    chance, disk, refs = random.Random(0), Disk(*REFS), [*REFS]
+
+    def load(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        if chance.random() < 0.2:
+            raise AdapterNotFound(f"adapter {ref} is gone for now")
+        return disk(ref, digests)
+
+    store, buffer = AdapterStore(load, room_for(2)), PageBuffer(8, 2 * ALIGNMENT, torch.device("cpu"))
+    store.use_pool(buffer, lambda ref: None)
+    for number in range(1000):
+        ref = chance.choice(refs)
+        waits = not store.ready(ref)
+        if waits and chance.random() < 0.9:  # else it is cancelled while it is read
+            await settled(store, refs)
+        if not waits or (not store.reading(ref) and store.failure(ref) is None):
+            run_once(store, ref)
+        if waits:
+            store.waited(ref)
+        if number % 50 == 0:
+            store.publish(ref, sized())
+        if number % 70 == 0:
+            store.drop(ref)
+            refs[refs.index(ref)] = later = AdapterRef("later", number + 1)  # no version comes again
+            disk.files.add(later)
+    await settled(store, refs)
+    assert store.host_bytes <= 2 * RANK_BYTES and buffer.pool.used == 0
+    for ref in refs:
+        store.drop(ref)
+    assert store.host_bytes == 0 and store.resident() == () and not store.troubles
     store.close()
 
 

@@ -1,0 +1,86 @@
+"""Compares adapters' files with their digests, one after another, beside all else: reads do not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from pathlib import Path
+
+from coserve.core.errors import AdapterError, StorageError
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.types import AdapterRef
+from coserve.lora.files.packed_header import PACKED_FILE, is_sound
+from coserve.lora.files.tensorfile import check_digest, digest_file
+from coserve.state.folder import DataFolder
+from coserve.state.records import AdapterRecord
+from coserve.state.registry import Registry
+from coserve.state.thread import RegistryThread
+
+log = logging.getLogger(__name__)
+
+FIRST = 600.0
+"""Seconds after the start at which the first round begins."""
+BYTES_PER_SECOND = 8 << 20
+REST = 86_400.0
+"""Seconds between two rounds."""
+
+
+class Scrub:
+    """Reads every adapter's files once a day, at most `BYTES_PER_SECOND`. A packed file that is damaged is removed, and
+    made again by the next read; of a damaged PEFT file `notes` say so."""
+
+    def __init__(self, registry: RegistryThread, folder: DataFolder) -> None:
+        self._registry, self._folder = registry, folder
+        self._damaged = dict[AdapterRef, str]()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Adapters whose files are damaged; for /health."""
+        return tuple(f"adapter {ref}: {why}" for ref, why in self._damaged.items())
+
+    def open(self) -> None:
+        self._task = self._task or asyncio.create_task(self._run())
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        await asyncio.sleep(FIRST)
+        while True:
+            try:
+                await self.round()
+            except StorageError as error:
+                log.warning("the adapters' files are not all compared today: %s", error)
+            await asyncio.sleep(REST)
+
+    async def round(self, pace: float = 1.0) -> None:
+        """Compare all adapters. `pace`: 0 takes no rests."""
+        for ref in await self._registry.read(lambda registry: registry.adapter_refs()):
+            record = await self._registry.read(partial(Registry.find_version, ref=ref))
+            if record is None:  # deleted meanwhile
+                continue
+            found = await asyncio.to_thread(compare, record, self._folder.adapter(ref))
+            self._damaged.pop(ref, None)
+            if found is not None:
+                self._damaged[ref] = found
+                log.warning("adapter %s: %s", ref, found)
+            await asyncio.sleep(pace * record.bytes / BYTES_PER_SECOND)
+
+
+def compare(record: AdapterRecord, folder: Path) -> str | None:
+    """Return what is wrong with PEFT's files of a version, and remove its packed file if that is damaged."""
+    try:
+        if not is_sound(folder):
+            log.warning("adapter %s: its packed file is damaged, and is made again", record.ref)
+            (folder / PACKED_FILE).unlink(missing_ok=True)
+        check_digest(digest_file(folder, ADAPTER_WEIGHTS), record.sha256, ADAPTER_WEIGHTS)
+        if record.config_sha256:
+            check_digest(digest_file(folder, ADAPTER_CONFIG), record.config_sha256, ADAPTER_CONFIG)
+    except AdapterError as error:
+        return error.message if folder.exists() else None  # else it was deleted meanwhile
+    except (StorageError, OSError) as error:
+        log.warning("the files of adapter %s cannot be compared now: %s", record.ref, error)
+    return None
