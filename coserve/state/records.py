@@ -3,6 +3,7 @@ the epoch."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Final
 
 from coserve.core.schemas import DocumentJob, ErrorInfo, Sample
@@ -110,3 +111,34 @@ class AdapterRecord(Wire, frozen=True):
     @property
     def digests(self) -> AdapterDigests:
         return AdapterDigests(self.sha256, self.config_sha256, self.alphas)
+
+
+class AliasRecord(Wire, frozen=True):
+    """A name that means a version of an adapter."""
+
+    name: str
+    target: AdapterRef
+    updated_at: float
+    canary: AdapterRef | None = None
+    """Another version, which gets a share of the requests."""
+    weight: float = 0.0
+    """That share, 0 to 1."""
+    previous: AdapterRef | None = None
+    """The target before this one."""
+
+    def chosen(self, key: str) -> AdapterRef:
+        """Return the version for a request, by the hash of its key: the same for the same key."""
+        share = int.from_bytes(hashlib.sha256(f"{self.name}/{key}".encode()).digest()[:8]) / 2**64
+        return self.target if self.canary is None or share >= self.weight else self.canary
+
+    @property
+    def refs(self) -> tuple[AdapterRef, ...]:
+        """Versions that requests may get."""
+        return (self.target,) if self.canary is None else (self.target, self.canary)
+
+
+class Labels(Wire, frozen=True):
+    """What a user wrote on a name. `expires_at`: seconds since the epoch at which it is deleted; None: never."""
+
+    tags: tuple[str, ...] = ()
+    expires_at: float | None = None

@@ -42,8 +42,7 @@ from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.state.names import Labels
-from coserve.state.records import LOADED, AdapterRecord
+from coserve.state.records import LOADED, AdapterRecord, Labels
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread
 
