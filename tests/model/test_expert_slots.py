@@ -42,7 +42,7 @@ def adapter(base: Base, rank: int, names: tuple[str, ...], seed: int) -> LoraWei
 
 def test_steps_over_slots_equal_plain_torch() -> None:
     """Ranks of no whole vector and above a block of ranks, an adapter of down alone, tokens of none, an idle slot."""
-    base = wrap_base(tiny_family("gpt_oss"), name="gpt_oss")
+    base = wrap_base(tiny_family("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"]), name="gpt_oss")
     both = ("experts.gate_up_proj", "experts.down_proj")
     adapters = [
         adapter(base, 3, (*both, "q_proj"), 1),
