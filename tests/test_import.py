@@ -33,3 +33,9 @@ def test_a_name_that_is_not_there_says_what_is(name: str) -> None:
 
     with pytest.raises(AttributeError, match="Client"):
         getattr(coserve, name)
+
+
+def test_dir_has_the_public_names_and_loads_none_of_them() -> None:
+    code = "import sys, coserve; print(*dir(coserve), 'coserve.client' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["AsyncClient", "Client", "__version__", "False"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coserve.core import errors
 from tools import reference
 
 
@@ -14,3 +15,8 @@ def test_the_pages_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made.keys() == {page.name for page in reference.FOLDER.glob("*.md")}
     stale = [name for name, text in made.items() if (reference.FOLDER / name).read_text() != text]
     assert not stale, "run make reference"
+
+
+def test_every_error_says_what_to_do() -> None:
+    for kind in {*errors.BY_CODE.values()} - {kind.__base__ for kind in errors.BY_CODE.values()}:
+        assert (kind.__doc__ or "").count(". ") >= 1, kind

@@ -63,6 +63,7 @@ Json = dict[str, Any]
 def pages() -> dict[str, str]:
     """The text of each page, by its file's name."""
     made = {"http.md": http(), "sdk.md": sdk(), "cli.md": cli(), "settings.md": settings(), "metrics.md": metrics()}
+    made["troubleshooting.md"] = troubleshooting()
     return {name: "\n".join(lines).rstrip("\n") + "\n" for name, lines in made.items()}
 
 
@@ -96,7 +97,10 @@ def http() -> Iterator[str]:
     document = describe_api([route for routes in groups.values() for route in routes])
     always = ", ".join(map(str, ALWAYS))
     yield from ("# HTTP API", "", MADE, "", "`GET /openapi.json` of a running daemon is the same for machines.", "")
-    yield from (f"Every route may answer with one of {always}; [sdk.md](sdk.md#errors) has the errors' codes.", "")
+    yield from (
+        f"Every route may answer with one of {always}; [troubleshooting.md](troubleshooting.md) has the errors' codes.",
+        "",
+    )
     for title, routes in groups.items():
         yield from (f"## {title}", "")
         for route in routes:
@@ -186,7 +190,12 @@ def sdk() -> Iterator[str]:
         for method, function in vars(found).items() if name in METHODS else ():
             if inspect.isfunction(function) and not method.startswith("_"):
                 yield from ("```python", *_signature(method, function), "```", "", *_text(function.__doc__), "")
-    yield from ("## Errors", "", "```text", *_text(errors.__doc__), "```", "")
+    yield from (
+        "## Errors",
+        "",
+        "Subclasses of `CoserveError`; [troubleshooting.md](troubleshooting.md) lists them.",
+        "",
+    )
 
 
 def _text(docstring: str | None) -> list[str]:
@@ -203,6 +212,37 @@ def _signature(name: str, called: Callable[..., object]) -> list[str]:
     defined = "async def " if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called) else "def "
     defined = defined if inspect.isfunction(called) else ""
     return textwrap.wrap(f"{defined}{name}{text}", int(WIDTH), subsequent_indent="    ", break_long_words=False)
+
+
+def troubleshooting() -> Iterator[str]:
+    yield from ("# Troubleshooting by error code", "", MADE, "")
+    yield 'An error\'s body is `{"error": {"code": ..., "message": ..., "field": ..., "line": ...}}`, in other APIs\' own form on their'  # noqa: E501
+    yield "routes; the SDK raises the class. The message says what was expected and what was found. `coserve doctor` examines the"  # noqa: E501
+    yield from ("machine, `/health` and the daemon's log tell the rest ([operate.md](../guide/operate.md)).", "")
+    groups = [kind for kind in errors.CoserveError.__subclasses__() if kind.__subclasses__()]
+    alone = [kind for kind in errors.CoserveError.__subclasses__() if not kind.__subclasses__()]
+    for title, kinds in [*((_meaning(group)[0], _below(group)) for group in groups), ("Others.", alone)]:
+        rows = ((f"`{kind.code}`", _status(kind), f"`{kind.__name__}`", *_meaning(kind)) for kind in kinds)
+        heads = ("Code", "Status", "Class", "What it means", "What to do")
+        yield from (f"## {title.removesuffix('.')}", "", *table(heads, rows))
+
+
+def _below(group: type[errors.CoserveError]) -> Iterator[type[errors.CoserveError]]:
+    for kind in group.__subclasses__():
+        yield from (kind, *_below(kind))
+
+
+def _meaning(kind: type[errors.CoserveError]) -> tuple[str, str]:
+    """The first sentence of an error's docstring, and the others: what to do."""
+    meaning, dot, todo = " ".join(_text(kind.__doc__)).partition(". ")
+    return meaning + dot.strip(), todo
+
+
+def _status(kind: type[errors.CoserveError]) -> str:
+    """Where an error is seen: an HTTP status, a job's record, or a start that fails."""
+    if issubclass(kind, errors.StartupError):
+        return "exit 2"
+    return "job" if issubclass(kind, errors.JobError | errors.TrackingFailed) else str(kind.status)
 
 
 # ---- command line and settings

@@ -1,41 +1,18 @@
 """All errors that users or the machine can cause. Each leaf has one HTTP status and one code.
 
+A leaf's docstring is its entry in docs/reference/troubleshooting.md: a sentence of what it means, then what to do.
+
 CoserveError
-├── RequestError                     the request is wrong
-│   ├── InvalidRequest 400           a value is wrong          ├── MalformedJson 400
-│   ├── UnknownField 400             ├── EmptyPrompt 400       ├── PromptTooLong 400
-│   ├── Unauthorized 401             ├── ForbiddenOrigin 403   ├── ForbiddenPath 403     ├── MissingScope 403
-│   ├── NotFound 404                 ├── AdapterNotFound 404   ├── JobNotFound 404
-│   ├── MethodNotAllowed 405         ├── RequestTimeout 408
-│   ├── AdapterBusy 409              ├── WrongJobState 409     ├── NameTaken 409
-│   ├── SessionEnded 410             a training session takes no more calls
-│   ├── BodyTooLarge 413             ├── UnsupportedEncoding 415
-│   ├── AdapterTooLarge 422          it leaves no page of the KV pool
-│   ├── NonFiniteLogits 422          the adapter (or the base) computes NaN or infinity for this prompt
-│   ├── JobTooLarge 422              it never fits into the GPU's memory
-│   ├── IdempotencyMismatch 422      a different request has used the key
-├── CorpusError 422                  a row is wrong (`line`)
-│   ├── MalformedRow                 ├── NoTargets             ├── EmptyCorpus
-│   ├── UnreadableCorpus             its file or folder is damaged, missing, or takes too much memory
-├── AdapterError 422                 an adapter's files are wrong
-│   ├── UnsupportedAdapter           ├── CorruptAdapter        ├── UnsafeAdapter
-│   ├── BaseMismatch                 ├── ShapeMismatch
-├── CapacityError                    a valid request that cannot be served now
-│   ├── QueueFull 429                ├── QuotaExceeded 429     ├── Overloaded 429
-│   ├── EngineUnavailable 503        ├── HelperLost 503
-│   ├── RequestOutOfMemory 503       a single request does not fit into the free memory
-│   ├── TooManyConnections 503       ├── Unreachable 503       raised by the SDK: no daemon answers
-│   ├── StorageError                 a file could not be read or written now; its content may be valid
-│   │   ├── StorageFull 507          ├── StorageFailed 500     ├── StorageBusy 503
-├── JobError                         a job ended badly (never an HTTP response; status 500)
-│   ├── NotLearned                   a document's adapter answers no better than the base, or than another one's
-│   ├── NonFiniteLoss                ├── JobOutOfMemory        ├── CheckpointUnreadable
-│   ├── EngineCrashed                the job is paused: the engine died repeatedly
-├── InternalError 500                a bug of coserve; the body has no details
-└── StartupError                     the daemon refuses to start (exit status 2)
-    ├── ConfigError                  ├── UnsupportedBase       ├── PortInUse
-    └── DataFolderInUse
-EngineFault                          the engine's shared state is wrong: its process ends and is started again
+├── RequestError      the request is wrong
+├── CorpusError       a row is wrong (`line`)
+├── AdapterError      an adapter's files are wrong
+├── CapacityError     a valid request that cannot be served now
+│   └── StorageError  a file could not be read or written now
+├── TrackingFailed    an experiment tracker refused metrics
+├── JobError          a job ended badly (never an HTTP response; status 500)
+├── InternalError     a bug of coserve
+└── StartupError      the daemon refuses to start (exit status 2)
+EngineFault           the engine's shared state is wrong: its process ends and is started again
 """
 
 from __future__ import annotations
@@ -52,6 +29,9 @@ class CoserveError(Exception):
     status: ClassVar[int] = 500
     code: ClassVar[str] = "error"
 
+    def __init_subclass__(cls, *, code: str | None = None, status: int | None = None) -> None:
+        cls.code, cls.status = code or cls.code, status or cls.status
+
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -64,146 +44,125 @@ class CoserveError(Exception):
         return f"{self.field}: {self.message}"
 
 
-class RequestError(CoserveError):
-    status = 400
-    code = "request_error"
+class RequestError(CoserveError, code="request_error", status=400):
+    """The request is wrong."""
 
 
-class InvalidRequest(RequestError):
-    code = "invalid_request"
+class InvalidRequest(RequestError, code="invalid_request"):
+    """A value is wrong. The message names the field, what was expected and what was given."""
 
 
-class MalformedJson(RequestError):
-    code = "malformed_json"
+class MalformedJson(RequestError, code="malformed_json"):
+    """The body is not JSON. The message says at which byte; look at quotes, commas and the shell's escaping."""
 
 
-class UnknownField(RequestError):
-    code = "unknown_field"
+class UnknownField(RequestError, code="unknown_field"):
+    """A field is not known. The message suggests the nearest name; [http.md](http.md) lists the fields of each
+    route."""
 
 
-class EmptyPrompt(RequestError):
-    code = "empty_prompt"
+class EmptyPrompt(RequestError, code="empty_prompt"):
+    """The prompt has no token. Send a text, token ids or messages that are not empty."""
 
 
-class PromptTooLong(RequestError):
-    """The prompt does not fit. `context`: the base's context in tokens; `length`: the prompt's tokens, None if not
-    counted."""
-
-    code = "prompt_too_long"
+class PromptTooLong(RequestError, code="prompt_too_long"):
+    """The prompt does not fit into the base's context or the KV pool. Shorten it, lower `max_tokens`, or raise
+    `--kv-tokens`."""
 
     def __init__(
         self, message: str, *, field: str | None = None, context: int | None = None, length: int | None = None
     ) -> None:
+        """`context`: the base's context in tokens; `length`: the prompt's tokens, None if not counted."""
         super().__init__(message, field=field)
         self.context, self.length = context, length
 
 
-class Unauthorized(RequestError):
-    status = 401
-    code = "unauthorized"
+class Unauthorized(RequestError, code="unauthorized", status=401):
+    """The request has no valid API key. Send `Authorization: Bearer KEY`; the SDK and the commands read
+    `COSERVE_API_KEY`."""
 
 
-class ForbiddenOrigin(RequestError):
-    status = 403
-    code = "forbidden_origin"
+class ForbiddenOrigin(RequestError, code="forbidden_origin", status=403):
+    """The request names a host or an origin that the daemon does not allow. Add the name to `--allowed-hosts`."""
 
 
-class ForbiddenPath(RequestError):
-    status = 403
-    code = "forbidden_path"
+class ForbiddenPath(RequestError, code="forbidden_path", status=403):
+    """The daemon does not read this path. Start it with `--data-root` and name a path below, or upload the file."""
 
 
-class MissingScope(RequestError):
-    """The API key is valid, but not for this route."""
-
-    status = 403
-    code = "missing_scope"
+class MissingScope(RequestError, code="missing_scope", status=403):
+    """The API key is valid, but not for this route. Use a key with the scope in the message (`coserve keys create`)."""
 
 
-class NotFound(RequestError):
-    status = 404
-    code = "not_found"
+class NotFound(RequestError, code="not_found", status=404):
+    """There is no such route, file or other thing, or it belongs to another project. Check the name and the URL."""
 
 
-class AdapterNotFound(RequestError):
-    status = 404
-    code = "adapter_not_found"
+class AdapterNotFound(RequestError, code="adapter_not_found", status=404):
+    """There is no such adapter or version. `coserve adapters list` shows those there are; a job's appears when the job
+    ends."""
 
 
-class JobNotFound(RequestError):
-    status = 404
-    code = "job_not_found"
+class JobNotFound(RequestError, code="job_not_found", status=404):
+    """There is no such job. `coserve jobs list` shows those there are."""
 
 
-class MethodNotAllowed(RequestError):
-    status = 405
-    code = "method_not_allowed"
+class MethodNotAllowed(RequestError, code="method_not_allowed", status=405):
+    """The route has no such method. The header `Allow` lists those it has."""
 
 
-class RequestTimeout(RequestError):
-    status = 408
-    code = "request_timeout"
+class RequestTimeout(RequestError, code="request_timeout", status=408):
+    """The body did not arrive in time. Send it again; large corpora are better uploaded as files."""
 
 
-class AdapterBusy(RequestError):
-    status = 409
-    code = "adapter_busy"
+class AdapterBusy(RequestError, code="adapter_busy", status=409):
+    """An unfinished job needs the adapter. Wait for the job, cancel it, or set `on_conflict` of a new one."""
 
 
-class NameTaken(RequestError):
-    """The name belongs to another project. Names are unique on a node, as those of S3's buckets are."""
-
-    status = 409
-    code = "name_taken"
+class NameTaken(RequestError, code="name_taken", status=409):
+    """The name belongs to another project, for names are unique on a node. Choose another one."""
 
 
-class WrongJobState(RequestError):
-    status = 409
-    code = "wrong_job_state"
+class WrongJobState(RequestError, code="wrong_job_state", status=409):
+    """The job is not in a state that allows this. The message has its state."""
 
 
-class SessionEnded(RequestError):
-    """A client's training session was closed, timed out, or was lost with its engine."""
-
-    status = 410
-    code = "session_ended"
+class SessionEnded(RequestError, code="session_ended", status=410):
+    """A client's training session was closed, timed out, or was lost with its engine. Create another from its last
+    saved state."""
 
 
-class BodyTooLarge(RequestError):
-    status = 413
-    code = "body_too_large"
+class BodyTooLarge(RequestError, code="body_too_large", status=413):
+    """The body is larger than `--max-body-bytes`, or its rows are. Upload a file, or name one below `--data-root` as
+    `path`."""
 
 
-class UnsupportedEncoding(RequestError):
-    status = 415
-    code = "unsupported_encoding"
+class UnsupportedEncoding(RequestError, code="unsupported_encoding", status=415):
+    """The body's type or encoding is not one that the route reads. Send JSON, or multipart/form-data where there are
+    files."""
 
 
-class NonFiniteLogits(RequestError):
-    status = 422
-    code = "non_finite_logits"
+class NonFiniteLogits(RequestError, code="non_finite_logits", status=422):
+    """The adapter, or the base, computes NaN or infinity for this prompt. Roll the adapter back; train with a lower
+    rate."""
 
 
-class IdempotencyMismatch(RequestError):
-    status = 422
-    code = "idempotency_mismatch"
+class IdempotencyMismatch(RequestError, code="idempotency_mismatch", status=422):
+    """Another request has used this `Idempotency-Key`. The message names the fields that differ; use a new key."""
 
 
-class JobTooLarge(RequestError):
-    """The job needs more memory than the GPU can give. The message has both numbers, in bytes."""
-
-    status = 422
-    code = "job_too_large"
+class JobTooLarge(RequestError, code="job_too_large", status=422):
+    """The job never fits into the GPU's memory; the message has both sizes. Lower `max_length`, the rank or
+    `micro_batch_tokens`."""
 
 
-class AdapterTooLarge(RequestError):
-    status = 422
-    code = "adapter_too_large"
+class AdapterTooLarge(RequestError, code="adapter_too_large", status=422):
+    """The adapter would leave no page of the KV pool. Start with the `--kv-tokens` that the message names, or lower the
+    rank."""
 
 
-class CorpusError(CoserveError):
-    status = 422
-    code = "corpus_error"
+class CorpusError(CoserveError, code="corpus_error", status=422):
+    """A corpus is wrong. The message has the line."""
 
     def __init__(self, message: str, *, line: int | None = None, field: str | None = None) -> None:
         super().__init__(message if line is None else f"line {line}: {message}", field=field)
@@ -218,190 +177,172 @@ class CorpusError(CoserveError):
         return type(self)(message, line=self.line + lines, field=self.field)
 
 
-class MalformedRow(CorpusError):
-    code = "malformed_row"
+class MalformedRow(CorpusError, code="malformed_row"):
+    """A row has no known format, or the base's chat template refuses it. Correct the line; [data.md](../guide/data.md)
+    shows the formats."""
 
 
-class NoTargets(CorpusError):
-    code = "no_targets"
+class NoTargets(CorpusError, code="no_targets"):
+    """A row has nothing to learn, or its answer begins where the row is cut. Look at `train_on` and `max_length`."""
 
 
-class EmptyCorpus(CorpusError):
-    code = "empty_corpus"
+class EmptyCorpus(CorpusError, code="empty_corpus"):
+    """The corpus has no row. Check the file and its columns."""
 
 
-class UnreadableCorpus(CorpusError):
-    """The corpus as a whole cannot be read: it is damaged or missing, or reading it takes too much memory."""
-
-    code = "unreadable_corpus"
-
-
-class AdapterError(CoserveError):
-    status = 422
-    code = "adapter_error"
+class UnreadableCorpus(CorpusError, code="unreadable_corpus"):
+    """The corpus as a whole cannot be read: it is damaged or missing, or takes too much memory. Write the file again,
+    or split it."""
 
 
-class UnsupportedAdapter(AdapterError):
-    code = "unsupported_adapter"
+class AdapterError(CoserveError, code="adapter_error", status=422):
+    """An adapter's files are wrong."""
 
 
-class CorruptAdapter(AdapterError):
-    code = "corrupt_adapter"
+class UnsupportedAdapter(AdapterError, code="unsupported_adapter"):
+    """The adapter is of a kind that is not served. The message names the setting, and a way to convert the adapter if
+    there is one."""
 
 
-class UnsafeAdapter(AdapterError):
-    code = "unsafe_adapter"
+class CorruptAdapter(AdapterError, code="corrupt_adapter"):
+    """The adapter's files are damaged or incomplete. Save or download them again."""
 
 
-class BaseMismatch(AdapterError):
-    code = "base_mismatch"
+class UnsafeAdapter(AdapterError, code="unsafe_adapter"):
+    """The upload has files that are never opened, such as pickles or links. Save the adapter as safetensors."""
 
 
-class ShapeMismatch(AdapterError):
-    code = "shape_mismatch"
+class BaseMismatch(AdapterError, code="base_mismatch"):
+    """The adapter was made for another base. Start the daemon with that base (`--model`)."""
 
 
-class CapacityError(CoserveError):
-    status = 503
-    code = "capacity"
+class ShapeMismatch(AdapterError, code="shape_mismatch"):
+    """A tensor does not have the shape that rank and base ask for. Check `r` and the base in `adapter_config.json`."""
+
+
+class CapacityError(CoserveError, code="capacity", status=503):
+    """A valid request cannot be served now."""
+
     retry_after: float = 0.0
     """Seconds after which another attempt may succeed; 0: unknown."""
 
 
-class QueueFull(CapacityError):
-    status = 429
-    code = "queue_full"
+class QueueFull(CapacityError, code="queue_full", status=429):
+    """The queue is full. Try again after `Retry-After` seconds; raise `--max-queue`, or add a node."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
-class Overloaded(QueueFull):
-    """The predicted TTFT misses its deadline even with training paused."""
-
-    code = "overloaded"
-
-
-class QuotaExceeded(QueueFull):
-    """The project has used its quota."""
-
-    code = "quota_exceeded"
+class Overloaded(QueueFull, code="overloaded"):
+    """The predicted TTFT misses its deadline even with training paused. Try again after `Retry-After`, or ask for a
+    later target."""
 
 
-class EngineUnavailable(CapacityError):
-    status = 503
-    code = "engine_unavailable"
+class QuotaExceeded(QueueFull, code="quota_exceeded"):
+    """The project has used its quota. Try again after `Retry-After`; `coserve quotas` shows and sets quotas."""
 
 
-class HelperLost(CapacityError):
-    """The helper process that worked on the request was killed, for example by the kernel's out-of-memory killer."""
-
-    status = 503
-    code = "helper_lost"
+class EngineUnavailable(CapacityError, code="engine_unavailable", status=503):
+    """The engine starts, restarts or stops. Wait for `/health` to say `ready`; its notes and the daemon's log tell
+    why."""
 
 
-class RequestOutOfMemory(CapacityError):
-    code = "out_of_memory"
+class HelperLost(CapacityError, code="helper_lost", status=503):
+    """The helper process of the request was killed, for example by the kernel's out-of-memory killer. Try again; look
+    at host memory."""
 
 
-class TooManyConnections(CapacityError):
-    code = "too_many_connections"
+class RequestOutOfMemory(CapacityError, code="out_of_memory"):
+    """A single request does not fit into the free GPU memory. Try again; shorten the prompt, or lower
+    `--memory-fraction`."""
 
 
-class StorageError(CapacityError):
-    """A file could not be read or written now. A retry may succeed; the file's content may be valid."""
-
-    code = "storage_error"
+class TooManyConnections(CapacityError, code="too_many_connections"):
+    """All connections are busy. Reuse connections, close idle ones, or raise `--max-connections`."""
 
 
-class StorageFull(StorageError):
-    status = 507
-    code = "storage_full"
+class StorageError(CapacityError, code="storage_error"):
+    """A file could not be read or written now. Try again: its content may be valid."""
 
 
-class StorageBusy(StorageError):
-    """The machine is out of file descriptors or memory, or another process holds a lock."""
-
-    code = "storage_busy"
+class StorageFull(StorageError, code="storage_full", status=507):
+    """The disk is full. Delete files, adapters or jobs, or enlarge the disk of `--data-dir`."""
 
 
-class StorageFailed(StorageError):
-    """The disk reported a read or write error."""
-
-    status = 500
-    code = "storage_failed"
+class StorageBusy(StorageError, code="storage_busy"):
+    """The machine is out of file descriptors or memory, or another process holds a lock. Try again; raise `ulimit
+    -n`."""
 
 
-class TrackingFailed(CoserveError):
-    """An experiment tracker's library or server refused a job's metrics. The job goes on."""
-
-    code = "tracking_failed"
+class StorageFailed(StorageError, code="storage_failed", status=500):
+    """The disk reported a read or write error. Look at the kernel's log and the disk."""
 
 
-class Unreachable(CapacityError):
-    """The SDK could not reach the daemon, or the connection broke. `sent`: the request was sent, so the daemon may have
-    executed it."""
+class TrackingFailed(CoserveError, code="tracking_failed"):
+    """An experiment tracker's library or server refused a job's metrics; the job goes on. `/health` has the tracker's
+    message."""
 
-    status = 503
-    code = "unreachable"
+
+class Unreachable(CapacityError, code="unreachable", status=503):
+    """The SDK could not reach the daemon, or the connection broke. Start the daemon, and check `COSERVE_URL`."""
 
     def __init__(self, message: str, *, sent: bool = False) -> None:
+        """`sent`: the request was sent, so the daemon may have executed it."""
         super().__init__(message)
         self.sent = sent
 
 
-class JobError(CoserveError):
-    code = "job_error"
+class JobError(CoserveError, code="job_error"):
+    """A job ended badly. Its record has the code and the message."""
 
 
-class NotLearned(JobError):
-    """The adapter of a document answers held-out questions no better than the base does without the document, or than
-    another document's adapter does. It is not published."""
-
-    code = "not_learned"
+class NotLearned(JobError, code="not_learned"):
+    """A document's adapter answers held-out questions no better than the base or another document's adapter, and is not
+    published. Give it more text or steps."""
 
 
-class NonFiniteLoss(JobError):
-    code = "non_finite_loss"
+class NonFiniteLoss(JobError, code="non_finite_loss"):
+    """The loss became NaN or infinite. Lower the learning rate, clip gradients (`max_grad_norm`), and look at the
+    rows."""
 
 
-class EngineCrashed(JobError):
-    """The daemon paused the job because the engine died repeatedly."""
-
-    code = "engine_crashed"
+class EngineCrashed(JobError, code="engine_crashed"):
+    """The job is paused, for the engine died repeatedly while it ran. Look at the log, then `coserve jobs resume`."""
 
 
-class CheckpointUnreadable(JobError):
-    code = "checkpoint_unreadable"
+class CheckpointUnreadable(JobError, code="checkpoint_unreadable"):
+    """No checkpoint of the job can be read. Start the job again; check the disk."""
 
 
-class JobOutOfMemory(JobError):
-    code = "job_out_of_memory"
+class JobOutOfMemory(JobError, code="job_out_of_memory"):
+    """The job does not fit beside what the GPU holds. Lower the rank, `max_length` or `micro_batch_tokens`."""
 
 
-class InternalError(CoserveError):
-    code = "internal_error"
+class InternalError(CoserveError, code="internal_error"):
+    """A bug of coserve; the answer has no details. The daemon's log has the traceback: report it."""
 
 
-class StartupError(CoserveError):
-    code = "startup_error"
+class StartupError(CoserveError, code="startup_error"):
+    """The daemon refuses to start, with exit status 2."""
 
 
-class ConfigError(StartupError):
-    code = "config_error"
+class ConfigError(StartupError, code="config_error"):
+    """A setting is wrong. The message names it; `coserve config` shows each value and where it comes from."""
 
 
-class UnsupportedBase(StartupError):
-    code = "unsupported_base"
+class UnsupportedBase(StartupError, code="unsupported_base"):
+    """The base cannot be served. The message says what is missing; [families.md](../guide/families.md) lists the
+    bases."""
 
 
-class PortInUse(StartupError):
-    code = "port_in_use"
+class PortInUse(StartupError, code="port_in_use"):
+    """Another program has the port. Choose another (`--port`), or end that program."""
 
 
-class DataFolderInUse(StartupError):
-    code = "data_folder_in_use"
+class DataFolderInUse(StartupError, code="data_folder_in_use"):
+    """A running daemon uses the data folder. Choose another (`--data-dir`), or stop that daemon (`coserve stop`)."""
 
 
 class EngineFault(Exception):
