@@ -54,9 +54,12 @@ def parse_path(text: str, *, sampler: bool) -> SavedPath:
 
 
 def check_base(name: str, base: BaseSpec) -> None:
-    """Raise `InvalidRequest` for the name of another base."""
+    """Raise `InvalidRequest` for the name of another base. A base that was read from a folder NAME is also
+    OWNER/NAME."""
     known = [own for own in (base.name, base.hub_name) if own is not None]
-    if name.casefold() not in map(str.casefold, known):
+    _, owner, folder = name.casefold().rpartition("/")
+    of_folder = bool(owner) and base.hub_name is None and folder == base.name.casefold()
+    if not of_folder and name.casefold() not in map(str.casefold, known):
         raise InvalidRequest(f"expected {' or '.join(map(repr, known))}, got {name[:200]!r}", field="base_model")
 
 

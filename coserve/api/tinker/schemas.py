@@ -26,7 +26,7 @@ class TinkerConfigRequest(Body, frozen=True):
 
 
 class TinkerConfig(msgspec.Struct, frozen=True):
-    """How the SDK behaves: `ClientConfigResponse`."""
+    """How the SDK behaves, for as long as it runs."""
 
     create_model_via_load_weights: bool = True
     """A session that continues a saved state begins with it; else it would be made twice."""
@@ -35,7 +35,7 @@ class TinkerConfig(msgspec.Struct, frozen=True):
 
 
 class TinkerDynamicConfig(msgspec.Struct, frozen=True):
-    """`ClientDynamicConfigResponse`."""
+    """How the SDK behaves, asked for again now and then."""
 
     sample_cancel_enabled: bool = True
 
