@@ -265,8 +265,9 @@ class Config:
     tool_parser: str = option(
         "auto",
         "form of the tool calls that /v1/chat/completions parses: by the base's chat template (auto), of Qwen and "
-        "Hermes (hermes), of Llama 3 (llama3), of Mistral, or none",
-        choices=("auto", "hermes", "llama3", "mistral", "none"),
+        "Hermes (hermes), of Qwen3-Coder and Qwen3.5 (qwen-xml), of GLM-4.5 (glm), of DeepSeek V3 (deepseek), of "
+        "gpt-oss, of Llama 3 (llama3), of Mistral, or none",
+        choices=("auto", "hermes", "qwen-xml", "glm", "deepseek", "gpt-oss", "llama3", "mistral", "none"),
     )
     tokenizer_workers: int | None = option(
         None,

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from coserve.api.answers.deltas import AnswerDelta
 from coserve.api.answers.families import FAMILIES, tool_family
 from coserve.api.answers.parser import AnswerFormat, AnswerParser
+from coserve.api.answers.typed_arguments import typed
+from coserve.core.link import Generate
 from tests.support.api_server import Api, serve_api, tokenizer, with_template
-from tests.support.chat_templates import PHI_3, QWEN3, QWEN3_5
+from tests.support.chat_templates import GPT_OSS, PHI_3, QWEN3, QWEN3_5
 from tests.support.real_server import serve_real
 
 if TYPE_CHECKING:
@@ -29,8 +31,19 @@ WEATHER = '{"city": "Köln \\"}]</tool_call>[TOOL_CALLS]", "days": [1, {"a": nul
 HERMES = f'<tool_call>\n{{"name": "weather", "arguments": {WEATHER}}}\n</tool_call>'
 LLAMA3 = f'{{"name": "weather", "parameters": {WEATHER}}}'
 NEW_MISTRAL = f"[TOOL_CALLS]weather[ARGS]{WEATHER}"
+QWEN = f"<tool_call>\n<function=weather>\n<parameter=city>\n{json.loads(WEATHER)['city']}\n</parameter>\n"
+QWEN += '<parameter=days>\n[1, {"a": null}]\n</parameter>\n</function>\n</tool_call>'
+GLM = f"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{json.loads(WEATHER)['city']}</arg_value>\n"
+GLM += '<arg_key>days</arg_key><arg_value>[1, {"a": null}]</arg_value>\n</tool_call>'
+SEEK = f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{WEATHER}<｜tool▁call▁end｜>"
+SEEKS, SEEK_ENDS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+OLD_SEEK = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{WEATHER}\n```<｜tool▁call▁end｜>"
+HARMONY = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{WEATHER}"
+NEXT = "<|start|>assistant"
 Call = tuple[str, str]
 ONE, TWO = [("weather", WEATHER)], [("weather", WEATHER)] * 2
+TYPED = [("weather", WEATHER.replace('"days": [1, {"a": null}]', '"days": [1,{"a":null}]'))]
+SCHEMAS: Any = {"weather": {"properties": {"city": {"type": "string"}, "days": {"type": "array"}}}}
 PARSED: tuple[tuple[str, str, str, list[Call]], ...] = (
     ("hermes", " Just text. \n", " Just text. \n", []),
     ("hermes", HERMES, "", ONE),
@@ -63,6 +76,33 @@ PARSED: tuple[tuple[str, str, str, list[Call]], ...] = (
     ("mistral", NEW_MISTRAL * 2, "", TWO),
     ("mistral", f"[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]{WEATHER}", "", ONE),
     ("mistral", f"[TOOL_CALLS] weather{WEATHER} then", " then", ONE),
+    ("qwen-xml", QWEN, "", TYPED),
+    ("qwen-xml", f"Let me see.\n\n{QWEN}\n{QWEN}\n", "Let me see.", TYPED * 2),
+    ("qwen-xml", QWEN.removesuffix("</tool_call>") + QWEN, "", TYPED * 2),
+    ("qwen-xml", "<tool_call><function=f></function></tool_call> Done", " Done", [("f", "{}")]),
+    ("qwen-xml", "<tool_call><function=f><parameter=a>\n\n x\n\n</parameter>", "", [("f", '{"a": "\\n x\\n"')]),
+    *(
+        ("qwen-xml", text, text, [])
+        for text in ("<tool_call>\n<b>", "<tool_call>\n<function=f>\n{", "<tool_call><function=>", HERMES, QWEN[:40])
+    ),
+    ("glm", GLM, "", TYPED),
+    ("glm", f"Let me see.\n{GLM}\n{GLM}", "Let me see.", TYPED * 2),
+    ("glm", "<tool_call>f</tool_call>\nDone", "\nDone", [("f", "{}")]),
+    *(
+        ("glm", text, text, [])
+        for text in ("<tool_call>no call</tool_call>", "<tool_call></tool_call>", HERMES, "<tool")
+    ),
+    ("deepseek", f"{SEEKS}{SEEK}{SEEK_ENDS}", "", ONE),
+    ("deepseek", f"Hm. {SEEKS}{SEEK}\n{SEEK}{SEEK_ENDS} Done", "Hm. Done", TWO),
+    ("deepseek", f"{SEEKS}{OLD_SEEK}\n{OLD_SEEK}{SEEK_ENDS}", "", TWO),
+    *(("deepseek", text, text, []) for text in ("<｜tool", SEEKS, SEEKS + " Hm", "a ``` {")),
+    ("gpt-oss", " Just text. \n", " Just text. \n", []),
+    ("gpt-oss", f"{HARMONY}<|call|>", "", ONE),
+    ("gpt-oss", f" to=functions.weather<|channel|>commentary json<|message|>{WEATHER}", "", ONE),
+    ("gpt-oss", f"<|channel|>commentary<|message|>Let me see.<|end|>{NEXT}{HARMONY}", "Let me see.", ONE),
+    ("gpt-oss", f"<|channel|>final<|message|>A<|end|>{NEXT}<|channel|>final<|message|>B <|en", "A\nB <|en", []),
+    ("gpt-oss", "<|channel|>commentary to=functions.f<|message|><|call|>", "", [("f", "{}")]),
+    ("gpt-oss", "A<|end|> B", "A\n B", []),
     *(("mistral", text, text, []) for text in ("[TOOL", "[TOOL_CALLS]", "[TOOL_CALLS] []", "[TOOL_CALLS]no call")),
 )
 """Family, text, and the content and the calls in it."""
@@ -83,7 +123,7 @@ def parsed(parser: AnswerParser, pieces: list[str]) -> AnswerDelta:
 
 
 def parser_of(family: str, *, inside: bool = False, parallel: bool = True) -> AnswerParser:
-    return AnswerParser(AnswerFormat(FAMILIES[family], thinks=True, parallel=parallel), inside=inside)
+    return AnswerParser(AnswerFormat(FAMILIES[family], thinks=True, parallel=parallel, schemas=SCHEMAS), inside=inside)
 
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), PARSED)
@@ -101,8 +141,61 @@ def test_reasoning_in_a_text(inside: bool, text: str, reasoning: str, content: s
         assert (found.reasoning, found.content) == (reasoning, content)
 
 
+MARKS = (
+    SEEKS,
+    SEEK_ENDS,
+    NEXT,
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "</function>",
+    "</parameter>",
+    "<parameter=a>",
+)
+
+
+def test_reasoning_in_channels() -> None:
+    text = f"<|channel|>analysis<|message|>Hm.<|end|>{NEXT}<|channel|>analysis to=python<|message|>1 <<|end|>{NEXT}"
+    for pieces in ([text + HARMONY], list(text + HARMONY)):
+        found = parsed(parser_of("gpt-oss"), pieces)
+        assert (found.content, found.reasoning, len(found.calls)) == ("", "Hm.\n1 <", 1)
+        quiet = AnswerFormat(FAMILIES["gpt-oss"], thinks=False, shows_reasoning=False)
+        found = parsed(AnswerParser(quiet, inside=False), pieces)
+        assert (found.content, found.reasoning, found.calls) == (WEATHER, "", [])  # the request has no tools
+
+
+def test_types_of_arguments() -> None:
+    """The schema says what is a text; where it says nothing, JSON is JSON."""
+    schema = {
+        "properties": {
+            "text": {"type": "string"},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "either": {"type": ["string", "integer"]},
+            "size": {"enum": ["1", "2"]},
+            "count": {"type": "integer"},
+        }
+    }
+    for name, text, value in (
+        ("text", "5", "5"),
+        ("text", "null", "null"),
+        ("maybe", "null", None),
+        ("maybe", "5", "5"),
+        ("either", "5", 5),
+        ("either", "[5]", "[5]"),
+        ("size", "1", "1"),
+        ("count", " 7 ", 7),
+        ("count", "many", "many"),
+        ("other", "True", True),
+        ("other", '{"a": 1.5}', {"a": 1.5}),
+        ("other", "0123", "0123"),
+    ):
+        assert typed(text, schema, name) == value, (name, text)
+
+
 TEXTS = st.lists(
-    st.sampled_from([text for _, text, _, _ in (*PARSED, *THOUGHT)] + ["<think>", "</think>", "\n", " ", '"', "}", ","])
+    st.sampled_from(
+        [text for _, text, _, _ in (*PARSED, *THOUGHT)] + [*MARKS, "<think>", "</think>", "\n", " ", '"', "}", ","]
+    )
     | st.text(alphabet='<[{"}]>\\,: \nanme', max_size=8),
     max_size=4,
 ).map("".join)
@@ -120,9 +213,17 @@ def test_deltas_add_up_to_the_whole_at_any_cut(family: str, text: str, inside: b
 
 def test_the_template_names_the_family() -> None:
     llama = "<|start_header_id|>{{ '\"parameters\": ' }}"
-    for template, family in ((QWEN3, "hermes"), (llama, "llama3"), ("[TOOL_CALLS]", "mistral")):
+    for template, family in (
+        (QWEN3, "hermes"),
+        ("<tool_call>\n<function=", "qwen-xml"),
+        ("<tool_call>{name}\n<arg_key>", "glm"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek"),
+        (GPT_OSS, "gpt-oss"),
+        (llama, "llama3"),
+        ("[TOOL_CALLS]", "mistral"),
+    ):
         assert tool_family(template, "auto") is FAMILIES[family]
-    for template in (None, PHI_3, "<tool_call>\n<function="):
+    for template in (None, PHI_3):
         assert tool_family(template, "auto") is None
         assert tool_family(template, "hermes") is FAMILIES["hermes"]
     assert tool_family(QWEN3, "none") is None
@@ -265,3 +366,26 @@ async def test_the_setting_goes_before_the_template(tmp_path: Path) -> None:
     (call,) = done["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": WEATHER}
     assert len(call["id"]) == 9
+
+
+async def test_channels_and_effort(tmp_path: Path) -> None:
+    async with serve_api(tmp_path, tokens=with_template(GPT_OSS), context=4096) as api:
+        says(api, f"<|channel|>analysis<|message|>Hm.<|end|>{NEXT}{HARMONY}")
+        asked: Any = {"messages": CHAT, "tools": TOOLS, "reasoning_effort": "high"}
+        _, done = await api.call("POST", "/v1/chat/completions", json=asked)
+        (sent,) = await api.engine.saw(Generate)
+        hidden = {"messages": CHAT, "include_reasoning": False}
+        _, plain = await api.call("POST", "/v1/chat/completions", json=hidden)
+    assert isinstance(sent, Generate)
+    assert "Reasoning: high" in tokenizer().decode(sent.prompt, skip_special=False)
+    message = done["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", None)
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == [WEATHER]
+    assert plain["choices"][0]["message"] == {"role": "assistant", "content": WEATHER, "refusal": None}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_effort_that_no_template_reads_is_refused(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="fake", messages=CHAT, reasoning_effort="high")
+    assert caught.value.param == "reasoning_effort"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 
 import msgspec
@@ -14,27 +15,21 @@ _IGNORED = ("id", "type")
 """Keys of a call whose values are skipped."""
 
 
-class _MalformedCall(Exception):
+class MalformedCall(Exception):
     pass
 
 
-class CallReader:
-    """Reads one call, then has `ended`. `name`: the call's name, if the text has its arguments only.
+class Reader(ABC):
+    """Reads one call, then has `ended`."""
 
-    The arguments are passed on as the model wrote them, without being checked: a client has to expect invalid JSON, as
-    with OpenAI.
-    """
-
-    def __init__(self, collector: Collector, name: str | None = None) -> None:
+    def __init__(self, collector: Collector) -> None:
         self._collector = collector
         self.named = False
         """Whether its name is known: then it is a call, whatever follows."""
-        self._held: list[str] = []
-        """Arguments that came before the name."""
         self._text: list[str] = []
         self.ended = False
-        self._steps = self._call() if name is None else self._arguments_only(name)
-        next(self._steps)
+        self._running = self._steps()
+        next(self._running)
 
     @property
     def text(self) -> str:
@@ -45,20 +40,41 @@ class CallReader:
         """Read characters; return those after the call's end, or from the first that is malformed."""
         for index, char in enumerate(text):
             try:
-                self._steps.send(char)
+                self._running.send(char)
             except StopIteration:
                 self.ended = True
                 return text[index + 1 :]
-            except _MalformedCall:
+            except MalformedCall:
                 self.ended = True
                 return text[index:]
             if not self.named:
                 self._text.append(char)
         return ""
 
+    @abstractmethod
+    def _steps(self) -> Generator[None, str, object]:
+        """Take one character at a time, to the call's end; raise `MalformedCall`."""
+
+
+class CallReader(Reader):
+    """`name`: the call's name, if the text has its arguments only.
+
+    The arguments are passed on as the model wrote them, without being checked: a client has to expect invalid JSON, as
+    with OpenAI.
+    """
+
+    def __init__(self, collector: Collector, name: str | None = None) -> None:
+        self._name = name
+        self._held: list[str] = []
+        """Arguments that came before the name."""
+        super().__init__(collector)
+
+    def _steps(self) -> Generator[None, str, object]:
+        return self._call() if self._name is None else self._arguments_only(self._name)
+
     def _begin(self, name: str) -> None:
         if not name or self.named:
-            raise _MalformedCall
+            raise MalformedCall
         self.named = True
         self._collector.begin_call(name)
         self._add("".join(self._held))
@@ -90,14 +106,14 @@ class CallReader:
             elif key in _IGNORED or self.named:
                 char = yield from _value(char, lambda text: None)
             else:
-                raise _MalformedCall
+                raise MalformedCall
             char = yield from _space(char)
             if char == "}":
                 break
             _expect(char, ",")
             char = yield from _space((yield))
         if not self.named:
-            raise _MalformedCall
+            raise MalformedCall
         if not given:
             self._add("{}")
 
@@ -117,7 +133,7 @@ class CallReader:
             self._add(text.strip() or "{}")
             return (yield)
         if char != "n":
-            raise _MalformedCall
+            raise MalformedCall
         after = yield from _value(char, lambda text: None)
         self._add("{}")
         return after
@@ -125,7 +141,7 @@ class CallReader:
 
 def _expect(char: str, expected: str) -> None:
     if char != expected:
-        raise _MalformedCall
+        raise MalformedCall
 
 
 def _space(char: str) -> _Steps:
@@ -141,7 +157,7 @@ def _string() -> Generator[None, str, str]:
     try:
         return msgspec.json.decode('"' + "".join(raw), type=str)
     except msgspec.DecodeError:
-        raise _MalformedCall from None
+        raise MalformedCall from None
 
 
 def _quoted(add: Callable[[str], None]) -> Generator[None, str, None]:

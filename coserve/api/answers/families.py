@@ -6,10 +6,15 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from coserve.api.answers.deepseek import DeepSeekParser
+from coserve.api.answers.glm import GlmParser
+from coserve.api.answers.harmony import HarmonyParser
 from coserve.api.answers.hermes import HermesParser
 from coserve.api.answers.llama3 import Llama3Parser
 from coserve.api.answers.mistral import MistralParser
+from coserve.api.answers.qwen_xml import QwenXmlParser
 from coserve.api.answers.tool_parser import ToolParser
+from coserve.api.answers.typed_arguments import Schemas
 
 
 def long_id() -> str:
@@ -24,28 +29,33 @@ def short_id() -> str:
 @dataclass(frozen=True)
 class ToolFamily:
     """The tool calls of a family of models. `special`: their marker is a special token, which answers otherwise leave
-    out; `markers`: texts of which each is in the family's chat templates."""
+    out; `markers`: texts of which each is in the family's chat templates; `channels`: every answer has the family's
+    form, reasoning included, also without tools."""
 
-    parser: Callable[[], ToolParser]
+    parser: Callable[[Schemas], ToolParser]
     markers: tuple[str, ...]
     new_id: Callable[[], str] = long_id
     special: bool = False
+    channels: bool = False
 
 
 FAMILIES = {
+    "qwen-xml": ToolFamily(QwenXmlParser, ("<tool_call>", "<function=")),
+    "glm": ToolFamily(GlmParser, ("<tool_call>", "<arg_key>")),
     "hermes": ToolFamily(HermesParser, ("<tool_call>",)),
     "mistral": ToolFamily(MistralParser, ("[TOOL_CALLS]",), short_id, special=True),
+    "deepseek": ToolFamily(DeepSeekParser, ("<｜tool▁call▁begin｜>",), special=True),
+    "gpt-oss": ToolFamily(HarmonyParser, ("<|channel|>", "<|message|>"), special=True, channels=True),
     "llama3": ToolFamily(Llama3Parser, ("<|start_header_id|>", '"parameters": ')),
 }
-OTHERS = ("<function=",)
-"""Markers of templates whose calls have another form."""
+"""The first whose markers a template has is the template's."""
 
 
 def tool_family(template: str | None, setting: str) -> ToolFamily | None:
     """Return the family of a chat template, or the one that `--tool-parser` names; None: calls stay in the text."""
     if setting != "auto":
         return FAMILIES.get(setting)
-    if template is None or any(marker in template for marker in OTHERS):
+    if template is None:
         return None
     found = (family for family in FAMILIES.values() if all(marker in template for marker in family.markers))
     return next(found, None)

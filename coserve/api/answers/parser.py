@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -12,6 +12,7 @@ from coserve.api.answers.deltas import AnswerDelta
 from coserve.api.answers.families import ToolFamily, long_id
 from coserve.api.answers.reasoning import CLOSE, OPEN, ReasoningParser
 from coserve.api.answers.tool_parser import ToolParser
+from coserve.api.answers.typed_arguments import Schemas
 from coserve.core.schemas import GenerateRequest
 from coserve.data.pretrained.tokenizer import Tokenizer
 
@@ -24,11 +25,14 @@ _END = 16
 @dataclass(frozen=True)
 class AnswerFormat:
     """How the answers to one request are parsed. `family`: None: tool calls stay in the content; `parallel`: false: an
-    answer has one call at most, further ones are dropped; `thinks`: the chat template has reasoning."""
+    answer has one call at most, further ones are dropped; `thinks`: the chat template has reasoning between
+    tags; `shows_reasoning`: false: it is dropped; `schemas`: those of the tools that may be called."""
 
     family: ToolFamily | None
     thinks: bool
     parallel: bool = True
+    shows_reasoning: bool = True
+    schemas: Schemas = field(default_factory=dict)
 
     def prepared(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request so that answers have the markers that are parsed."""
@@ -68,8 +72,8 @@ class AnswerParser:
 
     def __init__(self, format: AnswerFormat, *, inside: bool) -> None:
         self._reasoning = ReasoningParser(inside=inside) if format.thinks else None
-        self._tools: ToolParser | None = None if format.family is None else format.family.parser()
-        self._parallel = format.parallel
+        self._tools: ToolParser | None = None if format.family is None else format.family.parser(format.schemas)
+        self._format = format
         self.calls = 0
         """Number of calls so far."""
 
@@ -81,13 +85,14 @@ class AnswerParser:
         """Return what was held back; the text has ended."""
         reasoning, answer = ("", "") if self._reasoning is None else self._reasoning.flush()
         if self._tools is None:
-            return AnswerDelta(answer, reasoning)
+            return self._delta(reasoning, AnswerDelta(answer))
         return self._delta(reasoning, AnswerDelta.joined([self._tools.push(answer), self._tools.flush()]))
 
     def _delta(self, reasoning: str, found: AnswerDelta) -> AnswerDelta:
-        calls = [call for call in found.calls if self._parallel or call.index == 0]
+        calls = [call for call in found.calls if self._format.parallel or call.index == 0]
         self.calls = max([self.calls, *(call.index + 1 for call in calls)])
-        return AnswerDelta(found.content, reasoning, calls)
+        shown = reasoning + found.reasoning if self._format.shows_reasoning else ""
+        return AnswerDelta(found.content, shown, calls)
 
 
 def thinks(template: str | None) -> bool:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from coserve.api.answers.call_reader import CallReader
+from coserve.api.answers.call_reader import CallReader, Reader
 from coserve.api.answers.deltas import AnswerDelta, Collector, held_back
+from coserve.api.answers.typed_arguments import Schemas
 
 
 class ToolParser(ABC):
     """Parses the text of one choice, incrementally: joined deltas do not depend on where the text was cut. Text that is
-    no call, malformed calls included, is content."""
+    no call, malformed calls included, is content. `schemas`: those of the request's tools."""
 
-    def __init__(self) -> None:
+    def __init__(self, schemas: Schemas) -> None:
+        self._schemas = schemas
         self._collector = Collector()
         self._buffer = ""
-        self._call: CallReader | None = None
+        self._call: Reader | None = None
         self._before = ""
         """Text before the call, which is content if it is none."""
 
@@ -47,7 +49,11 @@ class ToolParser(ABC):
     def _begin_call(self, before: str, rest: str, name: str | None = None) -> None:
         """Begin a call at `rest`; `name`: see `CallReader`."""
         self._before, self._buffer = before, rest
-        self._call = CallReader(self._collector, name)
+        self._call = self._reader() if name is None else CallReader(self._collector, name)
+
+    def _reader(self) -> Reader:
+        """Return a reader of one call."""
+        return CallReader(self._collector)
 
     def _find(self, marker: str) -> bool:
         """Pass on the content before a marker, and the marker itself; return whether it was found."""
@@ -65,7 +71,7 @@ class ToolParser(ABC):
             self._end_call(self._call)
         return True
 
-    def _end_call(self, call: CallReader) -> None:
+    def _end_call(self, call: Reader) -> None:
         self._call = None
         self._ended(call.named)
         if not call.named:

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from coserve.api.answers.families import forced_family, tool_family
 from coserve.api.answers.parser import AnswerFormat, AnswerParsers, thinks
+from coserve.api.answers.typed_arguments import schemas_of
 from coserve.api.generation.async_tokenizer import check_tokens
 from coserve.api.generation.full_response import collect
 from coserve.api.generation.merge import gather, merge_streams
@@ -102,7 +103,7 @@ class OpenAIApi:
 
     async def _prepare_chat(self, body: ChatRequest) -> tuple[ChatRequest, GenerateRequest, AnswerParsers]:
         body = await self._resolve_placeholder(body)
-        native = chat_request(body, self._service.engine.spec)
+        native = chat_request(body, self._service.engine.spec, self._service.tokenizer.chat_template)
         parsers = AnswerParsers(self._answer_format(body, native), self._service.tokenizer)
         return body, parsers.format.prepared(native), parsers
 
@@ -121,9 +122,13 @@ class OpenAIApi:
         if is_constrained(native):  # to a text without reasoning, which is a call or has none
             forced = None if is_constrained(body) else forced_family(family)
             return AnswerFormat(forced, thinks=False)
-        calls = bool(body.tools) and body.tool_choice != "none"
+        tools = [] if body.tool_choice == "none" else body.tools or []
         return AnswerFormat(
-            family if calls else None, thinks=thinks(template), parallel=body.parallel_tool_calls is not False
+            family if tools or (family is not None and family.channels) else None,
+            thinks=thinks(template),
+            parallel=body.parallel_tool_calls is not False,
+            shows_reasoning=body.include_reasoning,
+            schemas=schemas_of(tools),
         )
 
     async def _resolve_placeholder(self, body: RequestT) -> RequestT:

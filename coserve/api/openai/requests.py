@@ -38,12 +38,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
     "priority": (0,),
-    "reasoning_effort": ("none",),
-    "include_reasoning": (True,),
     "verbosity": ("medium",),
 }
 """Non-empty values accepted for features that are not implemented: the defaults of OpenAI and vLLM."""
-NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {"suffix": ()}
+NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {
+    "suffix": (),
+    "reasoning_effort": ("none",),
+    "include_reasoning": (True,),
+}
 NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "add_special_tokens": (False,),
@@ -109,8 +111,8 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
     ]
 
 
-def chat_request(body: ChatRequest, spec: BaseSpec) -> GenerateRequest:
-    """Translate a chat request. Raises `InvalidRequest`, `AdapterNotFound`."""
+def chat_request(body: ChatRequest, spec: BaseSpec, template: str | None) -> GenerateRequest:
+    """Translate a chat request. `template`: the base's chat template. Raises `InvalidRequest`, `AdapterNotFound`."""
     _check(body, NEUTRAL | NEUTRAL_IN_CHATS)
     call = forced_call(body)
     if body.top_logprobs and not body.logprobs:
@@ -121,7 +123,7 @@ def chat_request(body: ChatRequest, spec: BaseSpec) -> GenerateRequest:
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         messages=body.messages,
         tools=body.tools or None,
-        chat_template_kwargs=body.chat_template_kwargs or None,
+        chat_template_kwargs=_template_options(body, template or "") or None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     request = msgspec.structs.replace(
@@ -132,6 +134,14 @@ def chat_request(body: ChatRequest, spec: BaseSpec) -> GenerateRequest:
     if call is None:
         return request
     return msgspec.structs.replace(request, structured_outputs=StructuredOutputs(json=call))
+
+
+def _template_options(body: ChatRequest, template: str) -> TemplateOptions:
+    options = body.chat_template_kwargs or {}
+    if "reasoning_effort" not in template:
+        refuse_unless_neutral("reasoning_effort", body.reasoning_effort, ("none",))
+        return options
+    return {"reasoning_effort": body.reasoning_effort, **options} if body.reasoning_effort else options
 
 
 def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:

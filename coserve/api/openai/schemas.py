@@ -67,6 +67,11 @@ class SharedParams(GenerationFields, frozen=True):
     """Log-probabilities name tokens as `token_id:123`."""
     service_tier: ServiceTier | None = None
     """flex: `slo_class` batch; priority: `slo_class` interactive; others: none."""
+    reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
+    """Of chats: the variable of this name of the chat template, as gpt-oss' reads. If the template does not read
+    it, anything but `none` is refused."""
+    include_reasoning: bool = True
+    """Of chats: false: the answer has no `reasoning_content`."""
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -80,8 +85,6 @@ class SharedParams(GenerationFields, frozen=True):
     truncate_prompt_tokens: Any = None
     prompt_logprobs: Any = None
     priority: Any = None
-    reasoning_effort: Any = None
-    include_reasoning: Any = None
     verbosity: Any = None
 
 
@@ -207,7 +210,7 @@ class AnswerToolCall(Wire, frozen=True):
 
 class ChatAnswer(Wire, frozen=True):
     """`content` is null if there is nothing but calls. `reasoning_content`: the text between `<think>` and `</think>`,
-    if the base's chat template has reasoning."""
+    if the base's chat template has reasoning, or that of gpt-oss' analysis channel."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"

@@ -1,0 +1,73 @@
+"""Tool calls as DeepSeek's models write them, V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`;
+in V3 and R1 `function` comes before the separator, and then the name, and the arguments in a block of code."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from coserve.api.answers.tool_parser import ToolParser
+
+OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+"""Around all calls of an answer."""
+BEGIN, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_HEAD = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([\w.-]{1,256})\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*")
+"""Text between `BEGIN` and the arguments."""
+_MAX_HEAD = 512
+
+
+class DeepSeekParser(ToolParser):
+    """Calls may stand anywhere."""
+
+    _expected: Literal["content", "first", "head", "more"] = "content"
+    """`first`: `OPEN` was read; `head`: `BEGIN` was; `more`: a call was."""
+
+    def _search(self) -> bool:
+        match self._expected:
+            case "content":
+                found = self._find(OPEN)
+                self._expected = "first" if found else "content"
+                return found
+            case "head":
+                return self._head()
+            case "first":
+                marker = self._marker(BEGIN)
+            case "more":
+                marker = self._marker("```", END, BEGIN, CLOSE)
+        if marker is None:
+            return False
+        if marker == BEGIN:
+            self._expected = "head"
+        elif marker not in ("```", END):
+            self._collector.add_content(OPEN if self._expected == "first" else "")
+            self._expected = "content"
+        return True
+
+    def _marker(self, *markers: str) -> str | None:
+        """Take a marker, after white space, and return it; empty: none is there; None: that is not known yet."""
+        rest = self._buffer.lstrip()
+        if any(marker.startswith(rest) and marker != rest for marker in markers):
+            return None
+        found = next((marker for marker in markers if rest.startswith(marker)), "")
+        self._buffer = rest.removeprefix(found) if found else self._buffer
+        return found
+
+    def _head(self) -> bool:
+        at = self._buffer.find("{", 0, _MAX_HEAD)
+        if at < 0 and len(self._buffer) < _MAX_HEAD:
+            return False
+        head = None if at < 0 else _HEAD.fullmatch(self._buffer, 0, at)
+        if head is None:
+            self._expected = "content"
+            self._collector.add_content(BEGIN)
+        else:
+            self._begin_call("", self._buffer[at:], head[1])
+        return True
+
+    def _ended(self, named: bool) -> None:
+        self._expected = "more"
+
+    def _rest(self) -> str:
+        if self._expected == "more":
+            return ""
+        return {"first": OPEN, "head": BEGIN}.get(self._expected, "") + self._buffer

@@ -1,0 +1,68 @@
+"""Types of arguments that a model wrote as plain text: by the tool's JSON schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+Schemas = Mapping[str, dict[str, Any]]
+"""JSON schemas of the tools' parameters, by the tools' names."""
+_PYTHON = {"True": True, "False": False, "None": None}
+"""Values as some templates write them."""
+
+
+def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
+    """Return the schemas of those `tools` of a request that have a name."""
+    found: dict[str, dict[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            parameters = function.get("parameters")
+            found[function["name"]] = parameters if isinstance(parameters, dict) else {}
+    return found
+
+
+def typed(text: str, schema: Mapping[str, Any], name: str) -> object:
+    """Return the value of argument `name`: the text itself where `schema` says string or the text is no JSON,
+    otherwise its JSON."""
+    properties = schema.get("properties")
+    types = _types(properties.get(name)) if isinstance(properties, dict) else set()
+    if types == {"string"}:
+        return text
+    try:
+        value = _PYTHON[text.strip()] if text.strip() in _PYTHON else msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return text
+    return text if "string" in types and _type(value) not in types else value
+
+
+def _types(schema: object) -> set[str]:
+    """Return the names of the types that a schema allows, as far as it says them."""
+    if not isinstance(schema, dict):
+        return set()
+    said = schema.get("type")
+    found = {said} if isinstance(said, str) else {one for one in said or [] if isinstance(one, str)}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            found |= {one for inner in schema[key] for one in _types(inner)}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if not found and isinstance(values, list):
+        found = {_type(value) for value in values}
+    return found | {"integer"} if "number" in found else found
+
+
+def _type(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+    return "array" if isinstance(value, list) else "object"
