@@ -6,10 +6,11 @@ T tokens, K experts of each, S = T K rows sorted by expert and slot, E experts.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from coserve.kernels.gpu.rounding import cdiv
 from coserve.kernels.lora.experts import slot_kernel
@@ -50,9 +51,8 @@ class ExpertSlots:
         self._held: dict[int, Mapping[str, LoraPair]] = {}
 
     def put(self, slot: int, pairs: Mapping[str, LoraPair]) -> None:
-        """Point `slot` at an adapter's pairs, whose rows of b_OR are padded to whole vectors. Keeps them alive."""
-        for pair in pairs.values():
-            assert pair.b_OR.stride(0) == -(-pair.rank // VECTOR) * VECTOR, "expected the kernels' layout"
+        """Point `slot` at an adapter's pairs, and keep them alive. Those not of the store's layout are copied."""
+        pairs = {site: _kernel_layout(pair) for site, pair in pairs.items()}
         own = [pairs.get(site) for site in self._sites]
         addresses = [(0, 0) if pair is None else (pair.a_RD.data_ptr(), pair.b_OR.data_ptr()) for pair in own]
         _send(torch.tensor(addresses, dtype=torch.int64), self._addresses[:, slot])
@@ -67,6 +67,14 @@ class ExpertSlots:
             self._addresses[:, slot].zero_()
             self._held.pop(slot)
             self.ranks[slot] = 0
+
+
+def _kernel_layout(pair: LoraPair) -> LoraPair:
+    """Return the pair with rows of b_OR at whole vectors."""
+    width, b_OR = -(-pair.rank // VECTOR) * VECTOR, pair.b_OR
+    if b_OR.stride(0) == width:
+        return pair
+    return replace(pair, b_OR=pad(b_OR, (0, width - pair.rank))[:, : pair.rank])
 
 
 def _send(host: Tensor, to: Tensor) -> None:
