@@ -43,6 +43,9 @@ CHECKED_TOKENS = 251
 memory."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Largest relative error of a compiled layer, by dtype."""
+FP8_TOLERANCE = 0.15
+"""The same where products round activations to FP8: what rounds to 16 bits in another order falls on other values of
+3 bits. 0.055 was seen at an 8B shape."""
 COMPARED_TOKENS = tuple(sorted({(1 << power) + more for power in range(18) for more in (-1, 0, 1)}))
 """Batch sizes at which the ranks compare whether their compiled layers accept them. (Layers loaded from disk may state
 the same conditions in other words.)"""
@@ -75,6 +78,8 @@ class CompiledLayers:
         if not base.sites.shared():
             share_inputs(base)
         self._compile, self._stream, self._device = compile, stream, base.device
+        rounds = base.spec.quantization == "fp8" and base.device.type == "cuda"
+        self._tolerance = FP8_TOLERANCE if rounds else TOLERANCE[base.dtype]
         self._mesh = None if base.sharding is None else base.sharding.mesh
         self.cut = cut
         self._load_costs = costs
@@ -198,7 +203,7 @@ class CompiledLayers:
         expected = example.expected(gradient_1TD)
         for what, own, right in zip(("output", "gradient"), found, expected, strict=True):
             error = float(torch.linalg.vector_norm((own - right).float()) / torch.linalg.vector_norm(right.float()))
-            if not error <= TOLERANCE[h_1TD.dtype]:
+            if not error <= self._tolerance:
                 raise UnsupportedBase(f"the compiled layer {i} gives another {what}: relative error {error:.2g}")
         return running_pass.collectives
 
