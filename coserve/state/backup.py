@@ -62,6 +62,7 @@ def back_up(data: Path, target: Path, clock: Callable[[], float] = time.time) ->
             adapters, jobs = registry.adapter_refs(), [record.spec.id for record in registry.unfinished()]
         wanted = [source.adapter(ref) for ref in adapters]
         wanted += [entry for entry in source.files.iterdir() if not entry.name.startswith(".")]
+        wanted += source.sessions.glob("*/[!.]*")
         wanted += [found for id in jobs for found in _of_job(source, id)]
         try:
             for path in wanted:
