@@ -18,7 +18,7 @@ from coserve.api.http.idle_collection import IdleCollection
 from coserve.api.http.limits import STREAMS_TIMEOUT
 from coserve.api.http.openapi import describe_api
 from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat
-from coserve.api.http.route import Route
+from coserve.api.http.route import Route, tagged
 from coserve.api.http.security import Gate, finish_headers, guard
 from coserve.api.http.server import CappedRunner, Connections, keep_waiting
 from coserve.api.http.uploads import UploadReader
@@ -83,20 +83,23 @@ def make_app(
     native = NativeApi(service, config, bodies, uploads, tgi)
     openai = OpenAIApi(service, config, bodies)
     batches = BatchRunner(BatchStore(service.folder.batches), service.files, batch_answers(openai))
-    described = (
-        *native_routes(native),
-        *alias_routes(AliasApi(service, bodies)),
-        *page_routes(PageApi(service.history, native.pointers)),
-        *tgi_routes(tgi),
-        *openai_routes(openai, LoraApi(service, config, bodies, uploads)),
-        *response_routes(ResponsesApi(openai, bodies, write_timeout=config.read_timeout)),
-        *batch_routes(BatchesApi(batches, bodies)),
-        *file_routes(FilesApi(service, uploads)),
-        *session_routes(SessionsApi(service, bodies)),
-        *tinker_routes(tinker),
-        *finetuning_routes(FineTuningApi(service, bodies)),
-        *tokenizer_routes(TokenizerApi(service, bodies, max_texts=max_texts)),
-        *admin_routes(AdminApi(service.access, service.engine, bodies)),
+    described = tagged(
+        {
+            "coserve": (*native_routes(native), *alias_routes(AliasApi(service, bodies))),
+            "Web page": page_routes(PageApi(service.history, native.pointers)),
+            "LoRAX and TGI": tgi_routes(tgi),
+            "OpenAI": (
+                *openai_routes(openai, LoraApi(service, config, bodies, uploads)),
+                *response_routes(ResponsesApi(openai, bodies, write_timeout=config.read_timeout)),
+                *batch_routes(BatchesApi(batches, bodies)),
+                *file_routes(FilesApi(service, uploads)),
+                *finetuning_routes(FineTuningApi(service, bodies)),
+            ),
+            "Training sessions": session_routes(SessionsApi(service, bodies)),
+            "Tinker": tinker_routes(tinker),
+            "Tokenizer": tokenizer_routes(TokenizerApi(service, bodies, max_texts=max_texts)),
+            "Administration": admin_routes(AdminApi(service.access, service.engine, bodies)),
+        }
     )
 
     @cache
@@ -107,7 +110,7 @@ def make_app(
     async def openapi(request: web.Request) -> web.StreamResponse:
         return web.Response(body=await asyncio.to_thread(document), content_type="application/json")
 
-    routes = (*described, Route("GET", "/openapi.json", openapi, "This description"))
+    routes = (*described, Route("GET", "/openapi.json", openapi, "This description", tag="coserve"))
     access = service.access
     gate = Gate(
         config,

@@ -72,7 +72,13 @@ async def test_without_the_key_only_health_is_open(locked: Api) -> None:
         for r in locked.app.router.routes()
         if r.resource and r.method != "HEAD"  # of a probe, answered as GET is
     )
-    assert [route.path for route in table.values() if route.public] == ["/health", "/health/ready", "/", "/page/{id}"]
+    assert [route.path for route in table.values() if route.public] == [
+        "/health",
+        "/health/ready",
+        "/",
+        "/page/{id}",
+        "/docs",
+    ]
     strange = [
         ("GET", "/nowhere"),
         ("POST", "/health"),
@@ -81,7 +87,7 @@ async def test_without_the_key_only_health_is_open(locked: Api) -> None:
         ("PUT", "/generate"),
     ]
     for method, path in [*paths(locked), *strange]:
-        if method == "GET" and path in ("/", "/page/x", "/health", "/health/ready"):
+        if method == "GET" and path in ("/", "/page/x", "/docs", "/health", "/health/ready"):
             continue
         for headers in (
             {},

@@ -37,6 +37,7 @@ async def test_the_description_is_whole(api: Api) -> None:
     for path, item in document["paths"].items():
         for method, operation in item.items():
             assert operation["summary"], path
+            assert len(operation["tags"]) == 1, path
             assert {"400", "401", "403"} <= set(operation["responses"])
             assert ("requestBody" in operation) == ((method, path) in BODIES), path
             given = {parameter["name"] for parameter in operation.get("parameters", ()) if parameter["in"] == "path"}

@@ -34,6 +34,10 @@ async def test_browsers_get_the_page_without_a_key_and_others_json(api: Api) -> 
     for accept in ("*/*", "application/json", f"application/json,{BROWSER}"):
         async with api.http.get("/", headers={"Accept": accept}) as response:
             assert (await response.json())["name"] == "coserve"
+    async with api.http.get("/docs") as response:
+        assert (response.status, response.content_type) == (200, "text/html")
+        assert "unsafe" not in response.headers["Content-Security-Policy"]
+        page += await response.text()
     names = set(re.findall(r'(?:href|src)="/page/([^"]+)"', page))
     for name in names | {path.name for path in FOLDER.iterdir()}:
         async with api.http.get(f"/page/{name}") as response:
@@ -53,7 +57,8 @@ def test_the_page_is_small_and_asks_nobody_else() -> None:
         text = path.read_text()
         assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}, path
         assert "innerHTML" not in text
-    assert not re.search(r"<script(?![^>]*src=)|<style| style=| on\w+=", (FOLDER / "index.html").read_text())
+    for path in FOLDER.glob("*.html"):
+        assert not re.search(r"<script(?![^>]*src=)|<style| style=| on\w+=", path.read_text())
 
 
 def stats(steps: float) -> EngineStats:

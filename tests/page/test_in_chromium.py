@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import tarfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -256,3 +258,33 @@ def test_a_dead_daemon_is_shown_and_recovered_from(node: Node) -> None:
         page.locator("#down").wait_for(state="hidden")
         page.get_by_text("published survivor@1").wait_for()  # the stream went on after the last event seen
         page.get_by_role("img", name=re.compile("^Loss. survivor@1")).wait_for()
+
+
+def test_the_api_is_described_with_an_example_for_each_route(node: Node) -> None:
+    """Each route shows its fields and a curl command; those of generation and of jobs run as shown."""
+    _, api = node.daemon.call("GET", "/openapi.json")
+    operations = {each["operationId"]: path for path, item in api["paths"].items() for each in item.values()}
+    with node.open("docs") as page:
+        page.locator("details.route").first.wait_for()
+        routes = page.locator("details.route")
+        assert routes.count() == len(operations)
+        assert page.locator("#groups a").all_inner_texts()[:2] == ["coserve", "Web page"]
+        routes.evaluate_all("(all) => all.forEach((each) => (each.open = true))")
+        page.wait_for_function("document.querySelectorAll('details.route pre').length === " + str(len(operations)))
+        for command in page.locator("details.route pre").all_inner_texts():
+            assert command.startswith("curl -s") and "undefined" not in command, command
+        for id in ("generate", "finetune"):
+            command = page.locator(f"#{id} pre").inner_text()
+            done = subprocess.run(
+                ["bash", "-c", command],
+                env=os.environ | {"COSERVE_API_KEY": KEY},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert "error" not in {key for key, value in json.loads(done.stdout).items() if value}, done.stdout
+        page.locator("#generate").get_by_role("link", name="GenerateRequest").first.click()
+        page.get_by_role("region", name="Fields of GenerateRequest").wait_for()
+        check_accessible(page)
+        page.get_by_label("Filter routes").fill("get aliases")
+        assert 0 < page.locator("details.route:visible").count() < 10

@@ -120,6 +120,8 @@ def _operation(route: Route) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": _form(route.form)}
     if route.public:
         operation["security"] = []
+    if route.tag:
+        operation["tags"] = [route.tag]
     return operation
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -55,6 +56,8 @@ class Route:
     """Whether the body may have a `Content-Encoding`, which the handler checks."""
     public: bool = False
     """Whether the route needs no API key."""
+    tag: str = ""
+    """Name of the route's group in the description."""
 
     @property
     def pattern(self) -> str:
@@ -65,3 +68,8 @@ class Route:
     def name(self) -> str:
         """Name of the route in router, gate and metrics."""
         return self.handler.__name__
+
+
+def tagged(groups: Mapping[str, Iterable[Route]]) -> tuple[Route, ...]:
+    """Return the routes of all groups in order, each with the name of its group as its tag."""
+    return tuple(replace(route, tag=tag) for tag, routes in groups.items() for route in routes)

@@ -44,6 +44,8 @@ MAX_RETRY_AFTER = 10
 DOCS = {
     "README.md": "how to start",
     "docs/guide/install.md": "installation, with and without CUDA",
+    "docs/guide/concepts.md": "base, adapters, policy, slices: what runs when",
+    "docs/guide/first-adapter.md": "from a CSV file to a served adapter",
     "docs/guide/serve.md": "requests, adapters, policies",
     "docs/guide/fine-tune.md": "settings and metrics of jobs, samples, DPO",
     "docs/guide/data.md": "rows to fine-tune on",
@@ -57,10 +59,13 @@ DOCS = {
     "docs/guide/bench.md": "coserve bench",
     "docs/guide/families.md": "families of models, and what works with each",
     "docs/guide/from-vllm-and-peft.md": "options and fields of vLLM and PEFT, and coserve's",
+    "docs/guide/from-openai.md": "OpenAI's files, fine-tuning, responses and batches",
+    "docs/guide/from-llama-factory.md": "LLaMA-Factory's settings, and coserve's",
     "docs/reference/http.md": "every route and field",
     "docs/reference/sdk.md": "the Python client",
     "docs/reference/cli.md": "the command line",
     "docs/reference/settings.md": "settings of the daemon",
+    "docs/reference/troubleshooting.md": "errors by code, and what to do",
     "docs/reference/metrics.md": "what /metrics counts",
     "docs/design/README.md": "how the code is built",
 }

@@ -20,6 +20,7 @@ from coserve.api.page.history import ReportHistory
 from coserve.core.errors import InvalidRequest, NotFound
 
 INDEX = "index.html"
+DOCS = "docs.html"
 MEDIA = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -75,6 +76,9 @@ class PageApi:
 
     async def page_file(self, request: web.Request) -> web.StreamResponse:
         return self._respond(request, request.match_info["id"])
+
+    async def docs(self, request: web.Request) -> web.StreamResponse:
+        return self._respond(request, DOCS)
 
     async def history(self, request: web.Request) -> web.StreamResponse:
         return json_response(self._history.after(_seconds(request.query.get("after", "0"))))

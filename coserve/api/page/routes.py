@@ -29,6 +29,14 @@ def page_routes(api: PageApi) -> tuple[Route, ...]:
         ),
         Route(
             "GET",
+            "/docs",
+            api.docs,
+            "This description as a page, with an example for each route",
+            media="text/html",
+            public=True,
+        ),
+        Route(
+            "GET",
             "/history",
             api.history,
             "The engine's reports of the last minutes, oldest first",
