@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from coserve.cli import merging
 from coserve.cli.app import PLAIN, CommandGroup
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, json_text, say_if_starting, say_more
 from coserve.cli.distillation import (
@@ -81,6 +82,21 @@ def download_adapter(name: str, folder: Path, url: Url = DEFAULT_URL, key: Key =
     """Save an adapter's PEFT files into a new folder."""
     with connect(url, key) as client:
         print(client.download_adapter(name, folder))
+
+
+@adapters_app.command("merge")
+def merge_adapter(
+    name: str,
+    folder: Path,
+    base: Annotated[str, typer.Option(help="the base: a folder, a GGUF file, a hub name, 'bundled' or 'smollm2'")],
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Save the base with an adapter merged into its weights as a new model folder, for programs that know no adapters.
+    Needs PEFT (pip install peft) and the host memory of the whole base."""
+    with connect(url, key) as client:
+        merging.merge_adapter(client, name, base, folder)
+    print(folder)
 
 
 @adapters_app.command("delete")

@@ -1,0 +1,44 @@
+"""`coserve adapters merge`: an adapter added to the weights of its base, as a model folder of transformers."""
+
+from __future__ import annotations
+
+import tempfile
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+
+from coserve.client import Client
+from coserve.core.errors import UnsupportedBase
+from coserve.data.pretrained.gguf import is_gguf
+from coserve.data.pretrained.source import BUNDLED, check_source, locate
+
+
+def merge_adapter(client: Client, name: str, base: str, folder: Path) -> None:
+    """Download the adapter and let PEFT merge it into the base, on this machine's CPU and in the base's dtype; needs
+    the host memory of the whole base. The tokenizer goes with it.
+
+    `base`: as for `coserve serve --model`. Raises `FileExistsError`, `UnsupportedBase` for a base that is none or
+    without PEFT, and what the client raises.
+    """
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already; choose a new folder")
+    if find_spec("peft") is None:
+        raise UnsupportedBase("merging needs PEFT: pip install peft")
+    check_source(base)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        adapter, merged = Path(scratch, "adapter"), Path(scratch, "merged")
+        client.download_adapter(name, adapter)
+        _merge(base, adapter, merged)
+        merged.rename(folder)
+
+
+def _merge(base: str, adapter: Path, merged: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source: str | Path = str(resources.files("coserve") / "assets" / "tiny") if base == BUNDLED else locate(base)
+    file = {"gguf_file": Path(source).name} if is_gguf(str(source)) else {}
+    source = Path(source).parent if file else source
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **file)
+    PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(merged)
+    AutoTokenizer.from_pretrained(source, **file).save_pretrained(merged)

@@ -1,0 +1,44 @@
+"""`coserve adapters merge` against PEFT's own answers."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from coserve.cli import adapters
+from coserve.cli.app import app
+
+TINY = str(resources.files("coserve") / "assets" / "tiny")
+
+
+def test_a_merged_base_answers_as_the_base_with_its_adapter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config).eval()
+
+    def download(name: str, folder: Path) -> Path:
+        assert name == "poet@2"
+        model.save_pretrained(folder)
+        return folder
+
+    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
+    command = ["adapters", "merge", "poet@2", str(tmp_path / "poet"), "--base", "bundled"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "poet", dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(tmp_path / "poet")("The with statement", return_tensors="pt").input_ids
+    with torch.no_grad():
+        expected = model(ids).logits
+        with model.disable_adapter():
+            change = (model(ids).logits - expected).norm()
+        assert (merged(ids).logits - expected).norm() < 0.02 * change, "the base's files have 16 bits"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["poet"]
+    again = CliRunner().invoke(app, command)
+    assert isinstance(again.exception, FileExistsError) and "exists already" in str(again.exception)
