@@ -20,6 +20,10 @@ async def test_every_route_takes_an_alias_and_the_canary_gets_its_share(api: Api
         first = await client.set_alias("prod", "poet@1")
         assert (first.target, first.canary, first.previous) == ("poet@1", None, None)
         assert (await client.generate("a", adapter="prod")).version == 1
+        _, models = await api.call("GET", "/v1/models")
+        assert {each["id"]: each["root"] for each in models["data"]}["prod"] == "poet@1"
+        _, model = await api.call("GET", "/v1/models/prod")
+        assert (model["id"], model["root"], model["parent"]) == ("prod", "poet@1", "fake")
         for path in ("/v1/completions", "/v1/chat/completions"):
             body = {"model": "prod", "prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
             body.pop("messages" if path == "/v1/completions" else "prompt")

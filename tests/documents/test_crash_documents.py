@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.crash_oracle import curve_of
 from tests.support.daemon_process import DaemonProcess, Died, Json
+from tests.support.examples import on_days
 
 TEXT = (
     "The Orvane Bridge was opened in 1911 by Ludo Prast. It is 412 metres long. Its keeper lives under the north pier."
@@ -36,7 +37,7 @@ def kept(folder: Path) -> dict[str, list[Json]]:
     return found
 
 
-@pytest.mark.slow
+@on_days(1)
 def test_a_job_goes_on_after_a_death_in_each_phase(tmp_path: Path) -> None:
     data = tmp_path / "data"
     job: Json | None = None

@@ -54,9 +54,16 @@ def on_days(turn: int, days: int = 3) -> Callable[[Test], Test]:
     """Decorator of a slow test that `make test-all` runs on one of so many days."""
 
     def mark(test: Test) -> Test:
-        return pytest.mark.slow(test if (TURN + turn) % days == 0 else pytest.mark.long(test))
+        for each in marks_on_days(turn, days):
+            test = each(test)
+        return test
 
     return mark
+
+
+def marks_on_days(turn: int, days: int = 3) -> list[pytest.MarkDecorator]:
+    """`pytestmark` of a module whose tests are slow and run on one of so many days."""
+    return [pytest.mark.slow, *(() if (TURN + turn) % days == 0 else (pytest.mark.long,))]
 
 
 def _values(cases: Iterable[Any], marks: Callable[[Any], Sequence[pytest.MarkDecorator]]) -> list[Any]:

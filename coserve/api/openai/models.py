@@ -30,7 +30,8 @@ def _name(adapter: Adapter, spec: BaseSpec) -> str:
 
 
 async def list_models(service: Service) -> ModelList:
-    """Return the base and the current version of each adapter. Raises `EngineUnavailable` before the first engine."""
+    """Return the base, the current version of each adapter, and what each alias means. Raises `EngineUnavailable` before
+    the first engine."""
     spec = service.engine.spec
     models = [_base(spec, service.started_at)]
     after: str | None = None
@@ -42,8 +43,13 @@ async def list_models(service: Service) -> ModelList:
             if found.base_fingerprint == spec.fingerprint
         ]
         if not page.has_more:
-            return ModelList(data=models)
+            break
         after = page.data[-1].id
+    for alias in (await service.aliases.list()).data:
+        found = await service.adapters.get(*split_ref(alias.target))
+        if found.base_fingerprint == spec.fingerprint:
+            models.append(_adapter(alias.name, found, spec))
+    return ModelList(data=models)
 
 
 async def get_model(service: Service, id: str) -> Model:
@@ -52,7 +58,13 @@ async def get_model(service: Service, id: str) -> Model:
     name = adapter_of(id, spec)
     if name is None:
         return _base(spec, service.started_at)
-    adapter = await service.adapters.get(*split_ref(name))
+    try:
+        adapter = await service.adapters.get(*split_ref(name))
+    except AdapterNotFound:
+        if "@" in name:
+            raise
+        alias = await service.aliases.get(name)
+        adapter = await service.adapters.get(*split_ref(alias.target))
     if adapter.base_fingerprint != spec.fingerprint:
         raise AdapterNotFound(f"adapter {adapter.ref} belongs to another base", field="model")
     return _adapter(id, adapter, spec)

@@ -17,9 +17,10 @@ from transformers import AutoTokenizer
 
 import coserve
 from tests.support.daemon_process import DaemonProcess
+from tests.support.examples import marks_on_days
 
 pytestmark = [
-    pytest.mark.slow,
+    *marks_on_days(0),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

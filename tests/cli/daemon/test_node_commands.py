@@ -20,6 +20,7 @@ from coserve.state.registry import Registry
 from coserve.state.running import RunningDaemon, announced, folder, running
 from tests.support.crash_oracle import STEPS, job_request
 from tests.support.daemon_process import DaemonProcess
+from tests.support.examples import on_days
 
 
 def run(*arguments: str) -> str:
@@ -40,7 +41,7 @@ def listening(session: int) -> set[int]:
     return {int(line[1].rpartition(":")[2], 16) for line in open_ones}
 
 
-@pytest.mark.slow
+@on_days(2)
 def test_a_copy_of_a_running_daemon_goes_on_elsewhere(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
