@@ -5,10 +5,14 @@ import { attempt, el, table } from "./dom.js";
 
 const BOUNDS = { minimum: "≥", exclusiveMinimum: ">", maximum: "≤", exclusiveMaximum: "<" };
 const SAMPLES = {
-  prompt: "Today we", inputs: "Today we", max_tokens: 16, messages: [{ role: "user", content: "Hello" }],
-  data: [{ prompt: "Hello", completion: " Ahoy!" }], purpose: "fine-tune", path: "/FOLDER/OR/FILE",
+  prompt: "Today we", inputs: "Today we", input: "Today we", max_tokens: 16, messages: [{ role: "user", content: "Hello" }],
+  data: [{ prompt: "Hello", completion: " Ahoy!" }], purpose: "fine-tune", path: "/DATA/ROOT/FOLDER", lora_path: "/DATA/ROOT/FOLDER",
 };
-const WANTED = ["prompt", "max_tokens", "data"]; // in examples, required or not
+const WANTED = { // fields that examples have although they are not required, by type
+  GenerateRequest: ["prompt"], TokenizeRequest: ["prompt"], FinetuneRequest: ["data"], ImportRequest: ["path"], LoadLoraRequest: ["lora_path"],
+  AdapterUpdate: ["pinned"], Quota: ["requests_per_minute"],
+};
+const UPLOADED = ["data", "path", "lora_path"]; // what stands in a file instead
 let schemas = {};
 
 const join = (parts, between) => parts.flatMap((part, at) => (at ? [between, part] : [part]));
@@ -30,24 +34,31 @@ function kind(schema) {
 function fields(caption, schema) {
   const { body, node } = table(caption, "Field", "Type", "Default", "Meaning");
   for (const [name, of] of Object.entries(schema.properties)) {
-    const given = of.default === undefined || of.default === null ? "" : JSON.stringify(of.default);
+    const given = (of.default ?? null) === null || typeof of.default === "object" ? "" : JSON.stringify(of.default);
+    const meaning = of.description ?? of.anyOf?.find((each) => each.description)?.description ?? "";
     body.append(
       el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, kind(of)),
-        el("td", {}, schema.required?.includes(name) ? "required" : given), el("td", {}, of.description ?? "")),
+        el("td", {}, schema.required?.includes(name) ? "required" : given), el("td", {}, meaning)),
     );
   }
   return node;
 }
 
+/** The JSON types of a schema, and of a value. */
+const types = (schema) => (follow(schema).anyOf ?? [follow(schema)]).map((each) => follow(each).type);
+const typeOf = (value) => (Array.isArray(value) ? "array" : typeof value === "number" ? "integer" : typeof value);
+
 /** A value that fits a schema, as short as can be. */
 function sample(schema, name, without = []) {
-  if (name in SAMPLES) return SAMPLES[name];
   const of = follow(schema);
+  const known = SAMPLES[name];
+  if (name in SAMPLES && (of.enum?.includes(known) ?? types(schema).includes(typeOf(known)))) return known;
   if (of.anyOf || of.allOf) return sample((of.anyOf ?? of.allOf)[0], name, without);
   if (of.enum) return of.enum[0];
   if (of.properties) {
-    const wanted = Object.keys(of.properties).filter((key) => of.required?.includes(key) || WANTED.includes(key));
-    return Object.fromEntries(wanted.filter((key) => !without.includes(key)).map((key) => [key, sample(of.properties[key], key)]));
+    const wanted = ["max_tokens", ...(of.required ?? []), ...(WANTED[of.title] ?? [])];
+    const shown = Object.keys(of.properties).filter((key) => wanted.includes(key) && !without.includes(key));
+    return Object.fromEntries(shown.map((key) => [key, sample(of.properties[key], key, without)]));
   }
   if (of.type === "array") return of.items ? [sample(of.items, name)] : [];
   if (of.type === "integer" || of.type === "number") return of.default ?? of.minimum ?? 1;
@@ -57,21 +68,20 @@ function sample(schema, name, without = []) {
 
 const quoted = (text) => `'${text.replaceAll("'", String.raw`'\''`)}'`;
 
-/** The curl command of a route. */
-function curl(method, path, operation) {
-  const parts = [`curl -s${method === "get" ? "" : ` -X ${method.toUpperCase()}`} ${location.origin}${path.replace(/{(\w+)}/g, (_, name) => name.toUpperCase())}`];
-  if (operation.security?.length !== 0 && sessionStorage.getItem("coserve-key")) parts.push('-H "Authorization: Bearer $COSERVE_API_KEY"');
-  const body = operation.requestBody?.content ?? {};
-  const form = body["multipart/form-data"]?.schema;
-  if (body["application/json"]) {
-    parts.push("-H 'Content-Type: application/json'", `-d ${quoted(JSON.stringify(sample(body["application/json"].schema, "")))}`);
-  } else if (form) {
-    for (const [name, value] of Object.entries(sample(form, ""))) if (name !== "file") parts.push(`-F ${quoted(`${name}=${typeof value === "string" ? value : JSON.stringify(value)}`)}`);
-    parts.push("-F file=@FILE");
-  } else if (body["application/octet-stream"]) {
-    parts.push("--data-binary @FILE");
-  }
-  return parts.join(" \\\n  ");
+/** The curl commands of a route: one for each type of body. */
+function examples(method, path, operation) {
+  const media = Object.values(operation.responses).flatMap((each) => Object.keys(each.content ?? {}));
+  const flags = `-s${media.includes("text/event-stream") ? "N" : ""}${method === "get" ? "" : ` -X ${method.toUpperCase()}`}`;
+  const first = [`curl ${flags} ${location.origin}${path.replace(/{(\w+)}/g, (_, name) => name.toUpperCase())}`];
+  if (operation.security?.length !== 0 && sessionStorage.getItem("coserve-key")) first.push('-H "Authorization: Bearer $COSERVE_API_KEY"');
+  if (media[0].startsWith("application/") && media[0] !== "application/json") first.push("-o FILE");
+  const bodies = Object.entries(operation.requestBody?.content ?? {}).map(([type, { schema }]) => {
+    if (type === "application/json") return [`-H 'Content-Type: ${type}'`, `-d ${quoted(JSON.stringify(sample(schema, "")))}`];
+    const parts = Object.entries(sample(schema, "", UPLOADED)).filter(([name]) => name !== "file");
+    const texts = parts.map(([name, value]) => `${name}=${typeof value === "string" ? value : JSON.stringify(value)}`);
+    return [...texts.map((text) => `-F ${quoted(text)}`), "-F file=@FILE"];
+  });
+  return (bodies.length ? bodies : [[]]).map((body) => [...first, ...body].join(" \\\n  "));
 }
 
 function content(of, what, name) {
@@ -91,7 +101,7 @@ function details(method, path, operation) {
   const good = Object.entries(responses).filter(([status]) => status < 400);
   const bad = Object.entries(responses).filter(([status]) => status >= 400);
   return [
-    el("pre", { tabindex: 0, role: "group", "aria-label": `Example of ${name}` }, curl(method, path, operation)),
+    examples(method, path, operation).map((text) => el("pre", { tabindex: 0, role: "group", "aria-label": `Example of ${name}` }, text)),
     parameters.length ? fields(`Parameters of ${name}`, { properties: taken, required }) : null,
     content(requestBody?.content, "Body", name),
     good.map(([status, each]) => content(each.content, status)),
