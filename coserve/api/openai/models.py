@@ -30,8 +30,8 @@ def _name(adapter: Adapter, spec: BaseSpec) -> str:
 
 
 async def list_models(service: Service) -> ModelList:
-    """Return the base, the current version of each adapter, and what each alias means. Raises `EngineUnavailable` before
-    the first engine."""
+    """Return the base, the current version of each adapter, and what each alias means. Raises `EngineUnavailable`
+    before the first engine."""
     spec = service.engine.spec
     models = [_base(spec, service.started_at)]
     after: str | None = None
