@@ -6,6 +6,7 @@ Letters: N tokens, K candidates of a target.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,8 @@ from coserve.core.errors import InvalidRequest, UnsupportedEncoding
 PROTOBUF = "application/x-protobuf"
 MAX_EXPANDED = 64 << 20
 """Most bytes of a compressed body."""
+MAX_DENSE = 1 << 24
+"""Most entries of all sparse arrays of a request, those that are 0 included."""
 Array = npt.NDArray[Any]
 
 _MESSAGES: dict[str, tuple[str, ...]] = {
@@ -150,6 +153,11 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
             if option.value.text:
                 raise InvalidRequest(f"expected a number, got {option.value.text[:80]!r}", field=option.key[:80])
             config[option.key] = option.value.number
+        sparse = [
+            each.value for datum in message.data for each in datum.loss_fn_inputs if each.value.HasField("sparse_csr")
+        ]
+        if sum(abs(math.prod(tensor.shape)) for tensor in sparse) > MAX_DENSE:
+            raise InvalidRequest(f"expected at most {MAX_DENSE} entries of sparse arrays", field="data")
         data = tuple([_datum(datum) for datum in message.data])
     except InvalidRequest as wrong:
         error = wrong
@@ -179,7 +187,7 @@ def _tensor(message: Any, name: str) -> Array:  # noqa: ANN401
     values = _array(message.sparse_csr.values, dtype, name)
     rows = _array(message.sparse_csr.crow_indices, np.int64, name)
     columns = _array(message.sparse_csr.col_indices, np.int64, name)
-    if len(shape) != 2 or not 0 < shape[0] * shape[1] <= MAX_EXPANDED or len(rows) != shape[0] + 1:
+    if len(shape) != 2 or min(shape) < 1 or len(rows) != shape[0] + 1:
         raise InvalidRequest("expected a matrix in CSR", field=name)
     lengths = np.diff(rows)
     fits = lengths.min(initial=0) >= 0 and lengths.sum() == len(values) == len(columns) and not rows[0]

@@ -40,7 +40,13 @@ class Example:
     def check(self, vocab: int) -> None:
         """Raise `InvalidRequest` unless shapes fit together and tokens are below `vocab`."""
         tokens, after, labels = self.tokens_N, self.after_K, self.labels_K
-        if not (tokens.ndim == 1 and len(tokens) and after.shape == labels.shape[:1] and labels.ndim <= 2):
+        if not (
+            tokens.ndim == 1
+            and len(tokens)
+            and after.shape == labels.shape[:1]
+            and labels.ndim <= 2
+            and 0 not in labels.shape[1:]
+        ):
             raise InvalidRequest("expected tokens, and a label (or a row of candidates) for each target")
         if after.size and not (after[0] >= 0 and after[-1] < len(tokens) and np.all(np.diff(after) > 0)):
             raise InvalidRequest(f"expected targets in ascending order after some of the {len(tokens)} tokens")

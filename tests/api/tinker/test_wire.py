@@ -144,3 +144,20 @@ def test_the_sdk_reads_samples() -> None:
     assert (second.stop_reason, second.tokens) == ("length", [])
     assert found.prompt_logprobs == [None, -0.25]
     assert found.topk_prompt_logprobs == [None, [(9, -0.25)]]
+
+
+def test_sparse_arrays_do_not_expand_without_bound() -> None:
+    wide = types.TensorData([1.0], "float32", [1, 1 << 23], sparse_crow_indices=[0, 1], sparse_col_indices=[5])
+    one = types.Datum(model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"weights": wide})
+    assert decode_forward_backward(encoded([one])).error is None
+    refused = compute_of(decode_forward_backward(encoded([one] * 3)))
+    assert isinstance(refused, InvalidRequest) and "entries of sparse arrays" in refused.message
+
+
+def test_targets_without_a_candidate_are_refused() -> None:
+    none = {"target_tokens": types.TensorData([], "int64", [2, 0]), "weights": types.TensorData([], "float32", [2, 0])}
+    one = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=none)
+    compute = compute_of(decode_forward_backward(encoded([one])))
+    assert isinstance(compute, Compute)
+    with pytest.raises(InvalidRequest, match="row of candidates"):
+        examples_in(compute.batch)[0].check(vocab=100)
