@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
 
 from coserve.core.access.principal import principal
-from coserve.core.errors import CoserveError, InternalError, SessionEnded
+from coserve.core.errors import CoserveError, InternalError, QueueFull, SessionEnded
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,8 @@ KEPT = 120.0
 """Seconds for which a result is kept once it was retrieved: the answer may be lost on its way."""
 MAX_KEPT = 100_000
 """Most results; beyond it the oldest are forgotten."""
+MAX_EARLY = 256
+"""Most requests of a model that came before their turn."""
 
 
 class Futures:
@@ -33,7 +35,8 @@ class Futures:
         """Whose the requests are."""
 
     def __contains__(self, id: str) -> bool:
-        return id in self._tasks
+        """Whether there is such a request that the principal sees."""
+        return id in self._tasks and principal().sees(self._projects[id])
 
     def start(self, id: str, work: Coroutine[Any, Any, Result]) -> None:
         """Begin a request. Its id must be new."""
@@ -48,7 +51,7 @@ class Futures:
         """Wait for a result; None: it is not there yet. Raises the request's error, and `SessionEnded` for an id that
         is not known any more."""
         task = self._tasks.get(id)
-        if task is None or not principal().sees(self._projects[id]):
+        if task is None or id not in self:
             raise SessionEnded(f"no request {id!r}: its result was retrieved, or the daemon was restarted")
         await asyncio.wait({task}, timeout=POLL)
         if not task.done():
@@ -62,8 +65,8 @@ class Futures:
         return task.result()
 
     def cancel(self, id: str) -> None:
-        if (task := self._tasks.get(id)) is not None and principal().sees(self._projects[id]):
-            task.cancel()
+        if id in self:
+            self._tasks[id].cancel()
 
     def _forget(self, id: str) -> None:
         if (task := self._tasks.pop(id, None)) is not None:
@@ -82,14 +85,46 @@ class Order:
 
     def __init__(self) -> None:
         self._next = 1
-        self._early: dict[int, Callable[[], None]] = {}
+        self._turns: dict[int, asyncio.Future[None]] = {}
+        """Of the requests that have not begun."""
 
-    def add(self, number: int, begin: Callable[[], None]) -> bool:
-        """Begin a request in its turn. False: it came already, and its client sends it again, as it saw no answer."""
-        if number < self._next or number in self._early:
-            return False
-        self._early[number] = begin
-        while (begin_next := self._early.pop(self._next, None)) is not None:
+    def in_turn(self, number: int, work: Coroutine[Any, Any, Result]) -> Coroutine[Any, Any, Result] | None:
+        """Return `work`, which waits for its turn first. None: it came already, and its client sends it again, as it
+        saw no answer. Raises `QueueFull`."""
+        if number < self._next or number in self._turns:
+            return None
+        if len(self._turns) >= MAX_EARLY:
+            raise QueueFull(f"{MAX_EARLY} requests of the model wait for request {self._next}: send that one")
+        turn = self._turns[number] = asyncio.get_running_loop().create_future()
+        self._release()
+        return self._after(number, turn, work)
+
+    async def _after(self, number: int, turn: asyncio.Future[None], work: Coroutine[Any, Any, Result]) -> Result:
+        try:
+            try:
+                await turn
+            finally:
+                if self._turns.get(number) is turn and not turn.cancelled():  # it begins, before the next one wakes
+                    del self._turns[number]
+                    self._next += 1
+                    self._release()
+            return await work
+        finally:
+            work.close()  # it may not have begun
+
+    def _release(self) -> None:
+        """Let the next request begin, if it is there; those that were cancelled are left out."""
+        while (turn := self._turns.get(self._next)) is not None:
+            if not turn.cancelled():
+                if not turn.done():
+                    turn.set_result(None)
+                break
+            del self._turns[self._next]
             self._next += 1
-            begin_next()
-        return True
+
+    def end(self) -> None:
+        """Fail the requests whose turn cannot come any more."""
+        turns, self._turns = self._turns, {}
+        for turn in turns.values():
+            if not turn.done():
+                turn.set_exception(SessionEnded("the model was unloaded"))

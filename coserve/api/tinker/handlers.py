@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Coroutine
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -145,12 +144,18 @@ class TinkerApi:
 
     def _ordered(self, run: Run, number: int | None, work: Coroutine[Any, Any, Result]) -> web.Response:
         """Begin a request of a model in its turn, and answer with its id."""
-        if number is None:
+        try:
+            if number is None or number < 1:
+                raise InvalidRequest(f"expected the number of the request, from 1, got {number}", field="seq_id")
+            id = f"{run.model}:{number}"
+            waits = None if id in self._futures else run.order.in_turn(number, work)
+        except CoserveError:
             work.close()
-            raise InvalidRequest("expected the number of the request, got none", field="seq_id")
-        id = f"{run.model}:{number}"
-        if id in self._futures or not run.order.add(number, partial(self._futures.start, id, work)):
+            raise
+        if waits is None:
             work.close()
+        else:
+            self._futures.start(id, waits)
         return json_response(schemas.TinkerFuture(id, run.model))
 
     # ---- samples

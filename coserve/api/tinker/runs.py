@@ -113,6 +113,7 @@ class Runs:
         for run in owner.runs.values():
             if run.session is not None:
                 self._sessions.close(run.session)
+            run.order.end()
             self._runs.pop(run.model, None)
         for sampler in [own for own in self.samplers if own.startswith(f"{id}:")]:
             del self.samplers[sampler]
@@ -173,6 +174,7 @@ class Runs:
         """Free a model's memory."""
         if run.session is not None:
             self._sessions.close(run.session)
+        run.order.end()
         self._runs.pop(run.model, None)
 
     def waits(self, request: str) -> str | None:

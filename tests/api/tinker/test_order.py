@@ -1,0 +1,94 @@
+"""Requests of one model that come too early, and those of another project."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.support.api_server import Api
+from tests.support.real_server import serve_real
+
+OWNER = "the-daemons-own-key"
+
+
+async def ask(api: Api, path: str, key: str = OWNER, **body: Any) -> tuple[int, Any]:
+    return await api.call("POST", f"/api/v1/{path}", json=body, headers={"Authorization": f"Bearer {key}"})
+
+
+async def result(api: Api, id: str, key: str = OWNER) -> tuple[int, Any]:
+    while (found := await ask(api, "retrieve_future", key, request_id=id))[1].get("type") == "try_again":
+        pass
+    return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
+    async with serve_real(tmp_path_factory.mktemp("tinker") / "data", api_key=OWNER) as found:
+        yield found
+
+
+async def model(api: Api, key: str = OWNER) -> tuple[str, str]:
+    """The ids of a session and of its model."""
+    session = (await ask(api, "create_session", key))[1]["session_id"]
+    asked = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": api.service.engine.spec.name,
+        "lora_config": {"rank": 4},
+    }
+    _, future = await ask(api, "create_model", key, **asked)
+    status, made = await result(api, future["request_id"], key)
+    assert status == 200, made
+    return session, made["model_id"]
+
+
+async def step(api: Api, model: str, number: int) -> tuple[int, Any]:
+    return await ask(api, "optim_step", model_id=model, seq_id=number, adam_params={})
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_that_came_early_waits_for_its_turn(api: Api) -> None:
+    _, own = await model(api)
+    early = [(await step(api, own, number))[1]["request_id"] for number in (3, 2, 3)]
+    assert early[0] == early[2]
+    await ask(api, "cancel_future", request_id=early[1])
+    await step(api, own, 1)
+    assert (await result(api, early[0]))[1]["metrics"]["step"] == 2.0
+    assert (await step(api, own, 0))[0] == 422
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("ends", ["unload_model", "finish"])
+async def test_a_request_whose_turn_cannot_come_fails(api: Api, ends: str) -> None:
+    session, own = await model(api)
+    early = (await step(api, own, 9))[1]["request_id"]
+    body: dict[str, Any] = {"model_id": own} if ends == "unload_model" else {}
+    await ask(api, ends if body else f"sessions/{session}/finish", **body)
+    assert "unloaded" in (await result(api, early))[1]["error"]
+    gc.collect()  # a coroutine that was never awaited is a warning
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_too_many_early_requests_are_refused(api: Api) -> None:
+    _, own = await model(api)
+    statuses = [(await step(api, own, number))[0] for number in range(2, 2 + 257)]
+    assert statuses == [200] * 256 + [429]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_another_project_cannot_tell_what_there_is(api: Api) -> None:
+    keys = []
+    for project in ("one", "two"):
+        made = {"project": project, "scopes": ["train", "generate"]}
+        _, key = await api.call("POST", "/admin/keys", json=made, headers={"Authorization": f"Bearer {OWNER}"})
+        keys.append(key["secret"])
+    session, own = await model(api, keys[0])
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": api.service.engine.spec.name}
+    assert (await ask(api, "create_model", keys[0], **asked))[0] == 200
+    assert (await ask(api, "create_model", keys[1], **asked))[0] == 410
+    assert (await ask(api, "retrieve_future", keys[1], request_id=f"{own}:0"))[0] == 410
+    assert (await ask(api, "optim_step", keys[1], model_id=own, seq_id=1, adam_params={}))[0] == 404
