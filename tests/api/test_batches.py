@@ -12,6 +12,7 @@ import pytest
 from coserve.core.link import Generate
 from tests.support.api_server import REPLY, Api, serve_api, with_template
 from tests.support.chat_templates import QWEN3
+from tests.support.small_disk import fill, small_disk
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -125,3 +126,36 @@ async def test_a_batch_goes_on_after_a_restart_and_is_cancelled(tmp_path: Path) 
         assert len(asked) == 5
         assert [each.id async for each in client.batches.list()] == [cancelled, waits, first.id]
         assert await client.batches.retrieve(first.id) == first
+
+
+async def test_a_batch_outlives_its_file_and_two_cancellations_are_one(tmp_path: Path) -> None:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
+        await api.engine.die()
+        lines = [line(f"n{i}", CHAT) for i in range(70)]
+        deleted, cancelled = [await begin(client, lines) for _ in range(2)]
+        for batch in (deleted, cancelled):
+            await ended(client, batch.id, "in_progress")
+            await client.files.delete(batch.input_file_id)
+        both = await asyncio.gather(*(client.batches.cancel(cancelled.id) for _ in range(2)), return_exceptions=True)
+        assert {each.status for each in both if not isinstance(each, BaseException)} <= {"cancelling", "cancelled"}
+        await ended(client, cancelled.id, "cancelled")
+        await api.start_engine()
+        found = await ended(client, deleted.id)
+        assert set(await results(client, found.output_file_id)) == {f"n{i}" for i in range(70)}
+        assert not list((tmp_path / "batches").rglob("input.jsonl"))
+        assert [file.id async for file in client.files.list()] == [found.output_file_id]
+
+
+async def test_a_full_disk_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path / "disk", 8 << 20) as disk:
+        async with serve_api(disk / "data", tokens=with_template(QWEN3)) as api, client_of(api) as client:
+            await api.engine.die()
+            batch = await begin(client, [line(f"n{i}", CHAT) for i in range(5)])
+            await ended(client, batch.id, "in_progress")
+            fill(disk)
+            await api.start_engine()
+            while f"{batch.id} waits" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            (disk / "filler").unlink()
+            found = await ended(client, batch.id)
+            assert set(await results(client, found.output_file_id)) == {f"n{i}" for i in range(5)}

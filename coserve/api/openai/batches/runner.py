@@ -25,7 +25,6 @@ from coserve.core.errors import (
     EngineUnavailable,
     InternalError,
     InvalidRequest,
-    NotFound,
     Overloaded,
     QueueFull,
     StorageError,
@@ -67,6 +66,7 @@ class BatchRunner:
     def __init__(self, store: BatchStore, files: FileStore, answers: Mapping[str, Answer]) -> None:
         self.store, self._files, self._answers = store, files, answers
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._saving = asyncio.Lock()
 
     async def open(self) -> None:
         """Read all batches, and go on with those that have not ended. Raises `StorageError`."""
@@ -84,8 +84,7 @@ class BatchRunner:
 
     async def create(self, record: BatchRecord) -> None:
         """Keep a batch and begin it. Raises `NotFound` without its file, `StorageError`."""
-        self._files.get(record.input_file_id)
-        await uncancelled_thread(self.store.add, record)
+        await uncancelled_thread(self.store.add, record, self._files.content(record.input_file_id))
         self._start(record)
 
     async def cancel(self, id: str) -> BatchRecord:
@@ -94,12 +93,16 @@ class BatchRunner:
         record = self.store.get(id)
         if record.ended:
             raise InvalidRequest(f"expected a batch that runs, got one that is {record.status}", field="id")
-        if record.status != "cancelling":
+        task = self._tasks.get(id)
+        if record.status == "finalizing" and task is not None:  # its files are being made, at once
+            await asyncio.wait({task})
+        elif record.status != "cancelling":
             await self._set(id, status="cancelling", cancelling_at=time.time())
-            if (task := self._tasks.get(id)) is not None:
+            if task is not None:
                 task.cancel()
                 await asyncio.wait({task})
-            self._start(self.store.get(id))
+            if id not in self._tasks and not self.store.get(id).ended:  # another cancellation may have come between
+                self._start(self.store.get(id))
         return self.store.get(id)
 
     def _start(self, record: BatchRecord) -> None:
@@ -145,9 +148,12 @@ class BatchRunner:
         return ItemLog(self.store.results(id, name), Answered)
 
     async def _set(self, id: str, **changes: object) -> None:
-        record = msgspec.structs.replace(self.store.get(id), **changes)
-        if record != self.store.get(id):
-            await uncancelled_thread(self.store.save, record)
+        """Change a record, unless the batch has ended."""
+        async with self._saving:
+            before = self.store.get(id)
+            record = msgspec.structs.replace(before, **changes)
+            if record != before and not before.ended:
+                await uncancelled_thread(self.store.save, record)
 
     def _read(self, record: BatchRecord) -> tuple[list[_Line], list[BatchProblem]]:
         """Return where the file's requests are, and what is wrong with it."""
@@ -158,7 +164,7 @@ class BatchRunner:
                 problems.append(BatchProblem(code, message, line=number))
 
         try:
-            with read_errors(), self._files.content(record.input_file_id).open("rb") as file:
+            with read_errors(), self.store.input(record.id).open("rb") as file:
                 for number, raw in enumerate(file, 1):
                     if raw.strip():
                         try:
@@ -173,7 +179,7 @@ class BatchRunner:
                             seen.add(line.custom_id)
                             lines.append(_Line(start, len(raw), line.custom_id))
                     start += len(raw)
-        except (FileNotFoundError, NotFound):
+        except FileNotFoundError:
             wrong("file_not_found", f"there is no file {record.input_file_id}")
             return [], problems
         if not lines and not problems:
@@ -197,9 +203,18 @@ class BatchRunner:
                     workers.create_task(work())
             await results.put(None)
 
-        async with asyncio.TaskGroup() as group:
-            group.create_task(work_all())
-            group.create_task(self._write(record.id, results))
+        refused: CoserveError | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(work_all())
+                group.create_task(self._write(record.id, results))
+        except* StorageError as errors:
+            found: BaseException = errors
+            while isinstance(found, BaseExceptionGroup):
+                found = found.exceptions[0]
+            refused = StorageError(str(found))
+        if refused is not None:
+            raise refused
 
     async def _write(self, id: str, results: asyncio.Queue[_Found | None]) -> None:
         """Write results as they come, those that are there together at once; None ends it."""
@@ -218,7 +233,7 @@ class BatchRunner:
 
     async def _answer(self, record: BatchRecord, line: _Line) -> _Found:
         """Answer one request."""
-        raw = await asyncio.to_thread(_read_at, self._files.content(record.input_file_id), line.start, line.length)
+        raw = await asyncio.to_thread(_read_at, self.store.input(record.id), line.start, line.length)
         body = bytes(msgspec.json.decode(raw, type=BatchLine).body)
         while True:
             try:

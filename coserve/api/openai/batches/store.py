@@ -6,6 +6,8 @@ A result is one line, durable before its request counts as done, so that a batch
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +20,7 @@ from coserve.state.durable import read_errors, replace_dir, write_file
 
 log = logging.getLogger(__name__)
 
-RECORD, OUTPUT, ERRORS = "record.json", "output.jsonl", "errors.jsonl"
+RECORD, INPUT, OUTPUT, ERRORS = "record.json", "input.jsonl", "output.jsonl", "errors.jsonl"
 
 BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled"]
 ENDED: tuple[BatchStatus, ...] = ("failed", "completed", "cancelled")
@@ -80,10 +82,15 @@ class BatchStore:
                     log.warning("batch %s is not listed: its record was damaged from outside", entry.name)
         self._records = {record.id: record for record in sorted(found, key=lambda each: each.created_at)}
 
-    def add(self, record: BatchRecord) -> None:
-        """Keep a new batch; durable when this returns. Raises `StorageError`."""
+    def add(self, record: BatchRecord, content: Path) -> None:
+        """Keep a new batch, and `content` until it has ended, as a link: its file may be deleted before. Durable when
+        this returns. Raises `NotFound` if it was deleted already, `StorageError`."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         with replace_dir(self._folder / record.id, point="batch") as target:
+            try:
+                os.link(content, target / INPUT)
+            except FileNotFoundError:
+                raise NotFound(f"no file {record.input_file_id}", field="input_file_id") from None
             (target / RECORD).write_bytes(msgspec.json.encode(record))
         self._records[record.id] = record
 
@@ -100,6 +107,9 @@ class BatchStore:
     def save(self, record: BatchRecord) -> None:
         """Replace a batch's record; durable when this returns. Raises `StorageError`."""
         write_file(self._folder / record.id / RECORD, msgspec.json.encode(record), point="batch")
+        if record.ended:
+            with suppress(OSError):  # it is space alone
+                self.input(record.id).unlink(missing_ok=True)
         self._records[record.id] = record
 
     def count(self, id: str, *, completed: int = 0, failed: int = 0) -> None:
@@ -108,6 +118,10 @@ class BatchStore:
         self._records[id] = msgspec.structs.replace(
             record, completed=record.completed + completed, failed=record.failed + failed
         )
+
+    def input(self, id: str) -> Path:
+        """Return the path of the requests of a batch that has not ended."""
+        return self._folder / id / INPUT
 
     def results(self, id: str, name: str) -> Path:
         """Return the path of a batch's `OUTPUT` or `ERRORS`, an `ItemLog`; it may not exist."""
