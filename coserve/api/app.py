@@ -82,7 +82,7 @@ def make_app(
     tgi, tinker = TgiApi(service, config, bodies), TinkerApi(service, bodies)
     native = NativeApi(service, config, bodies, uploads, tgi)
     openai = OpenAIApi(service, config, bodies)
-    batches = BatchRunner(BatchStore(service.folder.batches), service.files, batch_answers(openai))
+    batches = BatchRunner(BatchStore(service.folder.batches), service.files, batch_answers(openai, bodies))
     described = tagged(
         {
             "coserve": (*native_routes(native), *alias_routes(AliasApi(service, bodies))),

@@ -58,11 +58,12 @@ async def results(client: AsyncOpenAI, id: str | None) -> dict[str, Any]:
 async def test_answers_and_errors(tmp_path: Path) -> None:
     async with serve_api(tmp_path, tokens=with_template(QWEN3), context=1024) as api, client_of(api) as client:
         wrong = {"bad": CHAT | {"nonsense": 1}, "streamed": CHAT | {"stream": True}, "other": CHAT | {"model": "who"}}
+        wrong["long"] = CHAT | {"stop": ["x"] * 300_000}  # decoded in a helper process
         many = [line(f"n{i}", CHAT) for i in range(70)] + [line(id, body) for id, body in wrong.items()]
         batch = await ended(client, (await begin(client, many)).id)
         assert (batch.status, batch.metadata, batch.endpoint) == ("completed", {"a": "b"}, "/v1/chat/completions")
         counts = batch.request_counts
-        assert counts is not None and (counts.total, counts.completed, counts.failed) == (73, 70, 3)
+        assert counts is not None and (counts.total, counts.completed, counts.failed) == (74, 70, 4)
         good, bad = await results(client, batch.output_file_id), await results(client, batch.error_file_id)
         assert set(good) == {f"n{i}" for i in range(70)}
         assert all(each["body"]["choices"][0]["message"]["content"] == REPLY for each in good.values())
@@ -70,6 +71,7 @@ async def test_answers_and_errors(tmp_path: Path) -> None:
             "bad": (400, "nonsense"),
             "streamed": (400, "stream"),
             "other": (404, "model"),
+            "long": (400, "stop"),
         }
         asked = [message for message in await api.engine.saw(Generate) if isinstance(message, Generate)]
         assert {message.slo.batch for message in asked} == {True}
@@ -84,7 +86,14 @@ async def test_answers_and_errors(tmp_path: Path) -> None:
 
 async def test_files_that_are_no_batch(tmp_path: Path) -> None:
     async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
-        lines = ["{", line("a", CHAT), line("a", CHAT), line("b", CHAT, "/v1/completions"), {"custom_id": "c"}]
+        lines: list[Any] = [
+            "{",
+            line("a", CHAT),
+            line("a", CHAT),
+            line("b", CHAT, "/v1/completions"),
+            {"custom_id": "c"},
+        ]
+        lines.append(line("d", CHAT | {"stop": "x" * (8 << 20)}))
         failed = await ended(client, (await begin(client, lines)).id)
         assert failed.status == "failed" and failed.errors is not None and failed.errors.data is not None
         assert [(problem.code, problem.line) for problem in failed.errors.data] == [
@@ -92,6 +101,7 @@ async def test_files_that_are_no_batch(tmp_path: Path) -> None:
             ("duplicate_custom_id", 3),
             ("mismatched_endpoint", 4),
             ("invalid_json_line", 5),
+            ("line_too_long", 6),
         ]
         assert failed.output_file_id is None
         with pytest.raises(openai.BadRequestError):

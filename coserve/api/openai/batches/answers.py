@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from coserve.api.http.parsing import decode_dialect
+from coserve.api.http.bodies import BodyReader
 from coserve.api.openai.batches.runner import Answer
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.responses.answers import response
@@ -20,22 +20,22 @@ from coserve.core.errors import InvalidRequest
 RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest, ResponseRequest)
 
 
-def batch_answers(api: OpenAIApi) -> dict[str, Answer]:
+def batch_answers(api: OpenAIApi, bodies: BodyReader) -> dict[str, Answer]:
     """Return the function that answers a body, by endpoint."""
 
     async def respond(body: ResponseRequest) -> Response:
         return response(body, await api.answer_chat(chat_of(body)))
 
     return {
-        "/v1/chat/completions": _answer(ChatRequest, api.answer_chat),
-        "/v1/completions": _answer(CompletionRequest, api.answer_completion),
-        "/v1/responses": _answer(ResponseRequest, respond),
+        "/v1/chat/completions": _answer(bodies, ChatRequest, api.answer_chat),
+        "/v1/completions": _answer(bodies, CompletionRequest, api.answer_completion),
+        "/v1/responses": _answer(bodies, ResponseRequest, respond),
     }
 
 
-def _answer(kind: type[RequestT], of: Callable[[RequestT], Awaitable[msgspec.Struct]]) -> Answer:
+def _answer(bodies: BodyReader, kind: type[RequestT], of: Callable[[RequestT], Awaitable[msgspec.Struct]]) -> Answer:
     async def answer(content: bytes) -> bytes:
-        body = await asyncio.to_thread(decode_dialect, content, kind)
+        body = await bodies.decode(content, kind, dialect=True)
         if body.stream:
             raise InvalidRequest("expected it left out in a batch", field="stream")
         if body.slo_class is None and body.service_tier is None:

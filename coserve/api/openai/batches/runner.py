@@ -41,6 +41,8 @@ RETRY = 1.0
 """Seconds until a request is sent again that found no engine or no place, and until a full disk is tried again."""
 MAX_REQUESTS = 50_000
 """Requests of a batch, as at OpenAI."""
+MAX_LINE = 8 << 20
+"""Most bytes of a request: `IN_FLIGHT` of them are in memory."""
 MAX_PROBLEMS = 100
 BATCH_FILES = "batch_output"
 """Purpose of the files that batches write."""
@@ -166,7 +168,9 @@ class BatchRunner:
         try:
             with read_errors(), self.store.input(record.id).open("rb") as file:
                 for number, raw in enumerate(file, 1):
-                    if raw.strip():
+                    if len(raw) > MAX_LINE:
+                        wrong("line_too_long", f"expected at most {MAX_LINE} bytes, got {len(raw)}", number)
+                    elif raw.strip():
                         try:
                             line = msgspec.json.decode(raw, type=BatchLine)
                         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
