@@ -361,3 +361,34 @@ async def test_a_key(tmp_path: Path) -> None:
         with pytest.raises(openai.AuthenticationError) as caught:
             await bad.models.list()
         assert (caught.value.code, caught.value.type) == ("unauthorized", "authentication_error")
+
+
+async def test_log_probabilities_of_prompts(client: AsyncOpenAI) -> None:
+    """In vLLM's format, which the client passes through."""
+    name = tokenizer().vocabulary.name
+    texts = await client.completions.create(
+        model="fake", prompt=[IDS, IDS[:2]], n=2, extra_body={"prompt_logprobs": 1}, logprobs=0, echo=True
+    )
+    chat = await client.chat.completions.create(
+        model="fake",
+        messages=[{"role": "user", "content": "hi"}],
+        extra_body={"prompt_logprobs": 0, "return_token_ids": True},
+    )
+    shown = [(choice.model_extra or {})["prompt_logprobs"] for choice in texts.choices]
+    whole, short = (
+        [None, *({str(id): {"logprob": -0.25, "rank": 1, "decoded_token": name(id)}} for id in ids[1:])]
+        for ids in (IDS, IDS[:2])
+    )
+    assert shown == [whole, whole, short, short]
+    assert texts.choices[0].logprobs is not None
+    assert texts.choices[0].logprobs.top_logprobs is not None
+    found = chat.model_extra or {}
+    ids = found["prompt_token_ids"]
+    assert [None if entry is None else list(entry) for entry in found["prompt_logprobs"]] == [
+        None,
+        *([str(id)] for id in ids[1:]),
+    ]
+    assert chat.choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model="fake", prompt=IDS, stream=True, extra_body={"prompt_logprobs": 0})
+    assert caught.value.param == "prompt_logprobs"

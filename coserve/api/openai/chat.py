@@ -11,6 +11,7 @@ from coserve.api.answers.parser import AnswerParser, AnswerParsers
 from coserve.api.generation.full_response import FullResponse, LogprobEntry, floored
 from coserve.api.http.json_blocks import JsonListBuilder
 from coserve.api.openai.completions import by_id, by_text
+from coserve.api.openai.prompt_logprobs import PromptLogprobsBuilder
 from coserve.api.openai.schemas import (
     AnswerToolCall,
     CalledFunction,
@@ -30,18 +31,22 @@ from coserve.api.openai.schemas import (
     ToolCallDelta,
 )
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
-from coserve.core.schemas import Finish, GenerateChunk
+from coserve.core.schemas import Finish, GenerateChunk, PromptLogprob
 from coserve.data.pretrained.vocabulary import Vocabulary
 
 
 class ChatLogprobsBuilder:
-    """Collects the log-probabilities of one choice."""
+    """Collects the log-probabilities of one choice, or of the prompt."""
 
     def __init__(self, body: ChatRequest, vocabulary: Vocabulary) -> None:
         self._body, self._vocabulary, self._content = body, vocabulary, JsonListBuilder[ChatLogprob]()
+        self.prompt = PromptLogprobsBuilder(body.prompt_logprobs)
 
     def add(self, entries: Sequence[LogprobEntry], /) -> None:
-        self._content.add(_entries(self._body, self._vocabulary, entries))
+        if prompt := [entry for entry in entries if isinstance(entry, PromptLogprob)]:
+            self.prompt.add(prompt)
+        else:
+            self._content.add(_entries(self._body, self._vocabulary, entries))
 
     def build(self) -> ChatLogprobs:
         return ChatLogprobs(content=self._content.as_list())
@@ -68,6 +73,7 @@ async def chat_completion(
         ],
         usage=total_usage([response.usage]),
         prompt_token_ids=response.prompt_token_ids if body.return_token_ids else UNSET,
+        prompt_logprobs=UNSET if full.prompt is None else full.prompt.prompt.build(),
     )
 
 

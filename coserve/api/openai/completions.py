@@ -7,10 +7,12 @@ import itertools
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from coserve.api.generation.full_response import FullResponse, LogprobEntry, floored
 from coserve.api.http.json_blocks import JsonListBuilder
+from coserve.api.openai.prompt_logprobs import PromptLogprobsBuilder
 from coserve.api.openai.schemas import (
     Completion,
     CompletionChoice,
@@ -19,7 +21,7 @@ from coserve.api.openai.schemas import (
     StreamOptions,
 )
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
-from coserve.core.schemas import Choice, GenerateChunk, Logprob
+from coserve.core.schemas import Choice, GenerateChunk, Logprob, PromptLogprob
 
 Name = Callable[[LogprobEntry | Logprob], str]
 
@@ -40,8 +42,10 @@ def name_of(body: CompletionRequest) -> Name:
 class CompletionLogprobsBuilder:
     """Collects the log-probabilities of one choice or prompt."""
 
-    def __init__(self, name: Name) -> None:
-        self._name = name
+    def __init__(self, body: CompletionRequest) -> None:
+        self._name, self._echoed = name_of(body), body.logprobs or 0
+        self.prompt = PromptLogprobsBuilder(body.prompt_logprobs)
+        """Of a prompt, in the other format."""
         self._tokens, self._values = JsonListBuilder[str](), JsonListBuilder[float | None]()
         self._tops = JsonListBuilder[dict[str, float] | None]()
         self._lengths = array("i")
@@ -49,6 +53,9 @@ class CompletionLogprobsBuilder:
         self._sum = 0.0
 
     def add(self, entries: Sequence[LogprobEntry], /) -> None:
+        if prompt := [entry for entry in entries if isinstance(entry, PromptLogprob)]:
+            self.prompt.add(prompt)
+            entries = [msgspec.structs.replace(entry, top=entry.top[: self._echoed]) for entry in prompt]
         found = logprobs_of(entries, self._name)
         self._tokens.add(found.tokens)
         self._values.add(found.token_logprobs)
@@ -84,16 +91,20 @@ async def completion(
     choices = []
     for number, (echo, full) in enumerate(zip(echoes, responses, strict=True)):
         response = full.response
+        scored = UNSET if full.prompt is None else full.prompt.prompt.build()
         for place, (choice, scores) in enumerate(_best(full, body.n)):
             choices.append(
                 CompletionChoice(
                     index=number * body.n + place,
                     text=echo + choice.text,
-                    logprobs=None if scores is None or body.logprobs is None else scores.after(full.prompt),
+                    logprobs=None
+                    if scores is None or body.logprobs is None
+                    else scores.after(full.prompt if body.echo else None),
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.stop_reason,
                     token_ids=choice.token_ids if body.return_token_ids else UNSET,
                     prompt_token_ids=response.prompt_token_ids if body.return_token_ids else UNSET,
+                    prompt_logprobs=scored,
                 )
             )
             await asyncio.sleep(0)  # yield: offsets of many tokens take long

@@ -22,7 +22,7 @@ from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
 from coserve.api.http.sse import EventStream
 from coserve.api.openai.chat import ChatLogprobsBuilder, chat_completion, chat_events
-from coserve.api.openai.completions import CompletionLogprobsBuilder, completion, completion_events, name_of
+from coserve.api.openai.completions import CompletionLogprobsBuilder, completion, completion_events
 from coserve.api.openai.errors import openai_error
 from coserve.api.openai.models import delete_model, get_model, list_models
 from coserve.api.openai.requests import chat_request, completion_requests
@@ -68,7 +68,7 @@ class OpenAIApi:
         """Return the whole answer. Raises as `InFlightRequests.stream`."""
         body, requests, echoes = await self._prepare_completion(body)
         stream = partial(self._service.generation.stream, group=PromptGroup(len(requests)))
-        new = partial(CompletionLogprobsBuilder, name_of(body))
+        new = partial(CompletionLogprobsBuilder, body)
         responses = await gather([collect(each, stream(each), new) for each in requests])
         return await completion(body, self._meta("cmpl", body), echoes, responses)
 

@@ -36,7 +36,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "priority": (0,),
     "verbosity": ("medium",),
 }
@@ -95,7 +94,8 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
     if scored and body.stream and body.n > 1:
         raise InvalidRequest(f"expected 1 with echo, logprobs and stream, got {body.n}", field="n")
     max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    prompt_logprobs = (body.logprobs or 0) if scored else None
+    counts = [body.prompt_logprobs, (body.logprobs or 0) if scored else None]
+    prompt_logprobs = max((count for count in counts if count is not None), default=None)
     logprobs = body.logprobs if candidates == body.n else body.logprobs or 0
     return [
         _request(
@@ -125,6 +125,7 @@ def chat_request(body: ChatRequest, spec: BaseSpec, template: str | None) -> Gen
         tools=body.tools or None,
         chat_template_kwargs=_template_options(body, template or "") or None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
     )
     request = msgspec.structs.replace(
         request,
@@ -148,6 +149,8 @@ def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:
     """Raise `InvalidRequest` for features that are not implemented, by name."""
     for name, defaults in neutral.items():
         refuse_unless_neutral(name, getattr(body, name), defaults)
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("expected prompt_logprobs without stream only", field="prompt_logprobs")
     options = body.stream_options or StreamOptions()
     if (options.include_usage or options.continuous_usage_stats) and not body.stream:
         raise InvalidRequest("expected stream_options with stream only", field="stream_options")

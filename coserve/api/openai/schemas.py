@@ -65,6 +65,8 @@ class SharedParams(GenerationFields, frozen=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """Log-probabilities name tokens as `token_id:123`."""
+    prompt_logprobs: LogprobCount | None = None
+    """Number of likeliest tokens shown beside each token of the prompt, in vLLM's format; not with `stream`."""
     service_tier: ServiceTier | None = None
     """flex: `slo_class` batch; priority: `slo_class` interactive; others: none."""
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
@@ -83,7 +85,6 @@ class SharedParams(GenerationFields, frozen=True):
     use_beam_search: Any = None
     spaces_between_special_tokens: Any = None
     truncate_prompt_tokens: Any = None
-    prompt_logprobs: Any = None
     priority: Any = None
     verbosity: Any = None
 
@@ -142,6 +143,18 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     false with it; that changes nothing."""
 
 
+class PromptTokenScore(Wire, frozen=True):
+    """`rank`: 1 for the likeliest; null for a token that is not among the likeliest that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptTokens = dict[str, PromptTokenScore] | None
+"""The prompt's token and the likeliest at its place, by token id; null for the first, which has no log-probability."""
+
+
 class CompletionLogprobs(Wire, frozen=True):
     r"""One entry per token; the prompt's first token has null log-probabilities. An incomplete character is
     shown by its bytes, `bytes:\xf0\x9f`. `text_offset`: characters of the text before the token's own; all tokens of
@@ -161,6 +174,7 @@ class CompletionChoice(Wire, frozen=True):
     stop_reason: str | int | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_logprobs: list[PromptTokens] | UnsetType = UNSET
 
 
 class Completion(Wire, frozen=True):
@@ -243,6 +257,7 @@ class ChatCompletion(Wire, frozen=True):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_logprobs: list[PromptTokens] | UnsetType = UNSET
 
 
 class FunctionDelta(Wire, frozen=True):
