@@ -60,6 +60,7 @@ DOCS = {
     "docs/guide/families.md": "families of models, and what works with each",
     "docs/guide/from-vllm-and-peft.md": "options and fields of vLLM and PEFT, and coserve's",
     "docs/guide/from-openai.md": "OpenAI's files, fine-tuning, responses and batches",
+    "docs/guide/clients.md": "clients that are tested",
     "docs/guide/from-llama-factory.md": "LLaMA-Factory's settings, and coserve's",
     "docs/reference/http.md": "every route and field",
     "docs/reference/sdk.md": "the Python client",

@@ -1,0 +1,155 @@
+"""Further clients, as they are, against the API over a fake engine. `docs/guide/clients.md` lists all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pydantic
+import pytest
+import pytest_asyncio
+
+from tests.support.api_server import REPLY, Api, serve_api, tokenizer, with_template
+from tests.support.chat_templates import QWEN3
+from tests.support.examples import on_days
+
+ROOT = Path(__file__).parents[2]
+CHAT: Any = [{"role": "user", "content": "Rain in Rome?"}]
+CALL = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+
+
+class Weather(pydantic.BaseModel):
+    """Tells the weather."""
+
+    city: str
+    days: int
+
+
+ASKED = Weather(city="Rome", days=2)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
+    async with serve_api(tmp_path_factory.mktemp("clients"), tokens=with_template(QWEN3), context=4096) as api:
+        yield api
+
+
+@pytest.fixture
+def api(server: Api) -> Iterator[Api]:
+    reply = server.reply
+    yield server
+    server.reply = reply
+
+
+def says(api: Api, text: str) -> None:
+    api.reply = [*tokenizer().encode(text, add_special=False), 0]
+
+
+def url_of(api: Api) -> str:
+    return f"http://127.0.0.1:{api.port}/v1"
+
+
+@on_days(0)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_langchain(api: Api) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    async with httpx.AsyncClient() as http:
+        await use_langchain(langchain, api, http)
+
+
+async def use_langchain(langchain: Any, api: Api, http: httpx.AsyncClient) -> None:
+    settings: Any = {"model": "fake", "base_url": url_of(api), "api_key": "none", "http_async_client": http}
+    chat = langchain.ChatOpenAI(**settings)
+    assert (await chat.ainvoke("hi")).content == REPLY
+    assert "".join([chunk.content async for chunk in chat.astream("hi")]) == REPLY
+    assert await langchain.OpenAI(**settings).ainvoke("hi") == REPLY
+    says(api, CALL)
+    (call,) = (await chat.bind_tools([Weather]).ainvoke("Rain?")).tool_calls
+    assert (call["name"], call["args"]) == ("Weather", ASKED.model_dump())
+    pieces = [chunk async for chunk in chat.bind_tools([Weather]).astream("Rain?")]
+    whole = pieces[0]
+    for piece in pieces[1:]:
+        whole += piece
+    assert whole.tool_calls[0]["args"] == ASKED.model_dump()
+    says(api, ASKED.model_dump_json())
+    assert await chat.with_structured_output(Weather, method="json_schema").ainvoke("Rain?") == ASKED
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_instructor(api: Api) -> None:
+    instructor, openai = pytest.importorskip("instructor"), pytest.importorskip("openai")
+    async with openai.AsyncOpenAI(base_url=url_of(api), api_key="none", max_retries=0) as client:
+        for mode, text in (
+            (instructor.Mode.TOOLS, json.dumps({"name": "Weather", "arguments": ASKED.model_dump()})),
+            (instructor.Mode.JSON_SCHEMA, ASKED.model_dump_json()),
+            (instructor.Mode.JSON, ASKED.model_dump_json()),
+        ):
+            says(api, text)
+            asking = instructor.from_openai(client, mode=mode).chat.completions
+            found = await asking.create(model="fake", response_model=Weather, messages=CHAT, max_retries=0)
+            assert found.model_dump() == ASKED.model_dump(), mode
+
+
+@on_days(1)
+@pytest.mark.filterwarnings("ignore:Items? .* using the `ReadOnly` qualifier:UserWarning")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_litellm(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask its own server for prices
+    litellm = pytest.importorskip("litellm")
+    settings: Any = {"api_base": url_of(api), "api_key": "none", "max_retries": 0}
+    for provider in ("openai", "hosted_vllm"):
+        whole = await litellm.acompletion(model=f"{provider}/fake", messages=CHAT, **settings)
+        assert whole.choices[0].message.content == REPLY
+        stream = await litellm.acompletion(model=f"{provider}/fake", messages=CHAT, stream=True, **settings)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == REPLY
+    text = await litellm.atext_completion(model="text-completion-openai/fake", prompt="hi", **settings)
+    assert text.choices[0].text == REPLY
+    says(api, CALL)
+    tools = [{"type": "function", "function": {"name": "Weather", "parameters": Weather.model_json_schema()}}]
+    done = await litellm.acompletion(model="openai/fake", messages=CHAT, tools=tools, **settings)
+    (call,) = done.choices[0].message.tool_calls
+    assert Weather.model_validate_json(call.function.arguments) == ASKED
+    await litellm.close_litellm_async_clients()
+
+
+@on_days(2)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_guidellm(api: Api, tmp_path: Path) -> None:
+    pytest.importorskip("guidellm")
+    options = {
+        "--backend": f"kind=openai_http,target=http://127.0.0.1:{api.port}",
+        "--profile": "kind=synchronous",
+        "--constraint": "kind=max_requests,count=3",
+        "--tokenizer": f"kind=hf_auto,model={ROOT / 'coserve' / 'assets' / 'tiny'}",
+        "--data": "kind=synthetic_text,prompt_tokens=8,output_tokens=8",
+        "--output": f"kind=json,path={tmp_path / 'report.json'}",
+    }
+    command = [sys.executable, "-m", "guidellm", "run", *(part for pair in options.items() for part in pair)]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        "--disable-console",
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"},
+        stderr=PIPE,
+        cwd=tmp_path,
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    requests = benchmark["requests"]
+    assert (len(requests["successful"]), len(requests["errored"])) == (3, 0)
+    assert {one["output_tokens"] for one in requests["successful"]} == {len(api.reply)}
+
+
+def test_every_row_of_the_table_has_its_test() -> None:
+    rows = re.findall(r"\| \[?`(tests/[\w/.]+)(?:::(\w+))?`", (ROOT / "docs/guide/clients.md").read_text("utf-8"))
+    assert len(rows) > 8
+    for path, name in rows:
+        assert f"def {name}" in (ROOT / path).read_text("utf-8"), (path, name)
