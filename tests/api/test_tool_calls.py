@@ -90,7 +90,13 @@ PARSED: tuple[tuple[str, str, str, list[Call]], ...] = (
     ("glm", "<tool_call>f</tool_call>\nDone", "\nDone", [("f", "{}")]),
     *(
         ("glm", text, text, [])
-        for text in ("<tool_call>no call</tool_call>", "<tool_call></tool_call>", HERMES, "<tool")
+        for text in (
+            "<tool_call>no call</tool_call>",
+            "<tool_call>f<sep></tool_call>",
+            "<tool_call></tool_call>",
+            HERMES,
+            "<tool",
+        )
     ),
     ("deepseek", f"{SEEKS}{SEEK}{SEEK_ENDS}", "", ONE),
     ("deepseek", f"Hm. {SEEKS}{SEEK}\n{SEEK}{SEEK_ENDS} Done", "Hm. Done", TWO),

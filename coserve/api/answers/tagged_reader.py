@@ -30,7 +30,7 @@ class TaggedReader(Reader):
     def _found(self, name: str) -> None:
         """The call's name was read."""
         self._name = name.strip()
-        if len(self._name.split()) != 1:
+        if len(self._name.split()) != 1 or "<" in self._name:
             raise MalformedCall
         self._schema = self._schemas.get(self._name, {})
 
