@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from io import BytesIO
 from pathlib import Path
 
@@ -64,6 +65,11 @@ def test_what_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
         decoded_text(b"\xff\xfe\x00")
     with pytest.raises(UnreadableCorpus, match="PDF cannot be read"):
         decoded_text(b"%PDF-1.4 and nothing more")
+    with pytest.raises(UnreadableCorpus, match="PDF cannot be read"):
+        decoded_text(pdf("x").replace(b"<</Length", b"<</Filter/Unknown/Length"))
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(UnreadableCorpus, match="regular file"):
+        read_document(tmp_path / "pipe.txt")
     with pytest.raises(EmptyCorpus, match="endings"):
         read_document(tmp_path)
     with pytest.raises(EmptyCorpus, match="no text"):

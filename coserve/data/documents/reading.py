@@ -73,6 +73,8 @@ def _files(path: Path) -> Iterator[Path]:
 def _content(file: Path) -> bytes:
     try:
         with disk_errors():
+            if not file.is_file():  # a pipe would be waited for
+                raise UnreadableCorpus(f"{file.name}: expected a regular file")
             if (size := file.stat().st_size) > MAX_BYTES:
                 raise UnreadableCorpus(f"{file.name}: expected a document of at most {MAX_BYTES} bytes, got {size}")
             return file.read_bytes()
@@ -93,12 +95,13 @@ def decoded_text(content: bytes) -> str:
 def _pdf_text(content: bytes) -> str:
     try:
         from pypdf import PdfReader
-        from pypdf.errors import PyPdfError
     except ImportError:
         raise UnreadableCorpus("PDF needs the package pypdf: pip install 'coserve[pdf]'") from None
     try:
         return "\n\n".join(page.extract_text() for page in PdfReader(io.BytesIO(content)).pages)
-    except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # pypdf raises anything for a damaged file
         raise UnreadableCorpus(f"the PDF cannot be read: {type(error).__name__}") from error
 
 
