@@ -75,3 +75,9 @@ async def test_calls_are_executed_in_order(tmp_path: Path) -> None:
             *(api.call("POST", f"{session}/optim_step", json={"learning_rate": 0.0}) for _ in range(8))
         )
         assert sorted(answer["step"] for _, answer in found) == list(range(1, 9))
+
+
+async def test_sessions_that_open_at_once_are_counted(tmp_path: Path) -> None:
+    async with serve_real(tmp_path, max_sessions=2) as api:
+        found = await asyncio.gather(*(api.call("POST", "/sessions", json={"r": 4}) for _ in range(5)))
+        assert sorted(status for status, _ in found) == [200, 200, 429, 429, 429]

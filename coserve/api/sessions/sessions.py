@@ -104,16 +104,16 @@ class TrainingSessions:
         base = self._engine.spec
         if self._config.tp > 1:
             raise InvalidRequest(f"training sessions need one GPU: expected --tp 1, got {self._config.tp}")
-        if len(self._sessions) >= self._config.max_sessions:
-            raise QueueFull(
-                f"{len(self._sessions)} training sessions are open; the daemon takes as many (max_sessions)"
-            )
         if not 1 <= lora.r <= MAX_RANK:
             raise InvalidRequest(f"expected 1 to {MAX_RANK}, got {lora.r}", field="rank")
         spec = session_spec(id, lora, seed, self._most_tokens(base), state, with_optimizer=with_optimizer)
         await refuse_too_large(id, lora, base, self._engine.pool, self._config, field="rank")
         if (memory := self._engine.memory) is not None:
             await asyncio.to_thread(check_fits, spec, base, memory, self._config.micro_batch_tokens)
+        if len(self._sessions) >= self._config.max_sessions:
+            raise QueueFull(
+                f"{len(self._sessions)} training sessions are open; the daemon takes as many (max_sessions)"
+            )
         session = self._sessions[id] = ClientSession(spec, name)
         try:
             self._engine.send(OpenSession(spec=spec))
