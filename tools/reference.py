@@ -21,6 +21,8 @@ from prometheus_client.core import Metric
 from typer.main import get_command
 
 from coserve import client
+from coserve.api.access.handlers import AdminApi
+from coserve.api.access.routes import admin_routes
 from coserve.api.http.openapi import describe_api
 from coserve.api.http.route import ALWAYS
 from coserve.api.metrics.prometheus import Metrics
@@ -28,12 +30,16 @@ from coserve.api.metrics.vllm_names import vllm_names
 from coserve.api.native.aliases import AliasApi, alias_routes
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
+from coserve.api.openai.batches.handlers import BatchesApi
+from coserve.api.openai.batches.routes import batch_routes
 from coserve.api.openai.files.handlers import FilesApi
 from coserve.api.openai.files.routes import file_routes
 from coserve.api.openai.finetuning.handlers import FineTuningApi
 from coserve.api.openai.finetuning.routes import finetuning_routes
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lora import LoraApi
+from coserve.api.openai.responses.handlers import ResponsesApi
+from coserve.api.openai.responses.routes import response_routes
 from coserve.api.openai.routes import openai_routes
 from coserve.api.sessions.handlers import SessionsApi
 from coserve.api.sessions.routes import session_routes
@@ -84,8 +90,11 @@ def http() -> Iterator[str]:
     new = object.__new__  # their methods are named in a table of routes, not called
     groups = {
         "coserve": (*native_routes(new(NativeApi)), *alias_routes(new(AliasApi))),
+        "Keys, quotas and the log": admin_routes(new(AdminApi)),
         "OpenAI": (
             *openai_routes(new(OpenAIApi), new(LoraApi)),
+            *response_routes(new(ResponsesApi)),
+            *batch_routes(new(BatchesApi)),
             *file_routes(new(FilesApi)),
             *finetuning_routes(new(FineTuningApi)),
         ),

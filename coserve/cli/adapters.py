@@ -155,8 +155,12 @@ def update_adapter(
     key: Key = None,
 ) -> None:
     """Set the tags and the time to live of an adapter, and whether a version of it stays in host memory."""
+    if clear_tags and tags:
+        raise typer.BadParameter("expected --tag, or --clear-tags, got both")
+    given = [] if clear_tags else tags or None
+    if given is None and ttl is None and pinned is None:
+        raise typer.BadParameter("expected --tag, --clear-tags, --ttl, --pin or --unpin")
     with connect(url, key) as client:
-        given = [] if clear_tags else tags or None
         _show_adapter(client.update_adapter(name, tags=given, ttl=ttl, pinned=pinned), as_json)
 
 
@@ -251,7 +255,11 @@ def _show_adapter(adapter: Adapter, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(adapter).decode())
         return
-    print(f"{adapter.ref}  rank {_rank(adapter)}  {_size(adapter)}  {adapter.source}")
+    marks = [f"tags {', '.join(adapter.tags)}"] if adapter.tags else []
+    marks += ["pinned"] if adapter.pinned else []
+    if adapter.expires_at is not None:
+        marks.append(f"deleted in {age(adapter.expires_at - time.time())}")
+    print("  ".join((adapter.ref, f"rank {_rank(adapter)}", _size(adapter), adapter.source, *marks)))
 
 
 def _cells(adapter: Adapter, now: float) -> tuple[str, ...]:

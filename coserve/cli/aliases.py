@@ -64,7 +64,8 @@ def roll_back_alias(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, 
 def delete_alias(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """Delete an alias; the adapter stays."""
     with connect(url, key) as client:
-        _show(client.delete_alias(name), as_json)
+        deleted = client.delete_alias(name)
+    print(json_text(deleted, False) if as_json else f"deleted {deleted.name}, which meant {deleted.target}")
 
 
 def _show(alias: Alias, as_json: bool) -> None:

@@ -79,7 +79,7 @@ OTHER_WAYS = {
         "gradient_checkpointing* activation_offloading torch_empty_cache_steps"
     ),
     "the base has the daemon's --dtype, and adapters in training are float32": "bf16* fp16* tf32 dtype torch_dtype",
-    "a base is served and trained in 16 or 32 bits (the daemon's --dtype), whatever its files have": (
+    "the daemon's --quantization (fp8 or nf4) stores the base's layers in 8 or 4 bits, for requests and jobs alike": (
         "load_in_4bit load_in_8bit bnb_4bit_* quantization_config use_qalora qalora_group_size"
     ),
     "micro-batches are cut to the memory there is, and to training.micro_batch_tokens": (

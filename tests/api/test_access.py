@@ -287,6 +287,8 @@ async def test_keys_need_no_other_key_on_loopback_until_there_is_one(tmp_path: P
             assert response.status == 200
         with closing(sqlite3.connect(api.folder.database)) as db:
             assert db.execute("SELECT count(*) FROM api_keys").fetchone() == (1,)
+        status, body = await ask(api, made["secret"], "DELETE", f"/admin/keys/{made['key']['id']}")
+        assert (status, body["error"]["field"]) == (400, "id")  # nobody could make another one
     async with serve_api(tmp_path / "data") as api:  # a restart keeps them
         assert (await api.call("GET", "/adapters"))[0] == 401
         assert (await ask(api, made["secret"], "GET", "/adapters"))[0] == 200

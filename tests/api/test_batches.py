@@ -109,7 +109,7 @@ async def test_files_that_are_no_batch(tmp_path: Path) -> None:
         for call in (client.batches.retrieve("batch_x"), client.batches.cancel("batch_x")):
             with pytest.raises(openai.NotFoundError):
                 await call
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError, match="input_file_id"):
             await client.batches.create(input_file_id="file-x", endpoint="/v1/completions", completion_window="24h")
 
 

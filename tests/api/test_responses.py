@@ -130,7 +130,8 @@ def test_how_an_answer_ended(finish: ChatFinish, status: str) -> None:
     choice = ChatChoice(index=0, message=ChatAnswer(content="x"), finish_reason=finish)
     usage = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
     chat = ChatCompletion(id="c", created=1, model="m", system_fingerprint="f", choices=[choice], usage=usage)
-    assert response(ResponseRequest(input="x"), chat).status == status
+    answer = response(ResponseRequest(input="x"), chat)
+    assert (answer.status, [item.status for item in answer.output]) == (status, [status])
 
 
 async def test_formats_cuts_and_logprobs(api: Api, client: AsyncOpenAI) -> None:

@@ -59,6 +59,16 @@ def test_a_conversion_prints_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
+def test_what_was_set_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = msgspec.structs.replace(ADAPTER, tags=["a", "b"], pinned=True, expires_at=time.time() + 7210)
+    daemon = SimpleNamespace(update_adapter=lambda *_, **__: kept)
+    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(daemon))
+    shown = CliRunner().invoke(app, ["adapters", "set", "poet-bd4", "--tag", "a", "--tag", "b"]).output
+    assert shown.endswith("convert:poet@2  tags a, b  pinned  deleted in 2h\n")
+    for nothing in ((), ("--tag", "a", "--clear-tags")):
+        assert CliRunner().invoke(app, ["adapters", "set", "poet-bd4", *nothing]).exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("command", "shown"), [("finetune", "None: `2 * r`"), ("adapters convert", "NAME-bdN; NAME-lora for one block")]
 )

@@ -138,7 +138,9 @@ class Access:
         self.keys.load([record])
 
     async def revoke_key(self, id: str) -> KeyRecord:
-        """Revoke a key: later requests get 401, and connections of those in progress are closed. Raises `NotFound`."""
+        """Revoke a key: later requests get 401, and connections of those in progress are closed. Raises `NotFound`,
+        `InvalidRequest` for the last administrator's key."""
+        self.keys.check_revocation(id)
         return await asyncio.shield(self._revoke(id))
 
     async def _revoke(self, id: str) -> KeyRecord:

@@ -71,6 +71,20 @@ class KeyRing:
         )
         return record, secret
 
+    def check_revocation(self, id: str) -> None:
+        """Raises `InvalidRequest` for the last valid key with the scope admin: nobody could make another one."""
+        now = self._clock()
+        valid = {
+            record.id
+            for record in self._records.values()
+            if Scope.ADMIN in record.scopes
+            and record.revoked_at is None
+            and (record.expires_at is None or record.expires_at > now)
+        }
+        if self._own is None and valid == {id}:
+            why = "expected another key with the scope admin to be there first: this is the last one"
+            raise InvalidRequest(why, field="id")
+
     def views(self) -> list[ApiKey]:
         """All keys, oldest first, without secrets."""
         return [key_view(record) for record in self._records.values()]

@@ -55,7 +55,7 @@ DOCS = {
     "docs/guide/operate.md": "start, readiness, probes, stopping",
     "docs/guide/several-gpus.md": "the base on several GPUs",
     "docs/guide/bdlora.md": "LoRA in blocks, for tensor parallelism",
-    "docs/guide/memory.md": "coserve profile, and how jobs are admitted by memory",
+    "docs/guide/memory.md": "which GPU a base needs, room for adapters, and how jobs are admitted by memory",
     "docs/guide/bench.md": "coserve bench",
     "docs/guide/families.md": "families of models, and what works with each",
     "docs/guide/from-vllm-and-peft.md": "options and fields of vLLM and PEFT, and coserve's",

@@ -70,5 +70,5 @@ def _seconds(text: str | None) -> float | None:
     if text is None:
         return None
     if (found := re.fullmatch(r"([1-9]\d{0,8})([smhd])", text)) is None:
-        raise typer.BadParameter(f"expected a number and s, m, h or d, such as 90d, got {text!r}")
+        raise typer.BadParameter(f"--expires: expected a number and s, m, h or d, such as 90d, got {text!r}")
     return float(found[1]) * UNITS[found[2]]

@@ -53,7 +53,9 @@ class Score(Wire, frozen=True):
 
 def evaluate(
     adapter: Annotated[str, typer.Argument(help="NAME or NAME@VERSION")],
-    data: Annotated[Path, typer.Argument(help="JSONL file of text, prompt/completion or chat rows")],
+    data: Annotated[
+        Path, typer.Argument(help="JSONL file of text, prompt/completion or chat rows", exists=True, dir_okay=False)
+    ],
     regex: Annotated[
         str | None, typer.Option(help="compare what this finds in the texts (its first group, if any)")
     ] = None,

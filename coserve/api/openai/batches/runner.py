@@ -25,6 +25,7 @@ from coserve.core.errors import (
     EngineUnavailable,
     InternalError,
     InvalidRequest,
+    NotFound,
     Overloaded,
     QueueFull,
     StorageError,
@@ -86,7 +87,11 @@ class BatchRunner:
 
     async def create(self, record: BatchRecord) -> None:
         """Keep a batch and begin it. Raises `NotFound` without its file, `StorageError`."""
-        await uncancelled_thread(self.store.add, record, self._files.content(record.input_file_id))
+        try:
+            content = self._files.content(record.input_file_id)
+        except NotFound as error:
+            raise NotFound(error.message, field="input_file_id") from None
+        await uncancelled_thread(self.store.add, record, content)
         self._start(record)
 
     async def cancel(self, id: str) -> BatchRecord:

@@ -67,6 +67,8 @@ def new_response(body: ResponseRequest, model: str, created: int) -> Response:
 
 def _ended(begun: Response, output: list[OutputItem], finish: ChatFinish | None, usage: Usage | None) -> Response:
     cut = finish == "length"
+    if cut and output:
+        output = [*output[:-1], msgspec.structs.replace(output[-1], status="incomplete")]
     return msgspec.structs.replace(
         begun,
         status="incomplete" if cut else "completed",
@@ -100,15 +102,15 @@ class _Open:
     texts: list[str] = field(default_factory=list)
     logprobs: list[ChatLogprob] = field(default_factory=list)
 
-    def done(self) -> OutputItem:
+    def done(self, status: Status) -> OutputItem:
         text = "".join(self.texts)
         match self.item:
             case MessageItem(id=id):
-                return _message(id, text, self.logprobs)
+                return _message(id, text, self.logprobs, status)
             case ReasoningItem(id=id):
-                return _reasoning(id, text)
+                return ReasoningItem(id, [ReasoningText(text)], status)
             case CallItem() as call:
-                return msgspec.structs.replace(call, arguments=text, status="completed")
+                return msgspec.structs.replace(call, arguments=text, status=status)
 
 
 class ResponseEvents:
@@ -156,7 +158,7 @@ class ResponseEvents:
         if self._open is None and not self._output:
             for event in self._begin(MessageItem(_id("msg"), [], "in_progress")):
                 yield event
-        for event in self._end():
+        for event in self._end("incomplete" if finish == "length" else "completed"):
             yield event
         ended = _ended(begun, self._output, finish, usage)
         yield self._of_response(ended.status, ended)
@@ -189,11 +191,11 @@ class ResponseEvents:
             empty = OutputText("") if isinstance(item, MessageItem) else ReasoningText("")
             yield self._of_part("content_part.added", part=empty)
 
-    def _end(self) -> Iterator[ResponseEvent]:
+    def _end(self, status: Status = "completed") -> Iterator[ResponseEvent]:
         """End the open item, if there is one."""
         if self._open is None:
             return
-        done = self._open.done()
+        done = self._open.done(status)
         if isinstance(done, CallItem):
             yield self._of_call("done", done=done)
         else:
