@@ -22,6 +22,7 @@ from coserve.core.types import Wire
 from coserve.state.database import database_errors
 from coserve.state.durable import fsync_path, make_folder, move_file, replace_dir, write_errors, write_file
 from coserve.state.folder import DataFolder
+from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
 
 MARK: Final = "backup.json"
@@ -59,11 +60,11 @@ def back_up(data: Path, target: Path, clock: Callable[[], float] = time.time) ->
         created_at = clock()
         _copy_registry(source.database, copy.database)
         with closing(Registry(copy.database)) as registry:
-            adapters, jobs = registry.adapter_refs(), [record.spec.id for record in registry.unfinished()]
+            adapters, jobs = registry.adapter_refs(), registry.unfinished()
         wanted = [source.adapter(ref) for ref in adapters]
         wanted += [entry for entry in source.files.iterdir() if not entry.name.startswith(".")]
         wanted += source.sessions.glob("*/[!.]*")
-        wanted += [found for id in jobs for found in _of_job(source, id)]
+        wanted += [found for record in jobs for found in _of_job(source, record)]
         try:
             for path in wanted:
                 _copy(path, copy.root / path.relative_to(source.root))
@@ -113,9 +114,15 @@ def _copy_registry(source: Path, target: Path) -> None:
     move_file(temp, target, point=POINT)
 
 
-def _of_job(source: DataFolder, id: str) -> Iterator[Path]:
-    """A job's corpus, and its complete checkpoints."""
-    yield source.corpus(id)
+def _of_job(source: DataFolder, record: JobRecord) -> Iterator[Path]:
+    """A job's corpus, or what a document's corpus is made of, and its complete checkpoints."""
+    id = record.spec.id
+    if record.document is None:
+        yield source.corpus(id)
+    else:
+        yield source.document(id)
+        checkpoints = {path for _, path in source.checkpoints(id)}
+        yield from (path for path in source.job(id).glob("[!.]*") if path not in checkpoints)
     yield from (path for _, path in source.checkpoints(id))
 
 
