@@ -7,10 +7,13 @@ from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
+import tokenizers
+
 from coserve.client import Client
 from coserve.core.errors import UnsupportedBase
 from coserve.data.pretrained.gguf import is_gguf
 from coserve.data.pretrained.source import BUNDLED, check_source, locate
+from coserve.data.pretrained.tokenizer import Tokenizer
 
 
 def merge_adapter(client: Client, name: str, base: str, folder: Path) -> None:
@@ -34,11 +37,19 @@ def merge_adapter(client: Client, name: str, base: str, folder: Path) -> None:
 
 def _merge(base: str, adapter: Path, merged: Path) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     source: str | Path = str(resources.files("coserve") / "assets" / "tiny") if base == BUNDLED else locate(base)
     file = {"gguf_file": Path(source).name} if is_gguf(str(source)) else {}
     source = Path(source).parent if file else source
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **file)
+    if file:  # transformers has dequantised it, but saves no model that still names GGUF
+        model.hf_quantizer = None
+        del model.config.quantization_config
     PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(merged)
-    AutoTokenizer.from_pretrained(source, **file).save_pretrained(merged)
+    tokenizer = Tokenizer.load(base)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.serialised()),
+        chat_template=tokenizer.chat_template,
+        **tokenizer.special_tokens,
+    ).save_pretrained(merged)

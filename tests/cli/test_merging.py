@@ -10,16 +10,21 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from coserve.cli import adapters
 from coserve.cli.app import app
+from tests.support.gguf_files import write_llama
 
 TINY = str(resources.files("coserve") / "assets" / "tiny")
 
 
-def test_a_merged_base_answers_as_the_base_with_its_adapter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["bundled", "gguf"])
+def test_a_merged_base_answers_as_the_base_with_its_adapter(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = peft.get_peft_model(base, config).eval()
@@ -29,9 +34,16 @@ def test_a_merged_base_answers_as_the_base_with_its_adapter(monkeypatch: pytest.
         model.save_pretrained(folder)
         return folder
 
+    source = "bundled"
+    if kind == "gguf":
+        source = str(tmp_path_factory.mktemp("gguf") / "base.gguf")
+        plain = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+        write_llama(Path(source), plain, GGMLQuantizationType.F16, tokenizer=Path(TINY, "tokenizer.json"))
     monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
-    command = ["adapters", "merge", "poet@2", str(tmp_path / "poet"), "--base", "bundled"]
-    assert CliRunner().invoke(app, command).exit_code == 0
+    command = ["adapters", "merge", "poet@2", str(tmp_path / "poet"), "--base", source]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.exception
+    assert "quantization_config" not in (tmp_path / "poet" / "config.json").read_text()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "poet", dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(tmp_path / "poet")("The with statement", return_tensors="pt").input_ids
     with torch.no_grad():
