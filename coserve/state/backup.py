@@ -62,11 +62,13 @@ def back_up(data: Path, target: Path, clock: Callable[[], float] = time.time) ->
         with closing(Registry(copy.database)) as registry:
             adapters, jobs = registry.adapter_refs(), registry.unfinished()
         wanted = [source.adapter(ref) for ref in adapters]
-        wanted += [entry for entry in source.files.iterdir() if not entry.name.startswith(".")]
         wanted += source.sessions.glob("*/[!.]*")
         wanted += [found for record in jobs for found in _of_job(source, record)]
+        wanted += source.batches.glob("[!.]*")
         try:
             for path in wanted:
+                _copy(path, copy.root / path.relative_to(source.root))
+            for path in source.files.glob("[!.]*"):  # last: batches that have ended name files
                 _copy(path, copy.root / path.relative_to(source.root))
         except FileNotFoundError:
             continue  # deleted meanwhile

@@ -20,8 +20,8 @@ def backup(
     data_dir: DataDir = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
-    """Copy the data folder of a daemon, which may run: registry, adapters, files, and unfinished jobs with their
-    checkpoints."""
+    """Copy the data folder of a daemon, which may run: registry, adapters, files, batches, and unfinished jobs with
+    their checkpoints."""
     _show(copies.back_up(data_dir, target), as_json)
 
 

@@ -84,6 +84,9 @@ def test_a_copy_is_complete_or_refused(tmp_path: Path) -> None:
         state = source.session_state("s-1.train.0", "kept")
         state.mkdir(parents=True)
         _file(state / "state.json")
+        batch = source.batches / "batch_1"
+        batch.mkdir(parents=True)
+        _file(batch / "record.json")
         made = copies.back_up(source.root, tmp_path / "copy", clock=lambda: 100.0)
         assert (made.files, made.created_at) == (2, 100.0)
     other = DataFolder(tmp_path / "other")
@@ -92,6 +95,7 @@ def test_a_copy_is_complete_or_refused(tmp_path: Path) -> None:
     restored.load()
     assert restored.content(kept.id).read_text() == "kept" and restored.get(gone.id) == gone
     assert (other.session_state("s-1.train.0", "kept") / "state.json").is_file()
+    assert (other.batches / "batch_1" / "record.json").is_file()
     for empty, full in ((tmp_path / "nothing", tmp_path / "new"), (tmp_path / "copy", other.root)):
         with pytest.raises(ConfigError):
             copies.restore(empty, full)
