@@ -138,8 +138,8 @@ def _copy(path: Path, target: Path) -> None:
         with replace_dir(target, point=POINT) as temp:
             try:
                 shutil.copytree(path, temp, dirs_exist_ok=True)
-            except (FileNotFoundError, shutil.Error):
-                if path.exists():
+            except (FileNotFoundError, shutil.Error) as error:
+                if path.exists() and not _vanished(error):
                     raise  # the disk's error
                 gone = True
         if gone:
@@ -151,3 +151,8 @@ def _copy(path: Path, target: Path) -> None:
     with write_errors():
         fsync_path(temp)
     move_file(temp, target, point=POINT)
+
+
+def _vanished(error: FileNotFoundError | shutil.Error) -> bool:
+    """Whether all that could not be copied is gone by now, as a file that a batch replaces."""
+    return isinstance(error, FileNotFoundError) or not any(Path(source).exists() for source, *_ in error.args[0])
