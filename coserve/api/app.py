@@ -147,6 +147,7 @@ def make_app(
         await service.open()
         await batches.open()
 
+    service.background.append(batches.close)
     app.on_startup.append(open_batches)
     app.on_shutdown.append(lambda _: batches.close())
     app.on_shutdown.append(_end_streams)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 from coserve import __version__
 from coserve.api.access.access import Access
@@ -110,6 +111,8 @@ class Service:
             config, folder, registry, tokenizer, self.texts, self.generation, self.engine, self.recorder
         )
         self._sampler = JobSampler(registry, self.engine, self.generation, self.recorder.deliver, documents.evaluate)
+        self.background: list[Callable[[], Awaitable[None]]] = [documents.close]
+        """Ends work of the daemon's own that sends requests, and goes on after the next start."""
         self.stopping = Stopping()
         self.sessions = TrainingSessions(config, folder, registry, self.engine)
         self.jobs = JobManager(
@@ -187,8 +190,8 @@ class Service:
         self.engine.failed(note, started=started)
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests with `EngineUnavailable`, end streams of jobs' events, uploads and corpora, and wait for
-        the other requests in progress, at most `seconds`."""
+        """Refuse new requests with `EngineUnavailable`, end streams of jobs' events, uploads, corpora and the daemon's
+        own requests, and wait for the other requests in progress, at most `seconds`."""
         if seconds == 0:
             return
         stopping = EngineUnavailable(STOPPING)
@@ -197,6 +200,7 @@ class Service:
         self.stopping.stop(stopping)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
+                await asyncio.gather(*(end() for end in self.background))
                 await self.access.idle.wait()
 
     def stop(self) -> None:

@@ -169,3 +169,16 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptu
             (disk / "filler").unlink()
             found = await ended(client, batch.id)
             assert set(await results(client, found.output_file_id)) == {f"n{i}" for i in range(5)}
+
+
+async def test_a_drain_leaves_a_batch_to_the_next_start(tmp_path: Path) -> None:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
+        await api.engine.die()
+        id = (await begin(client, [line("a", CHAT)])).id
+        await ended(client, id, "in_progress")
+        await api.service.drain(5)
+        await api.start_engine()
+        await asyncio.sleep(1.1)  # longer than a request waits that found no engine
+        assert not any(isinstance(message, Generate) for message in api.engine.told)
+    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
+        assert (await ended(client, id)).status == "completed"

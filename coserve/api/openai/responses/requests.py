@@ -8,7 +8,7 @@ from typing import Any
 from coserve.api.http.body_types import is_empty, refuse_unless_neutral
 from coserve.api.openai.responses.schemas import LOGPROBS, InputItem, ResponseRequest, TextFormat
 from coserve.api.openai.schemas import ChatRequest, StreamOptions
-from coserve.core.errors import InvalidRequest
+from coserve.core.errors import EmptyPrompt, InvalidRequest
 from coserve.core.messages import ChatMessage, FunctionCall, ToolCall
 from coserve.core.sampling import SamplingFields
 from coserve.core.schemas.output_format import JsonSchemaFormat, ResponseFormat
@@ -61,6 +61,8 @@ def _messages(body: ResponseRequest) -> list[ChatMessage]:
             found[-1] = _joined(last, message)
         else:
             found.append(message)
+    if not found:
+        raise EmptyPrompt("expected at least one item", field="input")
     return found
 
 
