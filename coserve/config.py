@@ -71,7 +71,7 @@ class Config:
     tls_cert: Path | None = option(None, "PEM file with the certificate and its chain: serve HTTPS; needs --tls-key")
     tls_key: Path | None = option(None, "PEM file with the certificate's private key, without a passphrase")
     drain_seconds: float = option(
-        30.0, "after the first SIGTERM, time in which requests in flight may finish; new ones get 503. SIGINT: none"
+        30.0, "seconds after the first SIGTERM in which requests in flight may finish; new ones get 503. SIGINT: none"
     )
 
     device: str = option("auto", "where the base lives", choices=("auto", "cpu", "cuda"))

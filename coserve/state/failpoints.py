@@ -37,8 +37,9 @@ FILE_STEPS = (
 )
 """The steps of one durable write; their failpoints are named `<point>.<step>`."""
 
-DURABLE_POINTS = frozenset({"adapter", "checkpoint", "corpus", "file", "import"})
-"""Durable writes of a published adapter, a checkpoint, a job's corpus, an uploaded file and an imported adapter."""
+DURABLE_POINTS = frozenset({"adapter", "batch", "checkpoint", "corpus", "file", "import"})
+"""Durable writes of a published adapter, a batch's record, a checkpoint, a job's corpus, an uploaded file and an
+imported adapter."""
 
 FAILPOINTS = frozenset(f"{point}.{step}" for point in DURABLE_POINTS for step in FILE_STEPS) | {
     "remove.before_rename",

@@ -38,7 +38,9 @@ ALONE = {
     "moe.json",
     "page.json",
     "plan_error.json",
+    "quant.json",
     "recurrent.json",
+    "schema_cost.json",
     "served.json",
     "soak.json",
 }

@@ -60,6 +60,7 @@ def test_methods() -> None:
         "promote_alias",
         "job",
         "jobs",
+        "learn",
         "metrics",
         "openapi",
         "rollback_adapter",

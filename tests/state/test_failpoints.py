@@ -44,7 +44,7 @@ def test_durable_writes_hit_all_their_steps() -> None:
         assert source.count(f'failpoint(f"{{point}}.{step}")') == (
             3 if number >= FILE_STEPS.index("before_rename") else 2
         )
-    assert sorted(DURABLE_POINTS) == ["adapter", "checkpoint", "corpus", "file", "import"]
+    assert sorted(DURABLE_POINTS) == ["adapter", "batch", "checkpoint", "corpus", "file", "import"]
 
 
 def test_nothing_happens_when_off() -> None:

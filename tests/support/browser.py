@@ -48,7 +48,7 @@ def open_page(browser: Browser, url: str, key: str | None = None, **settings: An
     At the end nothing was logged: no error of a script, no violation of the CSP, no response that failed."""
     with browser.new_context(**settings) as context:
         page = context.new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(120_000)
         logged: list[str] = []
         page.on("console", lambda message: logged.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: logged.append(f"uncaught: {error}"))
@@ -67,4 +67,5 @@ def check_accessible(page: Page) -> None:
     if not page.evaluate("'axe' in window"):
         page.evaluate((Path(package.__file__).parent / "axe.min.js").read_text())
     found = page.evaluate("axe.run()")["violations"]
-    assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
+    wrong = [(each["id"], [node["html"] for node in each["nodes"]]) for each in found]
+    assert wrong == [], wrong

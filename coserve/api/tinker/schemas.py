@@ -41,7 +41,7 @@ class TinkerDynamicConfig(msgspec.Struct, frozen=True):
 
 
 class CreateSession(Body, frozen=True):
-    tags: list[Name] = []
+    tags: Annotated[list[Name], Meta(max_length=64)] = []
     user_metadata: Metadata | None = None
     sdk_version: Name = ""
     project_id: Name | None = None
@@ -163,7 +163,7 @@ class TinkerSampling(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     max_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     seed: Seed | None = None
     stop: (
-        Annotated[str, Meta(min_length=1, max_length=256)] | Annotated[list[TokenId | str], Meta(max_length=16)] | None
+        Annotated[str, Meta(min_length=1, max_length=256)] | Annotated[list[TokenId | Name], Meta(max_length=16)] | None
     ) = None
     """Texts or token ids; an empty list: also past the base's end tokens."""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0

@@ -71,13 +71,16 @@ async function showVersions() {
   const missing = (error) => (error.status === 404 ? null : Promise.reject(error));
   const whole = id && await get(`/adapters/${encodeURIComponent(id)}`).catch(missing);
   if (id !== opened) return;
-  panel.hidden = !whole;
-  if (!whole) return;
+  if (!whole) {
+    panel.hidden = true;
+    return;
+  }
   const numbers = whole.versions.slice(-SHOWN).reverse();
   const found = await Promise.all(numbers.map((version) => get(`/adapters/${encodeURIComponent(`${id}@${version}`)}`)));
   if (id !== opened) return;
   setText(title, `${id}: ${whole.versions.length} version${whole.versions.length > 1 ? "s" : ""}`);
   keyed(versions.body, found, (one) => one.ref, makeVersion);
+  panel.hidden = false; // only now: a heading without text confuses screen readers
 }
 
 export const adapters = {

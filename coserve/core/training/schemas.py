@@ -60,7 +60,7 @@ class ComputeRequest(Wire, frozen=True, omit_defaults=True):
     examples: Annotated[list[SessionExample], Meta(min_length=1, max_length=16384)]
     loss: Annotated[str, Meta(max_length=64)] = "cross_entropy"
     """`cross_entropy`, `importance_sampling`, `ppo`, `cispo` or `dro`."""
-    config: dict[str, float] = {}
+    config: Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=16)] = {}
     """`clip_low_threshold` and `clip_high_threshold` of `ppo` and `cispo`, `beta` of `dro`."""
 
 

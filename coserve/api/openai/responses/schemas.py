@@ -65,7 +65,7 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     """`format`: JSON that follows a schema, or any JSON object."""
-    include: list[Text] | None = None
+    include: Annotated[list[Text], Meta(max_length=64)] | None = None
     """`message.output_text.logprobs`; others change nothing."""
     top_logprobs: LogprobCount | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
