@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -31,6 +32,33 @@ class FileRecord(Wire, frozen=True):
     project: str = DEFAULT_PROJECT
 
 
+class Stored(Protocol):
+    """A record of something that has a folder with its id as name."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def created_at(self) -> float: ...
+
+
+S = TypeVar("S", bound=Stored)
+
+
+def read_records(folder: Path, kind: type[S]) -> dict[str, S]:
+    """Return the records, `RECORD`, of all folders below `folder`, by id, oldest first; those that were damaged are
+    logged and left out. Raises `StorageError` if the machine cannot read one now."""
+    found = []
+    with read_errors():
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            if entry.name.startswith("."):
+                continue
+            try:
+                found.append(msgspec.json.decode((entry / RECORD).read_bytes(), type=kind))
+            except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+                log.warning("%s is not listed: its record was damaged from outside", entry.name)
+    return {record.id: record for record in sorted(found, key=lambda each: each.created_at)}
+
+
 class FileStore:
     """All uploaded files. `load`, `add` and `remove` do disk work: call them on a thread, one at a time for each file;
     the rest reads the records in memory. `clock` returns seconds since the epoch."""
@@ -41,16 +69,7 @@ class FileStore:
 
     def load(self) -> None:
         """Read the records of all files. Raises `StorageError` if the machine cannot read one now."""
-        found = []
-        with read_errors():
-            for entry in self._folder.iterdir() if self._folder.is_dir() else ():
-                if entry.name.startswith("."):
-                    continue
-                try:
-                    found.append(msgspec.json.decode((entry / RECORD).read_bytes(), type=FileRecord))
-                except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
-                    log.warning("file %s is not listed: its record was damaged from outside", entry.name)
-        self._records = {record.id: record for record in sorted(found, key=lambda each: each.created_at)}
+        self._records = read_records(self._folder, FileRecord)
 
     def add(self, source: Path, filename: str, purpose: str) -> FileRecord:
         """Move `source`, on the same file system, into the store; durable when this returns. Raises `StorageError`."""

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from coserve.api.openai.batches.runner import BatchRunner
+from coserve.api.openai.batches.store import BatchRecord, BatchStore
 from coserve.core.link import Generate
+from coserve.state.files import FileStore
 from tests.support.api_server import REPLY, Api, serve_api, with_template
 from tests.support.chat_templates import QWEN3
 from tests.support.small_disk import fill, small_disk
@@ -182,3 +185,33 @@ async def test_a_drain_leaves_a_batch_to_the_next_start(tmp_path: Path) -> None:
         assert not any(isinstance(message, Generate) for message in api.engine.told)
     async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
         assert (await ended(client, id)).status == "completed"
+
+
+async def test_a_batch_that_ends_by_an_internal_error_keeps_its_answers(tmp_path: Path) -> None:
+    async def answer(content: bytes) -> bytes:
+        if b"bad" in content:
+            await asyncio.sleep(0.5)  # until the other answer is written
+            raise RuntimeError("no")
+        return b"{}"
+
+    files, store = FileStore(tmp_path / "files"), BatchStore(tmp_path / "batches")
+    source = tmp_path / "lines"
+    source.write_text("\n".join(json.dumps(line(id, {"prompt": id}, "/v1/completions")) for id in ("good", "bad")))
+    record = BatchRecord(
+        id="batch_1",
+        endpoint="/v1/completions",
+        input_file_id=files.add(source, "lines", "batch").id,
+        completion_window="24h",
+        metadata=None,
+        created_at=1.0,
+    )
+    runner = BatchRunner(store, files, {"/v1/completions": answer})
+    await runner.open()
+    await runner.create(record)
+    while not store.get("batch_1").ended:  # noqa: ASYNC110 - nothing tells of its end
+        await asyncio.sleep(0.01)
+    found = store.get("batch_1")
+    assert found.status == "failed" and found.output_file_id is not None
+    (kept,) = map(json.loads, files.content(found.output_file_id).read_text().splitlines())
+    assert kept["custom_id"] == "good"
+    await runner.close()

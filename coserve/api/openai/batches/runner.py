@@ -8,7 +8,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -119,18 +120,17 @@ class BatchRunner:
     async def _run(self, id: str) -> None:
         """Run a batch to its end for its project, also if it was begun before. A disk that refuses is tried again."""
         act_as(Principal(self.store.get(id).project, frozenset({Scope.GENERATE})))
-        while True:
+        step = partial(self._advance, id)
+        while not self.store.get(id).ended:
             try:
-                await self._advance(id)
-                break
+                await step()
             except StorageError as error:
                 log.warning("batch %s waits: %s", id, error.message)
                 await asyncio.sleep(RETRY)
             except Exception:
                 log.exception("batch %s ended by an internal error", id)
                 problem = BatchProblem(InternalError.code, "internal error; the daemon's log has it")
-                await self._set(id, status="failed", ended_at=time.time(), problems=[problem])
-                break
+                step = partial(self._end, id, "failed", [problem])
 
     async def _advance(self, id: str) -> None:
         record = self.store.get(id)
@@ -139,17 +139,20 @@ class BatchRunner:
         if record.status in ("validating", "in_progress"):
             lines, problems = await asyncio.to_thread(self._read, record)
             if problems:
-                await self._set(id, status="failed", ended_at=time.time(), problems=problems)
+                await self._end(id, "failed", problems)
                 return
             began = record.in_progress_at or time.time()
             await self._set(id, status="in_progress", total=len(lines), in_progress_at=began)
             known = {each.custom_id for each in chain(*done.values())}
             await self._answer_all(record, [line for line in lines if line.custom_id not in known])
             await self._set(id, status="finalizing", finalizing_at=time.time())
-        ends: BatchStatus = "cancelled" if record.status == "cancelling" else "completed"
+        await self._end(id, "cancelled" if record.status == "cancelling" else "completed")
+
+    async def _end(self, id: str, status: BatchStatus, problems: Sequence[BatchProblem] = ()) -> None:
+        """End a batch; the results that it has become files."""
         kept = {"output_file_id": OUTPUT, "error_file_id": ERRORS}
         found = {field: await uncancelled_thread(self._keep, id, name) for field, name in kept.items()}
-        await self._set(id, status=ends, ended_at=time.time(), **found)
+        await self._set(id, status=status, ended_at=time.time(), problems=list(problems), **found)
 
     def _log(self, id: str, name: str) -> ItemLog[Answered]:
         return ItemLog(self.store.results(id, name), Answered)

@@ -5,7 +5,6 @@ A result is one line, durable before its request counts as done, so that a batch
 
 from __future__ import annotations
 
-import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -16,11 +15,10 @@ import msgspec
 from coserve.core.access.principal import DEFAULT_PROJECT, principal
 from coserve.core.errors import NotFound
 from coserve.core.types import Wire
-from coserve.state.durable import read_errors, replace_dir, write_file
+from coserve.state.durable import replace_dir, write_file
+from coserve.state.files import RECORD, read_records
 
-log = logging.getLogger(__name__)
-
-RECORD, INPUT, OUTPUT, ERRORS = "record.json", "input.jsonl", "output.jsonl", "errors.jsonl"
+INPUT, OUTPUT, ERRORS = "input.jsonl", "output.jsonl", "errors.jsonl"
 
 BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled"]
 ENDED: tuple[BatchStatus, ...] = ("failed", "completed", "cancelled")
@@ -71,16 +69,7 @@ class BatchStore:
 
     def load(self) -> None:
         """Read all records. Raises `StorageError` if the machine cannot read one now."""
-        found = []
-        with read_errors():
-            for entry in self._folder.iterdir() if self._folder.is_dir() else ():
-                if entry.name.startswith("."):
-                    continue
-                try:
-                    found.append(msgspec.json.decode((entry / RECORD).read_bytes(), type=BatchRecord))
-                except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
-                    log.warning("batch %s is not listed: its record was damaged from outside", entry.name)
-        self._records = {record.id: record for record in sorted(found, key=lambda each: each.created_at)}
+        self._records = read_records(self._folder, BatchRecord)
 
     def add(self, record: BatchRecord, content: Path) -> None:
         """Keep a new batch, and `content` until it has ended, as a link: its file may be deleted before. Durable when
