@@ -134,7 +134,7 @@ class BatchRunner:
 
     async def _advance(self, id: str) -> None:
         record = self.store.get(id)
-        done = {name: await asyncio.to_thread(self._log(id, name).read) for name in (OUTPUT, ERRORS)}
+        done = {name: await asyncio.to_thread(self._results(id, name).read) for name in (OUTPUT, ERRORS)}
         await self._set(id, completed=len(done[OUTPUT]), failed=len(done[ERRORS]))
         if record.status in ("validating", "in_progress"):
             lines, problems = await asyncio.to_thread(self._read, record)
@@ -154,7 +154,7 @@ class BatchRunner:
         found = {field: await uncancelled_thread(self._keep, id, name) for field, name in kept.items()}
         await self._set(id, status=status, ended_at=time.time(), problems=list(problems), **found)
 
-    def _log(self, id: str, name: str) -> ItemLog[Answered]:
+    def _results(self, id: str, name: str) -> ItemLog[Answered]:
         return ItemLog(self.store.results(id, name), Answered)
 
     async def _set(self, id: str, **changes: object) -> None:
@@ -240,7 +240,7 @@ class BatchRunner:
             for name in (OUTPUT, ERRORS):
                 lines = [each.result for each in found if each is not None and each.name == name]
                 if lines:
-                    await uncancelled_thread(self._log(id, name).append, *lines)
+                    await uncancelled_thread(self._results(id, name).append, *lines)
                     self.store.count(id, **{"completed" if name == OUTPUT else "failed": len(lines)})
 
     async def _answer(self, record: BatchRecord, line: _Line) -> _Found:
