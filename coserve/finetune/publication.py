@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from coserve.core.errors import NonFiniteLoss, RequestOutOfMemory, StorageError, StorageFull
+from coserve.core.errors import JobOutOfMemory, NonFiniteLoss, RequestOutOfMemory, StorageError, StorageFull
 from coserve.core.link import JobNote, JobSnapshot, JobSucceeded, JobWaiting
 from coserve.core.types import AdapterRef
 from coserve.finetune.loop import TrainingLoop
@@ -101,6 +101,13 @@ class Snapshot:
     """Optimizer step of the job."""
     copy: Callable[[], Callable[[], JobSnapshot | JobNote]]
     """Call it on a worker thread, and its result on the event-loop thread."""
+    required: bool
+    """See `snapshot`."""
+
+
+def unevaluated() -> JobOutOfMemory:
+    """The error of a job whose adapter may not be published unseen, and cannot be shown to requests."""
+    return JobOutOfMemory("no host memory for the copy of the adapter that is evaluated before it is published")
 
 
 def snapshot_without_memory(job: str, step: int) -> JobNote:
@@ -117,16 +124,19 @@ def snapshot(
     store: AdapterStore,
     *,
     final: bool = False,
+    required: bool = False,
 ) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
     """Make the weights of job `id` after `step` available to requests, in memory only. `weights` waits until they are
-    on the host.
+    on the host. `required`: the adapter may not be published before requests have used it.
 
     Call the returned function on a worker thread, and its result on the event-loop thread. `JobNote`: there was no
-    memory.
+    memory. If it is `required`, the function raises `JobOutOfMemory` instead.
     """
 
     def copy() -> Callable[[], JobSnapshot | JobNote]:
         served = served_copy(weights(), base, store)
+        if served is None and required:
+            raise unevaluated()
         if served is None:
             return lambda: snapshot_without_memory(id, step)
 

@@ -187,14 +187,15 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
         with self._job_errors():
             step, weights = self._job(job).snapshots.take()
         ref = AdapterRef(f"{job}:snapshot", next(self._snapshot_numbers))
-        final = self._job(job).loop.finished
-        copy = snapshot(job, step, ref, weights, self._base, self._store, final=final)
+        loop = self._job(job).loop
+        final, required = loop.finished, loop.finished and loop.spec.evaluated
+        copy = snapshot(job, step, ref, weights, self._base, self._store, final=final, required=required)
 
         def run() -> Callable[[], JobSnapshot | JobNote]:
             with self._job_errors():
                 return copy()
 
-        return Snapshot(ref, step, run)
+        return Snapshot(ref, step, run, required)
 
     def abandon(self, job: str, *, finish_update: bool = False) -> None:
         """Drop the unfinished optimizer step and its memory. Other jobs of its pass continue. `finish_update`: if the

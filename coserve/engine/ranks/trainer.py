@@ -32,7 +32,7 @@ from coserve.engine.ranks.commands import (
 )
 from coserve.engine.ranks.followers import Answers, Followers, RankLost
 from coserve.finetune.job import LoadedJob
-from coserve.finetune.publication import snapshot_without_memory, waiting_for_disk
+from coserve.finetune.publication import snapshot_without_memory, unevaluated, waiting_for_disk
 from coserve.finetune.sessions.outcome import Outcome, how_to_retry, judge
 from coserve.finetune.sessions.sessions import TrainerSettings
 from coserve.finetune.sessions.verbs import Verb
@@ -180,6 +180,8 @@ class RankedTrainer(Trainer):
                 finally:
                     answers.settle()  # so that no copy is dropped while it is being made
                 copied = all(answers.wait())
+                if own.required and not copied:
+                    raise unevaluated()
             except Exception:
                 drop()
                 raise
