@@ -2,7 +2,7 @@
 
     python -m benchmarks.operations.kill --kills 100 --out benchmarks/results
 
-A daemon is started, loaded with jobs, uploads, imports and streams, and killed with all its processes at a random
+A daemon is started, loaded with jobs, uploads, imports, streams and an open page, and killed with all its processes at a random
 moment, also while it starts. Each time it must start again unaided, and have everything that it had acknowledged: jobs
 by their idempotency keys, files and adapters by their bytes. At the end every job succeeds.
 """
@@ -84,7 +84,7 @@ async def load_until_killed(daemon: DaemonProcess, adapter: Path, rng: random.Ra
     async with aiohttp.ClientSession() as http:
         writes = Writes(daemon.url, http, adapter, rng)
         writes.kept = kept
-        actions = (writes.job, writes.file, writes.adapter, writes.generate, writes.cancelled_stream)
+        actions = (writes.job, writes.file, writes.adapter, writes.generate, writes.cancelled_stream, writes.page)
         running = asyncio.create_task(writes.run(actions))
         await asyncio.wait({running}, timeout=rng.uniform(0, LOADED))
         os.killpg(daemon.process.pid, signal.SIGKILL)

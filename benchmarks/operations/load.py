@@ -82,6 +82,21 @@ class Load:
     async def bad(self) -> None:
         assert (await self.call("POST", "/generate", json=self._rng.choice(BAD)))[0] in (400, 404)
 
+    async def page(self) -> None:
+        """An open page: its files, what its views ask for every 2 s, and a while of the newest job's events."""
+        for path in ("/", "/page/app.js", "/health", "/history", "/adapters?limit=100"):
+            async with self._http.get(self._url + path, headers={"Accept": "text/html, application/json"}) as response:
+                assert response.status == 200, (path, response.status)
+                await response.read()
+        _, listed = await self.call("GET", "/finetune?limit=100")
+        if listed["data"]:
+            url = f"{self._url}/finetune/{listed['data'][0]['id']}/events"
+            async with self._http.get(url) as events:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._rng.uniform(0, 1)):
+                        await events.read()
+        await asyncio.sleep(0.5)
+
     async def run(self, actions: Sequence[Callable[[], Awaitable[None]]]) -> None:
         """Repeat each action in a task of its own, until cancelled. A failed assertion ends all."""
 

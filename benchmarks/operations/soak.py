@@ -3,7 +3,7 @@
     python -m benchmarks.operations.soak --minutes 30 --out benchmarks/results
 
 Generations, cancelled streams, imports and deletions of adapters, jobs from start to deletion, uploads, schemas that
-are all different, and bad requests run side by side. Every few seconds the resident memory and the open descriptors of
+are all different, an open page, and bad requests run side by side. Every few seconds the resident memory and the open descriptors of
 all processes of the daemon are read. The growth compares the median of the last third with that of the middle third:
 the first one fills caches.
 """
@@ -71,7 +71,7 @@ async def soak(daemon: DaemonProcess, adapter: Path, seconds: float) -> tuple[li
 
         async with asyncio.TaskGroup() as tasks:
             reader = tasks.create_task(read())
-            await for_seconds(load.run([*actions, load.bad]), seconds)
+            await for_seconds(load.run([*actions, load.bad, load.page]), seconds)
             reader.cancel()
         assert (await load.call("GET", "/health"))[0] == 200
     return readings, dict(load.done)
