@@ -2,9 +2,9 @@
 
     python -m benchmarks.operations.kill --kills 100 --out benchmarks/results
 
-A daemon is started, loaded with jobs, uploads, imports, streams and an open page, and killed with all its processes at a random
-moment, also while it starts. Each time it must start again unaided, and have everything that it had acknowledged: jobs
-by their idempotency keys, files and adapters by their bytes. At the end every job succeeds.
+A daemon is started, loaded with jobs, uploads, imports, streams and an open page, and killed with all its processes at
+a random moment, also while it starts. Each time it must start again unaided, and have everything that it had
+acknowledged: jobs by their idempotency keys, files and adapters by their bytes. At the end every job succeeds.
 """
 
 from __future__ import annotations

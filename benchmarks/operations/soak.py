@@ -3,9 +3,9 @@
     python -m benchmarks.operations.soak --minutes 30 --out benchmarks/results
 
 Generations, cancelled streams, imports and deletions of adapters, jobs from start to deletion, uploads, schemas that
-are all different, an open page, and bad requests run side by side. Every few seconds the resident memory and the open descriptors of
-all processes of the daemon are read. The growth compares the median of the last third with that of the middle third:
-the first one fills caches.
+are all different, an open page, and bad requests run side by side. Every few seconds the resident memory and the open
+descriptors of all processes of the daemon are read. The growth compares the median of the last third with that of the
+middle third: the first one fills caches.
 """
 
 from __future__ import annotations

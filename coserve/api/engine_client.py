@@ -11,7 +11,7 @@ import msgspec
 
 from coserve.core.errors import EngineUnavailable
 from coserve.core.gpu_memory import MemoryModel, PoolShape
-from coserve.core.health import EngineRanks, RankInfo, Status, Warming, starting_line
+from coserve.core.health import EngineRanks, EngineStatus, RankInfo, Warming, starting_line
 from coserve.core.link import ALIVE, EngineReady, EngineStats, EngineWarming, FromEngine, Link, SetLogLevel, ToEngine
 from coserve.core.types import AdapterRef, BaseSpec
 
@@ -50,7 +50,7 @@ class EngineClient:
         return self._link is not None
 
     @property
-    def status(self) -> Status:
+    def status(self) -> EngineStatus:
         return "ready" if self.alive else "starting"
 
     @property

@@ -20,6 +20,11 @@ class Stopping:
         self._limits: set[asyncio.Timeout] = set()
         """Timeouts of the running blocks."""
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the daemon stops."""
+        return self._error is not None
+
     def stop(self, error: EngineUnavailable) -> None:
         """End every running block, and every later one, with `error`."""
         self._error = error

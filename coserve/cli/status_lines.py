@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from coserve.core.health import Status, Warming, warming_line
+from coserve.core.health import EngineStatus, Warming, warming_line
 
 REPEAT = 10.0
 """Seconds between two lines during a start."""
@@ -26,10 +26,10 @@ class StatusLines:
         """`say` prints one line; `clock` returns seconds; `tls`: the daemon speaks HTTPS."""
         self._tls = tls
         self._host, self._say, self._clock = host, say or _print, clock
-        self._status: Status = "starting"
+        self._status: EngineStatus = "starting"
         self._repeat_at: float | None = None
 
-    def show(self, port: int, status: Status, warming: Warming | None) -> None:
+    def show(self, port: int, status: EngineStatus, warming: Warming | None) -> None:
         """Print the daemon's status if it is due."""
         before, self._status = self._status, status
         if status == "starting":

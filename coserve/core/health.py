@@ -8,9 +8,11 @@ from typing import Literal, Protocol
 from coserve.core.gpu_memory import MemoryUse
 from coserve.core.types import Wire
 
-Status = Literal["starting", "ready"]
+EngineStatus = Literal["starting", "ready"]
 """`starting`: no engine answers requests yet, at the first start or at a restart. `ready`: requests are answered, and
 everything they need is compiled and captured."""
+Status = EngineStatus | Literal["stopping"]
+"""The daemon's. `stopping`: requests in flight may finish, new ones are refused."""
 
 
 class BaseInfo(Wire, frozen=True):
@@ -77,8 +79,8 @@ class EngineRanks(Protocol):
 
 
 class Health(Wire, frozen=True):
-    """Body of `GET /health` and `/health/ready`. The status is 503 while `starting`, else 200; `/health/ready` also
-    answers 503 if the engine is silent."""
+    """Body of `GET /health` and `/health/ready`. The HTTP status is 503 while `starting`, else 200; `/health/ready`
+    also answers 503 while `stopping`, and if the engine is silent."""
 
     status: Status
     version: str
@@ -95,6 +97,7 @@ class Health(Wire, frozen=True):
     waiting: int
     running: int
     jobs: int
+    """Jobs that are prepared, queued or trained. Paused ones, and those that wait for another job, are left out."""
     adapters_resident: int
     host_adapter_bytes: int = 0
     """Host memory that adapters take."""

@@ -6,7 +6,7 @@ import msgspec
 
 from coserve.core.access.principal import Scope
 from coserve.core.access.schemas import Quota
-from coserve.core.errors import JobNotFound, NotFound
+from coserve.core.errors import InvalidRequest, JobNotFound, NotFound
 from coserve.core.types import Wire
 from coserve.state.database import Database
 
@@ -24,6 +24,10 @@ class KeyRecord(Wire, frozen=True):
     name: str = ""
     expires_at: float | None = None
     revoked_at: float | None = None
+
+    def valid(self, now: float) -> bool:
+        """Whether the key is neither revoked nor expired at `now`."""
+        return self.revoked_at is None and (self.expires_at is None or self.expires_at > now)
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -46,15 +50,21 @@ class AccessTable(Database):
             scopes = ",".join(record.scopes)
             self._log_on_commit("API key created", key=record.id, project=record.project, scopes=scopes)
 
-    def revoke_key(self, id: str) -> KeyRecord:
-        """Revoke a key, once; the first revocation's time stays. Raises `NotFound`."""
+    def revoke_key(self, id: str, *, last_admin: bool) -> KeyRecord:
+        """Revoke a key, once; the first revocation's time stays. Raises `NotFound`, and unless `last_admin`
+        `InvalidRequest` for the last valid key with the scope admin: nobody could make another one."""
         with self._transaction():
             row = self._db.execute("SELECT record FROM api_keys WHERE id = ?", (id,)).fetchone()
             if row is None:
                 raise NotFound(f"no API key {id[:80]!r}", field="id")
             record = _key(row[0])
             if record.revoked_at is None:
-                record = msgspec.structs.replace(record, revoked_at=self._clock())
+                now = self._clock()
+                admins = {key.id for key in self.api_keys() if Scope.ADMIN in key.scopes and key.valid(now)}
+                if admins == {id} and not last_admin:
+                    why = "expected another key with the scope admin to be there first: this is the last one"
+                    raise InvalidRequest(why, field="id")
+                record = msgspec.structs.replace(record, revoked_at=now)
                 self._db.execute("UPDATE api_keys SET record = ? WHERE id = ?", (_encode(record), id))
                 self._log_on_commit("API key revoked", key=id, project=record.project)
         return record

@@ -258,6 +258,47 @@ async def test_quotas_of_jobs_and_bytes(shared: Api) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_quota_of_bytes_holds_while_bodies_arrive(shared: Api) -> None:
+    """No body tells its size: each chunk counts, with those of the project's other bodies."""
+    _, key = await new_key(shared, "streaming", "train")
+    await quota(shared, "streaming", bytes=300_000)
+    go_on = asyncio.Event()
+
+    async def first() -> AsyncIterator[bytes]:
+        yield b"x" * 200_000
+        await go_on.wait()
+
+    async def second() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 10_000
+
+    def sent(content: AsyncIterator[bytes]) -> Any:
+        form = aiohttp.FormData()
+        form.add_field("purpose", "fine-tune")
+        form.add_field("file", content, filename="rows.jsonl")
+        return ask(shared, key, "POST", "/v1/files", data=form)
+
+    async with asyncio.TaskGroup() as tasks:
+        upload = tasks.create_task(sent(first()))
+        async with asyncio.timeout(60):
+            while not any(path.stat().st_size > 100_000 for path in shared.folder.staging.glob("*/file")):
+                await shared.call("GET", "/health")
+        status, body = await sent(second())
+        assert (status, body["error"]["code"]) == (429, "quota_exceeded"), body
+        go_on.set()
+    assert upload.result()[0] == 200
+    assert (await ask(shared, key, "POST", "/v1/files", data=rows_file(b"x" * 90_000)))[0] == 200
+    rows = json.dumps({"data": [ROW], "adapter": "x" * 20_000}).encode()
+
+    async def row() -> AsyncIterator[bytes]:
+        yield rows
+
+    headers = {"Content-Type": "application/json"}
+    status, body = await ask(shared, key, "POST", "/finetune", data=row(), headers=headers)
+    assert (status, body["error"]["code"]) == (429, "quota_exceeded")
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_revocation_ends_what_is_in_progress(shared: Api) -> None:
     id, key = await new_key(shared, "gone", "train")
     job = {"adapter": "gone", "data": [ROW], "training": {"steps": 1}}
@@ -289,6 +330,15 @@ async def test_keys_need_no_other_key_on_loopback_until_there_is_one(tmp_path: P
             assert db.execute("SELECT count(*) FROM api_keys").fetchone() == (1,)
         status, body = await ask(api, made["secret"], "DELETE", f"/admin/keys/{made['key']['id']}")
         assert (status, body["error"]["field"]) == (400, "id")  # nobody could make another one
+        _, other = await ask(api, made["secret"], "POST", "/admin/keys", json={"scopes": ["admin"]})
+        both = {each["key"]["id"]: each["secret"] for each in (made, other)}
+        await asyncio.gather(  # each revokes the other's in the same moment: one key stays
+            *(ask(api, both[mine], "DELETE", f"/admin/keys/{their}") for mine, their in (list(both), list(both)[::-1])),
+            return_exceptions=True,  # the connection of the one whose key is revoked may be closed
+        )
+        left = [each for each in (made, other) if (await ask(api, each["secret"], "GET", "/adapters"))[0] == 200]
+        assert len(left) == 1
+        made = left[0]
     async with serve_api(tmp_path / "data") as api:  # a restart keeps them
         assert (await api.call("GET", "/adapters"))[0] == 401
         assert (await ask(api, made["secret"], "GET", "/adapters"))[0] == 200

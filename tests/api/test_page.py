@@ -83,7 +83,7 @@ def stats(steps: float) -> EngineStats:
 def test_history_keeps_the_last_reports_and_two_a_second() -> None:
     history = ReportHistory(count(0.0, 0.25).__next__)
     for number in range(4 * POINTS):
-        history.report(stats(number))
+        history.report(stats(number), jobs=number)
     points = history.after(0).data
     assert len(points) == POINTS
     assert points[-1].serve_seconds == 4.0 * POINTS - 1, "the newest report is kept"

@@ -65,6 +65,13 @@ async def test_events_of_a_submission_end_with_an_error(api: Api) -> None:
     assert await nothing_stays(api)
 
 
+async def test_health_tells_that_the_daemon_stops(api: Api) -> None:
+    api.service.stop()
+    for path, expected in (("/health", 200), ("/health/ready", 503)):
+        status, body = await api.call("GET", path)
+        assert (status, body["status"]) == (expected, "stopping")
+
+
 @pytest.mark.parametrize(
     ("kind", "begun"),
     [

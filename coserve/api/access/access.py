@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
+from functools import partial
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -11,11 +12,12 @@ from aiohttp.typedefs import Middleware
 from coserve.api.access.keys import KeyRing, key_view
 from coserve.api.access.quotas import Quotas
 from coserve.api.access.scopes import scopes_of
+from coserve.api.http.room import ROOM, Room
 from coserve.api.http.security import Handler
 from coserve.api.metrics.traces import PARENT, parent
 from coserve.core.access.principal import Principal, Scope, act_as
 from coserve.core.access.schemas import CreateKey, NewKey, Quota
-from coserve.core.errors import EngineUnavailable, MissingScope, QuotaExceeded
+from coserve.core.errors import EngineUnavailable, MissingScope
 from coserve.core.logs.access import PRINCIPAL
 from coserve.state.access import KeyRecord
 from coserve.state.files import FileStore
@@ -24,7 +26,6 @@ from coserve.state.thread import RegistryThread
 
 NOBODY = Principal("", frozenset())
 """Principal of a request that needs no key. It sees nothing."""
-NO_SPACE_RETRY = 60.0
 
 
 class Access:
@@ -35,6 +36,7 @@ class Access:
         self.keys, self.quotas = KeyRing(api_key), Quotas()
         self._open: defaultdict[str, set[asyncio.Transport]] = defaultdict(set)
         """Connections of requests in progress, by the id of their key; public routes left out."""
+        self._arriving: Counter[str] = Counter()
         self.idle = asyncio.Event()
         """Set while no request is in progress."""
         self.idle.set()
@@ -54,10 +56,6 @@ class Access:
     def close(self, error: EngineUnavailable) -> None:
         """Refuse every later request with `error`, but for public routes."""
         self._closed = error
-
-    @property
-    def closed(self) -> bool:
-        return self._closed is not None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -96,11 +94,13 @@ class Access:
         limit = self.quotas.of(project).bytes
         if limit is None or Scope.TRAIN not in scopes_of(request.method, resource.canonical):
             return
-        used = await self._registry.read(lambda registry: registry.adapter_bytes(project))
-        used += self._files.bytes_of(project)
-        if used + (request.content_length or 0) > limit:
-            why = f"project {project} has {used} bytes of files and adapters; its quota is {limit}: delete some"
-            raise QuotaExceeded(why, retry_after=NO_SPACE_RETRY)
+        room = request[ROOM] = Room(project, limit, partial(self._used, project), self._arriving)
+        await room.check(request.content_length or 0)
+
+    async def _used(self, project: str) -> int:
+        """Bytes of a project's adapters and files."""
+        adapters = await self._registry.read(lambda registry: registry.adapter_bytes(project))
+        return adapters + self._files.bytes_of(project)
 
     def middleware(self) -> Middleware:
         """Forget requests that have ended."""
@@ -140,11 +140,10 @@ class Access:
     async def revoke_key(self, id: str) -> KeyRecord:
         """Revoke a key: later requests get 401, and connections of those in progress are closed. Raises `NotFound`,
         `InvalidRequest` for the last administrator's key."""
-        self.keys.check_revocation(id)
         return await asyncio.shield(self._revoke(id))
 
     async def _revoke(self, id: str) -> KeyRecord:
-        record = await self._registry(lambda registry: registry.revoke_key(id))
+        record = await self._registry(lambda registry: registry.revoke_key(id, last_admin=self.keys.has_own))
         self.keys.load([record])
         for transport in tuple(self._open.get(id, ())):
             transport.abort()

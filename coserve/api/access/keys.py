@@ -26,6 +26,11 @@ class KeyRing:
         self._clock = clock
         self._records: dict[str, KeyRecord] = {}
 
+    @property
+    def has_own(self) -> bool:
+        """Whether the daemon has a key of its own."""
+        return self._own is not None
+
     def load(self, records: Iterable[KeyRecord]) -> None:
         """Take these keys, or their new states."""
         self._records |= {record.id: record for record in records}
@@ -48,7 +53,7 @@ class KeyRing:
     def _valid(self, record: KeyRecord) -> Principal:
         if record.revoked_at is not None:
             raise Unauthorized("the API key is revoked", field="Authorization")
-        if record.expires_at is not None and record.expires_at <= self._clock():
+        if not record.valid(self._clock()):
             raise Unauthorized("the API key has expired", field="Authorization")
         return Principal(record.project, frozenset(record.scopes), record.id)
 
@@ -70,20 +75,6 @@ class KeyRing:
             expires_at=None if request.expires_in is None else now + request.expires_in,
         )
         return record, secret
-
-    def check_revocation(self, id: str) -> None:
-        """Raises `InvalidRequest` for the last valid key with the scope admin: nobody could make another one."""
-        now = self._clock()
-        valid = {
-            record.id
-            for record in self._records.values()
-            if Scope.ADMIN in record.scopes
-            and record.revoked_at is None
-            and (record.expires_at is None or record.expires_at > now)
-        }
-        if self._own is None and valid == {id}:
-            why = "expected another key with the scope admin to be there first: this is the last one"
-            raise InvalidRequest(why, field="id")
 
     def views(self) -> list[ApiKey]:
         """All keys, oldest first, without secrets."""

@@ -27,6 +27,7 @@ from coserve.api.http.decode_tasks import (
     unpack,
 )
 from coserve.api.http.parsing import decode_json
+from coserve.api.http.room import ROOM, leave_room
 from coserve.api.http.server import ask_for_body
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import (
@@ -87,6 +88,7 @@ class BodyReader:
             yield body
         finally:
             self._held -= len(body)
+            leave_room(request)
 
     async def decode(
         self, body: bytearray | bytes, decoder: type[T] | Callable[[bytes], T], *, dialect: bool = False
@@ -135,7 +137,7 @@ class BodyReader:
                 while len(chunk) < CHUNK and (some := await request.content.read(CHUNK - len(chunk))):
                     chunk += some
                     await asyncio.sleep(0)  # yield: data that has arrived is read without waiting
-        check_size(request, limit)
+        await check_size(request, limit)
         return bytes(chunk)
 
 
@@ -147,10 +149,13 @@ def check_head(request: web.Request, limit: int, *, compressed: bool = False) ->
         raise BodyTooLarge(f"expected a body of at most {limit} bytes, got {request.content_length}")
 
 
-def check_size(request: web.Request, limit: int) -> None:
-    """Refuse a chunked body that is too large: its size is known only as it arrives."""
+async def check_size(request: web.Request, limit: int) -> None:
+    """Refuse a body that is too large, by itself or for its project's quota, as it arrives: a chunked one does not tell
+    its size before. Raises `BodyTooLarge`, `QuotaExceeded`."""
     if request.content.total_bytes > limit:
         raise BodyTooLarge(f"expected a body of at most {limit} bytes")
+    if (room := request.get(ROOM)) is not None:
+        await room.arrived(request.content.total_bytes)
 
 
 @contextmanager

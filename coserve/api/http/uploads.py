@@ -14,6 +14,7 @@ from aiohttp import BodyPartReader, MultipartReader, web
 
 from coserve.api.http.bodies import CHUNK, BodyReader, body_errors, check_head, check_size
 from coserve.api.http.multipart import multipart_reader
+from coserve.api.http.room import leave_room
 from coserve.api.http.server import ask_for_body
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import BodyTooLarge, InvalidRequest, QueueFull, UnsafeAdapter, UnsupportedEncoding
@@ -81,6 +82,7 @@ class UploadReader:
             yield folder
         finally:
             self._running -= 1
+            leave_room(request)
             await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _receive(self, request: web.Request, folder: Path, names: tuple[str, ...]) -> bytes:
@@ -140,7 +142,7 @@ class UploadReader:
             async with asyncio.timeout(self._timeout):
                 while len(chunk) < CHUNK and (some := await part.read_chunk(CHUNK)):
                     chunk += some
-            check_size(request, self._max_body)
+            await check_size(request, self._max_body)
             if not chunk:
                 return
             yield bytes(chunk)

@@ -22,14 +22,15 @@ class ReportHistory:
         self._clock = clock
         self._points: deque[HistoryPoint] = deque(maxlen=POINTS)
 
-    def report(self, stats: EngineStats) -> None:
-        """Add a report. It replaces the last one if both came soon after the one before."""
+    def report(self, stats: EngineStats, jobs: int) -> None:
+        """Add a report, with the number of unfinished jobs. It replaces the last one if both came soon after the one
+        before."""
         use = stats.memory
         point = HistoryPoint(
             at=self._clock(),
             waiting=stats.waiting,
             running=stats.running,
-            jobs=stats.jobs,
+            jobs=jobs,
             generation_steps=sum(each.count for each in stats.steps),
             training_batches=stats.batches.count,
             serve_seconds=stats.serve_seconds,

@@ -32,7 +32,7 @@ from coserve.core.errors import (
     PortInUse,
     StartupError,
 )
-from coserve.core.health import Status, Warming
+from coserve.core.health import EngineStatus, Warming
 from coserve.core.logs.format import log_event
 from coserve.data.pretrained.source import check_source
 from coserve.state.folder import DataFolder
@@ -124,7 +124,7 @@ async def _end(task: asyncio.Task[None]) -> None:
         await task
 
 
-async def serve(config: Config, *, report: Callable[[int, Status, Warming | None], None]) -> None:
+async def serve(config: Config, *, report: Callable[[int, EngineStatus, Warming | None], None]) -> None:
     """Run until SIGINT or SIGTERM. `report` gets the port, the status and the progress of the warm-up at each change.
 
     Raises a `StartupError` leaf when the daemon cannot start, or when its engine dies repeatedly.

@@ -1,0 +1,49 @@
+"""What a project may still store, while bodies of its requests arrive."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from coserve.core.errors import QuotaExceeded
+
+RETRY_AFTER = 60.0
+
+
+class Room:
+    """A project's quota of `limit` bytes, for the body of one request. `used` returns the bytes that the project has
+    stored; `arriving`: by project, the bytes of its bodies that are not stored yet."""
+
+    def __init__(self, project: str, limit: int, used: Callable[[], Awaitable[int]], arriving: Counter[str]) -> None:
+        self._project, self._limit, self._used, self._arriving = project, limit, used, arriving
+        self._arrived = 0
+
+    async def check(self, more: int = 0) -> None:
+        """Raise `QuotaExceeded` if what is stored, what is arriving, and `more` bytes exceed the quota."""
+        used = await self._used()
+        if used + self._arriving[self._project] + more > self._limit:
+            why = f"project {self._project} has {used} bytes of files and adapters; its quota is {self._limit}"
+            raise QuotaExceeded(f"{why}: delete some", retry_after=RETRY_AFTER)
+
+    async def arrived(self, total: int) -> None:
+        """Count `total` bytes of the body, those before included. Raises as `check`."""
+        self._arriving[self._project] += total - self._arrived
+        self._arrived = total
+        await self.check()
+
+    def leave(self) -> None:
+        """Count the body no more: it has been stored, or dropped."""
+        self._arriving[self._project] -= self._arrived
+        self._arrived = 0
+
+
+ROOM = web.RequestKey("room", Room)
+"""Set on requests that store something, of projects with a quota of bytes."""
+
+
+def leave_room(request: web.Request) -> None:
+    """Count the request's body no more."""
+    if (room := request.get(ROOM)) is not None:
+        room.leave()
