@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,37 @@ def test_the_image_copies_what_there_is_and_runs_a_command_as_nobody() -> None:
     probe = json.loads(of["HEALTHCHECK"].partition("CMD ")[2])[-1]
     compile(probe, "healthcheck", "exec")
     assert "'/health'" in probe and of["EXPOSE"].strip() in probe
+
+
+def test_the_image_is_built_as_images_should_be() -> None:
+    """What linters of Dockerfiles ask for."""
+    text = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text())
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    names, last = [name for name, _ in steps], len(steps) - 1 - [name for name, _ in steps][::-1].index("FROM")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    least, beyond = map(int, re.findall(r"3\.(\d+)", project["requires-python"]))
+    for name, rest in steps:
+        if name == "FROM":
+            version = re.fullmatch(r"python:3\.(\d+)-slim-\w+(?: AS \w+)?", rest)
+            assert version is not None and least <= int(version[1]) < beyond, "a Python that the package supports"
+        if name == "RUN" and "apt-get" in rest:
+            assert "--no-install-recommends" in rest and "rm -rf /var/lib/apt/lists/*" in rest
+        if name == "RUN" and "pip install" in rest:
+            assert "--no-cache-dir" in rest and "-c constraints.txt" in rest
+        if name in ("ENTRYPOINT", "CMD"):
+            assert isinstance(json.loads(rest), list), "as a list: the daemon gets the signal, not a shell"
+    assert "ADD" not in names
+    user = names.index("USER")
+    assert user > last and "apt-get" not in "".join(rest for _, rest in steps[user:]), "nothing runs as root at the end"
+    assert dict(steps)["VOLUME"] in dict(steps)["ENV"].partition("COSERVE_DATA_DIR=")[2]
+    secrets = re.compile("KEY|TOKEN|PASSWORD|SECRET")
+    assert not [rest for name, rest in steps if name in ("ENV", "ARG") and secrets.search(rest)]
+
+
+def test_what_the_image_imports_at_its_build_is_there() -> None:
+    (code,) = re.findall(r'RUN python -c "(.*)"', (DEPLOY / "Dockerfile").read_text())
+    for module in code.removeprefix("import ").split(", "):
+        assert importlib.util.find_spec(module) is not None, module
 
 
 def test_the_unit_gives_the_daemon_time_to_stop(tmp_path: Path) -> None:
