@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,5 +114,56 @@ def test_caches_of_what_clients_send_are_bounded() -> None:
     assert found <= {"api/http/body_types.py", "lora/files/bdlora.py"}
 
 
+LINEAR = """
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
+size, used = 100_000, json.load(sys.stdin)
+seeds = [" ", "a", ".", "a.", "<|", "\\n", "[", "1", "_a", "``", "{", "a.1.", ". ", "<｜tool▁sep｜>", "[CALL_ID]"]
+for source, flags, method in used:
+    pattern = re.compile(source, flags)
+    for seed in seeds:
+        text = seed * (size // len(seed))
+        for each in (text, text + "!", "!" + text):
+            pattern.sub("", each) if method == "sub" else list(getattr(pattern, method)(each) or ())[:1] if method in (
+                "finditer", "findall", "split") else getattr(pattern, method)(each)
+"""
+"""Uses each pattern on hostile texts of 100 KB, within seconds of processor time: a quadratic one takes minutes."""
+
+
+def test_regular_expressions_take_linear_time() -> None:
+    """Those that the source compiles, as they are used there. Patterns of users run in RE2."""
+    used = set()
+    for path in (each for each in FILES if each.relative_to(PACKAGE).as_posix().startswith((*SERVING, "data", "lora"))):
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                found.add((node.value.id, node.attr))
+        module = None
+        for name, method in found:
+            if method in ("match", "fullmatch", "search", "sub", "split", "finditer", "findall"):
+                module = module or importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+                pattern = getattr(module, name, None)
+                if isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str):
+                    used.add((pattern.pattern, pattern.flags, method))
+    assert len(used) > 8
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LINEAR],
+        input=json.dumps(sorted(used)),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+def test_what_is_installed_is_not_older_than_its_known_holes() -> None:
+    needed = dict(re.findall(r'"(aiohttp|transformers)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
+    assert tuple(map(int, needed["aiohttp"].split("."))) >= (3, 14, 1)  # zip bombs, trailers, line sizes
+    assert tuple(map(int, needed["transformers"].split("."))) >= (5, 3)  # kernels from the hub by a config
+
+
 def test_security_md_names_tests_that_there_are() -> None:
-    assert all(Path(ROOT, name).is_file() for name in re.findall(r"`(tests/\S+?)`", (ROOT / "SECURITY.md").read_text()))
+    text = (ROOT / "SECURITY.md").read_text()
+    assert all(Path(ROOT, name).is_file() for name in re.findall(r"`(tests/[^\s:`]+)", text))
+    for name, function in re.findall(r"`(tests/[^\s:`]+)::(\w+)`", text):
+        assert f"def {function}(" in Path(ROOT, name).read_text(), function

@@ -4,6 +4,7 @@ polite."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
@@ -17,6 +18,7 @@ import pytest
 from aiohttp import web
 
 from coserve.api.app import ROUTES
+from coserve.api.http.bodies import CHUNK
 from coserve.api.http.route import Route
 from coserve.api.http.security import Handler
 from tests.support.api_server import REPLY, Api, serve_api, tokenizer
@@ -250,6 +252,23 @@ async def test_what_is_no_http_is_refused_without_a_word_in_the_log(
     assert b"Traceback" not in answer
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    await locked.works()
+
+
+async def test_a_giant_header_is_refused_before_it_has_come(locked: Api) -> None:
+    """50 MB in one header: the connection is closed while it comes, and the memory stays."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", locked.port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ")
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < 50 << 20 and not reader.at_eof():
+            writer.write(b"a" * CHUNK)
+            sent += CHUNK
+            await writer.drain()
+    with contextlib.suppress(ConnectionError):
+        assert (await reader.read()).startswith((b"HTTP/1.1 400", b""))
+    writer.close()
+    assert sent < 50 << 20
     await locked.works()
 
 

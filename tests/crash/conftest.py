@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.crash_oracle import KEY, STEPS, Oracle, Reference, Restarted, curve_of, digest
@@ -32,13 +33,19 @@ def restarted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Restarte
         assert status == 200, tokenized
         processes = [Path(f"/proc/{pid}") for pid in descendants(daemon.process.pid)]
         children = tuple((each / "environ").read_bytes() + (each / "cmdline").read_bytes() for each in processes)
+        everyone = [psutil.Process(pid) for pid in (daemon.process.pid, *descendants(daemon.process.pid))]
+        sockets = [found for each in everyone for found in each.net_connections("inet")]
+        listening = tuple(
+            found.laddr.port for found in sockets if found.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
+        )
+        assert daemon.url.endswith(f":{listening[0]}")
         restarts = [daemon.call("GET", "/health")[1]["engine_restarts"]]
         events = oracle.follow(daemon, oracle.submit(daemon, "again"))
         restarts.append(daemon.call("GET", "/health")[1]["engine_restarts"])
         after = oracle.stream(daemon)
         assert daemon.stop() == 0
     adapter = oracle.reference.adapter
-    oracle.reference = Reference(curve_of(before), digest(adapter), text, data, adapter, children)
+    oracle.reference = Reference(curve_of(before), digest(adapter), text, data, adapter, children, listening)
     return Restarted(oracle, restarts, events, after)
 
 

@@ -14,6 +14,10 @@ def test_files_are_for_their_owner(reference: Reference) -> None:
     assert not open_to_others
 
 
+def test_nothing_listens_but_the_api(reference: Reference) -> None:
+    assert len(reference.listening) == 1
+
+
 def test_child_processes_do_not_know_the_key(reference: Reference) -> None:
     assert len(reference.children) >= 2  # the engine, and the process that tokenised
     assert not [child for child in reference.children if KEY.encode() in child]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle  # noqa: TID251 - what must never be opened
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,28 @@ def test_a_checkpoint_that_is_left_aside_is_told_of(base: Base, tmp_path: Path) 
     damage(bench, spec, 2)
     none = Bench(base, tmp_path).start(spec).note
     assert none is not None and "steps 2, 4" in none and "begins again at its first step" in none
+
+
+class Canary:
+    """An object whose unpickling makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def test_what_other_trainers_keep_in_pickles_is_not_opened(base: Base, tmp_path: Path) -> None:
+    """A checkpoint with files of transformers' Trainer beside ours goes on; nothing of theirs was run."""
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS, steps=6, checkpoint_steps=2))
+    bench.start(spec)
+    bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint) and m.step == 4)
+    for name in ("rng_state.pth", "optimizer.pt", "scheduler.pt", "training_args.bin", "state.pkl"):
+        (bench.folder.checkpoint(spec.id, 4) / name).write_bytes(pickle.dumps(Canary(tmp_path / "ran")))
+    assert Bench(base, tmp_path).start(spec).resumed_from == 4
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("keep", [1, 2])

@@ -16,11 +16,12 @@ import torch
 from coserve.core.grammar import Grammar
 from coserve.core.link import RequestFailed
 from coserve.core.types import FinishReason, SamplingParams
+from coserve.data.grammar import llguidance_grammar
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.engine.ranks.executor import RankedExecutor
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
-from coserve.generate.grammars import Grammars
+from coserve.generate.grammars import CACHED, Grammars
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
 from coserve.model.fused import FusedBase
@@ -68,6 +69,20 @@ def test_answers_follow_their_grammars(base: Base, tokenizer: Tokenizer, grammar
         gen = generator(base, kv, ahead(base, kv), grammars)
         assert collect(gen, asked) == expected
         assert bool(gen.scheduler.preemptions) == (pages == 128)
+
+
+def test_compiled_grammars_do_not_pile_up(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that was not used since `CACHED` others were is not kept: it is compiled again."""
+    compiled = list[str]()
+
+    def counted(grammar: Grammar) -> str:
+        compiled.append(grammar.text)
+        return llguidance_grammar(grammar)
+
+    monkeypatch.setattr("coserve.generate.grammars.llguidance_grammar", counted)
+    for text in ("first", "first", *(f"x{number}" for number in range(CACHED)), "first"):
+        assert not grammars.matcher(Grammar("regex", text)).error
+    assert compiled.count("first") == 2 and len(compiled) == CACHED + 2
 
 
 def test_a_grammar_that_allows_everything_changes_nothing(base: Base, tokenizer: Tokenizer, grammars: Grammars) -> None:

@@ -73,6 +73,8 @@ class Reference:
     """The job's adapter in it, a folder to import."""
     children: tuple[bytes, ...]
     """Environment and command line of each child process of the daemon."""
+    listening: tuple[int, ...] = ()
+    """Ports on which the daemon and its children listen."""
 
 
 @dataclass
