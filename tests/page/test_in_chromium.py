@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
+from PIL import Image
 
 from coserve.core.gpu_memory import USES
+from coserve.workloads.bundled import bundled_prompts
 from tests.support.browser import check_accessible, chromium, open_page
 from tests.support.daemon_process import DaemonProcess
 from tests.support.model_folder import make_model_folder
@@ -25,7 +27,12 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
 KEY = "a-key-of-the-tests"
+FIGURES = os.environ.get("COSERVE_FIGURES")
+"""Where to draw the guide's pictures (docs/figures), then on the bundled base; a folder of the test's own otherwise."""
+SIZE = {"width": 1200, "height": 760}
+COLORS = 128
 ROWS = [{"prompt": f"Question {number}:", "completion": f" answer {number} of many"} for number in range(12)]
 DROP = """([zone, name, text]) => {
     const data = new DataTransfer();
@@ -53,8 +60,9 @@ class Node:
         return open_page(self.browser, f"{self.daemon.url}/{view}", KEY, **settings)
 
     def train(self, adapter: str, **training: Any) -> str:
-        """Train a version to its end; the job's id."""
+        """Train a version to its end, and measure it on a row; the job's id."""
         body = {"adapter": adapter, "data": ROWS, "lora": {"r": 4}, "training": {"steps": 3} | training}
+        body["test"] = {"data": ROWS[:1], "max_tokens": 4}
         status, job = self.daemon.call("POST", "/finetune", body)
         assert status == 202, job
         states = [event["state"] for event in self.daemon.events("GET", f"/finetune/{job['id']}/events")]
@@ -76,7 +84,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("page")
     with ExitStack() as stack:
         browser = stack.enter_context(chromium())
-        node = Node(make_model_folder(folder / "model"), folder / "data", browser)
+        model = make_model_folder(folder / "model") if FIGURES is None else Path("bundled")
+        node = Node(model, folder / "data", browser)
         node.start()
         try:
             yield node
@@ -141,6 +150,9 @@ def test_a_job_is_started_from_a_file_and_followed(node: Node, trained: list[str
         page.locator("path.line.dashed").first.wait_for()
         page.get_by_text("Settings", exact=True).first.click()
         assert page.locator("tr.differs", has_text="seed").first.is_visible()
+        measured = page.get_by_role("region", name=f"Test rows of {trained[0]}")
+        measured.get_by_role("row", name=re.compile(r"^adapter 1 \d")).wait_for()
+        assert measured.get_by_role("row", name=re.compile(r"^base 1 \d")).is_visible()
         check_accessible(page)
 
 
@@ -240,6 +252,41 @@ def test_every_view_fits_a_phone_in_the_dark(node: Node, trained: list[str]) -> 
             check_accessible(page)
             assert page.evaluate("document.documentElement.scrollWidth") <= 360, view
             assert page.evaluate("document.activeElement.id") in (f"title-{name}", ""), "focus follows the view"
+
+
+def save(page: Any, path: Path) -> None:
+    """A screenshot in few colours: a few dozen KB."""
+    page.screenshot(path=path, full_page=True)
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(COLORS).save(path, optimize=True)
+
+
+def test_the_guides_pictures_are_drawn(node: Node, tmp_path: Path) -> None:
+    """The overview while a job trains and requests run, and the playground after the job's end."""
+    folder = tmp_path if FIGURES is None else Path(FIGURES)
+    rows = (ROOT / "coserve/assets/corpora/pirate.jsonl").read_text().splitlines()
+    training = {"steps": 40} if FIGURES is None else {"epochs": 10}
+    body = {"adapter": "pirate", "data": [json.loads(row) for row in rows], "training": training}
+    _, job = node.daemon.call("POST", "/finetune", body)
+    prompts, drawn = bundled_prompts(), False
+    with node.open(viewport=SIZE) as page:
+        for number, event in enumerate(node.daemon.events("GET", f"/finetune/{job['id']}/events")):
+            if number % 3 == 0:
+                node.daemon.call("POST", "/generate", {"prompt": prompts[number % len(prompts)], "max_tokens": 24})
+            if (event["metrics"] or {}).get("step", 0) > 0.8 * job["total_steps"] and not drawn:
+                page.get_by_role("img", name="Time of the engine").locator("path.area").nth(1).wait_for()
+                save(page, folder / "page_overview.png")
+                drawn = True
+        page.goto(f"{node.daemon.url}/#playground")
+        page.get_by_label("Adapter A").fill("pirate")
+        page.get_by_label("Prompt", exact=True).fill("Where is the ship?")
+        page.get_by_role("button", name="Generate").click()
+        for output in ("A", "B"):
+            page.get_by_role("region", name=f"Side {output}").get_by_text("first after").wait_for()
+        page.get_by_role("group", name="Output A").locator(".token").nth(4).hover()
+        save(page, folder / "page_playground.png")
+    for name in re.findall(r"figures/(page_\w+\.png)", (ROOT / "docs/guide/page.md").read_text()):
+        assert 20_000 < (folder / name).stat().st_size < 200_000
 
 
 def test_a_dead_daemon_is_shown_and_recovered_from(node: Node) -> None:
