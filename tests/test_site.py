@@ -65,16 +65,22 @@ def test_the_fields_beside_llama_factorys_exist() -> None:
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(Path("bundled"), tmp_path_factory.mktemp("site") / "data") as process:
+def daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A daemon on the bundled base, with as many processes as the parameter says."""
+    options = ("--tp", str(request.param))
+    with DaemonProcess(Path("bundled"), tmp_path_factory.mktemp("site") / "data", options=options) as process:
         process.wait_ready()
         yield process
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guide", ["first-adapter", "from-openai"])
+@pytest.mark.parametrize(
+    ("guide", "daemon"),
+    [("first-adapter", 1), ("from-openai", 1), ("latency-targets", 1), ("several-gpus", 2)],
+    indirect=["daemon"],
+)
 def test_what_a_guide_shows_runs_from_top_to_bottom(guide: str, daemon: DaemonProcess, tmp_path: Path) -> None:
-    """Files, shell commands and Python, in one folder; only the daemon's address is another."""
+    """Files, shell commands and Python, in one folder; only the daemon's address is another, and it runs already."""
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
     environ = os.environ | {"COSERVE_URL": daemon.url, "PATH": path}
     said = ""
@@ -83,6 +89,7 @@ def test_what_a_guide_shows_runs_from_top_to_bottom(guide: str, daemon: DaemonPr
             (tmp_path / name).write_text(code)
             continue
         script = code.replace("http://localhost:8000", daemon.url)
+        script = re.sub(r"^\$ coserve serve .*$", "", script, flags=re.MULTILINE)
         shell = ["bash", "-e", "-c", re.sub(r"^\$ ", "", script, flags=re.MULTILINE)]
         command = shell if language == "console" else [sys.executable, "-P", "-c", script]
         done = subprocess.run(
@@ -93,5 +100,9 @@ def test_what_a_guide_shows_runs_from_top_to_bottom(guide: str, daemon: DaemonPr
     if guide == "first-adapter":
         assert "Please reset your password" in said, said
         assert (tmp_path / "support-peft" / "adapter_config.json").is_file()
+    elif guide == "latency-targets":
+        assert said.startswith("slack 2.0 0.2\n") and "In the limits" in said and "True length" in said, said
+    elif guide == "several-gpus":
+        assert said.count("Its keeper is Ada Quill") >= 1 and "plain-bd2" in said, said
     else:
         assert said.startswith("succeeded\n") and said.endswith("\nfirst\n"), said
