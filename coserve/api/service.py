@@ -18,11 +18,13 @@ from coserve.api.adapters.aliases import Aliases
 from coserve.api.adapters.catalog import AdapterCatalog
 from coserve.api.adapters.conversion import Conversions
 from coserve.api.adapters.scrub import Scrub
+from coserve.api.documents.asking import Asker
 from coserve.api.documents.jobs import DocumentJobs
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.in_flight import MAX_PROMPT_SCORES, InFlightRequests
 from coserve.api.generation.stop_tokens import turn_notes
+from coserve.api.jobs.evaluation import JobEvaluation
 from coserve.api.jobs.manager import JobManager
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.sampling import JobSampler
@@ -58,6 +60,7 @@ from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.files import FileStore
 from coserve.state.folder import DataFolder
+from coserve.state.records import JobRecord
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
@@ -107,10 +110,14 @@ class Service:
             config, self.engine, registry, tokenizer, self.texts, self.metrics, max_prompt_scores=max_prompt_scores
         )
         self.generation.charge = self.access.quotas.charge
-        documents = DocumentJobs(
-            config, folder, registry, tokenizer, self.texts, self.generation, self.engine, self.recorder
-        )
-        self._sampler = JobSampler(registry, self.engine, self.generation, self.recorder.deliver, documents.evaluate)
+        asker = Asker(self.generation, self.texts, self.engine)
+        documents = DocumentJobs(config, folder, registry, tokenizer, self.texts, asker, self.engine, self.recorder)
+        tests = JobEvaluation(folder, registry, asker, self.recorder)
+
+        async def evaluate(record: JobRecord, snapshot: JobSnapshot) -> bool:
+            return await documents.evaluate(record, snapshot) and await tests.evaluate(record, snapshot)
+
+        self._sampler = JobSampler(registry, self.engine, self.generation, self.recorder.deliver, evaluate)
         self.background: list[Callable[[], Awaitable[None]]] = [documents.close]
         """Ends work of the daemon's own that sends requests, and goes on after the next start."""
         self.stopping = Stopping()
@@ -265,7 +272,7 @@ class Service:
                 self.generation.deliver(message)
             case EngineStats():
                 self.metrics.engine.report(message)
-                self.history.report(message)
+                self.history.report(message, self.jobs.unfinished)
             case EngineNotes():
                 self.engine.note(message.notes)
             case EngineStopped():
@@ -285,7 +292,7 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether a load balancer should send requests here: the answer of `GET /health/ready`."""
-        return self.engine.alive and not self.engine.silence and not self.access.closed
+        return self.engine.alive and not self.engine.silence and not self.stopping.stopped
 
     def health(self) -> Health:
         """Return the response of `GET /health`."""
@@ -305,7 +312,7 @@ class Service:
             )
         ttft, tpot = (None, None) if spec is None else self._config.targets(device=spec.device)
         return Health(
-            status=self.engine.status,
+            status="stopping" if self.stopping.stopped else self.engine.status,
             version=__version__,
             uptime=time.monotonic() - self._started_monotonic,
             engine_alive=self.engine.alive,
@@ -328,7 +335,7 @@ class Service:
             ],
             waiting=stats.waiting if stats is not None else 0,
             running=stats.running if stats is not None else 0,
-            jobs=stats.jobs if stats is not None else 0,
+            jobs=self.jobs.unfinished,
             adapters_resident=len(stats.resident) if stats is not None else 0,
             host_adapter_bytes=stats.host_adapter_bytes if stats is not None else 0,
             host_adapter_limit=ready.host_adapter_limit if ready is not None else 0,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from coserve.client.options import cut_warning
 from coserve.client.progress import clock, learned_texts
-from coserve.core.schemas import DocumentJob, Job, Preparing
+from coserve.core.schemas import DocumentJob, EvalScore, Job, Preparing
 
 HEADERS = ("ID", "ADAPTER", "STATE", "STEP", "LOSS", "AGE", "LEFT")
 LEAST_NAME = 8
@@ -84,11 +84,17 @@ def job_line(job: Job) -> str:
         loss += _best(job)
         loss += "" if job.metrics.perplexity is None else f"  perplexity {job.metrics.perplexity:.4g}"
         loss += "".join(f"  {text}" for text in learned_texts(job.metrics))
+    loss += "" if job.test is None else f"  test {_measures(job.test.adapter)} (base {_measures(job.test.base)})"
     loss += "" if job.document is None else f"  {document_text(job.document)}"
     error = "" if job.error is None else f"  {job.error.code}: {job.error.message}"
     waiting = "" if job.waiting is None else f"  {job.waiting}"
     step = f"step {job.step}/{job.total_steps}{', stopped early' if job.stopped_early else ''}"
     return f"{job.id}  {job.adapter}@{job.version}  {job.state}  {step}{loss}{waiting}{error}"
+
+
+def _measures(score: EvalScore) -> str:
+    match = "" if score.match is None else f", {score.match:.0%} of answers right"
+    return f"loss {score.loss:.3f}, {score.token_accuracy:.0%} of tokens right{match}"
 
 
 def document_text(document: DocumentJob) -> str:

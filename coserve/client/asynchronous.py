@@ -48,6 +48,7 @@ from coserve.core.schemas import (
     ConvertRequest,
     DeletedAdapter,
     Distillation,
+    EvalRequest,
     GenerateChunk,
     GenerateResponse,
     ImportRequest,
@@ -158,6 +159,7 @@ class AsyncClient:
         metadata: Mapping[str, str] | None = None,
         on_conflict: OnConflict = "wait",
         columns: Mapping[RowField, str] | None = None,
+        test: EvalRequest | Mapping[str, Any] | None = None,
         idempotency_key: str | None = None,
         on_preparing: Callable[[Preparing], None] | None = None,
     ) -> AsyncJobHandle:
@@ -168,6 +170,10 @@ class AsyncClient:
 
         With a `teacher` the job learns that adapter's outputs at the rows' targets instead of their tokens
         (distillation).
+
+        `test` has rows that are not learned: `{"data": rows}`, or `{"path": ...}` at the daemon, with `regex` or
+        `json_field` if answers are compared by a part. The trained adapter and the base answer them, as in `coserve
+        eval`; the measures are `test` of the job.
 
         While an unfinished job trains `adapter`, one with `continue_from=adapter` waits for it and continues from the
         version that it publishes. `on_conflict="fork"` starts at once, from the current version; `"refuse"` raises
@@ -191,7 +197,7 @@ class AsyncClient:
         if isinstance(data, str | Path):
             data, file = None, data
         body = finetune_request(
-            adapter, data, path, continue_from, teacher, lora, training, metadata, on_conflict, columns
+            adapter, data, path, continue_from, teacher, lora, training, metadata, on_conflict, columns, test
         )
         request = self._caller.request(
             "POST",

@@ -19,6 +19,7 @@ from coserve.core.sampling import SamplingOptions
 from coserve.core.schemas import (
     ChatMessage,
     DocumentRequest,
+    EvalRequest,
     FinetuneRequest,
     GenerateRequest,
     ImportRequest,
@@ -135,6 +136,7 @@ def finetune_request(
     metadata: Mapping[str, str] | None,
     on_conflict: OnConflict,
     columns: Mapping[RowField, str] | None,
+    test: EvalRequest | Mapping[str, Any] | None = None,
 ) -> FinetuneRequest:
     """Build the request. Raises `InvalidRequest` for rows, metadata or settings of a wrong type; `encode` and
     `with_rows` check the values inside."""
@@ -151,6 +153,7 @@ def finetune_request(
         metadata=dict(metadata or {}),
         on_conflict=on_conflict,
         columns=dict(columns or {}),
+        test=None if test is None else as_struct(test, EvalRequest, "test"),
     )
     if training is None:
         return request  # the daemon's defaults apply, not ours

@@ -53,7 +53,7 @@ class Lines(Silent):
             print(f"{self._name}  step {done}  {step_text(event.metrics, event.eta)}", file=sys.stderr, flush=True)
         elif event.sample is not None:
             print("\n".join(sample_lines(event.sample)), file=sys.stderr, flush=True)
-        elif event.document is not None:
+        elif event.document is not None or event.test is not None:
             print(f"{self._name}  {event.message}", file=sys.stderr, flush=True)
 
 

@@ -121,6 +121,8 @@ def _of_job(source: DataFolder, record: JobRecord) -> Iterator[Path]:
     id = record.spec.id
     if record.document is None:
         yield source.corpus(id)
+        if source.test(id).exists():
+            yield source.test(id)
     else:
         yield source.document(id)
         checkpoints = {path for _, path in source.checkpoints(id)}

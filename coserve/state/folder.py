@@ -67,6 +67,9 @@ class DataFolder:
     def document(self, job_id: str) -> Path:
         return self.job(job_id) / DOCUMENT
 
+    def test(self, job_id: str) -> Path:
+        return self.job(job_id) / "test.json"
+
     def session_state(self, run: str, name: str) -> Path:
         return self.sessions / _checked(run) / _checked(name)
 

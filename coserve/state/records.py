@@ -4,9 +4,9 @@ the epoch."""
 from __future__ import annotations
 
 import hashlib
-from typing import Final
+from typing import Final, TypedDict
 
-from coserve.core.schemas import DocumentJob, ErrorInfo, Sample
+from coserve.core.schemas import DocumentJob, ErrorInfo, EvalResult, Sample
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import AdapterDigests, AdapterRef, JobSpec, JobState, TrainingRequest, Wire
 from coserve.state.pace import Pace
@@ -59,6 +59,9 @@ class JobRecord(Wire, frozen=True):
     asked: TrainingRequest | None = None
     """Training settings of a document's job as the request had them: what is open is chosen for its later corpus."""
 
+    test: EvalResult | None = None
+    """Measures of the trained adapter, if the request had test rows."""
+
     @property
     def prepared(self) -> bool:
         """Whether the job's corpus exists: a document's is made of questions and answers first."""
@@ -70,6 +73,17 @@ class JobRecord(Wire, frozen=True):
         if self.pace is None or self.state.terminal:
             return None
         return self.pace.left(self.total_steps - self.step)
+
+
+class EventFields(TypedDict, total=False):
+    """Fields of a `JobEvent` that some types of events have."""
+
+    metrics: StepMetrics
+    state: JobState
+    eta: float | None
+    sample: Sample
+    document: DocumentJob
+    test: EvalResult
 
 
 LOADED: Final = "load"

@@ -6,21 +6,21 @@ What belongs to a project that the running request's principal does not see is n
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final
+from typing import Final, Unpack
 
 import msgspec
 
 from coserve.core.access.principal import idempotency_key as scoped_key
 from coserve.core.access.principal import principal
 from coserve.core.errors import AdapterBusy, JobNotFound, WrongJobState
-from coserve.core.schemas import DocumentJob, ErrorInfo, EventLevel, EventType, JobEvent, Sample
+from coserve.core.schemas import DocumentJob, ErrorInfo, EvalResult, EventLevel, EventType, JobEvent, Sample
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef, JobSpec, JobState
 from coserve.state.access import AccessTable
 from coserve.state.adapters import AdapterTable
 from coserve.state.missing_samples import missing_notes, passed_step
 from coserve.state.pace import Pace
-from coserve.state.records import LOADED, AdapterRecord, JobRecord
+from coserve.state.records import LOADED, AdapterRecord, EventFields, JobRecord
 
 __all__ = ["AdapterRecord", "JobEvent", "JobRecord", "Registry"]
 
@@ -138,11 +138,7 @@ class Registry(AccessTable, AdapterTable):
         message: str,
         *,
         level: EventLevel = "info",
-        metrics: StepMetrics | None = None,
-        state: JobState | None = None,
-        eta: float | None = None,
-        sample: Sample | None = None,
-        document: DocumentJob | None = None,
+        **fields: Unpack[EventFields],
     ) -> None:
         (last,) = self._db.execute("SELECT coalesce(max(seq), 0) FROM events WHERE job = ?", (job,)).fetchone()
         event = JobEvent(
@@ -152,13 +148,9 @@ class Registry(AccessTable, AdapterTable):
             level=level,
             type=type,
             message=message,
-            metrics=metrics,
-            state=state,
-            eta=eta,
-            sample=sample,
-            document=document,
+            **fields,
         )
-        of_step = metrics if sample is None else sample
+        of_step = fields.get("sample") or fields.get("metrics")
         self._db.execute(
             "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
             (job, event.seq, type, None if of_step is None else of_step.step, _encode(event)),
@@ -256,12 +248,20 @@ class Registry(AccessTable, AdapterTable):
 
     def record_document(self, id: str, document: DocumentJob, message: str) -> JobRecord:
         """Record what the job of a document has done. Raises `JobNotFound`, `WrongJobState`."""
+        return self._record(id, "document", message, document=document)
+
+    def record_test(self, id: str, test: EvalResult, message: str) -> JobRecord:
+        """Record the measures of a job's adapter. Raises `JobNotFound`, `WrongJobState`."""
+        return self._record(id, "test", message, test=test)
+
+    def _record(self, id: str, type: EventType, message: str, **fields: Unpack[EventFields]) -> JobRecord:
+        """Add an event with `fields`, and put them into the job's record. Raises `JobNotFound`, `WrongJobState`."""
         with self._transaction():
             record = self.job(id)
             if record.state.terminal:
                 raise WrongJobState(f"job {id} is {record.state}: it does nothing more")
-            self._append(id, "document", message, document=document)
-            return self._save(msgspec.structs.replace(record, document=document))
+            self._append(id, type, message, **fields)
+            return self._save(msgspec.structs.replace(record, **fields))
 
     def record_corpus(self, spec: JobSpec, total_steps: int, document: DocumentJob) -> JobRecord:
         """Record that a document's job has its corpus and waits to be trained, as `spec`. Raises `JobNotFound`,

@@ -42,6 +42,7 @@ async def learn(api: Api, adapter: str, steps: int = 2, **document: Any) -> tupl
     status, job = await api.call("POST", "/finetune", json=body)
     assert status == 202, job
     assert job["document"]["phase"] == "questions"
+    assert (await api.call("GET", "/health"))[1]["jobs"] == 1
     events = [event for _, event in await api.events(job["id"])]
     return events, (await api.call("GET", f"/finetune/{job['id']}"))[1]
 

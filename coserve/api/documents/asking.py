@@ -1,4 +1,5 @@
-"""Requests that a document's job makes of the daemon's own engine: ordinary ones, of the class batch."""
+"""Requests that jobs make of the daemon's own engine, to teach a document or to evaluate: ordinary ones, of the class
+batch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from coserve.core.types import AdapterRef
 from coserve.state.retries import FOR_EVER
 
 AT_ONCE = 64
-"""Requests in flight of all documents together."""
+"""Requests in flight of all jobs together."""
 
 T = TypeVar("T")
 

@@ -15,7 +15,6 @@ from coserve.api.documents.evaluation import Evaluation
 from coserve.api.documents.teaching import Lessons, Teaching
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
-from coserve.api.generation.in_flight import InFlightRequests
 from coserve.api.jobs.owner import act_as_owner
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.config import Config
@@ -58,13 +57,12 @@ class DocumentJobs:
         registry: RegistryThread,
         tokenizer: Tokenizer,
         texts: AsyncTokenizer,
-        generation: InFlightRequests,
+        asker: Asker,
         engine: EngineClient,
         recorder: JobRecorder,
     ) -> None:
         self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
-        self._engine, self._recorder, self._texts = engine, recorder, texts
-        self._asker = Asker(generation, texts, engine)
+        self._engine, self._recorder, self._texts, self._asker = engine, recorder, texts, asker
         self._places = asyncio.Semaphore(config.max_active_jobs)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.prepared: Prepared
@@ -81,6 +79,11 @@ class DocumentJobs:
         """Stop to prepare a job, if it is being prepared. What is there stays."""
         if (task := self._tasks.get(id)) is not None:
             task.cancel()
+
+    @property
+    def preparing(self) -> int:
+        """Number of jobs that are being prepared, or wait for a place."""
+        return len(self._tasks)
 
     async def close(self) -> None:
         tasks = tuple(self._tasks.values())
@@ -153,10 +156,12 @@ class DocumentJobs:
     # ---- evaluation
 
     async def evaluate(self, record: JobRecord, snapshot: JobSnapshot) -> bool:
-        """Evaluate the trained adapter, and record the result. Returns False if the engine ends first. An adapter that
-        has learned nothing, or cannot be evaluated, is not published, unless the request says so: its job fails."""
+        """Evaluate a document's trained adapter, and record the result. Returns False if the engine ends first. An
+        adapter that has learned nothing, or cannot be evaluated, is not published, unless the request says so: its job
+        fails."""
         id, document = record.spec.id, record.document
-        assert document is not None, "expected a document's job"
+        if document is None:
+            return True
         found = document.evaluation
         if found is None:
             evaluate = partial(self._evaluation, record, document, snapshot)

@@ -20,6 +20,7 @@ from coserve.api.jobs.chain import Decision, JobChain
 from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
 from coserve.api.jobs.deaths import ENGINE_CRASHED, MAX_DEATHS, Deaths
 from coserve.api.jobs.deletion import delete_job
+from coserve.api.jobs.evaluation import JobTest
 from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.notes import record_cut_rows, replacement_notes
 from coserve.api.jobs.preparation import Show
@@ -92,6 +93,13 @@ class JobManager:
         """Held while the registry and the engine's jobs are changed together."""
         self._commits, self._keys = Commits(), IdempotencyKeys(KEY_PATIENCE)
         self._stopping = stopping
+
+    @property
+    def unfinished(self) -> int:
+        """Number of jobs that are prepared, queued or trained. Paused ones, and those that wait for another job, are
+        left out."""
+        stats = self._engine.stats
+        return self._documents.preparing + (0 if stats is None else stats.jobs)
 
     # ---- engines
 
@@ -270,12 +278,12 @@ class JobManager:
             if made is None:
                 await self._registry(self._check_max_jobs)
                 async with self._stopping.interrupts():
-                    record, corpus = await self._submission.prepare(
+                    record, corpus, test = await self._submission.prepare(
                         request, upload, spec, self._engine.pool, self._engine.memory, show, origin
                     )
                 record = msgspec.structs.replace(record, request_digests=digests)
                 # From here on the job is created even if the client leaves.
-                made = await self._commits.run(self._accept(request, record, corpus, key))
+                made = await self._commits.run(self._accept(request, record, corpus, test, key))
             else:
                 check_same_request(made, digests)
         return await self.views.show(made)
@@ -293,9 +301,14 @@ class JobManager:
             raise QuotaExceeded(f"project {project} has {most} jobs already, as many as its quota", retry_after=10)
 
     async def _accept(
-        self, request: FinetuneRequest, record: JobRecord, corpus: PendingCorpus | PendingDocument, key: str | None
+        self,
+        request: FinetuneRequest,
+        record: JobRecord,
+        corpus: PendingCorpus | PendingDocument,
+        test: JobTest | None,
+        key: str | None,
     ) -> JobRecord:
-        """Write the corpus to disk, then the job's row, then tell the engine."""
+        """Write the corpus and test rows to disk, then the job's row, then tell the engine."""
         id, adapter = record.spec.id, record.spec.adapter
 
         def create(registry: Registry) -> JobRecord:
@@ -324,6 +337,8 @@ class JobManager:
 
         try:
             await asyncio.to_thread(corpus.save, self._folder.corpus(id))
+            if test is not None:
+                await asyncio.to_thread(test.save, self._folder.test(id))
             async with self._changes:
                 made = await self._registry(create)
                 if made.spec.id == id:

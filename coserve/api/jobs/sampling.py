@@ -37,8 +37,8 @@ class JobSampler:
         record: Callable[[Progress], None],
         evaluate: Callable[[JobRecord, JobSnapshot], Awaitable[bool]],
     ) -> None:
-        """`record` gets each sample and note; it must return at once. `evaluate` is called with a document's job and
-        its final snapshot; it returns False like `_sample`."""
+        """`record` gets each sample and note; it must return at once. `evaluate` is called with an evaluated job
+        and its final snapshot; it returns False like `_sample`."""
         self._registry, self._engine, self._generation, self._record = registry, engine, generation, record
         self._evaluate = evaluate
         self._tasks: dict[asyncio.Task[bool], str] = {}
@@ -80,7 +80,7 @@ class JobSampler:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._sample_prompt(snapshot, index, record.spec)) for index in wanted]
             sampled = all(task.result() for task in tasks)
-            if sampled and snapshot.final and record.document is not None:
+            if sampled and snapshot.final and record.spec.evaluated:
                 return await self._evaluate(record, snapshot)
             return sampled
         except CoserveError as error:

@@ -25,6 +25,7 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.http.parsing import local_path
 from coserve.api.jobs.conflicts import last_job, refuse_conflict, serialised
+from coserve.api.jobs.evaluation import JobTest, read_test
 from coserve.api.jobs.notes import row_notes
 from coserve.api.jobs.preparation import CorpusPreparation, Report, Show, Tokenization
 from coserve.api.jobs.sampling import sample_request
@@ -92,9 +93,10 @@ class Submission:
         memory: MemoryModel | None,
         show: Show = lambda _: None,
         origin: JobOrigin | None = None,
-    ) -> tuple[JobRecord, PendingCorpus | PendingDocument]:
-        """Return the job's record, whose version is provisional, and its corpus. `memory`: the engine's memory model,
-        if it has one. `show` is told the progress of a large corpus. `origin`: the uploaded files that `upload` holds.
+    ) -> tuple[JobRecord, PendingCorpus | PendingDocument, JobTest | None]:
+        """Return the job's record, whose version is provisional, its corpus, and its test rows. `memory`: the engine's
+        memory model, if it has one. `show` is told the progress of a large corpus. `origin`: the uploaded files that
+        `upload` holds.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `AdapterBusy`, `BaseMismatch`,
         `ForbiddenPath`, `JobTooLarge`, `AdapterTooLarge`, `UnsupportedAdapter`.
@@ -121,6 +123,8 @@ class Submission:
         await refuse_too_large(request.adapter, lora, spec, pool, self._config, field=given)
         await asyncio.to_thread(_check_publishable, lora, spec, field=given)
         teacher = await self._teacher(request, spec)
+        asked_test = request.test
+        test = None if asked_test is None else await read_test(asked_test, spec, self._texts, self._config.data_root)
         columns = Columns({str(field): column for field, column in request.columns.items()})
         corpus: PendingCorpus | PendingDocument
         if document is not None:
@@ -142,7 +146,7 @@ class Submission:
                 init_digests=None if source is None else source.digests,
                 teacher=teacher,
                 longest=0 if document is None else min(longest, document.tokens_at_once),
-                evaluated=document is not None,
+                evaluated=document is not None or test is not None,
             )
             steps, notes = 0, tuple[str, ...]()
             if not isinstance(corpus, PendingDocument):
@@ -174,7 +178,7 @@ class Submission:
             document=document.job(corpus.chunks) if document and isinstance(corpus, PendingDocument) else None,
             asked=None if document is None else request.training,
         )
-        return record, corpus
+        return record, corpus, test
 
     async def _sized(
         self, job: JobSpec, wanted: TrainingRequest, corpus: PendingCorpus, arrays: Corpus, base: BaseSpec

@@ -153,6 +153,7 @@ def job_view(record: JobRecord, line: Line) -> Job:
         samples=list(record.samples),
         stopped_early=record.state is JobState.SUCCEEDED and record.step < record.total_steps,
         document=record.document,
+        test=record.test,
         published_step=_published_step(record) if record.state is JobState.SUCCEEDED else None,
     )
 

@@ -2,7 +2,7 @@
 
 import { get, send } from "./api.js";
 import { Chart } from "./chart.js";
-import { attempt, clock, confirmed, el, keyed, moment, number, percent, say, seconds, setText, table } from "./dom.js";
+import { attempt, clock, confirmed, el, keyed, moment, number, percent, say, seconds, setText, table, textRow } from "./dom.js";
 import { Follower } from "./follow.js";
 import { submitForm } from "./submit.js";
 
@@ -112,12 +112,19 @@ function makeDetails({ id }) {
   const samples = el("div", { class: "samples", role: "region", "aria-label": `Samples of ${id}`, tabindex: 0 });
   const log = el("ol", { class: "log", tabindex: 0, "aria-label": `Events of ${id}` });
   const settings = table(`Settings of ${id}`, "Setting", "Value");
+  const test = table(`Test rows of ${id}`, "Model", "Rows", "Loss", "Tokens right", "Answers right");
+  const measured = { adapter: textRow("adapter", 4), base: textRow("base", 4) };
+  test.body.append(measured.adapter.node, measured.base.node);
   const node = el("section", { "aria-label": id },
-    head, state, el("h4", {}, "Samples"), samples, el("h4", {}, "Events"), log,
+    head, state, test.node, el("h4", {}, "Samples"), samples, el("h4", {}, "Events"), log,
     el("details", {}, el("summary", {}, "Settings"), settings.node));
   const update = (one) => {
     const last = one.steps.at(-1);
     const job = listed.find((each) => each.id === id);
+    test.node.hidden = !job?.test;
+    for (const [name, { rows, loss, token_accuracy, match }] of Object.entries(job?.test ?? {})) {
+      measured[name].write(number(rows), number(loss), percent(token_accuracy), match === null ? "–" : percent(match));
+    }
     setText(head, `${nameOf(id)} (${id})`);
     samples.hidden = samples.previousElementSibling.hidden = !one.samples.size;
     setText(state, [one.state ?? "…", last && `step ${last.step} of ${last.total_steps}, loss ${number(last.loss)}`,

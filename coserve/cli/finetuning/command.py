@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect, optimizer_named, target_names, with_options
@@ -55,6 +56,15 @@ def _finetune(
         list[str] | None,
         typer.Option(help="show what the adapter in training generates of this text; may be given several times"),
     ] = None,
+    test: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSONL file of rows that are not learned: the trained adapter and the base answer them, as in coserve "
+            "eval; --set test.regex=... or test.json_field=... compares a part of the answers",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     set_fields: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,6 +97,7 @@ def _finetune(
         "dpo_beta": None if dpo_beta is None else {"type": "dpo", "beta": dpo_beta},
         "optimizer": optimizer,
         "sample_prompt": sample_prompt or None,
+        "test": None if test is None else _rows(test),
     }
     settings = request_settings({**options, **own}, set_fields or [])
     if settings.get("continue_from") is not None and settings.get("lora"):
@@ -109,6 +120,15 @@ def _finetune(
 
 
 finetune = with_options(_finetune, field_options())
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file."""
+    lines = file.read_bytes().splitlines()
+    try:
+        return [msgspec.json.decode(line, type=dict[str, Any]) for line in lines if line.strip()]
+    except msgspec.DecodeError as error:
+        raise typer.BadParameter(f"--test: expected JSON objects, one a line: {error}") from None
 
 
 def _show_preparing(preparing: Preparing) -> None:

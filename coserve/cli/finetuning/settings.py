@@ -45,6 +45,7 @@ FIELDS = {name: field for name, (field, _) in OPTIONS.items()} | {
     "dpo_beta": "training.loss",
     "optimizer": "training.optimizer",
     "sample_prompt": "training.sample_prompts",
+    "test": "test.data",
 }
 """The field of each option."""
 FLAGS = {field: f"--{name.replace('_', '-')}" for name, field in FIELDS.items()}

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -20,35 +16,13 @@ from rich.table import Table
 from coserve.cli import common
 from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.client import AsyncClient
-from coserve.core.errors import EmptyCorpus, InvalidRequest, MalformedRow
-from coserve.core.types import Wire
+from coserve.core.errors import EmptyCorpus
+from coserve.core.schemas import EvalScore
 from coserve.data.corpus.jsonl import parse_jsonl
-from coserve.data.corpus.rows import ChatRow, CompletionRow, PreferenceRow, Row, TextRow
+from coserve.data.evaluation import Match, Question, RowScore, matcher, mean_score, question, row_score
 
 AT_ONCE = 16
 """Rows in flight at a time."""
-Match = Callable[[str, str], bool]
-"""Compares a generated text with the expected one."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """The arguments of `AsyncClient.generate` for a row, and the expected answer; None: a text without one."""
-
-    source: dict[str, Any]
-    answer: str | None
-
-
-class Score(Wire, frozen=True):
-    """Means over the rows. Those of tokens are over the answers' tokens (or the texts', the first token excluded)."""
-
-    rows: int
-    tokens: int
-    loss: float
-    token_accuracy: float
-    """Share of tokens that the model finds the most likely."""
-    match: float | None
-    """Share of greedy answers that match; None: the rows are texts."""
 
 
 def evaluate(
@@ -83,78 +57,20 @@ def evaluate(
         Console().print(_table(named))
 
 
-def question(row: Row) -> Question:
-    """Return what a row asks. A chat asks for its last message. Raises `MalformedRow`."""
-    match row:
-        case TextRow():
-            return Question({"prompt": row.text}, None)
-        case CompletionRow():
-            return Question({"prompt": row.prompt}, row.completion)
-        case ChatRow():
-            *before, last = row.messages
-            if last["role"] != "assistant" or not before or not isinstance(last.get("content"), str):
-                raise MalformedRow("expected a chat that ends with a text of the assistant", line=row.line)
-            messages = [{name: value for name, value in one.items() if name != "weight"} for one in before]
-            more: dict[str, Any] = {"tools": list(row.tools)} if row.tools else {}
-            if row.options:
-                more["chat_template_kwargs"] = row.options
-            return Question({"messages": messages, **more}, str(last["content"]))
-        case PreferenceRow():
-            raise MalformedRow("expected rows of texts, prompts and completions, or chats, got a pair", line=row.line)
-
-
-def matcher(regex: str | None, field: str | None) -> Match:
-    """Return how texts are compared. Raises `InvalidRequest`."""
-    if regex is not None and field is not None:
-        raise InvalidRequest("expected --regex or --json-field, got both")
-    try:
-        parts = partial(_found, re.compile(regex)) if regex is not None else partial(_field, field) if field else None
-    except re.error as error:
-        raise InvalidRequest(f"--regex: expected a regular expression, got {regex!r}: {error}") from error
-    if parts is None:
-        return lambda got, expected: got.strip() == expected.strip()
-    return lambda got, expected: (value := parts(expected)) is not None and parts(got) == value
-
-
-def _found(pattern: re.Pattern[str], text: str) -> str | None:
-    found = pattern.search(text)
-    return None if found is None else found[min(1, pattern.groups)]
-
-
-def _field(path: str, text: str) -> object:
-    """Return a field of a JSON text; None: it has none."""
-    try:
-        value: object = json.loads(text)
-    except ValueError:
-        return None
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
 async def _scores(
     client: AsyncClient, models: Iterable[str | None], questions: list[Question], matches: Match, max_tokens: int
-) -> list[Score]:
+) -> list[EvalScore]:
     places = asyncio.Semaphore(AT_ONCE)
 
-    async def one(asked: Question, model: str | None) -> _Row:
+    async def one(asked: Question, model: str | None) -> RowScore:
         async with places:
             return await _row(client, asked, model, matches, max_tokens)
 
     async with client:
-        return [_mean(await asyncio.gather(*(one(asked, model) for asked in questions))) for model in models]
+        return [mean_score(await asyncio.gather(*(one(asked, model) for asked in questions))) for model in models]
 
 
-@dataclass(frozen=True)
-class _Row:
-    loss: float
-    """Sum over the tokens."""
-    right: int
-    tokens: int
-    match: bool | None
-
-
-async def _row(client: AsyncClient, asked: Question, model: str | None, matches: Match, max_tokens: int) -> _Row:
+async def _row(client: AsyncClient, asked: Question, model: str | None, matches: Match, max_tokens: int) -> RowScore:
     prompt: str | list[int] = asked.source.get("prompt", "")
     first, match = 1, None
     if asked.answer is not None:
@@ -173,23 +89,10 @@ async def _row(client: AsyncClient, asked: Question, model: str | None, matches:
         prompt, first = [*before, *(answer.prompt_token_ids or [])], len(before)
         match = matches(given.choices[0].text, asked.answer)
     scored = await client.generate(prompt, adapter=model, max_tokens=0, prompt_logprobs=1)
-    tokens = [token for token in (scored.prompt_logprobs or [])[first:] if token.logprob is not None]
-    right = sum(token.top[0].token_id == token.token_id for token in tokens)
-    return _Row(-sum(token.logprob or 0.0 for token in tokens), right, len(tokens), match)
+    return row_score((scored.prompt_logprobs or [])[first:], match)
 
 
-def _mean(rows: list[_Row]) -> Score:
-    tokens, matched = sum(row.tokens for row in rows), [row.match for row in rows if row.match is not None]
-    return Score(
-        rows=len(rows),
-        tokens=tokens,
-        loss=sum(row.loss for row in rows) / max(tokens, 1),
-        token_accuracy=sum(row.right for row in rows) / max(tokens, 1),
-        match=sum(matched) / len(matched) if matched else None,
-    )
-
-
-def _table(scores: dict[str, Score]) -> Table:
+def _table(scores: dict[str, EvalScore]) -> Table:
     table = Table()
     for name in ("model", "rows", "tokens", "loss", "perplexity", "token accuracy", "match"):
         table.add_column(name, justify="left" if name == "model" else "right")

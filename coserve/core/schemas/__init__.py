@@ -31,6 +31,7 @@ from coserve.core.schemas.documents import (
     UserQuestion,
 )
 from coserve.core.schemas.errors import ErrorBody, ErrorInfo
+from coserve.core.schemas.evaluation import EvalRequest, EvalResult, EvalScore
 from coserve.core.schemas.generation import (
     Choice,
     ChosenLogprob,
@@ -83,6 +84,9 @@ __all__ = [
     "DocumentSettings",
     "ErrorBody",
     "ErrorInfo",
+    "EvalRequest",
+    "EvalResult",
+    "EvalScore",
     "EventLevel",
     "EventType",
     "FinetuneRequest",

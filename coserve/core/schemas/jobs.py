@@ -10,6 +10,7 @@ from coserve.core.limits import MAX_ROWS, LocalPath, Text
 from coserve.core.names import AdapterName, AdapterRefText
 from coserve.core.schemas.documents import DocumentJob, DocumentRequest
 from coserve.core.schemas.errors import ErrorInfo
+from coserve.core.schemas.evaluation import EvalRequest, EvalResult
 from coserve.core.schemas.generation import Finish
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import JobState, LoraRequest, LoraSettings, TrainingRequest, TrainingSettings, Wire
@@ -73,6 +74,8 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     """Distillation: learn this adapter's outputs at the rows' targets instead of their tokens. Losses are KL
     divergences from it. The base itself cannot be a teacher."""
     lora: LoraRequest | None = None
+    test: EvalRequest | None = None
+    """Rows to measure the trained adapter on, beside the base, before it is published."""
     training: TrainingRequest = TrainingRequest()
     metadata: Annotated[
         dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
@@ -140,6 +143,8 @@ class Job(Wire, frozen=True):
     stopped_early: bool = False
     """The job succeeded before `total_steps`, as `early_stopping_patience` evaluations brought no improvement."""
     document: DocumentJob | None = None
+    test: EvalResult | None = None
+    """Measures on the request's `test` rows, once there are some."""
     published_step: int | None = None
     """Step whose weights were published, once succeeded: with early stopping the best one, with validation loss
     `metrics.best_valid_loss`, else the last one."""
@@ -186,7 +191,7 @@ class JobList(Wire, frozen=True):
 
 
 EventLevel = Literal["info", "warning", "error"]
-EventType = Literal["state", "message", "metrics", "checkpoint", "sample", "document"]
+EventType = Literal["state", "message", "metrics", "checkpoint", "sample", "document", "test"]
 
 
 class JobEvent(Wire, frozen=True):
@@ -210,3 +215,5 @@ class JobEvent(Wire, frozen=True):
     """For `type: sample`."""
     document: DocumentJob | None = None
     """For `type: document`: the job's progress before and after its training."""
+    test: EvalResult | None = None
+    """For `type: test`."""

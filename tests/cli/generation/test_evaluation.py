@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coserve.cli.app import run as run_command
-from coserve.cli.generation.evaluation import matcher, question
 from coserve.core.errors import InvalidRequest, MalformedRow
 from coserve.data.corpus.jsonl import parse_jsonl
+from coserve.data.evaluation import matcher, question
 from tests.support.real_server import serve_real
 
 ROW = {"prompt": "Today we", "completion": " sighted land."}

@@ -1,0 +1,157 @@
+"""Test rows of jobs: checked at submission, then answered by the trained adapter, and by the base, before the adapter
+is published."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from coserve.api.documents.asking import Asker, task_group
+from coserve.api.generation.async_tokenizer import AsyncTokenizer
+from coserve.api.generation.prompts import check_generate, encode_prompt
+from coserve.api.http.parsing import local_path
+from coserve.api.jobs.recorder import JobRecorder
+from coserve.core.errors import CorpusError, CoserveError, EngineUnavailable, InvalidRequest, RequestError
+from coserve.core.link import JobNote, JobSnapshot
+from coserve.core.schemas import EvalRequest, EvalResult, EvalScore, GenerateRequest
+from coserve.core.schemas.evaluation import MAX_EVAL_ROWS
+from coserve.core.types import AdapterRef, BaseSpec, Wire
+from coserve.data.corpus.jsonl import parse_jsonl
+from coserve.data.corpus.rows import parse_rows
+from coserve.data.evaluation import Match, Question, RowScore, matcher, mean_score, question, row_score
+from coserve.state.durable import read_errors, write_file
+from coserve.state.folder import DataFolder
+from coserve.state.records import JobRecord
+from coserve.state.thread import RegistryThread
+
+
+class JobTest(Wire, frozen=True):
+    """The test rows of a job, and how answers to them are compared."""
+
+    settings: EvalRequest
+    """Without its rows."""
+    questions: list[Question]
+
+    def save(self, path: Path) -> None:
+        """Write it; durable when this returns. Raises `StorageError`."""
+        write_file(path, msgspec.json.encode(self), point="corpus")
+
+
+async def read_test(request: EvalRequest, base: BaseSpec, texts: AsyncTokenizer, data_root: Path | None) -> JobTest:
+    """Return the rows as questions. Raises `InvalidRequest`, `CorpusError` leaves (with the row), `ForbiddenPath`."""
+    if (request.data is None) == (request.path is None):
+        got = "none" if request.data is None else "both"
+        raise InvalidRequest(f"expected one of data and path, got {got}", field="test")
+    try:
+        matcher(request.regex, request.json_field)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, field=f"test.{error.field}") from None
+    try:
+        questions = await asyncio.to_thread(_questions, request, data_root)
+    except CorpusError as error:
+        raise type(error)(f"test: {error.message}", field=error.field) from error
+    if not 0 < len(questions) <= MAX_EVAL_ROWS:
+        raise InvalidRequest(f"expected 1 to {MAX_EVAL_ROWS} rows", field="test.path")
+    settings = EvalRequest(
+        regex=request.regex, json_field=request.json_field, max_tokens=min(request.max_tokens, base.context)
+    )
+    for number, asked in enumerate(questions, start=1):
+        try:
+            await _check(asked, settings, base, texts)
+        except RequestError as error:
+            raise InvalidRequest(f"row {number}: {error.message}", field="test") from error
+    return JobTest(settings, questions)
+
+
+def _questions(request: EvalRequest, data_root: Path | None) -> list[Question]:
+    rows = (
+        parse_rows(request.data) if request.data is not None else parse_jsonl(local_path(str(request.path), data_root))
+    )
+    return [question(row) for row in islice(rows, MAX_EVAL_ROWS + 1)]
+
+
+async def _check(asked: Question, settings: EvalRequest, base: BaseSpec, texts: AsyncTokenizer) -> None:
+    """Raise a `RequestError` for a row that the base cannot be asked."""
+    request = _ask(asked, settings)
+    check_generate(request, base)
+    length = len(await encode_prompt(request, base, texts))
+    if asked.answer is not None:
+        length += len(await encode_prompt(_answer(asked.answer), base, texts))
+    if length > base.context:
+        raise InvalidRequest(f"expected at most the context's {base.context} tokens, got {length}")
+
+
+def _ask(asked: Question, settings: EvalRequest) -> GenerateRequest:
+    """Return the request for a greedy answer."""
+    source = msgspec.convert(asked.source, GenerateRequest)
+    return msgspec.structs.replace(source, max_tokens=settings.max_tokens, temperature=0.0, slo_class="batch")
+
+
+def _answer(text: str) -> GenerateRequest:
+    return GenerateRequest(prompt=text, add_special_tokens=False)
+
+
+class JobEvaluation:
+    """Measures the adapters of jobs that have test rows."""
+
+    def __init__(self, folder: DataFolder, registry: RegistryThread, asker: Asker, recorder: JobRecorder) -> None:
+        self._folder, self._registry, self._asker, self._recorder = folder, registry, asker, recorder
+
+    async def evaluate(self, record: JobRecord, snapshot: JobSnapshot) -> bool:
+        """Record the measures of a trained adapter, if its job has test rows. Returns False if the engine ends first.
+        Rows that cannot be answered become a note."""
+        id = record.spec.id
+        path = self._folder.test(id)
+        if record.test is not None or not await asyncio.to_thread(path.exists):
+            return True
+        try:
+            with read_errors():
+                content = await asyncio.to_thread(path.read_bytes)
+            test = msgspec.json.decode(content, type=JobTest)
+            message = f"testing: {len(test.questions)} rows"
+            await self._registry.with_reserve(lambda registry: registry.record_message(id, message))
+            self._recorder.watchers.notify(id)
+            found = EvalResult(
+                adapter=await self._score(test, snapshot.ref),
+                base=await self._score(test, None),
+            )
+        except EngineUnavailable:
+            return False
+        except CoserveError as error:
+            self._recorder.deliver(JobNote(id=id, message=f"the test rows were not answered: {error}", kept=True))
+            return True
+        write = partial(self._registry.with_reserve, lambda registry: registry.record_test(id, found, summary(found)))
+        await self._recorder.retries.run(f"test of job {id}", write)
+        self._recorder.watchers.notify(id)
+        return True
+
+    async def _score(self, test: JobTest, snapshot: AdapterRef | None) -> EvalScore:
+        matches = matcher(test.settings.regex, test.settings.json_field)
+        async with task_group() as group:
+            work = [group.create_task(self._row(each, test.settings, snapshot, matches)) for each in test.questions]
+        return mean_score([task.result() for task in work])
+
+    async def _row(
+        self, asked: Question, settings: EvalRequest, snapshot: AdapterRef | None, matches: Match
+    ) -> RowScore:
+        if asked.answer is None:
+            tokens = await self._asker.prompt_ids(_ask(asked, settings))
+            return row_score(await self._asker.score([], tokens, top=1, snapshot=snapshot), None)
+        given = await self._asker.ask(_ask(asked, settings), snapshot)
+        answer = await self._asker.prompt_ids(_answer(asked.answer))
+        scored = await self._asker.score(given.prompt, answer, top=1, snapshot=snapshot)
+        return row_score(scored, matches(given.text, asked.answer))
+
+
+def summary(found: EvalResult) -> str:
+    """Return the measures as one line."""
+    return f"test: {_measures(found.adapter)}; base: {_measures(found.base)}"
+
+
+def _measures(score: EvalScore) -> str:
+    match = "" if score.match is None else f", match {score.match:.1%}"
+    return f"loss {score.loss:.4f}, token accuracy {score.token_accuracy:.1%}{match}"
