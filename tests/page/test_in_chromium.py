@@ -179,10 +179,13 @@ def test_a_job_is_steered(node: Node) -> None:
 def test_versions_are_downloaded_rolled_back_and_deleted(node: Node, tmp_path: Path) -> None:
     for seed in (0, 1):
         node.train("kept", seed=seed)
+    node.daemon.call("PUT", "/aliases/best", {"target": "kept@1", "canary": "kept@2", "weight": 0.25})
     with node.open("#adapters") as page:
         page.get_by_label("Search adapters by name").fill("kept")
         page.get_by_role("link", name="kept").click()
         page.get_by_role("heading", name="kept: 2 versions").wait_for()
+        page.get_by_role("row", name=re.compile("^@1 best ")).wait_for()
+        page.get_by_role("row", name=re.compile(r"^@2 \(current\) best \(canary, 25 %\) ")).wait_for()
         check_accessible(page)
         with page.expect_download() as download:
             page.get_by_role("button", name="Download kept@1").click()
@@ -193,6 +196,7 @@ def test_versions_are_downloaded_rolled_back_and_deleted(node: Node, tmp_path: P
         page.get_by_role("button", name="Make current kept@1").click()
         page.get_by_role("rowheader", name="@1 (current)").wait_for()
         assert node.daemon.call("GET", "/adapters/kept")[1]["version"] == 1
+        node.daemon.call("PUT", "/aliases/best", {"target": "kept@1"})
         page.get_by_role("button", name="Delete kept@2").click()
         page.get_by_role("button", name="Yes").click()
         page.get_by_role("heading", name="kept: 1 version").wait_for()

@@ -1,7 +1,7 @@
-// Adapters: versions, size, provenance, where they lie; roll back, delete, download.
+// Adapters: versions, aliases, size, provenance, where they lie; roll back, delete, download.
 
 import { get, listAdapters, request, send } from "./api.js";
-import { attempt, bytes, confirmed, el, keyed, moment, number, say, setText, table, textRow } from "./dom.js";
+import { attempt, bytes, confirmed, el, keyed, moment, number, percent, say, setText, table, textRow } from "./dom.js";
 
 const SHOWN = 20; // newest versions of an adapter
 let opened = "";
@@ -12,7 +12,7 @@ search.oninput = () => attempt(() => adapters.tick());
 const list = table("Adapters by name", "Name", "Current", "Newest", "Rank", "Size", "Made by", "Base", "Lies in");
 const panel = el("div", { hidden: true });
 const title = el("h2", { tabindex: -1 });
-const versions = table("Versions", "Version", "Made by", "Continues", "Made at", "Rank", "Size", "Lies in", "SHA-256", "Actions");
+const versions = table("Versions", "Version", "Aliases", "Made by", "Continues", "Made at", "Rank", "Size", "Lies in", "SHA-256", "Actions");
 panel.append(title, versions.node);
 
 const place = (adapter) => (adapter.resident ? "memory" : "disk");
@@ -54,17 +54,21 @@ function makeVersion(first) {
   const back = button("Make current", rollBack);
   const name = el("span");
   const buttons = [button("Download", ({ ref }) => download(ref)), back, button("Delete", remove)];
-  const row = textRow(name, 7, el("td", { class: "buttons" }, buttons));
+  const row = textRow(name, 8, el("td", { class: "buttons" }, buttons));
   const update = (a) => {
     adapter = a;
     setText(name, `@${a.version}${a.current ? " (current)" : ""}`);
     const rank = a.bd_blocks > 1 ? `${a.rank} in ${a.bd_blocks} blocks` : number(a.rank);
-    row.write(a.source, a.parent ?? "–", moment(a.created_at), rank, bytes(a.bytes), place(a), a.sha256.slice(0, 12));
-    row.cells[6].title = a.sha256;
+    row.write(a.aliases || "–", a.source, a.parent ?? "–", moment(a.created_at), rank, bytes(a.bytes), place(a), a.sha256.slice(0, 12));
+    row.cells[7].title = a.sha256;
     back.hidden = a.current;
   };
   return { node: row.node, update };
 }
+
+/** The aliases that mean a version, or send it a share of their requests. */
+const aliasesOf = (ref, aliases) => aliases.flatMap(({ name, target, canary, weight }) => [
+  ...(target === ref ? [name] : []), ...(canary === ref ? [`${name} (canary, ${percent(weight)})`] : [])]).join(", ");
 
 async function showVersions() {
   const id = opened;
@@ -76,8 +80,10 @@ async function showVersions() {
     return;
   }
   const numbers = whole.versions.slice(-SHOWN).reverse();
-  const found = await Promise.all(numbers.map((version) => get(`/adapters/${encodeURIComponent(`${id}@${version}`)}`)));
+  const [{ data: aliases }, ...found] = await Promise.all(
+    ["/aliases", ...numbers.map((version) => `/adapters/${encodeURIComponent(`${id}@${version}`)}`)].map(get));
   if (id !== opened) return;
+  for (const one of found) one.aliases = aliasesOf(one.ref, aliases);
   setText(title, `${id}: ${whole.versions.length} version${whole.versions.length > 1 ? "s" : ""}`);
   keyed(versions.body, found, (one) => one.ref, makeVersion);
   panel.hidden = false; // only now: a heading without text confuses screen readers
