@@ -75,9 +75,9 @@ async def test_the_command_uploads_rows_to_test_and_texts_have_no_match(
         ({"data": [ROW], "path": "test.jsonl"}, "test", "one of data and path"),
         ({"data": [ROW], "regex": "("}, "test.regex", "regular expression"),
         ({"data": [ROW], "regex": "a", "json_field": "b"}, "test.regex", "both"),
-        ({"data": [{"prompt": "a", "chosen": "b", "rejected": "c"}]}, None, "line 1: expected rows"),
+        ({"data": [{"prompt": "a", "chosen": "b", "rejected": "c"}]}, "test", "line 1: expected rows"),
         ({"data": [ROW, {"prompt": "x " * 2000, "completion": "y"}]}, "test", "row 2"),
-        ({"path": "../secret"}, "path", ""),
+        ({"path": "../secret"}, "test.path", ""),
     ],
 )
 async def test_rows_that_cannot_be_measured_are_refused(

@@ -7,6 +7,7 @@ import asyncio
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -40,6 +41,12 @@ class JobTest(Wire, frozen=True):
         """Write it; durable when this returns. Raises `StorageError`."""
         write_file(path, msgspec.json.encode(self), point="corpus")
 
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote. Raises `StorageError`."""
+        with read_errors():
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+
 
 async def read_test(request: EvalRequest, base: BaseSpec, texts: AsyncTokenizer, data_root: Path | None) -> JobTest:
     """Return the rows as questions. Raises `InvalidRequest`, `CorpusError` leaves (with the row), `ForbiddenPath`."""
@@ -53,7 +60,9 @@ async def read_test(request: EvalRequest, base: BaseSpec, texts: AsyncTokenizer,
     try:
         questions = await asyncio.to_thread(_questions, request, data_root)
     except CorpusError as error:
-        raise type(error)(f"test: {error.message}", field=error.field) from error
+        raise type(error)(f"test: {error.message}", field="test") from error
+    except RequestError as error:
+        raise type(error)(error.message, field="test.path") from error
     if not 0 < len(questions) <= MAX_EVAL_ROWS:
         raise InvalidRequest(f"expected 1 to {MAX_EVAL_ROWS} rows", field="test.path")
     settings = EvalRequest(
@@ -109,16 +118,11 @@ class JobEvaluation:
         if record.test is not None or not await asyncio.to_thread(path.exists):
             return True
         try:
-            with read_errors():
-                content = await asyncio.to_thread(path.read_bytes)
-            test = msgspec.json.decode(content, type=JobTest)
+            test = await asyncio.to_thread(JobTest.load, path)
             message = f"testing: {len(test.questions)} rows"
             await self._registry.with_reserve(lambda registry: registry.record_message(id, message))
             self._recorder.watchers.notify(id)
-            found = EvalResult(
-                adapter=await self._score(test, snapshot.ref),
-                base=await self._score(test, None),
-            )
+            found = EvalResult(adapter=await self._score(test, snapshot.ref), base=await self._score(test, None))
         except EngineUnavailable:
             return False
         except CoserveError as error:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from coserve.core.limits import LocalPath, Text
+from coserve.core.limits import LocalPath
 from coserve.core.types import Wire
 
 MAX_EVAL_ROWS = 1000
@@ -20,9 +20,9 @@ class EvalRequest(Wire, frozen=True, omit_defaults=True):
     """Rows of texts, prompts and completions, or chats, as in `FinetuneRequest.data`."""
     path: LocalPath | None = None
     """A file of JSON Lines under the daemon's `data_root`, of at most 1000 rows."""
-    regex: Annotated[Text, Meta(min_length=1)] | None = None
+    regex: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     """Compare what this regular expression (RE2) finds in the texts: its first group, if it has one."""
-    json_field: Annotated[Text, Meta(min_length=1)] | None = None
+    json_field: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     """Compare this field of JSON texts; `a.b` is nested."""
     max_tokens: Annotated[int, Meta(ge=1)] = 256
     """Most tokens of a generated answer."""
