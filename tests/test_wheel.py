@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 SOURCES = ("coserve", "examples", "deploy", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -50,7 +50,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def run(installed: Path, *command: str | Path, cwd: Path) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("COSERVE_", "PYTHON"))}
-    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, (command, done.stdout, done.stderr)
     return done.stdout
 
