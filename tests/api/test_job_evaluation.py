@@ -18,7 +18,7 @@ from tests.support.real_server import serve_real
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROW = {"prompt": "Today we", "completion": " sighted land."}
-LEARN = {"data": [ROW], "training": {"steps": 12, "batch_tokens": 64, "learning_rate": 0.02}, "lora": {"r": 4}}
+LEARN = {"data": [ROW], "training": {"steps": 3, "batch_tokens": 64, "learning_rate": 0.02}, "lora": {"r": 4}}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -39,8 +39,8 @@ async def test_a_job_records_what_coserve_eval_finds(
         )
         job = await handle.wait()
     assert job.test is not None, job.notes
-    assert (job.test.adapter.match, job.test.adapter.token_accuracy, job.test.adapter.rows) == (1.0, 1.0, 1)
-    assert job.test.adapter.loss < 0.5 < job.test.base.loss
+    assert job.test.adapter.rows == job.test.base.rows == 1
+    assert job.test.adapter.loss < job.test.base.loss
     events = [event for _, event in await api.events(job.id)]
     assert [event["type"] for event in events][-2:] == ["test", "state"]
     assert events[-2]["test"] == (await api.call("GET", f"/finetune/{job.id}"))[1]["test"]
@@ -51,7 +51,11 @@ async def test_a_job_records_what_coserve_eval_finds(
     found = json.loads(capsys.readouterr().out)
     for name, mine in (("a", job.test.adapter), ("base", job.test.base)):
         assert found[name]["loss"] == pytest.approx(mine.loss, rel=1e-3)
-        assert found[name]["tokens"] == mine.tokens
+        assert [found[name][field] for field in ("tokens", "token_accuracy", "match")] == [
+            mine.tokens,
+            mine.token_accuracy,
+            mine.match,
+        ]
 
 
 async def test_the_command_uploads_rows_to_test_and_texts_have_no_match(
