@@ -31,7 +31,14 @@ from tests.support.lora_backends import SEGMENTED
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 512}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    # As trained models have them: with larger weights each layer multiplies the rounding of the one before.
+    "initializer_range": 0.02,
+}
 
 
 def draw(*shape: int) -> Tensor:
@@ -109,13 +116,25 @@ def test_compiled_training_layers_learn_as_autograd_does(base: Base) -> None:
         run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
         found.append([one.clone() for layer in optimizer.grads for one in layer])
     for own, right in zip(*found, strict=True):
-        assert right.norm() == 0 or distance(own, right) < 0.1
+        assert right.norm() == 0 or distance(own, right) < 0.15
 
 
-def test_logits_are_near_the_unquantised_ones(base: Base, folder: Path) -> None:
+def rounded(weight: Tensor, quantization: str) -> Tensor:
+    """`weight (outputs, inputs)` as the quantised base knows it."""
+    if quantization == "nf4":
+        return nf4.dequantize(*nf4.quantize(weight), weight.dtype)
+    codes, scales = fp8.quantize(weight)
+    return fp8.dequantize(codes, scales, weight.dtype)
+
+
+def test_logits_are_those_of_the_dequantised_weights(base: Base, folder: Path) -> None:
     plain = load_base(str(folder), device="cuda", dtype="auto")
+    assert base.spec.quantization is not None
+    for module in (module for layer in plain.layers for module in layer.modules()):
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = rounded(module.weight.data, base.spec.quantization)
     ids_T = torch.arange(3, 100, device=DEVICE)
     positions_T, attention = torch.arange(len(ids_T), device=DEVICE), PackedAttention((0, len(ids_T)))
     with torch.no_grad():
         found, expected = (one.forward(ids_T, positions_T, attention, lora=None, keep=None) for one in (base, plain))
-    assert distance(found, expected) < 0.4
+    assert distance(found, expected) < 0.1
