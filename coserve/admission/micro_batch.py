@@ -38,8 +38,8 @@ ROWS = 36
 PAIRS = 36
 """Further bytes a token of a micro-batch of pairs: each token's sequence, its gradient weight, and the targets'
 losses."""
-_EXPERTS = -1
-"""Index of the pairs of experts, which are in no group."""
+_NO_GROUP = -1
+"""Index of the pairs that are in no group: those of experts, and of a cartridge."""
 TEACHER_SHARE = 2
 """With a teacher, a chunk of logits is this many times smaller, because the teacher's logits are in memory too."""
 
@@ -93,7 +93,7 @@ def lora_layers(
     order = {role: index for index, group in enumerate(costs.groups) for role in group.roles}
     by_layer: dict[int, dict[int, list[SiteShape]]] = {}
     for shape in shapes:
-        place = _EXPERTS if shape.of_experts else order[shape.role]
+        place = _NO_GROUP if shape.kept else order[shape.role]
         by_layer.setdefault(shape.layer, {}).setdefault(place, []).append(shape)
     element = ITEMSIZE[dtype]
     return {layer: _lora_layer(costs, groups, element, dropout=dropout) for layer, groups in sorted(by_layer.items())}
@@ -215,8 +215,8 @@ def _lora_layer(
 ) -> LoraLayer:
     kept, shrinks = dict[int, float](), [0.0] * len(costs.groups)
     for index, sites in groups.items():
-        if index == _EXPERTS:
-            kept[index] = float(element * sum(site.of_experts for site in sites))
+        if index == _NO_GROUP:
+            kept[index] = float(element * sum(site.kept for site in sites))
             continue
         own = costs.groups[index].kept
         if dropout:  # each site has its own input, and a dropout mask
@@ -224,7 +224,7 @@ def _lora_layer(
         shrinks[index] = float(element * sum(site.rank for site in sites))
         kept[index] = own + shrinks[index] + element * sum(site.magnitude for site in sites)
     return LoraLayer(
-        first=costs.groups[min((index for index in groups if index != _EXPERTS), default=0)],
+        first=costs.groups[min((index for index in groups if index != _NO_GROUP), default=0)],
         kept=sum(kept.values()),
         last=kept.get(len(costs.groups) - 1, 0.0),
         shrinks=tuple(shrinks),

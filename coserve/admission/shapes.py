@@ -25,6 +25,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by dtype."""
 ALLOCATION = 512
 """Bytes. CUDA's caching allocator rounds sizes up to a multiple of it."""
+SHORT_ROW = 64
+"""Tokens of a short row of a cartridge's corpus: a question and its answer."""
 BLOCK = 1 << 23
 """Elements of a block of `finetune.flat_tensors`, unless a tensor is larger: 32 MiB in fp32."""
 
@@ -46,9 +48,10 @@ class SiteShape:
     """Elements of b_OR, as stored on this GPU."""
     magnitude: int = 0
     """Elements of DoRA's magnitude; 0: plain LoRA."""
-    of_experts: int = 0
-    """Elements a token that a pair of experts keeps in training: for each chosen expert its input, x Aᵀ as it is and
-    scaled, and its term; 0: a pair of a linear module."""
+    kept: int = 0
+    """Elements a token that it keeps in training, if it is no pair of a linear module. Of experts: for each chosen one
+    its input, x Aᵀ as it is and scaled, and its term. Of a cartridge: the keys and values that each row attends to, for
+    rows of `SHORT_ROW` tokens."""
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -87,6 +90,7 @@ def shapes_at(
             a, b = _part(name, site, (a, b), max(blocks), ranks, fully_sharded=fully_sharded)
         magnitude = site.out_features if settings.use_dora else 0
         kept = site.chosen * (site.in_features + 2 * rank + site.out_features) if site.experts > 1 else 0
+        kept = 2 * site.in_features * (2 + -(-rank // SHORT_ROW)) if settings.cartridge else kept
         found.append(SiteShape(name, site.layer, role_of(name), rank, site.in_features, a, b, magnitude, kept))
     return tuple(sorted(found, key=lambda shape: (shape.layer, shape.name)))
 

@@ -163,7 +163,8 @@ def finetune_request(
 class DocumentOptions(TypedDict, total=False):
     """Options of `learn`: fields of `coserve.core.schemas.DocumentSettings`, with its defaults."""
 
-    recipe: Literal["topk_kd", "ce", "lm"]
+    recipe: Literal["topk_kd", "ce", "lm", "cartridge"]
+    prefix_tokens: int
     generator: str
     questions: Sequence[UserQuestion | Mapping[str, str]]
     chunk_tokens: int

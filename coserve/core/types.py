@@ -89,9 +89,14 @@ class BaseSpec(Wire, frozen=True):
     quantization: str = "none"
     """How the linear modules of the layers are stored: fp8, nf4 or none. The fingerprint is of the weights before."""
 
+    kv_heads: int = 0
+    prefixes: dict[str, SiteSpec] = {}
+    """Each layer's keys and values, of `kv_heads` heads, as a cartridge may precede them; empty: it cannot, as layers
+    differ or keep recurrent states, or the base is on several GPUs."""
+
     def site(self, name: str) -> SiteSpec:
-        """Return the linear module or parameter of this name."""
-        return self.sites.get(name) or self.experts[name]
+        """Return the linear module, parameter, or layer's keys and values of this name."""
+        return self.sites.get(name) or self.experts.get(name) or self.prefixes[name]
 
 
 class SamplingParams(SamplingFields, frozen=True, kw_only=True):
@@ -253,6 +258,8 @@ class LoraSettings(LoraRequest, frozen=True):
     alpha_pattern: dict[str, float] = {}
     targets_bd_a: tuple[str, ...] | None = None
     targets_bd_b: tuple[str, ...] | None = None
+    cartridge: bool = False
+    """The adapter is a KV prefix of `r` tokens, and has no LoRA matrices."""
 
 
 Auto = Literal["auto"]
@@ -430,6 +437,8 @@ class JobSpec(Wire, frozen=True):
     """SHA-256 (hex) of the corpus's file; None for jobs stored before this field existed."""
     soft_targets: bool = False
     """The corpus has candidates with weights for each target; the loss is the cross-entropy with them."""
+    prefix: tuple[int, ...] = ()
+    """Token ids, as many as `lora.r`, whose keys and values are a new cartridge's first ones."""
     evaluated: bool = False
     """The trained adapter is announced as a snapshot and evaluated by the API process before it is published."""
 

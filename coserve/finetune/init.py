@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from coserve.core.errors import AdapterNotFound
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec, JobSpec, LoraSettings, SiteSpec
+from coserve.kernels.attention.interface import AttentionParams
+from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.files.bdlora import blocks_at, packed_shapes
 from coserve.lora.files.targets import rank_and_scaling, resolve_targets
 from coserve.lora.store.files import load_adapter
+from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
 
@@ -86,7 +90,9 @@ def _start(
 
 def initial_weights(spec: JobSpec, base: BaseSpec, folder: DataFolder) -> LoraWeights:
     """The job's initial weights, fp32 on the CPU: a new adapter, or the continued one from its files (its copy in
-    memory is rounded to the base's dtype)."""
+    memory is rounded to the base's dtype). Zeros for a cartridge: see `first_cartridge`."""
+    if spec.lora.cartridge:
+        return zero_adapter(spec.lora, base, dtype=torch.float32, device="cpu")
     if spec.init_from is None:
         return new_adapter(spec.lora, base, seed=spec.training.seed, dtype=torch.float32, device="cpu")
     return published_adapter(spec.init_from, spec.init_digests, "continue_from", base, folder)
@@ -99,3 +105,29 @@ def published_adapter(
     if not (path := folder.adapter(ref)).is_dir():
         raise AdapterNotFound(f"no adapter {str(ref)!r}", field=field)
     return load_adapter(path, base, device="cpu", dtype=torch.float32, digests=digests)
+
+
+def first_cartridge(spec: JobSpec, base: Base) -> LoraWeights:
+    """Return the cartridge that training begins with, fp32 on the CPU: the base's keys and values of the document's
+    first tokens (Cartridges, section 3.2). Call it between steps: it runs the base."""
+    ids_T = torch.tensor(spec.prefix, device=base.device)
+    seen = _Recording((0, len(spec.prefix)))
+    with torch.no_grad():
+        base.forward(
+            ids_T, torch.arange(len(spec.prefix), device=base.device), seen, lora=None, keep=ids_T.new_zeros(1)
+        )
+    found = {name: LoraPair(*seen.pairs[site.layer], 1.0) for name, site in base.spec.prefixes.items()}
+    return LoraWeights(spec.lora, found)
+
+
+class _Recording(PackedAttention):
+    """Attention that keeps each layer's keys (T, K D) and values (K D, T)."""
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        super().__init__(bounds)
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
+        k_TW, v_TW = (own.transpose(0, 1).flatten(1).float().cpu() for own in (k_KTD, v_KTD))
+        self.pairs[layer] = k_TW.contiguous(), v_TW.T.contiguous()
+        return super().attend(layer, q_HTD, k_KTD, v_KTD, params)

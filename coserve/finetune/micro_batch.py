@@ -45,6 +45,8 @@ from coserve.finetune.losses.loss import Loss, TokenLoss
 from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.attention.prefixed import PrefixedAttention
+from coserve.lora.files.cartridge import FROZEN
 from coserve.model.base import Base
 from coserve.model.dropout import DropoutSpec
 from coserve.model.forward_context import ForwardContext
@@ -147,13 +149,13 @@ class MicroBatchRunner:
         no noise.
         """
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
-        inputs = self._embed(rows)
+        inputs = self._embed(rows, lora)
         recomputed = layers if self._recompute else recomputed
         levels = levels_of(layers, first, recomputed, partly)
         loss = yield from self._loss(rows, inputs, teacher, beta, reference, tokens, levels, MicroStep.FORWARD)
         if any(noises):
             add_noise(inputs.h_1TD, rows, noises)
-        context, h_1TD = self._base.prepare(lora), inputs.h_1TD
+        context, h_1TD = self._context(lora), inputs.h_1TD
         one = self._compiled_pass(inputs, context, first, levels, learns=True)
         if one is None:
             if self._graphs is not None:
@@ -186,7 +188,7 @@ class MicroBatchRunner:
         tokens: TokenLoss | None = None,
     ) -> MicroSteps:
         """Return what `forward_backward` returns, without gradients."""
-        inputs, levels = self._embed(rows), (Kept.ALL,) * len(self._base.layers)
+        inputs, levels = self._embed(rows, lora), (Kept.ALL,) * len(self._base.layers)
         loss = yield from self._loss(rows, inputs, teacher, beta, reference, tokens, levels, MicroStep.EVALUATE)
         h_1TD = yield from self._hidden(inputs, lora, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
         for number, chunk in enumerate(self._target_chunks(rows, loss)):
@@ -237,7 +239,7 @@ class MicroBatchRunner:
         """Return the last layer's output (1, T, D), without gradients. `levels`: recompute levels whose forwards run;
         what they would keep is freed after each layer. `then`: kind of the micro-step that follows. `in_pool`: the
         output may lie in the graphs' memory pool, because it is not needed when graphs run again."""
-        h_1TD, context, layers = inputs.h_1TD, self._base.prepare(lora), len(self._base.layers)
+        h_1TD, context, layers = inputs.h_1TD, self._context(lora), len(self._base.layers)
         one = self._compiled_pass(inputs, context, layers, levels, learns=False)
         if one is not None and in_pool and self._graphs is not None:
             one = self._graphs.in_pool(one)
@@ -251,7 +253,9 @@ class MicroBatchRunner:
         self, inputs: LayerInputs, context: ForwardContext, first: int, levels: Sequence[Kept], *, learns: bool
     ) -> LayerPass | None:
         """Return a pass of compiled layers, with graphs if possible; None: the base's own layers run."""
-        if self._compiled is None or not takes(context, learns=learns):
+        if self._compiled is None or isinstance(inputs.attention, PrefixedAttention):
+            return None
+        if not takes(context, learns=learns):
             return None
         if learns and self._graphs is not None and context.lora is not None:
             graphed = self._graphs.begin(inputs, context.lora, first, levels)
@@ -263,8 +267,17 @@ class MicroBatchRunner:
         one = CompiledLayerPass(found, first, levels)
         return self._graphs.in_pool(one) if learns and self._graphs is not None else one
 
-    def _embed(self, rows: PackedRows) -> LayerInputs:
-        return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))
+    def _embed(self, rows: PackedRows, lora: LoraBatch) -> LayerInputs:
+        prefix = lora.adapters[0].prefix
+        if not prefix:
+            return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))
+        assert len(lora.adapters) == 1, "expected a cartridge to train alone"
+        attention = PrefixedAttention(rows.bounds, prefix, FROZEN)
+        return self._cut.embed(rows.tokens_T, rows.positions_T + lora.adapters[0].prefix_tokens, attention)
+
+    def _context(self, lora: LoraBatch | None) -> ForwardContext:
+        """The context of forwards; a cartridge is in the attention alone."""
+        return self._base.prepare(None if lora is not None and lora.adapters[0].prefix else lora)
 
     def _target_chunks(self, rows: PackedRows, loss: ChunkedLoss) -> list[TargetChunk]:
         wide = isinstance(loss, Divergence | SoftTargets)  # several logits of each target at once, or gathered ones

@@ -161,6 +161,13 @@ class AdapterOptimizer:
         if part is None:
             self.host.upload(1)
 
+    @torch.no_grad()
+    def begin_with(self, start: LoraWeights) -> None:
+        """Replace the initial weights, before the first step. `start`: fp32 on the CPU."""
+        whole = dict(named_tensors(start))
+        self._set_weights(whole if self._weights_N.device.type == "cpu" else None, whole)
+        deque(self._copying(), maxlen=0)
+
     def _copying(self) -> Iterator[None]:
         """Refresh what forwards read after a change of the weights, in slices."""
         self._copies_N.copy_(self._weights_N)

@@ -15,6 +15,7 @@ from coserve.core.training.calls import Compute, SaveAdapter, SaveState, Session
 from coserve.core.types import AdapterRef, JobSpec, MicroStep
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.tokenized import Corpus
+from coserve.finetune.init import first_cartridge
 from coserve.finetune.job import LoadedJob, TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.layers.compiled import uncompiled
@@ -61,6 +62,9 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
 
         def commit() -> None:
             assert spec.id not in self._jobs, f"job {spec.id} runs already"
+            if isinstance(job, TrainingJob) and job.spec.lora.cartridge and not job.loop.progress.step:
+                with self._job_errors():
+                    job.session.optimizer.begin_with(first_cartridge(job.spec, self._base))
             self._jobs[spec.id] = job
 
         if isinstance(job, ClientTrainee):

@@ -13,8 +13,9 @@ from coserve.memory.kv import KvCache
 from coserve.queues.request import Request
 
 
-def allowed_tokens(request: Generate, spec: BaseSpec) -> int:
-    """Return how many tokens the request may generate: `max_tokens`, cut to what the context leaves.
+def allowed_tokens(request: Generate, spec: BaseSpec, prefix: int = 0) -> int:
+    """Return how many tokens the request may generate: `max_tokens`, cut to what the context leaves. `prefix`: tokens
+    of its cartridge.
 
     Raises:
         EmptyPrompt: no prompt tokens.
@@ -30,15 +31,17 @@ def allowed_tokens(request: Generate, spec: BaseSpec) -> int:
     _check_ids(request.prompt, spec.vocab, "prompt")
     _check_ids(sampling.stop_token_ids, spec.vocab, "stop_token_ids")
     _check_ids(tuple(sampling.logit_bias), spec.vocab, "logit_bias")
-    if prompt >= spec.context:
+    if prompt + prefix >= spec.context:
+        beside = f", {prefix} of which the adapter's prefix takes" if prefix else ""
         raise PromptTooLong(
-            f"expected a prompt shorter than the context of {spec.context} tokens, got {prompt}", field="prompt"
+            f"expected a prompt shorter than the context of {spec.context} tokens{beside}, got {prompt}", field="prompt"
         )
-    return min(sampling.max_tokens, spec.context - prompt)
+    return min(sampling.max_tokens, spec.context - prompt - prefix)
 
 
-def check_fits_pool(request: Generate, max_tokens: int, kv: KvCache, *, adapter_pages: int) -> None:
-    """Check that a request fits the pool next to its adapter, which takes `adapter_pages` pages.
+def check_fits_pool(request: Generate, max_tokens: int, kv: KvCache, *, adapter_pages: int, prefix: int = 0) -> None:
+    """Check that a request fits the pool next to its adapter, which takes `adapter_pages` pages, and with the `prefix`
+    tokens of a cartridge.
 
     Raises:
         AdapterTooLarge: the adapter leaves no room, whatever the request.
@@ -48,7 +51,7 @@ def check_fits_pool(request: Generate, max_tokens: int, kv: KvCache, *, adapter_
         raise too_large(str(request.adapter), adapter_pages, kv.shape)
     prompt, available = len(request.prompt), kv.pool.total - adapter_pages
     # The last token's own keys and values are never needed.
-    if kv.pages_for(prompt + max(max_tokens, 1) - 1) > available:
+    if kv.pages_for(prefix + prompt + max(max_tokens, 1) - 1) > available:
         left = f" ({available * kv.page_tokens} beside the adapter {request.adapter})" if adapter_pages else ""
         raise PromptTooLong(
             f"expected prompt and max_tokens to fit the KV pool of {kv.tokens} tokens{left}, "

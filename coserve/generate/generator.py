@@ -97,6 +97,7 @@ class Generator:
             compiled=lambda grammar: grammars is None or grammars.ready(grammar),
             prepare=self._prepare,
             failed=self._refuse,
+            precede=self._precede,
             states=None if kv.states is None else kv.states.slots,
         )
         self._prefix_cache = prefix_cache and kv.states is None
@@ -180,7 +181,7 @@ class Generator:
                 raise InvalidRequest("expected no grammar: this engine enforces none")
             request.constraint = self._grammars.matcher(message.grammar)
         if message.adapter is not None:
-            self._acquire(message.adapter, message, request.max_tokens)
+            self._acquire(message.adapter, request)
         ends = () if message.sampling.ignore_eos else self._base.spec.eos_token_ids
         request.stop_ids = frozenset((*message.sampling.stop_token_ids, *ends))
         request.keys = self._keys(message) if self._prefix_cache else None
@@ -369,6 +370,10 @@ class Generator:
         """An adapter's GPU copy is gone."""
         self._executor.evicted(ref)
 
+    def _precede(self, request: Request, first: int) -> None:
+        assert request.adapter is not None, "expected the adapter that is the cartridge"
+        self._kv.write_prefix(request.pages, self._store.host_weights(request.adapter).prefix, first)
+
     def _keys(self, request: Generate) -> PageKeys:
         return PageKeys(
             self._kv.page_tokens,
@@ -377,10 +382,14 @@ class Generator:
             salt=request.cache_salt,
         )
 
-    def _acquire(self, ref: AdapterRef, request: Generate, max_tokens: int) -> None:
-        self._store.acquire(ref)
+    def _acquire(self, ref: AdapterRef, request: Request) -> None:
+        prefix, message = self._store.acquire(ref).prefix_tokens, request.message
         try:
-            check_fits_pool(request, max_tokens, self._kv, adapter_pages=self._store.pages(ref))
+            if prefix:
+                request.precede(prefix)
+                request.max_tokens = allowed_tokens(message, self._base.spec, prefix)
+            pages = 0 if prefix else self._store.pages(ref)
+            check_fits_pool(message, request.max_tokens, self._kv, adapter_pages=pages, prefix=prefix)
         except Exception:
             self._store.release(ref)
             raise

@@ -87,7 +87,7 @@ class OutputLengths:
     def growth(self, request: Request) -> int:
         """Tokens that a request is predicted to compute beyond `Request.length`. The last sampled token is not
         computed."""
-        prompt = len(request.message.prompt)
+        prompt = request.prompt_tokens
         reached = max(request.length - prompt, request.sampling.min_tokens - 1)
         output = self.expected(request.number, reached, request.max_tokens, stops=bool(request.stop_ids))
         return max(0, prompt + output - 1 - request.length)

@@ -96,7 +96,7 @@ def step_shape(
     refs = set[AdapterRef | None]()
     for share in shares:
         request = share.request
-        refs.add(request.message.adapter)
+        refs.add(request.paged_adapter)
         if share.tokens == 1:
             decodes += 1
             context += len(request.tokens) + request.in_flight

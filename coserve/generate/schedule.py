@@ -10,6 +10,7 @@ import logging
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
+from operator import attrgetter
 from sys import maxsize
 
 from coserve.core.errors import InvalidRequest
@@ -25,17 +26,14 @@ from coserve.queues.request import Request, State
 
 log = logging.getLogger(__name__)
 
-PREEMPTED = (
-    "preemptions so far: %d (a request gives its pages of the KV cache up to an earlier one, and is computed again "
-    "later); more --kv-tokens or less --max-running make them rarer"
-)
+PREEMPTED = """preemptions so far: %d (a request gives its pages of the KV cache up to an earlier one, and is computed \
+again later); more --kv-tokens or less --max-running make them rarer"""
 
 SCORED_TOKENS = 512
 """Most tokens of a step in prompts that are scored: each of them keeps its logits, not only the last."""
 
 LOADED_BYTES = 256 << 20
-"""Bytes of adapters copied into pages in one step after which no further adapter is loaded: some milliseconds, for
-which the running sequences wait."""
+"""Bytes of adapters copied in a step after which no further one is loaded: some ms, which running sequences wait."""
 
 FEW = 8
 """Most requests of the batch that wait for pages while pages are short. Others stay in the queue, where fairness
@@ -74,18 +72,21 @@ class Scheduler:
         compiled: Callable[[Grammar], bool] = lambda grammar: True,
         prepare: Callable[[Request], None] = lambda request: None,
         failed: Callable[[Request, Exception], None] = lambda request, error: None,
+        precede: Callable[[Request, int], None] = lambda request, first: None,
         states: SlotSource | None = None,
     ) -> None:
         """`max_queue`, `fair`: see `InferenceQueue`; `scored_tokens`, `loaded_bytes`: see `SCORED_TOKENS`,
         `LOADED_BYTES`; `lengths`: lengths of past answers. `compiled` says whether a grammar is; if not, it begins it.
         `prepare` is called with a request that enters the batch, its adapter in memory; an error that it raises ends
-        the request. `failed` is called with each request that ends so, or whose adapter cannot be loaded. `states`:
-        slots for the recurrent states of active requests; None: the base has none."""
+        the request. `failed` is called with each request that ends so, or whose adapter cannot be loaded. `precede`
+        writes a request's cartridge into its pages, from a token on. `states`: slots for the recurrent states of active
+        requests; None: the base has none."""
         self.queue, self.requests = InferenceQueue(max_queue, fair=fair), dict[str, Request]()
         """`requests` holds all requests that have not ended, in any state."""
         self.budget = StepBudget(step_tokens)
         self.lengths = OutputLengths() if lengths is None else lengths
-        self._pages, self._adapters, self._prepare, self._failed = pages, adapters, prepare, failed
+        self._pages, self._adapters = pages, adapters
+        self._prepare, self._failed, self._precede = prepare, failed, precede
         self._states, self._compiled = states, compiled
         self._max_running, self._scored_tokens, self._loaded_bytes = max_running, scored_tokens, loaded_bytes
         # At most a step's tokens: then every decode is in every step, and a prompt under way always advances.
@@ -257,6 +258,7 @@ class Scheduler:
             shares += room.fill([request for request, tokens in pending if tokens > 1])
             in_line = [*shares, *room.fill(self._line, in_order=True)]
             nobody = step_shape(in_line, self._adapters.size)
+            with_new = [*in_line, *room.fill(waiting, in_order=True)]
             self._plan = Plan(
                 shares=shares,
                 waiting=waiting,
@@ -267,9 +269,7 @@ class Scheduler:
                 blocked=self._blocked,
                 deadlines=Deadlines(chain(self._active, self._line), self.budget.tokens),
                 admitting_nobody=nobody,
-                admitting_all=step_shape(in_line + room.fill(waiting, in_order=True), self._adapters.size)
-                if waiting
-                else nobody,
+                admitting_all=step_shape(with_new, self._adapters.size) if waiting else nobody,
             )
         return self._plan
 
@@ -353,7 +353,7 @@ class Scheduler:
             log.warning(PREEMPTED, self.preemptions)
 
     def _stand_in_line(self, request: Request) -> None:
-        insort(self._line, request, key=_number)
+        insort(self._line, request, key=attrgetter("number"))
         self._plan = None
 
     def _admit(self) -> Request | None:
@@ -379,13 +379,17 @@ class Scheduler:
         if request.keys is not None and not (request.scores_prompt or request.started):
             self.prefix_queries += len(request.tokens)
             self.prefix_hits += request.computed
-        insort(self._active, request, key=_number)
+        if request.prefix > request.computed:
+            self._precede(request, request.computed)
+            request.computed = request.prefix
+            self._label(request)
+        insort(self._active, request, key=attrgetter("number"))
         return request
 
     def _activate(self, request: Request, found: list[int], others: int) -> bool:
         """Load the request's adapter if there is room for it and for `others` further pages; return whether. The pages
         in `found` may be renumbered."""
-        ref = request.adapter
+        ref = request.paged_adapter
         if ref is not None and (error := self._adapters.failure(ref)) is not None:
             self._failed(request, error)
             return False
@@ -417,10 +421,10 @@ class Scheduler:
         return True
 
     def _find(self, request: Request) -> list[int]:
-        """Look up the prefix cache for its first tokens, except the last: it must be computed for its logits."""
-        if request.keys is None or request.scores_prompt:
+        """Look up the prefix cache for its cartridge, and unless its prompt is scored, all tokens but the last."""
+        if request.keys is None:
             return []
-        full = (len(request.tokens) - 1) // self._pages.page_tokens
+        full = (request.prefix if request.scores_prompt else len(request.tokens) - 1) // self._pages.page_tokens
         return self._pages.find(request.keys.first(full, request.tokens))
 
     def _label(self, request: Request) -> None:
@@ -444,7 +448,3 @@ class Scheduler:
             request.slot = -1
         request.pages = []
         request.computed = request.labelled = 0
-
-
-def _number(request: Request) -> int:
-    return request.number

@@ -25,7 +25,7 @@ def step_input(
     for share in shares:
         request, start = share.request, share.request.computed
         place = BASE_ONLY
-        if (ref := request.adapter) is not None:
+        if (ref := request.paged_adapter) is not None:
             place = places.setdefault(ref, len(weights))
             if place == len(weights):
                 weights.append(in_pages(ref))
@@ -50,7 +50,7 @@ def sampling_row(request: Request) -> SamplingRow:
     masked = request.constraint is not None
     if not is_penalised(params):
         return SamplingRow(request.number, params, t, request.banned(), masked=masked)
-    tokens, prompt = request.tokens, len(request.message.prompt)
+    tokens, prompt = request.tokens[request.prefix :], len(request.message.prompt)
     return SamplingRow(request.number, params, t, request.banned(), tokens, prompt, masked)
 
 
@@ -59,9 +59,9 @@ def prompt_scoring(share: Share) -> PromptScoring | None:
     request, top = share.request, share.request.sampling.prompt_logprobs
     if top is None:
         return None
-    prompt = request.message.prompt
-    skipped = request.scored < len(prompt) and request.computed >= request.scored
+    prompt, end = request.message.prompt, request.prompt_tokens
+    skipped = request.scored < end and request.computed >= request.scored
     assert not skipped, "rows that score the prompt were skipped"
     first = max(request.scored, request.computed + 1)
-    end = min(request.computed + share.tokens + 1, len(prompt))
-    return PromptScoring(first - 1 - request.computed, prompt[first:end], top) if first < end else None
+    end, own = min(request.computed + share.tokens + 1, end), request.prefix
+    return PromptScoring(first - 1 - request.computed, prompt[first - own : end - own], top) if first < end else None

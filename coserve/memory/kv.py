@@ -25,6 +25,7 @@ from coserve.kernels.attention.interface import (
     StaticPagedAttention,
     TokenRun,
 )
+from coserve.kernels.lora.types import LoraPair
 from coserve.kernels.recurrent.interface import StateShape
 from coserve.kernels.recurrent.wrappers import MixedWithRecurrence, StaticWithRecurrence, WithRecurrence
 from coserve.memory.buffer import PageBuffer, page_layout
@@ -143,6 +144,17 @@ class KvCache:
 
     def free(self, pages: Sequence[int]) -> None:
         self.pool.free(pages)
+
+    def write_prefix(self, pages: Sequence[int], prefix: Sequence[LoraPair], first: int) -> None:
+        """Copy a cartridge's tokens from `first` on into the pages of a sequence, in stream order. `prefix`: see
+        `LoraWeights.prefix`."""
+        device, size = self.buffer.device, self.page_tokens
+        at = torch.arange(first, prefix[0].a_RD.shape[0], device=device)
+        page_T, slot_T = torch.tensor(pages, device=device)[at // size], at % size
+        for keys, values, pair in zip(self.views.keys, self.views.values, prefix, strict=True):
+            k_PW, v_PW = pair.a_RD.to(device, non_blocking=True), pair.b_OR.to(device, non_blocking=True).T
+            keys[page_T, slot_T] = k_PW[first:].view(-1, *keys.shape[2:])
+            values[page_T, slot_T] = v_PW[first:].reshape(-1, *values.shape[2:])
 
     def label(self, page: int, key: bytes) -> None:
         """See `PagePool.label`. All slots of the page must be written."""

@@ -34,7 +34,7 @@ from coserve.model.formats.interface import Format
 from coserve.model.formats.load import DenseModel
 from coserve.model.formats.source import eos_of, loadable, read_config, set_generation
 from coserve.model.forward_context import ForwardContext, running
-from coserve.model.lora import LoraBatch, LoraSites, LoraWeights, default_targets, site_shape, site_weight
+from coserve.model.lora import LoraBatch, LoraSites, LoraWeights, default_targets, prefix_sites, site_shape, site_weight
 from coserve.model.packed import CHECKED_ROWS, PACKED_ROWS, drop_packed, pack_weights, rows_are_independent
 from coserve.model.parallel.adapter import AdapterPartition
 from coserve.model.parallel.lora import Strategy
@@ -56,8 +56,6 @@ log = logging.getLogger(__name__)
 CPU_ROWS = 16
 """Multiple to which packed rows are padded on CPU: below 8 rows, a row's bits depend on the batch's size, unless
 weights are packed (`model.packed`)."""
-
-
 DUMMY_SEED = 0
 
 
@@ -377,7 +375,7 @@ def wrap_base(
     packed = device.type == "cpu" and shard is None and quantization_of(model) == "none" and pack_weights(model)
     base = Base(
         model=model,
-        spec=_spec(model, name, hub_name, identity, context, path, modules, eos_token_ids),
+        spec=_spec(model, name, hub_name, identity, context, path, modules, eos_token_ids, seen),
         device=device,
         dtype=dtype,
         layers=layers,
@@ -402,13 +400,13 @@ def _check_forward(base: Base, expected: probe.Forward) -> None:
     ids_T = torch.cat([probe.tokens(base.model, length) for length in probe.SEQUENCES])
     positions_T = torch.cat([torch.arange(length, device=base.device) for length in probe.SEQUENCES])
     attention = ReferenceAttention((0, probe.SEQUENCES[0], sum(probe.SEQUENCES)))
-    backwards = probe.Reversed(attention)
     packed = partial(base.forward, ids_T, positions_T, attention, lora=None, keep=None)
-    turned = partial(base.forward, ids_T.flip(0), positions_T.flip(0), backwards, lora=None, keep=None)
-    family = base.spec.family
+    turned = partial(base.forward, ids_T.flip(0), positions_T.flip(0), probe.Reversed(attention), lora=None, keep=None)
     with torch.no_grad():
-        probe.check_forward(f"{family}, packed sequences", packed, base.layers, expected)
-        probe.check_forward(f"{family}, tokens that meet in attention only", turned, base.layers, expected.flip())
+        probe.check_forward(f"{base.spec.family}, packed sequences", packed, base.layers, expected)
+        probe.check_forward(
+            f"{base.spec.family}, tokens that meet in attention only", turned, base.layers, expected.flip()
+        )
 
 
 def _spec(
@@ -420,6 +418,7 @@ def _spec(
     path: str,
     modules: dict[str, nn.Module],
     eos_token_ids: Collection[int] | None,
+    seen: probe.Observed,
 ) -> BaseSpec:
     text = model.config.get_text_config()
     sites = {}
@@ -428,8 +427,7 @@ def _spec(
         out_features, in_features = site_shape(module)
         if shard is not None:
             out_features, in_features = shard.partition.outputs.size, shard.partition.inputs.size
-        layer = int(site.removeprefix(f"{path}.").split(".", 1)[0])
-        sites[site] = SiteSpec(in_features, out_features, layer)
+        sites[site] = SiteSpec(in_features, out_features, int(site.removeprefix(f"{path}.").split(".", 1)[0]))
     return BaseSpec(
         name=name,
         hub_name=hub_name,
@@ -447,4 +445,6 @@ def _spec(
         default_targets=default_targets(model.config.model_type, sites),
         experts={} if any(map(shard_of, modules.values())) else expert_sites(model, path),
         quantization=quantization_of(model),
+        kv_heads=seen.kv_shapes[0].heads,
+        prefixes={} if seen.states or any(map(shard_of, modules.values())) else prefix_sites(seen.kv_shapes),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -12,7 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from coserve.core.types import LoraSettings
+from coserve.core.types import LoraSettings, SiteSpec
+from coserve.kernels.attention.interface import KvShape
 from coserve.kernels.lora.dora import ScaledLora, with_scales
 from coserve.kernels.lora.experts.terms import expert_lora
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
@@ -35,6 +36,8 @@ class LoraWeights:
     @cached_property
     def linear(self) -> Mapping[str, LoraPair]:
         """The pairs at linear modules."""
+        if self.settings.cartridge:
+            return {}
         experts = self.experts
         return {name: pair for name, pair in self.sites.items() if name not in experts} if experts else self.sites
 
@@ -44,6 +47,16 @@ class LoraWeights:
         if self.settings.target_parameters is None:
             return {}
         return {name: pair for name, pair in self.sites.items() if pair.experts > 1}
+
+    @property
+    def prefix(self) -> Sequence[LoraPair]:
+        """A cartridge's pairs, layer by layer: keys (P, K D) as `a_RD`, values (K D, P) as `b_OR`; empty for LoRA."""
+        return tuple(self.sites.values()) if self.settings.cartridge else ()
+
+    @property
+    def prefix_tokens(self) -> int:
+        """P: tokens of a cartridge; 0 for LoRA."""
+        return self.settings.r if self.settings.cartridge else 0
 
 
 @dataclass(frozen=True)
@@ -162,6 +175,14 @@ def default_targets(family: str, sites: Iterable[str]) -> tuple[str, ...]:
     """Return the last names of the sites, without those that PEFT refuses."""
     names = dict.fromkeys(site.rsplit(".", 1)[1] for site in sites)
     return tuple(name for name in names if name not in PEFT_REFUSES.get(family, ()))
+
+
+def prefix_sites(shapes: Sequence[KvShape]) -> dict[str, SiteSpec]:
+    """Return `BaseSpec.prefixes`; empty if layers differ, or keys from values."""
+    if len({*shapes}) > 1 or shapes[0].keys != shapes[0].values:
+        return {}
+    width = shapes[0].heads * shapes[0].keys
+    return {f"layers.{layer}.prefix": SiteSpec(width, width, layer) for layer in range(len(shapes))}
 
 
 class LoraSites:

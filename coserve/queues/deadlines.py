@@ -33,7 +33,7 @@ class Deadlines:
                     earliest, oldest = min(request.due, earliest), min(came, oldest)
                     next_tokens[window] = earliest, oldest
             else:
-                prompt = max(0, len(request.message.prompt) - request.computed)
+                prompt = max(0, request.prompt_tokens - max(request.computed, request.prefix))
                 pending += prompt
                 steps = max(1, -(-pending // step_tokens))
                 of, first = others if prompt else launched, (steps, 0, request.window, 0.0, True)

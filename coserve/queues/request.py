@@ -16,6 +16,10 @@ CREDIT = 0.5
 """A token that came early lets the next ones be later, by at most this many TPOTs."""
 
 
+PLACEHOLDER = -1
+"""Id of a cartridge's token, which is none of the vocabulary."""
+
+
 class State(Enum):
     """Where a request is in its life."""
 
@@ -60,7 +64,9 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end it, including the base's end-of-sequence tokens unless ignored. Set on entry into the batch."""
     tokens: list[int] = field(init=False)
-    """Prompt, then the output tokens copied to the host."""
+    """Prompt, then the output tokens copied to the host. Before them, the placeholders of a cartridge's tokens."""
+    prefix: int = 0
+    """Tokens of its cartridge, whose keys and values come with the adapter. Set on entry into the batch."""
     in_flight: int = 0
     """Sampled tokens not yet copied to the host."""
 
@@ -95,7 +101,7 @@ class Request:
     started: bool = False
     """Whether it has ever held pages."""
     scored: int = 1
-    """Leading prompt tokens whose log-probabilities were sent, if requested; the first token has none."""
+    """Leading tokens of `tokens` whose log-probabilities were sent, if requested; the prompt's first one has none."""
 
     def __post_init__(self) -> None:
         slo = self.message.slo
@@ -112,6 +118,11 @@ class Request:
         return self.message.adapter
 
     @property
+    def paged_adapter(self) -> AdapterRef | None:
+        """The adapter whose matrices it needs in pages; None: none, or a cartridge, which is in its own pages."""
+        return None if self.prefix else self.message.adapter
+
+    @property
     def sampling(self) -> SamplingParams:
         return self.message.sampling
 
@@ -124,15 +135,25 @@ class Request:
     @property
     def needs_prompt_logits(self) -> bool:
         """Whether prompt scores are still missing (or nothing but scores is requested)."""
-        return self.scores_prompt and (self.scored < len(self.message.prompt) or not self.max_tokens)
+        return self.scores_prompt and (self.scored < self.prompt_tokens or not self.max_tokens)
+
+    def precede(self, prefix: int) -> None:
+        """Put the tokens of a cartridge in front of the prompt."""
+        self.prefix, self.tokens = prefix, [PLACEHOLDER] * prefix + self.tokens
+        self.scored += prefix
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the first generated one, a cartridge's included."""
+        return self.prefix + len(self.message.prompt)
 
     @property
     def output(self) -> Sequence[int]:
-        return self.tokens[len(self.message.prompt) :]
+        return self.tokens[self.prompt_tokens :]
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - len(self.message.prompt)
+        return len(self.tokens) - self.prompt_tokens
 
     @property
     def decodes(self) -> int:
@@ -144,7 +165,7 @@ class Request:
         """Tokens to compute before the next one can be sampled; none once its last one is in flight."""
         if self.in_flight and self.generated + self.in_flight >= self.max_tokens:
             return 0
-        return len(self.tokens) + self.in_flight - self.computed
+        return len(self.tokens) + self.in_flight - max(self.computed, self.prefix)
 
     @property
     def length(self) -> int:

@@ -111,6 +111,8 @@ class AdapterRecord(Wire, frozen=True):
     """See `AdapterDigests.alphas`."""
     bd_blocks: int = 1
     """See `LoraSettings.bd_blocks`; also 1 for versions registered before it was kept."""
+    cartridge: bool = False
+    """See `LoraSettings.cartridge`; `rank` is then its tokens."""
     continues: AdapterRef | None = None
     """The version that the job continued. None: none, or registered before it was kept."""
     corpus_digest: str | None = None

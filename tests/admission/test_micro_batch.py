@@ -164,6 +164,15 @@ def test_random_adapters(config: PretrainedConfig) -> None:
             assert abs(error) < 0.03, (lora, tokens, recomputed)
 
 
+def test_a_cartridge_takes_no_less_than_its_keys_and_values(base: Measured) -> None:
+    """In each layer those that rows of 64 tokens attend to, their own included."""
+    sites, element = base.spec.prefixes, base.base.dtype.itemsize
+    shapes = lora_shapes(LoraSettings(r=256, cartridge=True), base.spec)
+    found = base.bytes(shapes, MicroBatchShape(512, 100))
+    width = next(iter(sites.values())).in_features
+    assert found.kept >= len(sites) * 512 // 64 * (256 + 64) * 2 * width * element
+
+
 def test_roles_are_names_within_a_layer() -> None:
     assert role_of("model.layers.11.self_attn.q_proj") == "self_attn.q_proj"
     assert role_of("transformer.h.0.mlp.c_proj") == "mlp.c_proj"

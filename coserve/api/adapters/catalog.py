@@ -198,6 +198,7 @@ class AdapterCatalog:
             current=current,
             newest=newest,
             bd_blocks=record.bd_blocks,
+            cartridge=record.cartridge,
             parent=record.parent,
             tags=labels.tags,
             expires_at=labels.expires_at,

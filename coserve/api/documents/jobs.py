@@ -131,7 +131,8 @@ class DocumentJobs:
     def _corpus(self, record: JobRecord, chunks: Chunks, lessons: Lessons) -> Corpus:
         assert record.document is not None, "expected a document's job"
         settings = record.document.settings
-        longest = longest_row(record.spec.training, self._engine.spec.context, self._config.micro_batch_tokens)
+        context = self._engine.spec.context - len(record.spec.prefix)
+        longest = longest_row(record.spec.training, context, self._config.micro_batch_tokens)
         if len(lessons.taught) < 2:
             raise EmptyCorpus(
                 f"the generator found {len(lessons.taught)} answered questions: expected 2 at least, one of them to "

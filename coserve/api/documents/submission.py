@@ -13,11 +13,12 @@ from coserve.config import Config
 from coserve.core.errors import InvalidRequest
 from coserve.core.names import split_ref
 from coserve.core.schemas import DocumentJob, DocumentRequest, DocumentSettings, FinetuneRequest
-from coserve.core.types import BaseSpec
+from coserve.core.types import BaseSpec, LoraSettings
 from coserve.data.documents.pending import PendingDocument
 from coserve.data.documents.prompts import QUESTION_TOKENS
 from coserve.data.documents.reading import Chunks, SplitDocument, split_document
 from coserve.data.offload.pool import HelperPool
+from coserve.lora.files.targets import resolve_targets
 from coserve.state.thread import RegistryThread
 
 USUAL_CHUNK = 1024
@@ -34,6 +35,8 @@ class CheckedDocument:
     settings: DocumentSettings
     chunk_tokens: int
     overlap_tokens: int
+    cartridge: LoraSettings | None = None
+    """The new cartridge, if that is what is trained."""
 
     @property
     def tokens_at_once(self) -> int:
@@ -74,9 +77,12 @@ class DocumentSubmission:
             name, version = split_ref(generator.removeprefix("adapter:"))
             record = await find_adapter(self._registry, name, version, base, field="document.generator")
             generator = f"adapter:{record.ref}"
+        cartridge = None
+        if asked.recipe == "cartridge":
+            cartridge = _cartridge(request, asked, base)
         chosen = {field: getattr(asked, field) for field in DocumentSettings.__struct_fields__}
         chosen |= {"chunk_tokens": size, "overlap_tokens": overlap, "generator": generator}
-        return CheckedDocument(DocumentSettings(**chosen), size, overlap)
+        return CheckedDocument(DocumentSettings(**chosen), size, overlap, cartridge)
 
     async def split(self, request: FinetuneRequest, upload: Path | None, checked: CheckedDocument) -> PendingDocument:
         """Return the document's chunks. Raises `InvalidRequest`, `ForbiddenPath`, `UnreadableCorpus`, `EmptyCorpus`,
@@ -98,3 +104,19 @@ def _given(request: FinetuneRequest) -> DocumentRequest:
     document = request.document
     assert document is not None, "expected a document"
     return DocumentRequest(text=document) if isinstance(document, str) else document
+
+
+def _cartridge(request: FinetuneRequest, asked: DocumentRequest, base: BaseSpec) -> LoraSettings:
+    """Return the settings of a new cartridge. Raises `InvalidRequest`."""
+    for name in ("lora", "continue_from"):
+        if getattr(request, name) is not None:
+            raise InvalidRequest("expected it left out: a cartridge has no LoRA matrices", field=name)
+    most = base.context - asked.answer_tokens - QUESTION_TOKENS - INSTRUCTION_TOKENS
+    if asked.prefix_tokens > most:
+        what = f"the base's context of {base.context} tokens, less the prompt and answer_tokens"
+        raise InvalidRequest(
+            f"expected at most {most}, {what}, got {asked.prefix_tokens}", field="document.prefix_tokens"
+        )
+    settings = LoraSettings(r=asked.prefix_tokens, cartridge=True)
+    resolve_targets(settings, base)
+    return settings

@@ -20,7 +20,7 @@ from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.adapters.size import refuse_too_large
-from coserve.api.documents.submission import DocumentSubmission
+from coserve.api.documents.submission import CheckedDocument, DocumentSubmission
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.http.parsing import local_path
@@ -49,6 +49,7 @@ from coserve.data.corpus.staging import PendingCorpus
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.pending import PendingDocument
+from coserve.data.documents.reading import first_tokens
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.lora.files.peft import config_file
@@ -61,6 +62,7 @@ from coserve.state.thread import RegistryThread
 
 SMALL_FILE = 64 << 10
 """Largest file in bytes that is tokenised in a thread."""
+NO_CONTINUATION = "expected LoRA, got a cartridge: it is not trained further"
 NO_TEACHER = "it cannot be a teacher; expected an adapter, as NAME or NAME@VERSION"
 
 
@@ -113,7 +115,7 @@ class Submission:
         document = None if request.document is None else await self._documents.settings(request, spec)
         earlier = await self._registry(partial(_earlier, request=request, base=spec.fingerprint))
         if earlier is None:
-            source, lora = await self._adapter_settings(request, spec)
+            source, lora = await self._adapter_settings(request, spec, document)
         else:
             source, lora = None, _own_settings(request, earlier)
         given, blocks = "continue_from", "continue_from"
@@ -122,7 +124,7 @@ class Submission:
         await asyncio.to_thread(check_ranks, lora, spec, ranks=self._config.tp, field=blocks)
         await refuse_too_large(request.adapter, lora, spec, pool, self._config, field=given)
         await asyncio.to_thread(_check_publishable, lora, spec, field=given)
-        teacher = await self._teacher(request, spec)
+        teacher, prefix = await self._teacher(request, spec), tuple[int, ...]()
         asked_test = request.test
         test = None if asked_test is None else await read_test(asked_test, spec, self._texts, self._config.data_root)
         columns = Columns({str(field): column for field, column in request.columns.items()})
@@ -130,6 +132,9 @@ class Submission:
         if document is not None:
             with self._shown(request.adapter, show):
                 corpus = await self._documents.split(request, upload, document)
+            if lora.cartridge:
+                prefix = await asyncio.to_thread(first_tokens, corpus.chunks, lora.r, self._tokenizer)
+                lora = msgspec.structs.replace(lora, r=len(prefix))
         else:
             corpus = await self._tokenize(request, self._source(request, upload), columns, longest, show)
         try:
@@ -146,6 +151,7 @@ class Submission:
                 init_digests=None if source is None else source.digests,
                 teacher=teacher,
                 longest=0 if document is None else min(longest, document.tokens_at_once),
+                prefix=prefix,
                 evaluated=document is not None or test is not None,
             )
             steps, notes = 0, tuple[str, ...]()
@@ -191,6 +197,7 @@ class Submission:
             targets=corpus.target_tokens,
             hidden=base.hidden,
             distills=job.teacher is not None and job.init_from is not None,
+            cartridge=job.lora.cartridge,
         )
         lengths = await asyncio.to_thread(lambda: arrays.lengths)
         plan = await asyncio.to_thread(BatchPlan, lengths, training, self._config.micro_batch_tokens)
@@ -221,9 +228,11 @@ class Submission:
         return job, steps
 
     async def _adapter_settings(
-        self, request: FinetuneRequest, spec: BaseSpec
+        self, request: FinetuneRequest, spec: BaseSpec, document: CheckedDocument | None
     ) -> tuple[AdapterRecord | None, LoraSettings]:
         """Return the adapter to continue from and its settings, or None and the settings in the request."""
+        if document is not None and document.cartridge is not None:
+            return None, document.cartridge
         if request.continue_from is None:
             lora = LoraSettings() if request.lora is None else LoraSettings(**msgspec.structs.asdict(request.lora))
             try:
@@ -234,6 +243,8 @@ class Submission:
         _refuse_lora(request)
         name, version = split_ref(request.continue_from)
         record = await find_adapter(self._registry, name, version, spec, field="continue_from")
+        if record.cartridge:
+            raise InvalidRequest(NO_CONTINUATION, field="continue_from")
         return record, await self._inspection.settings(self._folder.adapter(record.ref), spec)
 
     async def _check_samples(self, training: TrainingRequest, spec: BaseSpec) -> None:
@@ -254,6 +265,8 @@ class Submission:
             return None
         name, version = split_ref(request.teacher)
         record = await find_adapter(self._registry, name, version, spec, field="teacher", of_base=NO_TEACHER)
+        if record.cartridge:
+            raise InvalidRequest("expected LoRA, got a cartridge, which cannot be a teacher", field="teacher")
         return Teacher(ref=record.ref, digests=record.digests, rank=record.rank)
 
     async def _tokenize(
@@ -369,6 +382,8 @@ def _small(source: Path, columns: Columns) -> bool:
 
 def _own_settings(request: FinetuneRequest, earlier: JobRecord) -> LoraSettings:
     _refuse_lora(request)
+    if earlier.spec.lora.cartridge:
+        raise InvalidRequest(NO_CONTINUATION, field="continue_from")
     return earlier.spec.lora
 
 

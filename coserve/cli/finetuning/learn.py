@@ -21,7 +21,9 @@ def learn(
     ],
     recipe: Annotated[
         Recipe | None,
-        typer.Option(help="learn distributions over tokens, answers, or the text itself", show_default="topk_kd"),
+        typer.Option(
+            help="learn distributions over tokens, answers, or the text itself; or a KV prefix", show_default="topk_kd"
+        ),
     ] = None,
     generator: Annotated[
         str | None, typer.Option(help="who asks and answers: base, adapter:NAME or none", show_default="base")

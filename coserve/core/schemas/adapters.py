@@ -50,6 +50,8 @@ class Adapter(Wire, frozen=True):
     """The newest version of the name; after a rollback the name means an older one."""
     bd_blocks: int = 1
     """Diagonal blocks of a BD-LoRA adapter; 1: plain LoRA."""
+    cartridge: bool = False
+    """Whether it is a trained KV prefix of `rank` tokens instead of LoRA (PEFT's `cartridge`)."""
     parent: str | None = None
     """The version (`name@version`) that the job continued, or that was converted."""
     tags: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from coserve.core.limits import MAX_MESSAGES, LocalPath, Text
 from coserve.core.names import VERSIONED_NAME
 from coserve.core.types import Wire
 
-Recipe = Literal["topk_kd", "ce", "lm"]
+Recipe = Literal["topk_kd", "ce", "lm", "cartridge"]
 Phase = Literal["questions", "answers", "training", "evaluation", "done"]
 Generator = Annotated[str, Meta(pattern=rf"\A(base|none|adapter:{VERSIONED_NAME})\Z")]
 
@@ -34,7 +34,10 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     recipe: Recipe = "topk_kd"
     """`topk_kd`: learn the generator's distribution over its 20 most likely tokens at each token of an answer. `ce`:
     learn the answers' tokens. `lm`: learn the document's own text, token by token; questions are for the evaluation
-    only."""
+    only. `cartridge`: learn as `topk_kd` does, not with LoRA but with a KV prefix of `prefix_tokens` tokens, which
+    begins as the document's own first tokens."""
+    prefix_tokens: Annotated[int, Meta(ge=2, le=1 << 14)] = 128
+    """Tokens of a `cartridge`; fewer if the document has fewer. Each request with it holds the place of as many."""
     generator: Generator = "base"
     """`base`, or `adapter:NAME` or `adapter:NAME@VERSION`: what asks and answers. `none`, for bases that follow no
     instructions: the base continues each piece of the text with the text before it in its prompt, and the adapter

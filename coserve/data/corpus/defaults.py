@@ -7,6 +7,7 @@ The rules and their sources (docs/LOG.md, Corpora, has the measurements):
   gets a twentieth of it, as in TRL, whose defaults are 1e-6 for DPO and 2e-5 for fine-tuning. Lion gets a third: its
   authors advise rates 3 to 10 times lower than AdamW's (Chen et al. 2023, section 5). An adapter that is trained
   further toward a teacher gets a quarter: it is near the teacher already, and the full rate moves it away first.
+  A cartridge gets 0.02 (Cartridges, arXiv 2506.06266, appendix A), whatever the base.
 - `beta2`: 0.999, and 0.99 with Lion (the same section).
 - `batch_tokens`: large batches hurt LoRA more than full fine-tuning (same source), and a small corpus in large batches
   has too few steps. So an epoch has about 16 steps, and a batch 64 to 8192 tokens. If less than a quarter of the tokens
@@ -36,6 +37,7 @@ MAX_CONTEXT_SHARE = 4
 """Most tokens counted per target token."""
 RATE_AT_2048 = 5e-4
 RATE_BOUNDS = (1e-4, 4e-3)
+CARTRIDGE_RATE = 0.02
 DPO_SHARE = 20
 """Divisor of the default learning rate for a DPO loss."""
 LION_SHARE = 3
@@ -53,14 +55,15 @@ def choose_training(
     hidden: int,
     targets: int | None = None,
     distills: bool = False,
+    cartridge: bool = False,
 ) -> tuple[TrainingSettings, tuple[str, ...]]:
     """Replace every "auto"; return the settings and the names of the fields that were chosen.
 
     `rows`, `tokens` and `targets` (target tokens; None: all) count the corpus once; `hidden` is the base's hidden size;
-    `distills`: an already trained adapter is trained further toward a teacher. Explicit values stay, and the chosen
-    ones follow from them: with an explicit batch size, the number of epochs depends on its steps. Raises
-    `InvalidRequest` for `lora_plus_ratio` without a learning rate, because the default rate assumes one rate for A and
-    B.
+    `distills`: an already trained adapter is trained further toward a teacher; `cartridge`: a KV prefix is trained.
+    Explicit values stay, and the chosen ones follow from them: with an explicit batch size, the number of epochs
+    depends on its steps. Raises `InvalidRequest` for `lora_plus_ratio` without a learning rate, because the default
+    rate assumes one rate for A and B.
     """
     chosen: list[str] = []
     batch, rate, epochs = request.batch_tokens, request.learning_rate, request.epochs
@@ -72,7 +75,7 @@ def choose_training(
             )
         share = (1 if request.loss is None else DPO_SHARE) * (LION_SHARE if request.optimizer.lion else 1)
         share *= DISTILLATION_SHARE if distills else 1
-        rate = float(f"{choose_learning_rate(hidden) / share:.1e}")
+        rate = CARTRIDGE_RATE if cartridge else float(f"{choose_learning_rate(hidden) / share:.1e}")
         chosen.append("learning_rate")
     if batch == "auto":
         batch = choose_batch_tokens(tokens, targets)

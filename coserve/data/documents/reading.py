@@ -119,3 +119,13 @@ def split_text(text: str, tokenizer: Tokenizer, size: int, overlap: int) -> Chun
         tokenizer.decode(ids[start : start + size], skip_special=False).strip("\ufffd").strip() for start in starts
     ]
     return Chunks([chunk for chunk in texts if chunk], len(ids))
+
+
+def first_tokens(chunks: Chunks, count: int, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the document's first `count` tokens, or all; where that takes several chunks, with what they share."""
+    found = list[int]()
+    for text in chunks.texts:
+        found += tokenizer.encode(text, add_special=not found)
+        if len(found) >= count:
+            break
+    return tuple(found[:count])

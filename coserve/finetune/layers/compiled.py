@@ -27,6 +27,8 @@ def uncompiled(spec: JobSpec) -> list[str]:
         found.append("its layers run operation by operation: compiled ones do without LoRA dropout")
     if spec.lora.target_parameters:
         found.append("its layers run operation by operation: compiled ones do without adapters of experts")
+    if spec.lora.cartridge:
+        found.append("its layers run operation by operation: compiled ones do without a cartridge")
     if spec.teacher is not None:
         found.append("its teacher's forward runs operation by operation: compiled layers are for adapters that learn")
     return found

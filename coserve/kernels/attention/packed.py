@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from coserve.kernels.attention.interface import AttentionParams
+from coserve.kernels.attention.interface import AttentionParams, Window
 from coserve.kernels.recurrent.packed import PackedRecurrence
 
 
@@ -66,13 +66,13 @@ class PackedAttention:
             q, k, v = q_HTD[:, start:end], k_HTD[:, start:end], v_HTD[:, start:end]
             plain = window is None or window >= end - start
             if softcap is not None or sinks is not None:
-                outputs.append(_explicit(q, k, v, scaling, window, softcap, sinks))
+                outputs.append(explicit(q, k, v, params))
             elif plain:
                 # With a leading batch axis torch takes the fused kernel; without it, the unfused one.
                 full = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scaling)
                 outputs.append(full[0])
             else:
-                mask = _causal(end - start, window, q.device)
+                mask = causal(end - start, params.seen, q.device)
                 windowed = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scaling)
                 outputs.append(windowed[0])
         return torch.cat(outputs, 1).transpose(0, 1)
@@ -193,22 +193,22 @@ def as_wide(*tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
-def _causal(tokens: int, window: int | None, device: torch.device) -> Tensor:
-    """(T, T) bool: whether query row t may see key j."""
-    at = torch.arange(tokens, device=device)
-    seen = at[None] <= at[:, None]
-    return seen if window is None else seen & (at[None] > at[:, None] - window)
+def causal(tokens: int, seen: Window | None, device: torch.device, before: int = 0) -> Tensor:
+    """(T, before + T) bool: whether query row t, which `before` keys precede, may see each key."""
+    keys = torch.arange(before + tokens, device=device)
+    queries = keys[before:, None]
+    found = keys[None] <= queries
+    return found if seen is None else found & (keys[None] >= seen.first(queries))
 
 
-def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """Attention of one sequence spelled out, with the softmax in fp32: (H, T, D)."""
-    scores = ((q * scaling) @ k.transpose(1, 2)).float()
+def explicit(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    """Attention of one sequence spelled out, with the softmax in fp32: (H, T, D). Further keys may precede its own."""
+    tokens, softcap, sinks = q.shape[1], params.softcap, params.sinks
+    scores = ((q * params.scaling) @ k.transpose(1, 2)).float()
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
-    scores = scores.masked_fill(~_causal(q.shape[1], window, q.device), -torch.inf)
+    scores = scores.masked_fill(~causal(tokens, params.seen, q.device, k.shape[1] - tokens), -torch.inf)
     if sinks is not None:
-        sink = sinks.float()[:, None, None].expand(-1, q.shape[1], 1)
+        sink = sinks.float()[:, None, None].expand(-1, tokens, 1)
         return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
     return scores.softmax(-1).to(v.dtype) @ v

@@ -28,18 +28,33 @@ _TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|rng_state(_\d+)?|train
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """Return the `adapter_config.json` of a folder after checking that the folder holds no unsafe file and each key is
-    allowed."""
+    """Return the `adapter_config.json` of a folder with LoRA: see `read_any_config`."""
+    config = read_any_config(folder)
+    if is_cartridge(config):
+        raise UnsupportedAdapter("expected LoRA, got a cartridge", field="peft_type")
+    return config
+
+
+def is_cartridge(config: dict[str, object]) -> bool:
+    """Whether a config is that of a KV prefix."""
+    return config.get("peft_type") == "CARTRIDGE"
+
+
+def read_any_config(folder: Path) -> dict[str, object]:
+    """Return the `adapter_config.json` of a folder, of LoRA or a cartridge, after checking that the folder holds no
+    unsafe file and each key is allowed."""
     names = _safe_names(folder)
     checkpoints = [name for name in names if re.fullmatch(r"checkpoint-\d+", name)]
     if checkpoints and ADAPTER_CONFIG not in names:
         last = max(checkpoints, key=lambda name: int(name.removeprefix("checkpoint-")))
         raise CorruptAdapter(f"expected a file {ADAPTER_CONFIG}, found checkpoints: import one of them, such as {last}")
     config = read_json(folder, ADAPTER_CONFIG)
-    if config.get("peft_type") != "LORA":
-        raise UnsupportedAdapter(f"expected peft_type LORA, got {_show(config.get('peft_type'))}", field="peft_type")
+    if config.get("peft_type") not in ("LORA", "CARTRIDGE"):
+        got = _show(config.get("peft_type"))
+        raise UnsupportedAdapter(f"expected peft_type LORA or CARTRIDGE, got {got}", field="peft_type")
+    keys = _OF_CARTRIDGES if is_cartridge(config) else _ALLOWED
     for key, value in config.items():
-        allowed = _ALLOWED.get(key, _off)
+        allowed = keys.get(key, _off)
         if not allowed(value):
             what = _REASONS.get(key, "coserve does not implement it")
             raise UnsupportedAdapter(f"{ADAPTER_CONFIG}: {key[:80]} = {_show(value)}: {what}", field=key[:80])
@@ -157,6 +172,15 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
     "lora_dtype": _any,
     "lorap_lr_ratio": _any,
     "lorap_emb_lr": _any,
+}
+_OF_CARTRIDGES: dict[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("num_virtual_tokens", "token_dim", "num_layers", "num_attention_heads"), _rank),
+    **dict.fromkeys(
+        ("peft_type", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"), _any
+    ),
+    "task_type": _is("CAUSAL_LM", None),
+    "num_transformer_submodules": _is(1, None),
+    "num_frozen_tokens": lambda value: type(value) is int and value >= 0,
 }
 _CHANGES_BASE = (
     "it changes the base's own weights; convert the adapter to plain LoRA with PEFT: save_pretrained(..., "

@@ -16,9 +16,10 @@ from coserve.core.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, Uns
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import CONV1D_FAMILIES, blocks_at, packed_shapes, peft_blocks, undivided
+from coserve.lora.files.cartridge import EMBEDDINGS, cartridge_config, read_cartridge
 from coserve.lora.files.experts import ExpertTensors, expert_tensors, take_experts
 from coserve.lora.files.finite import refuse_non_finite
-from coserve.lora.files.gate import read_config
+from coserve.lora.files.gate import is_cartridge, read_any_config
 from coserve.lora.files.matching import Known, Matching
 from coserve.lora.files.targets import alpha_of, exact, linear_targets, targeted_sites
 from coserve.lora.files.tensorfile import MAX_CONFIG, TensorEntry, TensorFile
@@ -88,8 +89,10 @@ def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] =
             dtype.
         BaseMismatch, ShapeMismatch: an adapter of another base.
     """
-    config = read_config(folder)
+    config = read_any_config(folder)
     with TensorFile(folder, ADAPTER_WEIGHTS) as file:
+        if is_cartridge(config):
+            return _inspect_cartridge(config, file, base, progress)
         layout = read_layout(config, file, base)
         trained_on = file.metadata.get(QUANTIZATION, "none")
         if FINGERPRINT in file.metadata and trained_on != base.quantization:
@@ -106,6 +109,17 @@ def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] =
             bytes=file.bytes,
             sha256=file.sha256(progress),
         )
+
+
+def _inspect_cartridge(
+    config: dict[str, object], file: TensorFile, base: BaseSpec, progress: Callable[[], None]
+) -> AdapterInfo:
+    check_base(file, base)
+    settings, entry = read_cartridge(config, file, base)
+    refuse_non_finite(file, {EMBEDDINGS: entry}, base.dtype, progress)
+    sites = {name: SiteShape(settings.r, 1.0) for name in base.prefixes}
+    sha256 = file.sha256(progress)
+    return AdapterInfo(settings, settings.r, alpha_of(settings), (), (), sites, file.bytes, sha256)
 
 
 def _alphas_in_order(layout: AdapterTensors) -> tuple[float, ...]:
@@ -126,9 +140,7 @@ def read_layout(
     `alphas`: those found when these files were registered (`AdapterDigests.alphas`). The config's patterns are matched
     only if they are None.
     """
-    trained_on = file.metadata.get(FINGERPRINT)
-    if trained_on is not None and trained_on != base.fingerprint:
-        raise BaseMismatch(f"the adapter was trained on another base than {base.name}")
+    trained_on = check_base(file, base)
     settings = _settings(config)
     if settings.bd_blocks > 1 and base.family in CONV1D_FAMILIES:
         raise UnsupportedAdapter(
@@ -174,6 +186,15 @@ def read_layout(
     same = same and all(own.fused and own.parts[0].named == site for site, own in experts.items())
     settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named and same)
     return AdapterTensors(settings, sites, own_alphas, a, b, magnitudes, experts)
+
+
+def check_base(file: TensorFile, base: BaseSpec) -> str | None:
+    """Return the fingerprint of the base that the adapter was trained on here; None: it was trained elsewhere. Raises
+    `BaseMismatch`."""
+    trained_on = file.metadata.get(FINGERPRINT)
+    if trained_on is not None and trained_on != base.fingerprint:
+        raise BaseMismatch(f"the adapter was trained on another base than {base.name}")
+    return trained_on
 
 
 def _expert_alpha(own: ExpertTensors, matching: Matching | Known, settings: LoraSettings) -> float:
@@ -225,6 +246,8 @@ def config_file(settings: LoraSettings, base: BaseSpec, sites: Collection[str], 
 
 def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str]) -> dict[str, object]:
     """Return the content of `adapter_config.json` for an adapter with these sites."""
+    if settings.cartridge:
+        return cartridge_config(settings.r, base)
     linear, experts = ([site for site in sites if site in known] for known in (base.sites, base.experts))
     targets = _targets(linear_targets(settings, base), base.sites, linear)
     config: dict[str, object] = {

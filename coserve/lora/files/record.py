@@ -42,4 +42,5 @@ def record_adapter(
         config_sha256=config_sha256,
         alphas=info.alphas,
         bd_blocks=info.settings.bd_blocks,
+        cartridge=info.settings.cartridge,
     )

@@ -21,6 +21,7 @@ from coserve.lora.files.bdlora import check_blocks
 
 MAX_ALPHA = 1e9
 """Largest alpha of any adapter, new or imported, so that what is trained can be published and imported again."""
+NO_CARTRIDGES = "expected layers with keys and values of one size, no recurrent states, and one GPU"
 INITS = ("default", "gaussian", "orthogonal")
 
 Value = TypeVar("Value")
@@ -121,6 +122,8 @@ def linear_targets(settings: LoraSettings, base: BaseSpec) -> tuple[str, ...]:
 
 def target_sites(settings: LoraSettings, base: BaseSpec) -> list[str]:
     """Return the sites of an adapter in the base's order, the linear ones first, without checks."""
+    if settings.cartridge:
+        return list(base.prefixes)
     experts = targeted_sites(settings.target_parameters or (), base.experts)
     return targeted_sites(linear_targets(settings, base), base.sites) + experts
 
@@ -131,8 +134,13 @@ def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
     Takes up to a second for thousands of names, so do not call it on an event loop.
 
     Raises:
-        InvalidRequest: a target or pattern that names no site of this base, or a setting out of its range.
+        InvalidRequest: a target or pattern that names no site of this base, or a setting out of its range, or a
+            cartridge for a base that takes none.
     """
+    if settings.cartridge:
+        if not base.prefixes:
+            raise InvalidRequest(f"{base.name} takes no cartridges: {NO_CARTRIDGES}", field="document.recipe")
+        return list(base.prefixes)
     _check_ranges(settings)
     targets = linear_targets(settings, base)
     if not targets and not settings.target_parameters:

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import torch
 
+from coserve.core.errors import UnsupportedAdapter
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.types import AdapterDigests, BaseSpec
 from coserve.lora.files.bdlora import blocks_at
+from coserve.lora.files.cartridge import EMBEDDINGS
 from coserve.lora.files.experts import peft_module
-from coserve.lora.files.gate import read_config
-from coserve.lora.files.peft import FINGERPRINT, PREFIX, QUANTIZATION, AdapterTensors, config_file, read_layout
+from coserve.lora.files.gate import is_cartridge, read_any_config
+from coserve.lora.files.peft import FINGERPRINT, PREFIX, QUANTIZATION, config_file, read_layout
 from coserve.lora.files.tensorfile import TensorFile, check_digest, digest_file
+from coserve.lora.store.cartridges import embeddings, read_prefixes
 from coserve.lora.store.packing import packed
 from coserve.lora.store.reading import read_sites
 from coserve.lora.store.tensor_writer import write_tensors
@@ -44,7 +47,10 @@ def load_adapter(
             files that do not match `digests`.
         StorageError: the machine cannot read the files now.
     """
-    with _opened(folder, base, digests, LoadTimes()) as (file, tensors, threads):
+    with _opened(folder, digests, LoadTimes()) as (config, file, threads):
+        if is_cartridge(config):
+            raise UnsupportedAdapter("expected LoRA, got a cartridge", field="peft_type")
+        tensors = read_layout(config, file, base, None if digests is None else digests.alphas)
         found = read_sites(file, tensors, base, dtype, threads, for_kernels=False, pinned=False)
     return LoraWeights(tensors.settings, {name: pair.to(device) for name, pair in found.items()})
 
@@ -63,7 +69,11 @@ def load_packed(
     `for_kernels`); DoRA's in another one, as their scales are to be computed (`Base.served`)."""
     times = times or LoadTimes()
     with times.during("pack"):
-        with _opened(folder, base, digests, times) as (file, tensors, threads):
+        with _opened(folder, digests, times) as (config, file, threads):
+            if is_cartridge(config):
+                prefixes = read_prefixes(config, file, base, dtype)
+                return packed(prefixes, pinned=pinned) if for_kernels else prefixes
+            tensors = read_layout(config, file, base, None if digests is None else digests.alphas)
             dense = all(max(shape.a_blocks, shape.b_blocks) == 1 for shape in tensors.sites.values())
             dense = dense and not tensors.magnitudes and for_kernels
             found = read_sites(file, tensors, base, dtype, threads, for_kernels=dense, pinned=pinned and dense)
@@ -73,23 +83,23 @@ def load_packed(
 
 @contextmanager
 def _opened(
-    folder: Path, base: BaseSpec, digests: AdapterDigests | None, times: LoadTimes
-) -> Iterator[tuple[TensorFile, AdapterTensors, Executor]]:
-    """Open the weights' file; yield it, its layout, and threads to read it, which meanwhile hash it.
+    folder: Path, digests: AdapterDigests | None, times: LoadTimes
+) -> Iterator[tuple[dict[str, object], TensorFile, Executor]]:
+    """Open the weights' file; yield the config, the file, and threads to read it, which meanwhile hash it.
 
     If the hash is not the registered one, `CorruptAdapter` about that takes precedence over any other error, and
     nothing that was read is used.
     """
     if digests is not None and digests.config:
         check_digest(digest_file(folder, ADAPTER_CONFIG), digests.config, ADAPTER_CONFIG)
-    config = read_config(folder)
+    config = read_any_config(folder)
     with (
         TensorFile(folder, ADAPTER_WEIGHTS) as file,
         ThreadPoolExecutor(1 + FILLERS, "adapter-file") as threads,
     ):
         digest = None if digests is None else threads.submit(_timed_hash, file, times)
         try:
-            yield file, read_layout(config, file, base, None if digests is None else digests.alphas), threads
+            yield config, file, threads
         finally:
             if digests is not None and digest is not None:
                 check_digest(digest.result(), digests.weights, ADAPTER_WEIGHTS)
@@ -107,7 +117,9 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
     was quantised. Equal adapters get equal bytes, hence equal digests.
     """
     tensors = {}
-    for site, pair in weights.sites.items():
+    if weights.settings.cartridge:
+        tensors[EMBEDDINGS] = embeddings(weights)
+    for site, pair in () if weights.settings.cartridge else weights.sites.items():
         assert (pair.a_blocks, pair.b_blocks) == blocks_at(weights.settings, site), f"{site} is not as its settings say"
         name, b_OR = f"{PREFIX}{site}", pair.b_OR
         if pair.experts > 1:

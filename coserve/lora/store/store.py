@@ -279,6 +279,12 @@ class AdapterStore:
             entry.lacks_pages_since = None
         return self._in_pages.activate(entry)
 
+    def host_weights(self, ref: AdapterRef) -> LoraWeights:
+        """Return the host copy of an acquired adapter that is never activated: a cartridge."""
+        copy = self._entries[ref].host
+        assert copy is not None, f"{ref} has no host copy"
+        return copy
+
     def in_pages(self, ref: AdapterRef) -> LoraWeights:
         """Return an activated adapter."""
         copy = self._entries[ref].gpu

@@ -1,0 +1,119 @@
+"""Documents that become cartridges, over HTTP with a real engine on the bundled base, and read by the real `peft`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from coserve.core.types import AdapterRef
+from coserve.kernels.attention.interface import AttentionParams
+from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.attention.prefixed import PrefixedAttention
+from coserve.kernels.lora.types import LoraPair
+from coserve.model.seam import ReferenceAttention
+from tests.documents.test_document_jobs import SMALL, TEXT
+from tests.support.api_server import Api, tokenizer
+from tests.support.real_server import serve_real
+
+TOKENS, TINY = 9, "coserve/assets/tiny"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
+    async with serve_real(tmp_path_factory.mktemp("cartridges") / "data") as api:
+        yield api
+
+
+async def learn(api: Api, adapter: str, **training: Any) -> dict[str, Any]:
+    document = SMALL | {"recipe": "cartridge", "prefix_tokens": TOKENS}
+    body = {"adapter": adapter, "document": document, "training": training}
+    status, job = await api.call("POST", "/finetune", json=body)
+    assert status == 202, job
+    await api.events(job["id"])
+    return (await api.call("GET", f"/finetune/{job['id']}"))[1]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_document_becomes_a_cartridge(api: Api) -> None:
+    """It is trained, evaluated, served, and read by PEFT, which computes what is served. Its first token stays as it
+    began: the base's own keys and values of the document's first token."""
+    job = await learn(api, "bridge", steps=10)
+    assert job["state"] == "succeeded", job["error"]
+    assert job["training"]["learning_rate"] == 0.02
+    found = job["document"]["evaluation"]
+    assert found["in_context"]["nll"] < found["adapter"]["nll"] < found["floor"]["nll"]
+    _, adapter = await api.call("GET", "/adapters/bridge")
+    assert (adapter["cartridge"], adapter["rank"], adapter["targets"]) == (True, TOKENS, [])
+    folder = api.folder.adapter(AdapterRef("bridge", 1))
+    base = AutoModelForCausalLM.from_pretrained(TINY)
+    ids = torch.tensor([tokenizer().encode(TEXT)[:TOKENS]])
+    begun = torch.cat(
+        [part[0].transpose(0, 1).flatten(1) for layer in base(ids).past_key_values for part in layer[:2]], 1
+    )
+    trained = load_file(folder / "adapter_model.safetensors")["prompt_embeddings"]
+    torch.testing.assert_close(trained[0], begun[0], atol=1e-4, rtol=1e-4)
+    assert (trained[1:] - begun[1:]).abs().amin(1).max() > 1e-4
+    model = PeftModel.from_pretrained(base, str(folder)).eval()
+    body = {"prompt": "Where does the bridge stand?", "adapter": "bridge", "max_tokens": 5, "temperature": 0}
+    _, answer = await api.call("POST", "/generate", json=body)
+    tokens = tokenizer().encode(body["prompt"])
+    for _ in range(5):
+        tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert answer["choices"][0]["text"] == tokenizer().decode(tokens[-5:])
+    assert answer["usage"]["prompt_tokens"] == len(tokens) - 5
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"lora": {"r": 4}}, "lora"),
+        ({"document": {"prefix_tokens": 4096}}, "document.prefix_tokens"),
+    ],
+)
+async def test_settings_that_do_not_fit_are_refused(api: Api, body: dict[str, Any], field: str) -> None:
+    document = SMALL | {"recipe": "cartridge"} | body.pop("document", {})
+    status, answer = await api.call("POST", "/finetune", json={"adapter": "no", "document": document} | body)
+    assert (status, answer["error"]["field"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        AttentionParams(0.3),
+        AttentionParams(0.3, window=4),
+        AttentionParams(0.3, softcap=2.0),
+        AttentionParams(0.3, window=3, sinks=torch.tensor([0.1, -0.2, 0.5, 0.0])),
+    ],
+)
+def test_a_prefix_is_attended_as_tokens_before_each_sequence(params: AttentionParams) -> None:
+    """Outputs, and gradients of the keys and values, whose first token is frozen."""
+    torch.manual_seed(0)
+    heads, kv, width, prefix, bounds = 4, 2, 8, 5, (0, 3, 3, 10)
+    pair = LoraPair(torch.randn(prefix, kv * width), torch.randn(kv * width, prefix), 1.0)
+    for tensor in (pair.a_RD, pair.b_OR):
+        tensor.requires_grad_()
+    q, k, v = (torch.randn(each, bounds[-1], width) for each in (heads, kv, kv))
+    got = PrefixedAttention(bounds, (pair,), 1).attend(0, q, k, v, params)
+    want = []
+    for start, end in ((0, 3), (3, 10)):
+        before = [own.view(prefix, kv, width).transpose(0, 1) for own in (pair.a_RD, pair.b_OR.T)]
+        whole = [torch.cat([first, own[:, start:end]], 1) for first, own in zip(before, (k, v), strict=True)]
+        padded = torch.cat([torch.zeros(heads, prefix, width), q[:, start:end]], 1)
+        for attention in (ReferenceAttention((0, prefix + end - start)), PackedAttention((0, prefix + end - start))):
+            found = attention.attend(0, padded, *whole, params)[prefix:]
+        want.append(found)
+    torch.testing.assert_close(got, torch.cat(want))
+    weights = torch.randn_like(got)
+    ours = torch.autograd.grad((got * weights).sum(), (pair.a_RD, pair.b_OR))
+    theirs = torch.autograd.grad((torch.cat(want) * weights).sum(), (pair.a_RD, pair.b_OR))
+    assert not ours[0][0].any() and not ours[1][:, 0].any()
+    torch.testing.assert_close(ours[0][1:], theirs[0][1:])
+    torch.testing.assert_close(ours[1][:, 1:], theirs[1][:, 1:])

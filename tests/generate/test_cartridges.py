@@ -1,0 +1,199 @@
+"""Cartridges (trained KV prefixes) against the real `peft` package: files in and out, and what requests get."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import CartridgeConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+from coserve.core.errors import BaseMismatch, PromptTooLong, UnsupportedAdapter
+from coserve.core.link import Generate, Tokens
+from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.generate.generator import Generator
+from coserve.kernels.lora.types import LoraPair
+from coserve.lora.files.peft import inspect_adapter
+from coserve.lora.store.files import load_adapter, load_packed, save_adapter
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.lora import LoraWeights
+from tests.support.examples import sample
+from tests.support.executors import eager
+from tests.support.lengths import OneMoreToken
+from tests.support.shelf import Shelf
+from tests.support.tiny_models import VOCAB, tiny_model
+
+CARTRIDGE, OTHER, LORA = AdapterRef("cartridge", 1), AdapterRef("other", 1), AdapterRef("lora", 1)
+TOKENS = 11
+"""Of the cartridge: pages of 4 leave a last one that is shared with nobody."""
+FAMILIES = ("llama", "qwen3", "gpt2", "mistral")
+
+
+def save_cartridge(folder: Path, family: str, tokens: int = TOKENS, seed: int = 0) -> PeftModel:
+    """Write PEFT's own files of a random cartridge; return the model with it."""
+    torch.manual_seed(seed)
+    model = get_peft_model(tiny_model(family), CartridgeConfig(num_virtual_tokens=tokens, task_type="CAUSAL_LM"))
+    model.save_pretrained(str(folder))
+    return model.eval()
+
+
+def base_of(family: str) -> Base:
+    return wrap_base(tiny_model(family), name=family, eos_token_ids=())
+
+
+def read(folder: Path, base: Base) -> LoraWeights:
+    return load_packed(folder, base.spec, dtype=torch.float32, pinned=False, for_kernels=False)
+
+
+def lora(base: Base) -> LoraWeights:
+    generator = torch.Generator().manual_seed(5)
+    sites = {
+        name: LoraPair(
+            torch.randn(3, site.in_features, generator=generator) * 0.3,
+            torch.randn(site.out_features, 3, generator=generator) * 0.3,
+            0.7,
+        )
+        for name, site in base.spec.sites.items()
+    }
+    return LoraWeights(LoraSettings(r=3), sites)
+
+
+def make(base: Base, shelf: Shelf, *, tokens: int = 2048, cached: bool = True, **settings: int) -> Generator:
+    kv = KvCache.for_base(base, tokens, 4)
+    limits: dict[str, Any] = {"max_running": 16, "step_tokens": 256} | settings
+    return Generator(base, shelf.store(), kv, eager(base, kv), prefix_cache=cached, lengths=OneMoreToken(), **limits)
+
+
+def text(length: int, seed: int = 0) -> tuple[int, ...]:
+    chance = random.Random(seed)
+    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
+
+
+def request(
+    id: str, prompt: tuple[int, ...], ref: AdapterRef | None = CARTRIDGE, max_tokens: int = 6, **sampling: Any
+) -> Generate:
+    params = SamplingParams(max_tokens=max_tokens, logprobs=2, temperature=0.0, **sampling)
+    return Generate(id=id, prompt=prompt, sampling=params, adapter=ref, slo=Slo(ttft=1, tpot=1))
+
+
+def run(gen: Generator, *requests: Generate) -> dict[str, tuple[list[int], list[float], list[float]]]:
+    """Tokens, their log-probabilities, and those of the prompt, by the request's id."""
+    for one in requests:
+        gen.add(one)
+    found: dict[str, tuple[list[int], list[float], list[float]]] = {one.id: ([], [], []) for one in requests}
+    while gen.running:
+        for message in gen.step():
+            assert isinstance(message, Tokens), message
+            tokens, logprobs, prompt = found[message.id]
+            tokens.extend(message.tokens)
+            logprobs.extend(each.logprob for each in message.logprobs)
+            prompt.extend(each.logprob for each in message.prompt_logprobs)
+    assert gen.pages_used == 0
+    return found
+
+
+def by_peft(model: PeftModel, prompt: tuple[int, ...], steps: int = 6) -> tuple[list[int], list[float], list[float]]:
+    """Greedy tokens, their log-probabilities and the prompt's, by PEFT's forwards over the whole text."""
+    ids, found, scores = list(prompt), list[int](), list[float]()
+    for _ in range(steps):
+        with torch.no_grad():
+            logprobs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        found.append(int(logprobs[-1].argmax()))
+        scores.append(float(logprobs[-1].max()))
+        ids.append(found[-1])
+    at = torch.arange(len(prompt) - 1)
+    return found, scores, logprobs[at, torch.tensor(prompt[1:], dtype=torch.long)].tolist()
+
+
+@pytest.mark.parametrize("family", sample(FAMILIES, "llama"))
+def test_a_cartridge_gives_pefts_tokens(family: str, tmp_path: Path) -> None:
+    """Greedy tokens and log-probabilities of answers and prompts; alone, beside others that share its pages, in chunks,
+    without the prefix cache, and again after they were cached."""
+    model, base = save_cartridge(tmp_path, family), base_of(family)
+    shelf = Shelf({CARTRIDGE: read(tmp_path, base)})
+    prompts = {f"{n}": text(n, n) for n in (1, 2, 13, 30)}
+    expected = {id: by_peft(model, prompt) for id, prompt in prompts.items()}
+    asked = [request(id, prompt) for id, prompt in prompts.items()]
+    scored = [request(id, prompt, prompt_logprobs=0) for id, prompt in prompts.items()]
+    for gen in (make(base, shelf), make(base, shelf, step_tokens=5), make(base, shelf, cached=False)):
+        for requests in ([asked[0]], asked, scored):
+            for id, (tokens, logprobs, prompt) in run(gen, *requests).items():
+                want = expected[id]
+                assert tokens == want[0]
+                assert logprobs == pytest.approx(want[1], abs=1e-4)
+                assert prompt == pytest.approx(want[2] if requests is scored else [], abs=1e-4)
+
+
+def test_sequences_share_a_cartridges_full_pages(tmp_path: Path) -> None:
+    base = base_of("llama")
+    save_cartridge(tmp_path, "llama")
+    gen = make(base, Shelf({CARTRIDGE: read(tmp_path, base)}))
+    for number in range(4):
+        gen.add(request(f"{number}", text(3, number)))
+    gen.step()
+    shared, own = TOKENS // 4, 2  # 11 + 3 tokens, and place for one more
+    assert gen.pages_used == shared + 4 * own
+    while gen.running:
+        gen.step()
+    assert gen.pages_used == 0
+
+
+def test_a_batch_mixes_cartridges_with_lora_and_the_base(tmp_path: Path) -> None:
+    """Each request gets what it gets alone, also where preemption makes it begin again."""
+    base = base_of("llama")
+    for name, seed in (("one", 1), ("two", 2)):
+        save_cartridge(tmp_path / name, "llama", seed=seed)
+    shelf = Shelf({CARTRIDGE: read(tmp_path / "one", base), OTHER: read(tmp_path / "two", base), LORA: lora(base)})
+    same = text(9)
+    asked = [request(f"{ref} {n}", same[:n], ref, 9) for ref in (CARTRIDGE, None, OTHER, LORA) for n in (9, 5)]
+    alone = {one.id: run(make(base, shelf), one)[one.id] for one in asked}
+    assert len({tuple(tokens) for tokens, *_ in alone.values()}) == len(asked), "each is another text"
+    roomy = make(base, shelf)
+    tight = make(base, shelf, tokens=100)
+    for gen in (roomy, tight):
+        for id, (tokens, logprobs, _) in run(gen, *asked).items():
+            assert tokens == alone[id][0]
+            assert logprobs == pytest.approx(alone[id][1], abs=1e-5)
+    assert tight.scheduler.preemptions > 0
+
+
+def test_penalties_see_the_prompt_alone(tmp_path: Path) -> None:
+    base = base_of("llama")
+    save_cartridge(tmp_path, "llama")
+    gen = make(base, Shelf({CARTRIDGE: read(tmp_path, base)}))
+    prompt = text(7)
+    first = run(gen, request("plain", prompt))["plain"][0]
+    again = run(gen, request("bound", prompt, repetition_penalty=1.0001, presence_penalty=1e-4))["bound"][0]
+    assert again == first
+
+
+def test_files_go_out_as_they_came_in(tmp_path: Path) -> None:
+    base = base_of("llama")
+    save_cartridge(tmp_path / "in", "llama")
+    (tmp_path / "out").mkdir()
+    save_adapter(tmp_path / "out", read(tmp_path / "in", base), base.spec)
+    first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("in", "out"))
+    assert first.keys() == second.keys()
+    assert torch.equal(first["prompt_embeddings"], second["prompt_embeddings"])
+    model = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path / "out")).eval()
+    prompt = text(5)
+    assert by_peft(model, prompt)[0] == by_peft(save_cartridge(tmp_path / "again", "llama"), prompt)[0]
+    info = inspect_adapter(tmp_path / "out", base.spec)
+    assert (info.settings.cartridge, info.rank, info.targets) == (True, TOKENS, ())
+
+
+def test_other_bases_and_other_uses_are_refused(tmp_path: Path) -> None:
+    save_cartridge(tmp_path, "llama")
+    with pytest.raises(BaseMismatch, match="expected token_dim"):
+        inspect_adapter(tmp_path, base_of("gpt2").spec)
+    base = base_of("llama")
+    with pytest.raises(UnsupportedAdapter, match="expected LoRA, got a cartridge"):
+        load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
+    gen = make(base, Shelf({CARTRIDGE: read(tmp_path, base)}))
+    with pytest.raises(PromptTooLong, match=f"{TOKENS} of which the adapter's prefix takes"):
+        gen.add(request("long", text(base.spec.context - TOKENS)))
+    assert not gen.running
