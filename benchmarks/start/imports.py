@@ -51,12 +51,13 @@ def measured(work: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - began, cpu
 
 
-def start_engine(tree: Path) -> None:
-    """Run the imports of an engine's process of this checkout. Of the settings, only the device differs from the
-    defaults."""
+def start_engine(tree: Path, data: Path) -> None:
+    """Run the imports of an engine's process of this checkout, which may cache bytecode in the data folder. Of the
+    settings, only this and the device differ from the defaults."""
     environment = os.environ | {"PYTHONPATH": str(tree.absolute())}
     command = [sys.executable, "-P", "-m", "coserve.engine.process", str(NO_SOCKET)]
-    done = subprocess.run(command, input=b'{"device":"cpu"}', env=environment, capture_output=True, check=False)
+    settings = config_to_json(Config(device="cpu", data_dir=data))
+    done = subprocess.run(command, input=settings, env=environment, capture_output=True, check=False)
     assert b"Socket operation on non-socket" in done.stderr, done.stderr.decode()
 
 
@@ -100,7 +101,12 @@ def main() -> None:
         hardware=cpu_name(),
         seed=0,
         revision=options.commit,
-        settings={"repeats": options.repeats, "workers": WORKERS, "cores": usable_cores()},
+        settings={
+            "repeats": options.repeats,
+            "workers": WORKERS,
+            "cores": usable_cores(),
+            "bytecode": "not beside the sources" if sys.dont_write_bytecode else "as Python keeps it",
+        },
     )
     with tempfile.TemporaryDirectory() as folder:
         config = Config(device="cpu", lora_backend="grouped", data_dir=Path(folder))
@@ -110,7 +116,7 @@ def main() -> None:
         works: dict[str, Callable[[], None]] = {}
         for name, tree in trees.items():
             works[f"start.engine_begins_s{name}"] = partial(begin_engine, tree, model)
-            works[f"start.import_s{name}"] = partial(start_engine, tree)
+            works[f"start.import_s{name}"] = partial(start_engine, tree, Path(folder) / f"data{name}")
         engines = {key: list[tuple[float, float]]() for key in works}
         for _ in range(options.repeats):  # in turns: other programs slow down all alike
             for key, work in works.items():

@@ -14,12 +14,14 @@ from coserve.core.processes import obey_parent
 from coserve.data.pretrained.read_ahead import read_ahead, weight_files
 from coserve.engine.ranks.own_rank import own_rank
 from coserve.engine.warming.fast_imports import fast_imports
+from coserve.engine.warmup.bytecode import cache_bytecode
 from coserve.engine.warmup.launch import start_warm_up
 
 
 def main() -> None:
     obey_parent()
     config, rank = config_from_json(sys.stdin.buffer.read()), own_rank(sys.argv[1:])
+    cache_bytecode(config)
     warm_up = start_warm_up(config)
     if config.load_format == "auto":
         read_ahead(weight_files(config.model))

@@ -12,6 +12,7 @@ from coserve.config import config_from_json
 from coserve.core.processes import obey_parent
 from coserve.engine.ranks.own_rank import own_rank
 from coserve.engine.warming.fast_imports import fast_imports
+from coserve.engine.warmup.bytecode import cache_bytecode
 from coserve.engine.warmup.launch import use_caches
 
 
@@ -19,6 +20,7 @@ def main() -> None:
     obey_parent()
     config, rank = config_from_json(sys.stdin.buffer.read()), own_rank(sys.argv[1:])
     assert rank is not None, "expected a place"
+    cache_bytecode(config)
     warm_up = use_caches(config)
     with fast_imports():
         from coserve.engine.ranks.serve import follow  # imports torch, which takes seconds: heartbeats have begun

@@ -11,14 +11,18 @@ from importlib import metadata
 UNUSED = ("scipy", "torchvision", "click", "rich")
 """Packages hidden from transformers while it is imported. Its image losses take half a second to import the first two,
 and httpx, which fetches from the hub, has a command line that imports the others."""
+NEVER_USED = ("sklearn", "kernels")
+"""Hidden for good, because modules that transformers imports later look for them, too: scikit-learn takes two seconds.
+Hugging Face's `kernels` would replace layers that coserve runs itself; where the folder `kernels` of this repository
+can be imported, looking for it reads the files of every installed package."""
 
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
     """Context for a process's imports. Garbage collection is off inside, and never visits the imported objects later.
     Packages that transformers would import but that are not used here count as not installed."""
-    # Saves two seconds. It stays hidden, because modules that transformers imports later look for it, too.
-    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]  # None marks it as missing
+    for name in NEVER_USED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None marks it as missing
     hidden = [name for name in UNUSED if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     everything, metadata.packages_distributions = metadata.packages_distributions, _LazyDistributions

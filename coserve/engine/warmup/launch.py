@@ -18,6 +18,7 @@ from coserve.config import Config, config_to_json
 from coserve.core.channel import frame
 from coserve.core.errors import StartupError
 from coserve.core.processes import spawn_child, usable_cores
+from coserve.engine.warmup.bytecode import cache_bytecode
 from coserve.engine.warmup.gpu import CONTEXT_BYTES, Gpu, find_gpu
 from coserve.engine.warmup.key import cache_folder, cache_root, compiler_environment, key_fields, shape_key
 from coserve.engine.warmup.messages import Progress, WarmUpTask
@@ -133,6 +134,7 @@ def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
     gpu = find_gpu() if config.device != "cpu" else None
     if gpu is None:
         raise StartupError("found no usable GPU: there is nothing to warm up")
+    cache_bytecode(config)
     task, _ = plan_warm_up(config, gpu)
     notes = list[str]()
 
