@@ -21,5 +21,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The public names: those that are not loaded yet, too."""
+    """Return the public names, including those that are not loaded yet."""
     return sorted(__all__)

@@ -29,7 +29,7 @@ from benchmarks.common.results import Results
 from benchmarks.common.summary import entry, update_summary
 from benchmarks.serving.http_case import SMALL, model_folder
 from coserve.config import Config, config_to_json
-from coserve.core.processes import usable_cores
+from coserve.core.processes import PARENT, usable_cores
 from coserve.engine.warmup.messages import WarmUpTask
 from coserve.engine.warmup.workers import ProcessWorker
 
@@ -54,7 +54,7 @@ def measured(work: Callable[[], object]) -> tuple[float, float]:
 def start_engine(tree: Path, data: Path) -> None:
     """Run the imports of an engine's process of this checkout, which may cache bytecode in the data folder. Of the
     settings, only this and the device differ from the defaults."""
-    environment = os.environ | {"PYTHONPATH": str(tree.absolute())}
+    environment = os.environ | {"PYTHONPATH": str(tree.absolute()), PARENT: str(os.getpid())}
     command = [sys.executable, "-P", "-m", "coserve.engine.process", str(NO_SOCKET)]
     settings = config_to_json(Config(device="cpu", data_dir=data))
     done = subprocess.run(command, input=settings, env=environment, capture_output=True, check=False)

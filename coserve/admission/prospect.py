@@ -15,21 +15,21 @@ GIB = 1 << 30
 CONTEXT = 768 << 20
 """Bytes of the CUDA context, compiled kernels and libraries."""
 STATISTICS = 1.03
-"""Factor for what a layer keeps besides: statistics of norms and of attention, x Aᵀ."""
+"""Factor for the smaller tensors that a layer keeps: statistics of norms and of attention, x Aᵀ."""
 LOGITS = 6
-"""Bytes of a token's logit in a generation step: in 16 bits, and in fp32."""
+"""Bytes of one logit in a generation step: a 16-bit and an fp32 copy."""
 LOSS = 4.3
-"""Bytes of a token's logit in training: in 16 bits, and its gradient."""
+"""Bytes of one logit in training: the 16-bit logit and its gradient."""
 POSITIONS = 2048
 """Most positions whose logits training computes at a time."""
 STEP_TOKENS = 2048
 """Tokens of a generation step on a GPU."""
 GPUS = {24: 22.4, 48: 44.4, 80: 79.1, 141: 139.8}
-"""Usable GiB of GPUs by the GB that they are sold with, of the smallest of each: L4, L40S, H100, H200."""
+"""Usable GiB by advertised GB, measured or documented for the smallest such card: L4, L40S, H100, H200."""
 
 
 class Wish(Wire, frozen=True):
-    """The work that shall fit on one GPU."""
+    """The work that has to fit on one GPU."""
 
     adapters: int
     """Adapters on the GPU at a time."""
@@ -42,7 +42,7 @@ class Wish(Wire, frozen=True):
     """Jobs that train at once; 0: none."""
     micro_batch_tokens: int
     fraction: float
-    """Share of the GPU's memory that the engine may take."""
+    """Fraction of the GPU's memory that the engine may take."""
 
 
 class Need(Wire, frozen=True):
@@ -54,7 +54,7 @@ class Need(Wire, frozen=True):
     step: int
     kv: int
     states: int
-    """Recurrent states, with the slots beside those of requests."""
+    """Recurrent states, `EXTRA_SLOTS` included."""
     adapters: int
     jobs: int
     """State that jobs keep between micro-batches."""
@@ -67,20 +67,20 @@ class Need(Wire, frozen=True):
 
     @property
     def fixed(self) -> int:
-        """All that does not grow with the requests' keys, values and states."""
+        """Bytes that do not grow with the number of requests."""
         parts = (self.weights, self.context, self.graphs, self.step, self.adapters, self.jobs, self.training)
         return sum(parts)
 
 
 class Fit(Wire, frozen=True):
-    """The wish on one size of GPU."""
+    """Whether a `Wish` fits on one size of GPU."""
 
     gb: int
     budget: int
     """Bytes that the engine may take."""
     fits: bool
     requests: int
-    """Requests of the wished length whose keys, values and states fit, if nothing else changes."""
+    """Most requests of `Wish.context` tokens that fit while everything else is as wished."""
 
 
 def needed(sizes: BaseSizes, wish: Wish) -> Need:
@@ -107,7 +107,7 @@ def needed(sizes: BaseSizes, wish: Wish) -> Need:
 
 
 def fit(sizes: BaseSizes, wish: Wish, gb: int) -> Fit:
-    """Return how the wish fits into a GPU that is sold with `gb` GB."""
+    """Return whether the wish fits on a GPU that is sold as one of `gb` GB, and how many requests would."""
     need, budget = needed(sizes, wish), int(GPUS[gb] * wish.fraction * GIB)
     left = max(0, budget - need.fixed - EXTRA_SLOTS * sizes.states)
     each = sizes.kv * wish.context + sizes.states

@@ -49,13 +49,13 @@ class SiteShape:
     magnitude: int = 0
     """Elements of DoRA's magnitude; 0: plain LoRA."""
     kept: int = 0
-    """Elements a token that it keeps in training, if it is no pair of a linear module. Of experts: for each chosen one
-    its input, x Aᵀ as it is and scaled, and its term. Of a cartridge: the keys and values that each row attends to, for
-    rows of `SHORT_ROW` tokens."""
+    """Elements per token that training keeps for other adapters than LoRA of linear modules. Experts: for each chosen
+    expert its input, x Aᵀ unscaled and scaled, and its LoRA term. A cartridge: the keys and values that a row of
+    `SHORT_ROW` tokens attends to."""
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Elements of each of its tensors."""
+        """Elements of each tensor of the pair: a_RD, b_OR, and DoRA's magnitude if there is one."""
         return (self.a, self.b, self.magnitude) if self.magnitude else (self.a, self.b)
 
 

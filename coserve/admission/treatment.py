@@ -73,12 +73,12 @@ class Treatment:
     """Whether it was planned for compiled layers, which take less memory than the base's own."""
 
     def alike(self, other: Treatment) -> bool:
-        """Return whether both compute the same, whichever layers they were planned for."""
+        """Return whether both plans compute the same; only `compiled` may differ."""
         return (self.tokens, self.recomputed, self.partly) == (other.tokens, other.recomputed, other.partly)
 
     def time(self, layers: int, overheads: Overheads = Overheads()) -> float:
-        """Return the time a token, relative to large micro-batches that keep everything. `layers`: number of the base's
-        layers."""
+        """Return the time per token, relative to large micro-batches without recomputation. `layers`: layers of the
+        base."""
         size = self.tokens if self.compiled else max(self.tokens, LAUNCH_BOUND_TOKENS)
         longer = overheads.longer(self.recomputed, self.partly, layers)
         return (size + OVERHEAD_TOKENS) / self.tokens * (1 + longer)

@@ -32,7 +32,7 @@ class EngineClient:
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
         self.residents: frozenset[AdapterRef] = frozenset()
-        """Adapters in memory, by the last stats."""
+        """Adapters in memory, according to the last stats."""
         self.warmup: EngineWarming | None = None
         """Last start-up report; kept once the engine is ready."""
         self.ranks: EngineRanks | None = None
@@ -42,7 +42,7 @@ class EngineClient:
         """Why the last engine died, until there is a new one."""
         self._failed_starts = 0
         self._log_level: SetLogLevel | None = None
-        """Set since the start, if it was."""
+        """The level set at run time; None: none was."""
         self._watchers: list[Callable[[], None]] = []
 
     @property

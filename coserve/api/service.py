@@ -119,7 +119,7 @@ class Service:
 
         self._sampler = JobSampler(registry, self.engine, self.generation, self.recorder.deliver, evaluate)
         self.background: list[Callable[[], Awaitable[None]]] = [documents.close]
-        """Ends work of the daemon's own that sends requests, and goes on after the next start."""
+        """Functions that stop the daemon's own work that sends requests; it resumes after the next start."""
         self.stopping = Stopping()
         self.sessions = TrainingSessions(config, folder, registry, self.engine)
         self.jobs = JobManager(

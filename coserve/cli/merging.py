@@ -20,8 +20,8 @@ def merge_adapter(client: Client, name: str, base: str, folder: Path) -> None:
     """Download the adapter and let PEFT merge it into the base, on this machine's CPU and in the base's dtype; needs
     the host memory of the whole base. The tokenizer goes with it.
 
-    `base`: as for `coserve serve --model`. Raises `FileExistsError`, `UnsupportedBase` for a base that is none or
-    without PEFT, and what the client raises.
+    `base`: as for `coserve serve --model`. Raises `FileExistsError`, `UnsupportedBase` if `base` is no model or PEFT is
+    missing, and the client's errors.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists already; choose a new folder")

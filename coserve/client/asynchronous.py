@@ -322,7 +322,7 @@ class AsyncClient:
         return (await self._caller.json(self._caller.request("GET", "/aliases"), AliasList)).data
 
     async def set_alias(self, name: str, target: str, *, canary: str | None = None, weight: float = 0.0) -> Alias:
-        """Let `name` mean a version of an adapter, also one that it did not mean before. A share `weight` of its
+        """Let `name` mean a version of an adapter, also one that it did not mean before. A fraction `weight` of its
         requests gets another version, `canary`. Raises `AdapterNotFound`, `NameTaken` for an adapter's name."""
         body = AliasRequest(target=target, canary=canary, weight=weight)
         return await self._caller.json(self._caller.request("PUT", f"/aliases/{_quoted(name)}", body=body), Alias)

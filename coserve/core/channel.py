@@ -21,7 +21,7 @@ from coserve.core.processes import signal_child, start_child
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 28
-"""Maximum bytes of a message; a longer one is something else that was written to the socket."""
+"""Maximum bytes of a message; a longer length means that something else was written to the socket."""
 READ_AHEAD = 1 << 20
 """Bytes that an `AsyncChannel` buffers before it stops to read from the socket."""
 TURN_BYTES = 1 << 16

@@ -317,7 +317,7 @@ class CheckpointUnreadable(JobError, code="checkpoint_unreadable"):
 
 
 class JobOutOfMemory(JobError, code="job_out_of_memory"):
-    """The job does not fit beside what the GPU holds. Lower the rank, `max_length` or `micro_batch_tokens`."""
+    """The job does not fit into the GPU memory that is left. Lower the rank, `max_length` or `micro_batch_tokens`."""
 
 
 class InternalError(CoserveError, code="internal_error"):

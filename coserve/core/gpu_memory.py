@@ -10,7 +10,7 @@ GRAPHS = 2 << 30
 """Bytes reserved for CUDA graphs and autotuning until their size is known. Graphs are captured after the pool is
 allocated, because they record its address."""
 EXTRA_SLOTS = 2
-"""Slots of recurrent states beside those of sequences: one that stays zero, and one that padding writes."""
+"""Slots of recurrent states in addition to those of sequences: one that stays zero, and one that padding writes."""
 
 
 class Kept(StrEnum):

@@ -60,13 +60,13 @@ class StepMetrics(Wire, frozen=True):
 
 
 LOAD_CAUSES: Final = ("queue", "read", "hash", "pack", "write", "pages", "defragment", "copy")
-"""Where loads of adapters spend time: waiting for a reader; reading a packed file; hashing PEFT's files; reading and
-packing them; writing the packed file, beside all else; a request's wait for pages; moving pages for a run of free ones,
-and copying into it: both as the tick launches it."""
+"""Phases of adapter loads: waiting for a reader; reading a packed file; hashing PEFT's files; reading and packing them;
+writing the packed file, in the background; a request's wait for pages; moving pages for a run of free ones, and copying
+into it: both as the tick launches it."""
 
 
 class LoadSeconds(msgspec.Struct, frozen=True):
-    """Loads of adapters so far with time of one cause, and their seconds."""
+    """Number of adapter loads so far that spent time in one phase, and the seconds."""
 
     cause: str
     count: int

@@ -267,7 +267,7 @@ Auto = Literal["auto"]
 
 
 TrainOn = Literal["completion", "all", "assistant"]
-"""Which tokens of a row enter the loss."""
+"""The tokens of a row that enter the loss."""
 
 
 class DpoLoss(Wire, frozen=True):

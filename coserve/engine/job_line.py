@@ -35,5 +35,5 @@ class JobLine:
         return found
 
     def first(self, *, jobs: bool) -> JobSpec | None:
-        """The one that comes next; without `jobs`, which have no place, the first session of a client."""
+        """Return the next job or session; without `jobs` (no place is free) the next session."""
         return next((spec for spec in self._jobs if jobs or isinstance(spec, SessionSpec)), None)

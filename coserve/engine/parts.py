@@ -61,9 +61,9 @@ AnySessions = TypeVar("AnySessions")
 
 EXACT_THREADS = 2
 PROBES = 3
-"""Forwards of each number of threads in `choose_threads`."""
+"""Forwards timed for each number of threads in `choose_threads`."""
 SMALL_STEP = 0.03
-"""Seconds of a forward that is not worth a choice of threads."""
+"""Seconds of a forward; for faster ones the number of threads is not chosen."""
 ADAPTER_SHARE = 0.25
 """Fraction of the host memory that is free at the start for idle adapters."""
 PINNED_SHARE = 0.5
@@ -125,7 +125,7 @@ class EngineParts:
         self.graph_bytes = GraphBytes(CudaMemory(base.device) if base.device.type == "cuda" else None)
         self.step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
         self.load_times = LoadTimes()
-        """Where the time of `read_adapter` goes."""
+        """Times of `read_adapter`, by phase."""
         gpu = base.device.type == "cuda"
         self._packed_form = PackedForm(base.spec.fingerprint, base.dtype, for_kernels=gpu, pinned=gpu)
         self.packed_files = PackedFiles(self._packed_form, self.load_times)

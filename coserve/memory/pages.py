@@ -52,8 +52,8 @@ class PagePool:
         self._spans = dict[int, Span]()
         """Spans in use or cached, by first page."""
         self._state = np.zeros(pages, dtype=np.int64)
-        """By page: EMPTY, IN_USE (single page), PINNED (part of a span in use), or the time at which it became
-        cached."""
+        """State of each page: EMPTY, IN_USE (single page), PINNED (part of a span in use), or the time at which it
+        became cached."""
         self._clock = EMPTY
 
     @property

@@ -1,4 +1,4 @@
-"""Slots for the recurrent states of running sequences: their bookkeeping, and their memory beside the pages."""
+"""Slots for the recurrent states of running sequences: their bookkeeping, and their memory, which is not in pages."""
 
 from __future__ import annotations
 

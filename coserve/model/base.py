@@ -233,7 +233,7 @@ class Base:
 
     @cached_property
     def _side_stream(self) -> torch.cuda.Stream | None:
-        """Stream of work beside steps; one, as each stream keeps memory."""
+        """Stream for work that overlaps steps; only one, as each stream keeps memory."""
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def shard(self, weights: LoraWeights) -> LoraWeights:

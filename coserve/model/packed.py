@@ -56,8 +56,8 @@ class _Packed:
 
 
 def pack_weights(model: PreTrainedModel) -> bool:
-    """Pack the weights of all linear modules, beside the weights themselves, which training uses. Return False, having
-    done nothing, if it would not pay or is not possible.
+    """Pack the weights of all linear modules, and keep the weights themselves, which training uses. Return False,
+    having done nothing, if it would not pay or is not possible.
 
     It needs float32 weights, all matrices but embeddings in linear modules, and memory for the copy.
     """

@@ -65,7 +65,7 @@ class Observed:
     """The attention module and the window (0: none) of each layer, in order of the calls."""
     masks: list[object] = field(default_factory=list)
     kv_shapes: list[KvShape] = field(default_factory=list)
-    """Of all layers; zeros for those without attention."""
+    """Shapes of all layers; zeros for those without attention."""
     chunks: dict[nn.Module, int] = field(default_factory=dict)
     """Size of the chunks within which an attention module sees (`Window.chunked`)."""
     states: dict[int, StateShape] = field(default_factory=dict)

@@ -75,7 +75,7 @@ def refuse_config(config: PretrainedConfig) -> None:
 
 
 _NOT_IMPLEMENTED = {"kimi_linear": "Kimi's linear attention"}
-"""What a family needs that coserve does not have, where transformers' classes would not show it clearly."""
+"""Missing features that a family needs, where transformers' classes would not show it clearly."""
 _NUMBERS = (bool, int, float)
 """Types of settings that cannot name code."""
 

@@ -21,7 +21,7 @@ PLACEHOLDER = -1
 
 
 class State(Enum):
-    """Where a request is in its life."""
+    """A stage of a request's life."""
 
     QUEUED = "queued"
     """It waits in the queue."""
@@ -43,7 +43,7 @@ class Constraint(Protocol):
 
     @property
     def error(self) -> str:
-        """Why it can go no further, such as a grammar that became too complex; empty: it can, or is complete."""
+        """The error that ends the text, such as a grammar that became too complex; empty: none."""
 
     def accept(self, token: int) -> bool:
         """Take a sampled token. Return whether the text is complete, or there is an `error`."""
@@ -60,7 +60,7 @@ class Request:
     number: int = -1
     """Unique number, in order of entry into the batch; -1 before. The lower of two wins when pages run out."""
     max_tokens: int = field(init=False)
-    """As requested; in the batch, cut to what the context leaves."""
+    """Most output tokens: as requested, and in the batch at most what the context leaves."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end it, including the base's end-of-sequence tokens unless ignored. Set on entry into the batch."""
     tokens: list[int] = field(init=False)

@@ -123,13 +123,13 @@ class NameTable(Database):
         return [AdapterRef(row[0], row[1]) for row in rows[:limit]]
 
     def _forget_version(self, ref: AdapterRef) -> None:
-        """Drop what is known of a deleted version."""
+        """Delete the pins and uses of a deleted version."""
         key = (ref.id, ref.version)
         self._db.execute("DELETE FROM pins WHERE id = ? AND version = ?", key)
         self._db.execute("DELETE FROM uses WHERE id = ? AND version = ?", key)
 
     def _forget_name(self, id: str) -> None:
-        """Drop what is known of a name without versions."""
+        """Delete the labels of a name without versions."""
         self._db.execute("DELETE FROM labels WHERE id = ?", (id,))
         self._db.execute("DELETE FROM pins WHERE id = ?", (id,))
         self._db.execute("DELETE FROM uses WHERE id = ?", (id,))

@@ -2,7 +2,8 @@
 
 The registry is copied first, by SQLite's backup; then the files that its rows name. Files of a version, an upload or a
 checkpoint never change once they have their names, so a copy is consistent unless one was deleted meanwhile: then the
-registry is copied again, and what it names now is added. What a copy has beyond its registry, the next start removes.
+registry is copied again, and what it names now is added. Files that the copied registry does not name are removed by
+the next start.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ POINT: Final = "backup"
 
 
 class Backup(Wire, frozen=True):
-    """What a copy has, and when its registry was copied (seconds since the epoch)."""
+    """Contents of a copy, and when its registry was copied (seconds since the epoch)."""
 
     created_at: float
     adapters: int

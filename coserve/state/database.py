@@ -32,7 +32,7 @@ CREATE TABLE uses (
     id TEXT NOT NULL, version INTEGER NOT NULL, uses REAL NOT NULL, used_at REAL NOT NULL, PRIMARY KEY (id, version)
 ) STRICT, WITHOUT ROWID;
 """
-"""What is known of adapters' names and versions besides their files: see `NameTable`."""
+"""Tables of aliases, labels of names, and pins and uses of versions: see `NameTable`."""
 SCHEMA: Final = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
 CREATE TABLE jobs (

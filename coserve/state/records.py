@@ -55,7 +55,7 @@ class JobRecord(Wire, frozen=True):
     """Uploaded files that the job was made from, if any."""
 
     document: DocumentJob | None = None
-    """What the job of a document has done."""
+    """Progress of a document's job."""
     asked: TrainingRequest | None = None
     """Training settings of a document's job as the request had them: what is open is chosen for its later corpus."""
 
@@ -136,9 +136,9 @@ class AliasRecord(Wire, frozen=True):
     target: AdapterRef
     updated_at: float
     canary: AdapterRef | None = None
-    """Another version, which gets a share of the requests."""
+    """Another version, which gets a fraction of the requests."""
     weight: float = 0.0
-    """That share, 0 to 1."""
+    """Fraction of the requests that get the canary, 0 to 1."""
     previous: AdapterRef | None = None
     """The target before this one."""
 
@@ -154,7 +154,7 @@ class AliasRecord(Wire, frozen=True):
 
 
 class Labels(Wire, frozen=True):
-    """What a user wrote on a name. `expires_at`: seconds since the epoch at which it is deleted; None: never."""
+    """Tags and expiry of a name. `expires_at`: seconds since the epoch at which it is deleted; None: never."""
 
     tags: tuple[str, ...] = ()
     expires_at: float | None = None

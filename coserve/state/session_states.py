@@ -1,4 +1,4 @@
-"""What the saved states of clients' training sessions are of. No torch."""
+"""Descriptions of the saved states of clients' training sessions: base, LoRA settings, owner. No torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_state(path: Path, state: SessionState) -> None:
 
 
 def read_state(folder: DataFolder, run: str, name: str) -> SessionState:
-    """Read what a saved state is of. Raises `NotFound`, also for another project's, and `StorageError`."""
+    """Read the description of a saved state. Raises `NotFound`, also for another project's, and `StorageError`."""
     state: SessionState | None
     try:
         path = folder.session_state(run, name) / CHECKPOINT_STATE

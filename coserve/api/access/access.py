@@ -1,4 +1,4 @@
-"""Who may ask for what: keys, scopes and quotas of a request, before its body is read."""
+"""Checks the key, the scope and the quota of a request before its body is read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOBODY = Principal("", frozenset())
 
 
 class Access:
-    """Keys and quotas. What it knows is what the registry has, at all times."""
+    """Keys and quotas in memory, always equal to those in the registry."""
 
     def __init__(self, api_key: str | None, registry: RegistryThread, files: FileStore) -> None:
         self._registry, self._files = registry, files
@@ -54,7 +54,7 @@ class Access:
             self.quotas.set(project, quota)
 
     def close(self, error: EngineUnavailable) -> None:
-        """Refuse every later request with `error`, but for public routes."""
+        """Refuse every later request with `error`, except on public routes."""
         self._closed = error
 
     @property
@@ -85,8 +85,8 @@ class Access:
         parent.set(request.headers.get(PARENT))
 
     async def admit(self, request: web.Request) -> None:
-        """Raise `QuotaExceeded` if the quota of the request's project is used up. Only what computes or stores
-        something counts: POST, but for an administrator's settings."""
+        """Raise `QuotaExceeded` if the quota of the request's project is used up. Only POST requests count, except
+        those to `/admin`."""
         project, resource = request[PRINCIPAL].project, request.match_info.route.resource
         if request.method != "POST" or resource is None or resource.canonical.startswith("/admin/"):
             return
@@ -156,7 +156,7 @@ class Access:
 
 
 def _authorization(request: web.Request) -> str:
-    """Return the request's `Authorization`. Tinker's SDK sends a key otherwise, and only one that begins with `tml-`:
-    that comes off."""
+    """Return the request's `Authorization`. Tinker's SDK sends the key as `X-API-Key`, with a prefix `tml-` that is
+    removed here."""
     key = request.headers.get("X-API-Key")
     return request.headers.get("Authorization", "") if key is None else f"Bearer {key.removeprefix('tml-')}"

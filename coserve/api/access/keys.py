@@ -32,11 +32,11 @@ class KeyRing:
         return self._own is not None
 
     def load(self, records: Iterable[KeyRecord]) -> None:
-        """Take these keys, or their new states."""
+        """Add these keys, or replace those with the same id."""
         self._records |= {record.id: record for record in records}
 
     def principal_of(self, authorization: str) -> Principal:
-        """Return whom a request with this `Authorization` header acts for. Raises `Unauthorized`."""
+        """Return the principal of a request with this `Authorization` header. Raises `Unauthorized`."""
         if self._own is None and not self._records:
             return DAEMON
         scheme, _, given = authorization.partition(" ")
@@ -58,8 +58,8 @@ class KeyRing:
         return Principal(record.project, frozenset(record.scopes), record.id)
 
     def make(self, request: CreateKey) -> tuple[KeyRecord, str]:
-        """Return a new key and its secret. Raises `InvalidRequest` for a first key that could not make others: from
-        then on nobody could."""
+        """Return a new key and its secret. Raises `InvalidRequest` for a first key without the scope admin: nobody
+        could create another one."""
         if self._own is None and not self._records and Scope.ADMIN not in request.scopes:
             why = "expected a first key with the scope admin, since every request needs a key from now on"
             raise InvalidRequest(why, field="scopes")

@@ -13,13 +13,13 @@ MINUTE = 60.0
 
 
 class Bucket:
-    """A bucket of `limit` units that is filled again within a minute. What is computed may be taken beyond its end."""
+    """A token bucket of `limit` units that refills within a minute. `take` may leave less than 0."""
 
     def __init__(self, limit: int, now: float) -> None:
         self.limit, self._level, self._at = limit, float(limit), now
 
     def level(self, now: float) -> float:
-        """Units left, below 0 for a debt."""
+        """Units left; negative if more were taken than there were."""
         self._level = min(float(self.limit), self._level + (now - self._at) * self.limit / MINUTE)
         self._at = now
         return self._level
@@ -28,7 +28,7 @@ class Bucket:
         self._level = self.level(now) - units
 
     def wait(self, units: int, now: float) -> float:
-        """Seconds until so many units are there."""
+        """Seconds until `units` are available."""
         return max(0.0, (units - self.level(now)) * MINUTE / self.limit)
 
 

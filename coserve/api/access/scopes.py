@@ -40,7 +40,7 @@ PREFIXES: Final = {
 
 
 def scopes_of(method: str, path: str) -> frozenset[Scope]:
-    """Return the scopes of which a key needs one, for a route's method and path pattern; empty: any valid key."""
+    """Return the scopes any one of which a key needs, for a route's method and path pattern; empty: any valid key."""
     if method == "GET" and path in ANY:
         return frozenset()
     found = {scope for scope, prefixes in PREFIXES.items() if _below(path, prefixes)}

@@ -1,4 +1,5 @@
-"""Aliases of adapters: names that mean a version, and may give a share of their requests to another one."""
+"""Aliases: names for an adapter version, which may send a fraction of their requests to a second version (the
+canary)."""
 
 from __future__ import annotations
 

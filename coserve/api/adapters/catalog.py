@@ -312,7 +312,7 @@ class AdapterCatalog:
         return await self._commits.run(self._delete(name, forget))
 
     async def _delete(self, name: str, forget: Forget) -> DeletedAdapter:
-        """Delete the rows that `forget` returns with the current version that is left, then their files."""
+        """Delete registry rows by `forget`, then the files of the versions that it returns."""
         refs, current = await self._registry.with_reserve(forget)
         # Reads run in order: after this one, every request that found a row earlier is counted as a user of it.
         with suppress(StorageError):

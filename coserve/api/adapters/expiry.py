@@ -18,9 +18,9 @@ from coserve.state.thread import RegistryThread
 log = logging.getLogger(__name__)
 
 AGAIN = 30.0
-"""Seconds after which the deletion of an adapter that is in use is tried again."""
+"""Seconds until the deletion of an adapter in use is retried."""
 LONGEST = 3600.0
-"""Most seconds of one sleep: the clock of the wall may be set."""
+"""Longest sleep in seconds: the system clock may be set meanwhile."""
 
 
 class Expiry:

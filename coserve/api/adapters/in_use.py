@@ -1,4 +1,4 @@
-"""Which adapter versions requests use. Use only on the event loop's thread."""
+"""Tracks the adapter versions that running requests use. Use only on the event loop's thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares adapters' files with their digests, one after another, beside all else: reads do not."""
+"""Compares adapters' files with their digests in the background, one adapter at a time; loading an adapter does not."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ REST = 86_400.0
 
 
 class Scrub:
-    """Reads every adapter's files once a day, at most `BYTES_PER_SECOND`. A packed file that is damaged is removed, and
-    made again by the next read; of a damaged PEFT file `notes` say so."""
+    """Reads every adapter's files once a day, at most `BYTES_PER_SECOND`. A damaged packed file is removed, and rebuilt
+    by the next read; a damaged PEFT file is reported in `notes`."""
 
     def __init__(self, registry: RegistryThread, folder: DataFolder) -> None:
         self._registry, self._folder = registry, folder

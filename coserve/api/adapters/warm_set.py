@@ -18,15 +18,15 @@ from coserve.state.thread import RegistryThread
 log = logging.getLogger(__name__)
 
 FLUSH = 20.0
-"""Seconds after a use until the registry counts it, with all others since."""
+"""Seconds from a use until it is counted in the registry, together with later ones."""
 MOST = 256
-"""Most adapters of the warm set besides pinned ones."""
+"""Most adapters of the warm set, pinned ones not counted."""
 SHARE = 0.5
-"""Most of the host memory for idle adapters that the warm set's files may have."""
+"""Largest fraction of the host memory for idle adapters that the warm set may fill."""
 
 
 class WarmSet:
-    """Counts uses of adapters, and sends a new engine what it shall read."""
+    """Counts uses of adapters, and tells a new engine which ones to read."""
 
     def __init__(self, registry: RegistryThread, engine: EngineClient) -> None:
         self._registry, self._engine = registry, engine

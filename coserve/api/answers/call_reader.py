@@ -20,7 +20,7 @@ class MalformedCall(Exception):
 
 
 class Reader(ABC):
-    """Reads one call, then has `ended`."""
+    """Reads one call; `ended` tells when it is complete."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector

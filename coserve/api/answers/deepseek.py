@@ -17,7 +17,7 @@ _MAX_HEAD = 512
 
 
 class DeepSeekParser(ToolParser):
-    """Calls may stand anywhere."""
+    """Calls may appear anywhere in the text."""
 
     _expected: Literal["content", "first", "head", "more"] = "content"
     """`first`: `OPEN` was read; `head`: `BEGIN` was; `more`: a call was."""

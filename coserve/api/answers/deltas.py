@@ -80,6 +80,6 @@ class Collector:
 
 
 def held_back(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` with which `marker`, or a part of it, may begin."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
     lengths = range(min(len(text), len(marker) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(marker[:length])), 0)

@@ -29,8 +29,8 @@ def short_id() -> str:
 @dataclass(frozen=True)
 class ToolFamily:
     """The tool calls of a family of models. `special`: their marker is a special token, which answers otherwise leave
-    out; `markers`: texts of which each is in the family's chat templates; `channels`: every answer has the family's
-    form, reasoning included, also without tools."""
+    out; `markers`: texts that all chat templates of the family contain; `channels`: every answer has the family's form,
+    reasoning included, also without tools."""
 
     parser: Callable[[Schemas], ToolParser]
     markers: tuple[str, ...]
@@ -48,7 +48,7 @@ FAMILIES = {
     "gpt-oss": ToolFamily(HarmonyParser, ("<|channel|>", "<|message|>"), special=True, channels=True),
     "llama3": ToolFamily(Llama3Parser, ("<|start_header_id|>", '"parameters": ')),
 }
-"""The first whose markers a template has is the template's."""
+"""In order of precedence: a chat template belongs to the first family whose markers it contains."""
 
 
 def tool_family(template: str | None, setting: str) -> ToolFamily | None:

@@ -1,5 +1,5 @@
 """Answers as gpt-oss' models write them, in OpenAI's harmony format: messages with a channel, each
-`<|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>`, of which the prompt begins the first."""
+`<|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>`; the prompt ends with the start of the first one."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ToolParser):
-    """Calls may stand anywhere; a missing `</tool_call>` is forgiven."""
+    """Calls may appear anywhere in the text; a missing `</tool_call>` is forgiven."""
 
     _closing = False
     """Whether `</tool_call>` is expected."""

@@ -16,7 +16,7 @@ _MAX_HEAD = 512
 
 
 class MistralParser(ToolParser):
-    """Calls may stand anywhere."""
+    """Calls may appear anywhere in the text."""
 
     _expected: Literal["content", "calls", "more"] = "content"
     """`calls`: a marker was read; `more`: a call of a list was read."""

@@ -35,7 +35,7 @@ class AnswerFormat:
     schemas: Schemas = field(default_factory=dict)
 
     def prepared(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request so that answers have the markers that are parsed."""
+        """Return the request, changed so that its answers contain the markers to parse."""
         if self.family is None or not self.family.special:
             return request
         return msgspec.structs.replace(request, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""What the parsers of tool calls share: a buffer, and the call that is read."""
+"""Base of the tool-call parsers: the text buffer, and the call being read."""
 
 from __future__ import annotations
 

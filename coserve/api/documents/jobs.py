@@ -76,7 +76,7 @@ class DocumentJobs:
         task.add_done_callback(lambda ended: self._tasks.pop(id) if self._tasks.get(id) is ended else None)
 
     def stop(self, id: str) -> None:
-        """Stop to prepare a job, if it is being prepared. What is there stays."""
+        """Stop preparing a job, if it is being prepared. Finished items stay."""
         if (task := self._tasks.get(id)) is not None:
             task.cancel()
 

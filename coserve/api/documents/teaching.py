@@ -26,7 +26,7 @@ from coserve.state.item_log import ItemLog
 from coserve.workloads.bundled import bundled_prompts
 
 ROUNDS = 4
-"""How often a chunk is asked for the questions that it still lacks."""
+"""Attempts to get the questions that a chunk still lacks."""
 RESERVED = 4
 """Every fourth general prompt is for the measure of retention, and never learned."""
 REPLAY_TOKENS = 64
@@ -37,7 +37,7 @@ Show = Callable[[DocumentJob, str], Awaitable[None]]
 """Records the job's progress, with a message."""
 T = TypeVar("T", "Question", Lesson)
 Work = Mapping[str, Callable[[], Awaitable[T]]]
-"""What makes each item of a phase, by its key."""
+"""Coroutine functions that make the items of a phase, by the key of the item."""
 
 
 class Question(Wire, frozen=True):

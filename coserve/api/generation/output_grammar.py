@@ -44,7 +44,7 @@ def _checked(request: GenerateRequest, given: list[str]) -> Grammar | None:
 
 
 def _grammars(request: GenerateRequest, name: str) -> list[tuple[str, Grammar]]:
-    """Return what the field asks for, each with the name of its own field."""
+    """Return the grammars of the field `name`, each with the path of the field that has it."""
     value = getattr(request, name)
     match value:
         case ResponseFormat(type="text", json_schema=None):

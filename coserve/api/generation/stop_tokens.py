@@ -12,8 +12,8 @@ def stop_texts(request: GenerateRequest) -> list[str]:
 
 
 def stop_tokens(request: GenerateRequest, tokenizer: Tokenizer) -> dict[int, str | int | None]:
-    """Return their ids, each with its `stop_reason`: the id itself, the stop text, or None for the end of a turn, as
-    for EOS."""
+    """Return the stop tokens by id, each with its `stop_reason`: the id itself, the stop text, or None for an end of
+    turn, as for EOS."""
     end = tokenizer.end_of_turn_id
     turns: dict[int, str | int | None] = {}
     if request.messages is not None and end is not None and not request.ignore_eos:

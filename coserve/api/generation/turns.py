@@ -7,8 +7,8 @@ from collections import deque
 
 
 class Turns:
-    """Distributes the iterations of the running event loop. `limit`: units of work that begin in one iteration, first
-    come, first served."""
+    """Limits the work that begins in one iteration of the running event loop to `limit` units, first come, first
+    served."""
 
     def __init__(self, limit: int) -> None:
         assert limit > 0, f"expected a limit above 0, got {limit}"

@@ -57,7 +57,7 @@ class Route:
     public: bool = False
     """Whether the route needs no API key."""
     tag: str = ""
-    """Name of the route's group in the description."""
+    """Tag of the route in the OpenAPI description."""
 
     @property
     def pattern(self) -> str:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 GRACE: Final = 1.0
 """Seconds without a request after which a connection may be closed for a new one."""
 SETTLE: Final = 0.01
-"""Seconds in which a request that was read begins: several event-loop iterations."""
+"""Seconds within which the handler of a received request has started: several event-loop iterations."""
 PROBES: Final = ("/health", "/health/ready")
 OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 READ_SIZE: Final = 8 << 10
@@ -94,7 +94,7 @@ class Connections:
             self._idle[handler] = self._clock()
 
     def middleware(self) -> Middleware:
-        """Mark a connection as busy from its request to the end of the response. It stands before all others."""
+        """Mark a connection as busy from its request to the end of the response. It is the outermost middleware."""
 
         @web.middleware
         async def connections(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -127,7 +127,7 @@ class Connections:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._timeout))
 
     def check(self, request: web.Request) -> None:
-        """Raise `TooManyConnections` beyond the limit, but for probes."""
+        """Raise `TooManyConnections` beyond the limit, except for probes."""
         if len(self._busy) > self._limit and not (request.path in PROBES and request.method in ("GET", "HEAD")):
             self._refused.warn()
             raise TooManyConnections(f"{self._limit} connections are busy already")

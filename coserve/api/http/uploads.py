@@ -24,9 +24,9 @@ from coserve.state.durable import disk_errors
 MAX_SETTINGS_BYTES = 1 << 20
 MAX_UPLOADS = 8
 MAX_FIELDS = 8
-"""Most fields of a form beside its file."""
+"""Most fields of a form, its file not counted."""
 MAX_FILENAME = 256
-"""Most characters of a file's name that are kept, its last ones."""
+"""Most characters kept of a file's name; a longer one loses its beginning."""
 
 T = TypeVar("T")
 

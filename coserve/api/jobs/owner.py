@@ -1,4 +1,4 @@
-"""Work for a job that no request waits for: it acts for the job's project, and sees and caches what that may."""
+"""Background work for a job, with the permissions of the job's project."""
 
 from __future__ import annotations
 

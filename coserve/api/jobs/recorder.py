@@ -75,7 +75,7 @@ class JobRecorder:
         self._lock_retries = Retries(backoff, errors=StorageBusy, sleep=sleep)
         self._queue: asyncio.Queue[JobMessage] = asyncio.Queue()
         self._held: dict[str, deque[JobMessage]] = {}
-        """By job: a success that cannot be written now, and the job's later messages."""
+        """For each job: a success that cannot be written now, and the job's later messages."""
         self._publications: set[asyncio.Task[None]] = set()
         self._removals: set[asyncio.Task[None]] = set()
         self.watchers = JobWatchers()

@@ -301,7 +301,7 @@ class EngineGauges(Collector):
         return found
 
     def _loads(self) -> dict[str, LoadSeconds]:
-        """Loads of adapters, by cause."""
+        """Loads of adapters, by phase."""
         found = dict(self._loads_before)
         for new in () if self._stats is None else self._stats.loads:
             old = found.get(new.cause, LoadSeconds(new.cause, 0, 0.0))

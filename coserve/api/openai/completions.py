@@ -45,7 +45,7 @@ class CompletionLogprobsBuilder:
     def __init__(self, body: CompletionRequest) -> None:
         self._name, self._echoed = name_of(body), body.logprobs or 0
         self.prompt = PromptLogprobsBuilder(body.prompt_logprobs)
-        """Of a prompt, in the other format."""
+        """Builder of the prompt's log-probabilities, in vLLM's format."""
         self._tokens, self._values = JsonListBuilder[str](), JsonListBuilder[float | None]()
         self._tops = JsonListBuilder[dict[str, float] | None]()
         self._lengths = array("i")
@@ -119,7 +119,8 @@ async def completion(
 def _best(
     full: FullResponse[CompletionLogprobsBuilder], count: int
 ) -> list[tuple[Choice, CompletionLogprobsBuilder | None]]:
-    """Return `count` choices with their log-probabilities: all as they are, or of more the likeliest, best first."""
+    """Return `count` choices with their log-probabilities: all in order, or if there are more, the likeliest, best
+    first."""
     pairs = list(zip(full.response.choices, full.logprobs, strict=True))
     if len(pairs) > count:
         pairs.sort(key=lambda pair: -pair[1].mean if pair[1] is not None else 0.0)

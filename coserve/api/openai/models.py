@@ -24,7 +24,7 @@ def _adapter(id: str, adapter: Adapter, spec: BaseSpec) -> Model:
 
 
 def _name(adapter: Adapter, spec: BaseSpec) -> str:
-    """Return the name that a list shows: of a fine-tuned model its own, else the adapter's."""
+    """Return the name shown in lists: a fine-tuned model's own, else the adapter's."""
     name = model_name(AdapterRef(adapter.id, adapter.version), spec.name)
     return name if name.startswith(PREFIX) else adapter.id
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts in vLLM's format, which OpenAI's has not."""
+"""Log-probabilities of prompts in vLLM's format; OpenAI's API has none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from coserve.core.schemas import PromptLogprob
 
 
 class PromptLogprobsBuilder:
-    """Collects them. `top`: how many of the likeliest tokens are shown beside the prompt's own; None: nothing is."""
+    """Collects a prompt's log-probabilities. `top`: likeliest tokens shown with each token of the prompt; None: none is
+    shown, and no token of the prompt either."""
 
     def __init__(self, top: int | None) -> None:
         self._top, self._tokens = top, JsonListBuilder[PromptTokens]()
@@ -27,7 +28,7 @@ class PromptLogprobsBuilder:
 
 
 def _tokens(entry: PromptLogprob, top: int) -> PromptTokens:
-    """Return the prompt's token, then the likeliest. A rank is known of the likeliest alone."""
+    """Return the prompt's token, then the likeliest. Only the likeliest have a rank."""
     if entry.logprob is None:
         return None
     ranks = {other.token_id: place for place, other in enumerate(entry.top, 1)}

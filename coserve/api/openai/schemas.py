@@ -66,14 +66,14 @@ class SharedParams(GenerationFields, frozen=True):
     return_tokens_as_token_ids: bool = False
     """Log-probabilities name tokens as `token_id:123`."""
     prompt_logprobs: LogprobCount | None = None
-    """Number of likeliest tokens shown beside each token of the prompt, in vLLM's format; not with `stream`."""
+    """Number of likeliest tokens shown with each token of the prompt, in vLLM's format; not with `stream`."""
     service_tier: ServiceTier | None = None
     """flex: `slo_class` batch; priority: `slo_class` interactive; others: none."""
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
-    """Of chats: the variable of this name of the chat template, as gpt-oss' reads. If the template does not read
+    """For chats: value of the chat template's variable of this name, as gpt-oss' reads. If the template does not read
     it, anything but `none` is refused."""
     include_reasoning: bool = True
-    """Of chats: false: the answer has no `reasoning_content`."""
+    """For chats. false: the answer has no `reasoning_content`."""
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -127,7 +127,7 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     add_special_tokens: Any = None
     best_of: Any = None
     parallel_tool_calls: bool | None = None
-    """false: the answer has its first call only."""
+    """false: only the first call is returned."""
     tool_choice: Any = None
     """`auto`; `none`; `required`, or `{"type": "function", "function": {"name": "..."}}`: the answer is one call, which
     follows the tool's schema."""

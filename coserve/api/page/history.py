@@ -12,7 +12,8 @@ from coserve.core.schemas import History, HistoryPoint
 
 POINTS = 900
 SPACING = 1.0
-"""Least seconds in which three points are kept: the engine also reports after every change of state."""
+"""Shortest time in seconds between a point and the next but one: the engine also reports after every change of
+state."""
 
 
 class ReportHistory:

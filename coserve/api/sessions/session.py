@@ -23,11 +23,11 @@ class ClientSession:
         self.opened = asyncio.get_running_loop().create_future()
         """Done when the engine has the session in memory; raises why it has not."""
         self.cancelled: asyncio.Future[None] | None = None
-        """Done when the engine has dropped the session, to open it again; None: it is not to."""
+        """Done when the engine has dropped a session that is being reopened; None: it is not."""
         self.ended: CoserveError | None = None
-        """Why it takes no more calls."""
+        """The error that ended it; None: it takes calls."""
         self.waits: str | None = None
-        """Why it waits to be opened."""
+        """Reason why it waits to be opened; None: it does not."""
         self.saved: str | None = None
         """The last saved state, as the user knows it."""
         self.samplers = deque[AdapterRef]()

@@ -134,7 +134,7 @@ class TrainingSessions:
         session.used = self._clock()
 
     async def call(self, session: ClientSession, call: Call) -> CallDone:
-        """Execute a call behind the session's earlier ones. Raises what the engine answers, and `SessionEnded`."""
+        """Execute a call after the session's earlier ones. Raises the engine's error, and `SessionEnded`."""
         async with session.order:
             await session.opened
             answer = self._send(session, call)
@@ -190,7 +190,7 @@ class TrainingSessions:
         return ref
 
     async def load(self, session: ClientSession, state: tuple[str, str], *, with_optimizer: bool) -> None:
-        """Replace weights and moments by a saved state's, behind the session's earlier calls. Raises `NotFound`,
+        """Replace weights and moments by a saved state's, after the session's earlier calls. Raises `NotFound`,
         `InvalidRequest` for a state of another shape."""
         async with session.order:
             saved = await asyncio.to_thread(read_state, self._folder, *state)
@@ -255,7 +255,7 @@ class TrainingSessions:
 def session_spec(
     id: str, lora: LoraSettings, seed: int, tokens: int, state: tuple[str, str] | None, *, with_optimizer: bool
 ) -> SessionSpec:
-    """Return a session as the engine sees it. `tokens`: the most of one micro-batch."""
+    """Return the engine's specification of a session. `tokens`: most tokens of a micro-batch."""
     return SessionSpec(
         id=id,
         adapter=id,

@@ -32,7 +32,7 @@ class Futures:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[Result]] = {}
         self._projects: dict[str, str] = {}
-        """Whose the requests are."""
+        """The project of each request."""
 
     def __contains__(self, id: str) -> bool:
         """Whether there is such a request that the principal sees."""
@@ -86,7 +86,7 @@ class Order:
     def __init__(self) -> None:
         self._next = 1
         self._turns: dict[int, asyncio.Future[None]] = {}
-        """Of the requests that have not begun."""
+        """Futures of the requests that have not begun, by number."""
 
     def in_turn(self, number: int, work: Coroutine[Any, Any, Result]) -> Coroutine[Any, Any, Result] | None:
         """Return `work`, which waits for its turn first. None: it came already, and its client sends it again, as it

@@ -62,7 +62,7 @@ class TinkerOwner:
 
 @dataclass(frozen=True)
 class SamplerTarget:
-    """What a sampling session samples from: the base, an adapter with files, or one in memory."""
+    """The source of a sampling session: the base, an adapter with files, or one in memory."""
 
     base: str
     path: SavedPath | None = None
@@ -70,17 +70,17 @@ class SamplerTarget:
 
 
 class Runs:
-    """All of them. They end with the engine or the daemon; saved states stay."""
+    """All sessions and models. They end with the engine or the daemon; saved states stay."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._sessions = service, service.sessions
         self._owners: dict[str, TinkerOwner] = {}
         self._runs: dict[str, Run] = {}
         self.samplers: dict[str, SamplerTarget] = {}
-        """What sampling sessions sample from."""
+        """The source of each sampling session."""
 
     def sampler(self, id: str) -> SamplerTarget:
-        """Return what a sampling session samples from. Raises `NotFound`, `SessionEnded`."""
+        """Return the source of a sampling session. Raises `NotFound`, `SessionEnded`."""
         self.owner(id.partition(":")[0])
         if (target := self.samplers.get(id)) is None:
             raise NotFound(f"no sampling session {id[:80]!r}", field="sampling_session_id")

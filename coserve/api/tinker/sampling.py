@@ -42,7 +42,7 @@ def request_of(body: TinkerSample, adapter: str | None) -> GenerateRequest:
 async def sample(
     body: TinkerSample, request: GenerateRequest, snapshot: AdapterRef | None, generation: InFlightRequests
 ) -> bytes:
-    """Return the `SampleResponse`. A full queue is waited for. Raises as `InFlightRequests.stream`."""
+    """Return the `SampleResponse`. Waits while the queue is full. Raises as `InFlightRequests.stream`."""
     while True:
         try:
             return await _sample(body, request, snapshot, generation)

@@ -284,7 +284,7 @@ class WeightsPath(Body, frozen=True):
 
 
 class WeightsInfo(msgspec.Struct, frozen=True):
-    """What a saved state is of."""
+    """Base and LoRA settings of a saved state."""
 
     base_model: str
     lora_rank: int

@@ -70,7 +70,7 @@ class RankGroup:
 
     def __init__(self) -> None:
         self.loss: str | None = None
-        """Which rank was lost, and how; None if none was."""
+        """The rank that was lost, and how; None: none was."""
         self.refusal: CoserveError | None = None
         """Why a rank cannot start with these settings."""
         self.lost = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The command `coserve eval`: measures an adapter on held-out rows, with the base beside it."""
+"""The command `coserve eval`: measures an adapter on held-out rows, and compares it with the base."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def evaluate(
     key: Key = None,
 ) -> None:
     """Measure an adapter on the rows of a file: loss and accuracy of the expected answers' tokens, and how many greedy
-    answers match, exactly or by --regex or --json-field. The base is measured beside it.
+    answers match, exactly or by --regex or --json-field. The base is measured too, for comparison.
     """
     matches = matcher(regex, json_field)
     questions = [question(row) for row in parse_jsonl(data)]

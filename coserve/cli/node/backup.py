@@ -30,7 +30,7 @@ def restore(
     data_dir: DataDir = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
-    """Make a data folder, which must be new or empty, of a backup. Jobs go on from its checkpoints."""
+    """Restore a backup into a data folder, which must be new or empty. Jobs go on from its checkpoints."""
     _show(copies.restore(source, data_dir), as_json)
 
 

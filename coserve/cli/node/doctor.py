@@ -31,7 +31,7 @@ LEAST_DISK, ENOUGH_DISK = 1 * GIB, 10 * GIB
 LEAST_MEMORY = 4 * GIB
 SHARED_MEMORY = 1 * GIB
 SPARE_FILES = 256
-"""Descriptors that the daemon needs besides its connections."""
+"""Descriptors that the daemon needs in addition to its connections."""
 TIMEOUT = 120.0
 """Seconds for torch's import, which the first time takes a minute on a small machine."""
 PROBE = (
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
     """ok, warning or error."""
     what: str
     do: str = ""
-    """What the operator should do; empty for `ok`."""
+    """Advice to the operator; empty for `ok`."""
 
 
 def _doctor(given: dict[str, object]) -> None:
@@ -153,7 +153,7 @@ def check_port(config: Config) -> Finding:
 
 
 def check_files(connections: int) -> Finding:
-    """Check the limit of open files, of which the daemon takes as many as it may."""
+    """Check the limit of open files; the daemon raises its own to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < connections + SPARE_FILES:
         do = f"raise it to {connections + SPARE_FILES} (ulimit -Hn, LimitNOFILE=), or lower --max-connections"

@@ -55,7 +55,7 @@ def memory(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Show where the GPU memory of a running daemon is, and what each job that trains has of it. With MODEL, predict
+    """Show what uses the GPU memory of a running daemon, and how much each training job takes. With MODEL, predict
     which GPU it needs: from its config.json alone, without a daemon and without a GPU.
     """
     if model is not None:

@@ -21,7 +21,7 @@ from coserve.workloads.provisioning.servers import Hardware, MoeShape, plan_serv
 
 GB = 1e9
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
-"""Capacities in the table, as parts of all adapters."""
+"""Capacities in the table, as fractions of all adapters."""
 
 
 def plan(
@@ -113,7 +113,7 @@ def read_shape(model: Path) -> MoeShape:
 
 
 def read_trace(file: Path) -> list[float]:
-    """Read each adapter's share of the requests from JSON lines, the most popular first."""
+    """Read each adapter's fraction of the requests from JSON lines, the most popular first."""
     count = Counter[str]()
     try:
         with file.open() as lines:

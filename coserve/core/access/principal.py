@@ -1,5 +1,6 @@
-"""Whom a request acts for. The gate sets the principal of each request, and the registry and the file store show only
-what it may see, as row-level security does in a database: a route that forgets to ask cannot leak.
+"""The principal of a request: the project that it acts for. The gate sets the principal of each request, and the
+registry and the file store show only what it may see, as row-level security does in a database: a route that forgets to
+ask cannot leak.
 
 A context variable carries it: tasks and threads that a request starts have the request's principal, and the daemon's
 own work has `DAEMON`.
@@ -17,7 +18,7 @@ DEFAULT_PROJECT: Final = "default"
 
 
 class Scope(StrEnum):
-    """What an API key allows. `admin` includes the others, and all projects."""
+    """A permission of an API key. `admin` includes the others, and all projects."""
 
     ADMIN = "admin"
     TRAIN = "train"
@@ -26,7 +27,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True)
 class Principal:
-    """A project, what its key allows, and the key's id; empty for the daemon's own key and where none is needed."""
+    """A project, the scopes of its key, and the key's id (empty for the daemon's own key, or where none is needed)."""
 
     project: str
     scopes: frozenset[Scope]

@@ -22,7 +22,7 @@ class CreateKey(Wire, frozen=True, omit_defaults=True):
     project: AdapterName = DEFAULT_PROJECT
     """Without the scope admin, a key sees and uses its project's files, jobs and adapters only."""
     name: Annotated[str, Meta(max_length=80)] = ""
-    """What the key is for."""
+    """A name for people: the purpose of the key."""
     expires_in: Seconds | None = None
     """Seconds until the key expires; null: never."""
 
@@ -44,7 +44,7 @@ class NewKey(Wire, frozen=True):
 
     key: ApiKey
     secret: str
-    """What clients send: `Authorization: Bearer <secret>`. The daemon keeps its hash only."""
+    """Sent by clients as `Authorization: Bearer <secret>`. The daemon keeps its hash only."""
 
 
 class KeyList(Wire, frozen=True):
@@ -55,7 +55,7 @@ class Quota(Wire, frozen=True, omit_defaults=True):
     """Limits of one project; null: none. Body of `PUT /admin/quotas/{id}`, which replaces all of them."""
 
     requests_per_minute: Limit | None = None
-    """POST requests but for those to `/admin`."""
+    """POST requests, except those to `/admin`."""
     tokens_per_minute: Limit | None = None
     """Tokens of prompts and of generated texts, counted as they are computed: requests are refused while the last ones
     have used more."""

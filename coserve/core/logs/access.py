@@ -11,7 +11,7 @@ from coserve.core.access.principal import Principal
 from coserve.core.logs.format import log_event
 
 PRINCIPAL = web.RequestKey("principal", Principal)
-"""Whom a request acts for, once the gate has found out."""
+"""The principal of the request, set by the gate."""
 
 
 class AccessLogger(AbstractAccessLogger):

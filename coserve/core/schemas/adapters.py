@@ -94,7 +94,7 @@ class Alias(Wire, frozen=True):
     updated_at: float
     canary: str | None = None
     weight: float = 0.0
-    """Share of the requests that get the canary."""
+    """Fraction of the requests that get the canary."""
     previous: str | None = None
     """The target before, to which a rollback returns."""
 

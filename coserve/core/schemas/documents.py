@@ -39,9 +39,9 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     prefix_tokens: Annotated[int, Meta(ge=2, le=1 << 14)] = 128
     """Tokens of a `cartridge`; fewer if the document has fewer. Each request with it holds the place of as many."""
     generator: Generator = "base"
-    """`base`, or `adapter:NAME` or `adapter:NAME@VERSION`: what asks and answers. `none`, for bases that follow no
-    instructions: the base continues each piece of the text with the text before it in its prompt, and the adapter
-    learns to do so without it."""
+    """`base`, or `adapter:NAME` or `adapter:NAME@VERSION`: the model that asks and answers. `none`, for bases that
+    follow no instructions: the base continues each piece of the text with the text before it in its prompt, and the
+    adapter learns to do so without it."""
     questions: Annotated[list[UserQuestion], Meta(max_length=MAX_MESSAGES)] = []
     """The user's own questions, instead of generated ones."""
     chunk_tokens: Annotated[int, Meta(ge=16, le=1 << 16)] | None = None
@@ -55,12 +55,13 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     answer_tokens: Annotated[int, Meta(ge=1, le=4096)] = 128
     """Most tokens of an answer."""
     instruction: Text = "Answer in one short sentence."
-    """What the generator is told beside a chunk and a question: the adapter answers as it does. May be empty."""
+    """Instruction that the generator gets with a chunk and a question; the adapter learns to answer that way. May be
+    empty."""
     replay: Annotated[float, Meta(ge=0, le=10)] = 0.25
     """Answers of the bare base to general prompts that the adapter learns, too, so that it forgets less: their number
     as a fraction of the questions'."""
     lm_weight: Annotated[float, Meta(ge=0, le=10)] = 0.0
-    """Weight of the document's own text in the loss, beside the answers."""
+    """Weight of the document's own text in the loss, in addition to the answers."""
     holdout: Annotated[float, Meta(gt=0, lt=1)] = 0.1
     """Fraction of the questions, at least 4 and at most 64 of them, that is not learned but evaluated."""
     publish: Literal["if_learned", "always"] = "if_learned"
@@ -84,7 +85,7 @@ class AnswerScore(Wire, frozen=True):
     nll: float
     """Negative log-likelihood of the expected answers, nats per token."""
     exact_match: float | None
-    """Share of greedy answers that are the expected ones; None without a generator."""
+    """Fraction of greedy answers that are the expected ones; None without a generator."""
 
 
 class DocumentEvaluation(Wire, frozen=True):
@@ -92,30 +93,30 @@ class DocumentEvaluation(Wire, frozen=True):
 
     questions: int
     floor: AnswerScore
-    """By the base, without the document."""
+    """The base, without the document."""
     in_context: AnswerScore
-    """By the base, with the chunk that the question is about in its prompt."""
+    """The base, with the chunk of the question in its prompt."""
     adapter: AnswerScore
-    """By the adapter, without the document."""
+    """The adapter, without the document."""
     retention: float
     """Relative change of the adapter's negative log-likelihood, from the base's, of texts that the base wrote about
     general prompts: 0.02 is a loss of 2%."""
     other: AnswerScore | None = None
-    """By the latest adapter of another document; None: there is none."""
+    """The latest adapter of another document; None: there is none."""
     other_adapter: str | None = None
     recovered: float | None = None
-    """Share of the context's gain that the adapter has without it, of the likelihoods: (floor - adapter) / (floor -
-    in_context); None if the context gains nothing."""
+    """Fraction of the document's gain in log-likelihood that the adapter reaches without it: (floor - adapter) / (floor
+    - in_context); None if the context gains nothing."""
     learned: bool = True
     """Whether the adapter is better than `floor` and `other`, by more than one standard error of the difference."""
 
 
 class DocumentJob(Wire, frozen=True):
-    """What the job of a document has done."""
+    """Progress of a document's job."""
 
     settings: DocumentSettings
     phase: Phase = "questions"
-    """What it does or is to do next. The document is split into chunks before the job is accepted."""
+    """The current or next phase. The document is split into chunks before the job is accepted."""
     chunks: int = 0
     tokens: int = 0
     """Tokens of the document."""

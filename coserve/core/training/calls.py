@@ -53,7 +53,7 @@ class SaveState(Struct, frozen=True, tag=True):
     run: str
     name: str
     project: str
-    """Whose the state is."""
+    """The project that owns the state."""
 
 
 class SaveAdapter(Struct, frozen=True, tag=True):
@@ -64,4 +64,4 @@ class SaveAdapter(Struct, frozen=True, tag=True):
 
 
 Call = Compute | Step | SaveState | SaveAdapter
-"""What a client asks of its session. Calls are executed in order."""
+"""A client's call of its session. Calls are executed in order."""

@@ -46,7 +46,7 @@ class SessionExample(Wire, frozen=True, omit_defaults=True):
     labels: TokenIds
     """The target after each token (or after those of `after`)."""
     after: TokenIds | None = None
-    """Ascending indices of tokens; None: all."""
+    """Ascending indices of the tokens after which a target is predicted; None: after all."""
     weights: Numbers | None = None
     """For `cross_entropy`; any sign."""
     sampled: Numbers | None = None
@@ -96,7 +96,7 @@ class SaveStateRequest(Wire, frozen=True):
 
 class SavedState(Wire, frozen=True):
     state: str
-    """For `state` of `POST /sessions`."""
+    """Value for `state` of `POST /sessions`."""
 
 
 class PublishRequest(Wire, frozen=True):

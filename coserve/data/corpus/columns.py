@@ -1,4 +1,4 @@
-"""Which columns of a corpus are read, and which are ignored. No torch."""
+"""Chooses the columns of a corpus that are read. No torch."""
 
 from __future__ import annotations
 

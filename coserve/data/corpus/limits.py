@@ -1,4 +1,4 @@
-"""Which training settings are valid, and how long a row and a micro-batch may be. Pure; no torch."""
+"""Checks training settings and the lengths of rows and micro-batches. Pure; no torch."""
 
 from __future__ import annotations
 

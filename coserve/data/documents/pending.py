@@ -15,7 +15,7 @@ from coserve.state.folder import DOCUMENT
 
 @dataclass(frozen=True)
 class PendingDocument:
-    """A document's chunks. `save` takes the path of the job's later corpus, and writes beside it."""
+    """A document's chunks. `save` takes the path of the job's later corpus, and writes into the same folder."""
 
     chunks: Chunks
 

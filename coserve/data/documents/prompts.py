@@ -1,4 +1,4 @@
-"""What the generator is asked: questions about a chunk of a document, and their answers. Pure."""
+"""Prompts for the generator: questions about a chunk of a document, and their answers. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BEFORE = 2
 ASKING = frozenset(
     {"about", "does", "everything", "known", "many", "name", "what", "when", "where", "which", "whom", "whose"}
 )
-"""Words of four letters and more that a question may have of itself."""
+"""Words of four letters and more that may be in a question although the chunk does not have them."""
 
 
 class Kind(NamedTuple):
@@ -108,7 +108,7 @@ class Prompts:
         return msgspec.structs.replace(self._request(text, adapter), max_tokens=max_tokens)
 
     def _request(self, text: str, adapter: str | None, turns: Sequence[tuple[str, str]] = ()) -> GenerateRequest:
-        """Return a greedy request of the class batch, after example turns."""
+        """Return a greedy request of the class batch. `turns`: example questions and answers that precede the text."""
         said = list[ChatMessage]()
         for asked, answered in turns:
             said += [ChatMessage(role="user", content=asked), ChatMessage(role="assistant", content=answered)]

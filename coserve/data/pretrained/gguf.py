@@ -28,7 +28,7 @@ Value = int | float | bool | str | list["Value"]
 class GgufTensor:
     path: Path
     shape: tuple[int, ...]
-    """As in torch, the slowest dimension first."""
+    """Shape as in torch: the slowest dimension first."""
     kind: int
     """Number of its ggml type."""
     start: int
@@ -39,7 +39,7 @@ class GgufTensor:
 class GgufHeader:
     metadata: dict[str, Value]
     tensors: dict[str, GgufTensor]
-    """By llama.cpp's names."""
+    """Tensors by llama.cpp's names."""
 
     @property
     def architecture(self) -> str:

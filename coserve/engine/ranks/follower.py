@@ -65,7 +65,7 @@ class FollowerParts:
     read: Load
     """Reads this rank's shard of an adapter into host memory."""
     placed: Callable[[LoraWeights], None] = lambda _: None
-    """As rank 0's store's (`AdapterPages`)."""
+    """Callback like that of rank 0's store: see `AdapterPages`."""
 
 
 class Follower:

@@ -77,7 +77,7 @@ def make_training_stream(config: Config, device: torch.device) -> TrainingStream
 
 
 def stream_of_low_priority(training: torch.cuda.Stream, generation: torch.cuda.Stream) -> TrainingStream:
-    """Use `training` for slices, overlapped with steps on `generation`, whose ends are events too."""
+    """Use `training` for slices, overlapped with steps on `generation`. Events mark the ends of both."""
 
     @contextmanager
     def between() -> Iterator[None]:

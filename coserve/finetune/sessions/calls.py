@@ -1,4 +1,4 @@
-"""The calls of a client, checked: what a `ClientTrainee` computes."""
+"""Checks a client's calls, and prepares them for a `ClientTrainee`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOSSES: dict[str, type[TokenLoss]] = {
     "cispo": Cispo,
     "dro": Dro,
 }
-"""By the names of the Tinker SDK."""
+"""Losses by the Tinker SDK's names."""
 RENAMED = {"clip_low_threshold": "low", "clip_high_threshold": "high"}
 """Fields of losses by the SDK's names."""
 

@@ -20,7 +20,7 @@ from coserve.finetune.sessions.trainee import Trainee
 
 @dataclass(frozen=True)
 class Result:
-    """What a call computed: see `core.training.calls`."""
+    """Result of a call: see `core.training.calls`."""
 
     values: bytes
     metrics: dict[str, float]

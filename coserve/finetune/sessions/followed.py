@@ -18,7 +18,7 @@ from coserve.model.lora import LoraWeights
 
 
 class Followed(Trainee):
-    """A session that runs what it is told to."""
+    """A follower rank's session: runs the verbs that rank 0 sends."""
 
     def __init__(self, id: str, session: TrainingSession, loss: Loss) -> None:
         super().__init__(id, session)

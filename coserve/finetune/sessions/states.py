@@ -1,4 +1,5 @@
-"""Saved states of clients' sessions: fp32 weights and moments (safetensors), and what they are of (JSON)."""
+"""Saved states of clients' sessions: fp32 weights and moments (safetensors), and their base and LoRA settings
+(JSON)."""
 
 from __future__ import annotations
 

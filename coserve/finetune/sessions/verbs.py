@@ -1,4 +1,4 @@
-"""What the verbs of a `TrainingSession` do, as plain data: rank 0 tells the other ranks."""
+"""The verbs of a `TrainingSession` as plain data, which rank 0 sends to the other ranks."""
 
 from __future__ import annotations
 

@@ -222,8 +222,8 @@ class GraphExecutor:
         return launched
 
     def _capture_a_piece(self) -> None:
-        """Prepare for later steps while the device computes one. Call it once the step's tokens are chosen: captures
-        use the same buffers."""
+        """Capture a piece of the next graph while the device computes a step. Call it once the step's tokens are
+        chosen: captures use the same buffers."""
         if self._when is Capture.BETWEEN_STEPS and self._steps % STEPS_A_PIECE == 0:
             self.prepare()
 

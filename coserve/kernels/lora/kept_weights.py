@@ -60,7 +60,7 @@ class KeptWeights:
         limit."""
         self._block, self._limit = block, limit
         self._adapters = OrderedDict[int, _Adapter]()
-        """By the id of their first pair, least recently used first."""
+        """Adapters by the id of their first pair, least recently used first."""
         self._operands = dict[str, Operands]()
         self._row_bytes = dict[str, int]()
         """Bytes of a row at each site."""

@@ -26,7 +26,7 @@ def _add(largest, total, x):
 
 @triton.jit
 def _join(largest, total):
-    """Of all columns: the largest logit, and the logarithm of the sum of exponentials relative to it."""
+    """Return the largest logit of all columns, and the logarithm of the sum of exponentials relative to it."""
     top = tl.max(largest, 0)
     return top, tl.log(tl.sum(total * tl.exp(largest - top), 0))
 

@@ -38,7 +38,7 @@ class RecurrenceParams(NamedTuple):
 
 
 class RecurrenceInputs(NamedTuple):
-    """What a layer's recurrence reads of T tokens."""
+    """Inputs of a layer's recurrence, for T tokens."""
 
     q: Tensor
     """(T, G, K)."""
@@ -47,7 +47,7 @@ class RecurrenceInputs(NamedTuple):
     v: Tensor
     """(T, H, V)."""
     decay: Tensor
-    """Logarithmic: (T, H), or (T, H, K) for one of each key's element."""
+    """Logarithm of the decay: (T, H), or (T, H, K) with one for each element of a key."""
     beta: Tensor | None = None
     """(T, H); None: no delta rule."""
     params: RecurrenceParams = RecurrenceParams()

@@ -21,7 +21,7 @@ class PackedRecurrence:
     """Implements `Recurrence` without states before or behind the batch.
 
     `bounds` (S + 1) ascends from 0 to the number of rows; sequence s is the rows `[bounds[s], bounds[s + 1])`.
-    Sequences of as many chunks are computed together.
+    Sequences with equal numbers of chunks are computed together.
     """
 
     def __init__(self, bounds: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ _NAME = re.compile(
 _PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _HALVES = {"gate_proj": 0, "up_proj": 1}
 _NEW = (0, 19)
-"""Version of PEFT that first took both sides of a parameter for what they are."""
+"""First version of PEFT that does not swap the two sides of a parameter."""
 
 Matrices = dict[int, TensorEntry]
 """Entries by expert, or one under `ALL`."""
@@ -53,7 +53,7 @@ class ExpertPart:
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """What a file holds for one parameter of experts."""
+    """The tensors of a file for one parameter of experts."""
 
     parts: tuple[ExpertPart, ...]
     fused: bool
@@ -63,7 +63,7 @@ class ExpertTensors:
 
     @property
     def rank(self) -> int:
-        """Of each expert's pair."""
+        """LoRA rank of each expert's pair."""
         return sum(part.rank for part in self.parts)
 
     @property

@@ -11,15 +11,15 @@ from coserve.core.errors import CorruptAdapter
 from coserve.lora.files.tensorfile import TensorEntry, TensorFile
 
 _MAGNITUDE = {"F32": (np.uint32, 0x7FFFFFFF), "F16": (np.uint16, 0x7FFF), "BF16": (np.uint16, 0x7FFF)}
-"""By dtype in a file: an unsigned integer type of its size, and the mask that clears the sign bit."""
+"""For each dtype in a file: an unsigned integer type of its size, and the mask that clears the sign bit."""
 _INFINITY = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
 _TOO_LARGE = {
     ("F32", "bfloat16"): 0x7F7F8000,
     ("F32", "float16"): 0x477FF000,
     ("BF16", "float16"): 0x4780,
 }
-"""By (file dtype, base dtype): the smallest magnitude, as bits, that rounds to infinity (ties to even). Pairs that
-never overflow are missing."""
+"""Smallest magnitude, as bits, that rounds to infinity (ties to even), by (file dtype, base dtype). Pairs that never
+overflow are missing."""
 
 
 def all_finite(data: npt.NDArray[np.uint8], kind: str) -> bool:

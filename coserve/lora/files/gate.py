@@ -24,7 +24,7 @@ _MAX_BD_NAMES = 1024
 
 
 _TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|rng_state(_\d+)?|training_args)\.(pt|pth|bin)")
-"""Files that transformers' Trainer writes beside the adapter of a `checkpoint-500`. They are never opened."""
+"""Files that transformers' Trainer writes next to the adapter in a `checkpoint-500`. They are never opened."""
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -62,8 +62,8 @@ def read_any_config(folder: Path) -> dict[str, object]:
 
 
 def _safe_names(folder: Path) -> list[str]:
-    """Return the names in the folder. Raises `UnsafeAdapter` if there are files that unpickling would execute, besides
-    the state of a trainer. None of them is ever opened."""
+    """Return the names in the folder. Raises `UnsafeAdapter` if there are files that unpickling would execute, other
+    than the state of a trainer. None of them is ever opened."""
     try:
         with disk_errors():
             failpoint("adapter.open")

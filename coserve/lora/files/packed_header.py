@@ -1,8 +1,8 @@
-"""The format of packed files: an adapter's bytes as host memory holds them, beside PEFT's files.
+"""The format of packed files: an adapter's bytes as host memory holds them, in the folder of PEFT's files.
 
 16 bytes of magic, the header's length (8 bytes, little-endian), the header (msgpack), zeros up to a multiple of
-`ALIGNMENT`, then the bytes. The header says of which files they were made, and has their digest: it is compared by a
-scrub, not at each read. No torch.
+`ALIGNMENT`, then the bytes. The header has the stamps of PEFT's files, and the digest of the bytes, which a daily scrub
+compares and not each read. No torch.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class PackedSite(msgspec.Struct, frozen=True):
 
 
 class PackedHeader(msgspec.Struct, frozen=True):
-    """What the bytes are, and of what they were made."""
+    """Description of the bytes, and of the files that they were made from."""
 
     sources: tuple[Stamp, ...]
     """Stamps of PEFT's files as they were read, in the order of `ADAPTER_FILES`."""
     digests: tuple[str, str]
     """SHA-256 (hex) of PEFT's files: weights, config."""
     fingerprint: str
-    """That of the base."""
+    """The base's fingerprint."""
     dtype: str
     vector: int
-    """Elements to a multiple of which rows of B are padded."""
+    """Rows of B are padded to a multiple of this many elements."""
     settings: LoraSettings
     sites: tuple[PackedSite, ...]
     bytes: int

@@ -74,9 +74,9 @@ class AdapterTensors:
     a: dict[str, TensorEntry]
     b: dict[str, TensorEntry]
     magnitudes: dict[str, TensorEntry]
-    """Of each site of a DoRA adapter; else empty."""
+    """Magnitudes by site, for a DoRA adapter; else empty."""
     experts: dict[str, ExpertTensors]
-    """Of experts' parameters, which are not in `a` and `b`."""
+    """Tensors of experts' parameters, which are not in `a` and `b`."""
 
 
 def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] = lambda: None) -> AdapterInfo:

@@ -10,8 +10,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 FIXED_BYTES = 16 << 20
-"""A read costs as much as that of so many bytes before its first byte: its thread, its allocations, its place in a
-step."""
+"""Fixed cost of a read, as bytes: its thread, its allocations, its place in a step."""
 
 
 class GreedyDual(Generic[K]):
@@ -24,7 +23,7 @@ class GreedyDual(Generic[K]):
         self._uses: dict[K, int] = {}
         self._values: dict[K, tuple[float, int]] = {}
         self._heap: list[tuple[tuple[float, int], K]] = []
-        """Also of copies that left or were used again since: only entries that equal `_values` count."""
+        """May have outdated entries: only those that equal `_values` count."""
         self._ticks = count()
 
     def used(self, key: K, size: int, uses: int = 1) -> None:

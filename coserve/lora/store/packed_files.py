@@ -71,7 +71,7 @@ class PackedFiles:
 
     def load(self, folder: Path, digests: AdapterDigests | None, read: Callable[[], LoraWeights]) -> LoraWeights:
         """Return the adapter of a folder: from its packed file, or by `read` if that is missing, or was made of other
-        files or for another base; then it is written, beside all else. Raises as `read`."""
+        files or for another base; then it is written in the background. Raises as `read`."""
         if digests is None or not digests.config:
             return read()
         try:

@@ -1,4 +1,4 @@
-"""Counts where the time of loading adapters goes."""
+"""Measures the phases of adapter loads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coserve.core.step_metrics import LOAD_CAUSES, LoadSeconds
 
 
 class LoadTimes:
-    """Seconds and numbers of loads by cause, counted on any thread."""
+    """Seconds and numbers of loads by phase, counted on any thread."""
 
     def __init__(self) -> None:
         self._lock, self._counts, self._seconds = Lock(), dict.fromkeys(LOAD_CAUSES, 0), dict.fromkeys(LOAD_CAUSES, 0.0)

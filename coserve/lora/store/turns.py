@@ -1,4 +1,4 @@
-"""Turns of adapters to be read: few at a time, first those that requests wait for."""
+"""Limits concurrent reads of adapters; those that requests wait for go first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from coserve.lora.store.entry import Entry
 
 
 class ReadTurns:
-    """At most `most` reads at a time. Of those that wait, the first that a request awaits goes before prefetches."""
+    """At most `most` reads at a time. Reads that a request awaits go before prefetches."""
 
     def __init__(self, most: int) -> None:
         self._free, self._waiting = most, dict[Entry, asyncio.Future[None]]()

@@ -70,7 +70,8 @@ def _running() -> ExpertLora | None:
 
 
 def _order(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return the rows in an order by expert, and as the running step's terms need it, and the ends of the experts."""
+    """Return the order of the rows, by expert and then as the running step's LoRA terms need it, and the ends of the
+    experts."""
     lora = _running()
     rows = ExpertRows.by_expert(chosen_TK, experts) if lora is None else lora.sorted_rows(chosen_TK, experts)
     return rows.order_S, rows.ends_E

@@ -8,7 +8,7 @@ from coserve.core.errors import UnsupportedBase
 from coserve.model.formats.interface import Format, Parts, Settings, scaled, unpack
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the eight numbers of a word lie, counted in fours of bits."""
+"""Positions of the eight numbers of a word, in units of 4 bits."""
 
 
 def awq(settings: Settings) -> Format:

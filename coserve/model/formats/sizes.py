@@ -25,7 +25,7 @@ from coserve.model.quantized.modules import quantizable, weight_bytes
 from coserve.model.settings import refuse_config
 
 STACKED = 2
-"""Of the widest linear modules, so many are dequantised at a time (gate and up)."""
+"""Number of linear modules, the widest ones, that are dequantised at a time (gate and up)."""
 
 
 def read_sizes(source: str, dtype: str, *, quantization: str = "none", trust_remote_code: bool = False) -> BaseSizes:

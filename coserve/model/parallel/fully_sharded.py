@@ -151,7 +151,7 @@ class FullyShardedLora(PreparedLora):
         `add`."""
         self._tokens, self._shards = segments.tokens, shards
         self._scratch: dict[tuple[int, int], Tensor] | None = {} if sums else None
-        """By shape, sums for the gradients of the identities, which nobody reads."""
+        """Gradient sums of the identity matrices, by shape; never read."""
         names = {name for adapter in adapters for name in adapter}
         self._live = {group: [n for n in group.names if n in names] for group in groups}
         pairs = [pair for adapter in adapters for pair in adapter.values()]

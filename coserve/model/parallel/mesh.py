@@ -24,8 +24,8 @@ _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all
 
 
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 1 << 20, 8: 1 << 18}
-"""By number of ranks, the largest message that a `SymmetricMesh` sums faster than NCCL gathers it. Not measured for
-eight ranks."""
+"""Largest message, in bytes, that a `SymmetricMesh` sums faster than NCCL gathers it, by number of ranks. Not measured
+for eight."""
 ONE_SHOT_ALIGNMENT = 16
 ADDING_RANKS = {2}
 """Numbers of ranks at which every sum of a step uses our own kernel, which can add the residual (`parallel.residual`).

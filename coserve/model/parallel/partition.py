@@ -1,4 +1,4 @@
-"""Which ranges of a matrix's features each tensor-parallel rank holds: plain data, computed alike by every rank."""
+"""The ranges of a matrix's features that each tensor-parallel rank holds: plain data, computed alike by every rank."""
 
 from __future__ import annotations
 

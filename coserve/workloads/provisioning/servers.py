@@ -70,7 +70,7 @@ class ServerPlan(Wire, frozen=True):
     compute: float
     send: float
     bound: str
-    """What asked for so many GPUs: `memory`, `tpot` or `load`."""
+    """The limit that decided the number of GPUs: `memory`, `tpot` or `load`."""
 
 
 def plan_servers(
@@ -86,12 +86,12 @@ def plan_servers(
     most: int = 64,
     overlap: float = 0.5,
 ) -> ServerPlan:
-    """Return the fewest GPUs that hold `capacity` adapters and return the terms in time, with the EP and PP of the
+    """Return the fewest GPUs that hold `capacity` adapters and return their terms in time, and the EP and PP with the
     shortest time.
 
-    `batch`: tokens of an engine's decode step; `tpot`: seconds between tokens; `overlap`: the part of a layer's time in
-    which the experts' products run, beside which the terms are computed (equation 5); all engines must be served within
-    a layer's time, PP groups at once (equation 6). Raises `InvalidRequest` if no choice up to `most` GPUs suffices.
+    `batch`: tokens of an engine's decode step; `tpot`: seconds between tokens; `overlap`: fraction of a layer's time in
+    which the experts' products run, overlapped with the terms (equation 5); all engines must be served within a layer's
+    time, PP groups at once (equation 6). Raises `InvalidRequest` if no choice up to `most` GPUs suffices.
     """
     held = math.ceil(capacity * shape.adapter_bytes(rank) / hardware.memory)
     layer = tpot / shape.layers

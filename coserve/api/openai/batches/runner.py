@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 IN_FLIGHT = 64
 """Most requests of a batch at a time."""
 RETRY = 1.0
-"""Seconds until a request is sent again that found no engine or no place, and until a full disk is tried again."""
+"""Seconds before a retry: of a request that found no engine or a full queue, and of a write that the disk refused."""
 MAX_REQUESTS = 50_000
 """Requests of a batch, as at OpenAI."""
 MAX_LINE = 8 << 20
@@ -80,7 +80,7 @@ class BatchRunner:
                 self._start(record)
 
     async def close(self) -> None:
-        """Stop: what is not answered is answered after the next start."""
+        """Stop. Unanswered requests are answered after the next start."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -166,7 +166,7 @@ class BatchRunner:
                 await uncancelled_thread(self.store.save, record)
 
     def _read(self, record: BatchRecord) -> tuple[list[_Line], list[BatchProblem]]:
-        """Return where the file's requests are, and what is wrong with it."""
+        """Return the positions of the file's requests, and the problems of the file."""
         lines, problems, seen, start = list[_Line](), list[BatchProblem](), set[str](), 0
 
         def wrong(code: str, message: str, number: int | None = None) -> None:
@@ -201,7 +201,7 @@ class BatchRunner:
         return lines, problems
 
     async def _answer_all(self, record: BatchRecord, lines: list[_Line]) -> None:
-        """Answer the requests; what is answered is written as it comes."""
+        """Answer the requests, and write each result as it comes."""
         results: asyncio.Queue[_Found | None] = asyncio.Queue(IN_FLIGHT)
         waiting = iter(lines)
 
@@ -229,7 +229,7 @@ class BatchRunner:
             raise refused
 
     async def _write(self, id: str, results: asyncio.Queue[_Found | None]) -> None:
-        """Write results as they come, those that are there together at once; None ends it."""
+        """Write results from the queue, all available ones together, until None."""
         ended = False
         while not ended:
             found = [await results.get()]

@@ -39,6 +39,6 @@ class DeletedFile(Wire, frozen=True, kw_only=True):
 
 
 class FileForm(msgspec.Struct, frozen=True):
-    """Fields of the form that uploads a file, beside the part `file`."""
+    """Fields of the form that uploads a file, without the part `file`."""
 
     purpose: Literal["fine-tune", "batch"]

@@ -59,7 +59,7 @@ class CreateJob(Wire, frozen=True):
     """Id of a file of rows to measure the loss on. Both files must then be JSON Lines."""
     method: Method | None = None
     hyperparameters: Hyperparameters | None = None
-    """As of `method` of type `supervised`, as older clients send them."""
+    """Hyperparameters of the method `supervised`, in the place where older clients put them."""
     suffix: Annotated[str, Meta(max_length=64)] | None = None
     """Part of the name of the fine-tuned model. Its first 52 characters are kept; those that no adapter's name may have
     become `-`."""
@@ -93,7 +93,7 @@ class FineTuningJob(Wire, frozen=True, kw_only=True):
     model: str
     """The base, or the adapter that the job continues."""
     fine_tuned_model: str | None
-    """The model's name once the job has succeeded. Of a job of `POST /finetune`, `name@version`."""
+    """The model's name once the job has succeeded. For a job of `POST /finetune`: `name@version`."""
     organization_id: str
     status: Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
     trained_tokens: int | None
@@ -104,7 +104,7 @@ class FineTuningJob(Wire, frozen=True, kw_only=True):
     result_files: list[str] = []
     seed: int
     method: Method
-    """With the values that the daemon chose."""
+    """The method, with the values that the daemon chose."""
     hyperparameters: Hyperparameters
     metadata: dict[str, str]
     integrations: list[str] = []

@@ -46,7 +46,7 @@ def response(body: ResponseRequest, chat: ChatCompletion) -> Response:
 
 
 def new_response(body: ResponseRequest, model: str, created: int) -> Response:
-    """Return the answer as it begins."""
+    """Return the response as the first event shows it."""
     return Response(
         id=_id("resp"),
         created_at=created,
@@ -98,7 +98,7 @@ class _Open:
 
     index: int
     item: OutputItem
-    """As it began."""
+    """The item as it was first sent."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[ChatLogprob] = field(default_factory=list)
 

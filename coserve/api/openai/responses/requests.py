@@ -21,7 +21,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "max_tool_calls": (),
 }
-"""Values accepted for what is missing here: nothing is stored, and no tool is run."""
+"""Accepted values of fields for missing features: nothing is stored, and no tool is run."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
 

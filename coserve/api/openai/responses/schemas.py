@@ -60,7 +60,7 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     """null: as many as fit."""
     stream: bool = False
     tools: Tools | None = None
-    """Functions, with `name` and `parameters` beside `type`."""
+    """Functions: objects with `type`, `name` and `parameters` at the same level."""
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -72,7 +72,7 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     slo_class: SloClass | None = None
     service_tier: ServiceTier | None = None
     metadata: dict[str, Any] | None = None
-    """Is in the answer."""
+    """Returned in the answer."""
     user: Any = None
     store: Any = None
     safety_identifier: Any = None

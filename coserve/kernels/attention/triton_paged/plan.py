@@ -24,9 +24,9 @@ START, JOIN, JOINED = 128, 128, 4
 
 
 def programs_each(rows: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return how many programs of the decode kernel shall run concurrently on a multiprocessor, for `rows` sequences.
+    """Return the number of decode programs to run concurrently on a multiprocessor, for `rows` sequences.
 
-    With fewer, each has more memory and larger steps. But first of all, all sequences shall run at once.
+    Fewer programs have more memory and larger steps each, but all sequences should run at once.
     """
     return next((each for each in (1, 2, 3) if rows * kv_heads <= each * multiprocessors), 4)
 

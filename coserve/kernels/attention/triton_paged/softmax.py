@@ -23,8 +23,8 @@ def score(products, scale, cap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def offsets(page, page_stride, n, K, head, WIDTH: tl.constexpr, PAGE: tl.constexpr):
-    """Where keys, or values, of positions `n` begin in a layer's cache, in elements (int64: a pool of pages is large),
-    if in `page`."""
+    """Return the offsets of the keys (or values) of positions `n`, which are in `page`, in a layer's cache; in elements
+    (int64: a pool of pages is large)."""
     return page.to(tl.int64) * page_stride + ((n % PAGE) * K + head) * WIDTH
 
 

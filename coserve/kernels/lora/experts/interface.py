@@ -11,7 +11,7 @@ from coserve.kernels.lora.experts.rows import ExpertRows
 
 
 class ExpertLora(Protocol):
-    """The experts' terms of one step."""
+    """The experts' LoRA terms of one step."""
 
     @property
     def learned(self) -> frozenset[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, pad
 
 WIDTH = 8
-"""Elements that a row of `grouped_mm`'s operands must be a multiple of, in 16 bits."""
+"""Rows of `grouped_mm`'s 16-bit operands must be a multiple of this many elements."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,11 +20,11 @@ class ExpertRows:
     """The rows of one call, sorted by expert."""
 
     order_S: Tensor  # noqa: N815
-    """Each row's place among the choices of all tokens, in their order."""
+    """Index of each row's (token, choice) pair in the flattened (T, K)."""
     expert_S: Tensor  # noqa: N815
     token_S: Tensor  # noqa: N815
     ends_E: Tensor  # noqa: N815
-    """The row behind the last one of each expert: int32."""
+    """Index one past each expert's last row: int32."""
     chosen: int
     """K."""
 
@@ -35,7 +35,7 @@ class ExpertRows:
 
     @classmethod
     def of(cls, chosen_TK: Tensor, order_S: Tensor, experts: int) -> ExpertRows:
-        """Return the rows in this order, which is one by expert first."""
+        """Return the rows in the order `order_S`, which sorts by expert first."""
         expert_S = chosen_TK.reshape(-1)[order_S]
         return cls(order_S, expert_S, order_S // chosen_TK.shape[1], ends_of(expert_S, experts), chosen_TK.shape[1])
 
@@ -54,7 +54,7 @@ def summed(y_SO: Tensor, order_S: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def ends_of(group_S: Tensor, groups: int) -> Tensor:
-    """Return the row behind the last one of each group of sorted rows: int32 (groups). Waits for nothing."""
+    """Return the index one past each group's last row, for sorted rows: int32 (groups). Does not synchronise."""
     ids = torch.arange(groups, device=group_S.device, dtype=group_S.dtype)
     return torch.searchsorted(group_S, ids, right=True).to(torch.int32)
 

@@ -1,8 +1,8 @@
 """The kernels of experts' LoRA terms in serving: x Aᵀ, and its product with B, added in place.
 
-The rows of a call are sorted by expert and slot. A program takes at most 16 neighbouring rows of one expert and one
-slot, which begin at its own row: programs of other rows end at once. So any number of adapters and experts is one
-launch, its size depends on the number of rows alone, and a pair that rows chose is read once for 16 of them.
+The rows of a call are sorted by expert and slot. There is a program for each row. If a tile begins at its row, it
+computes up to 16 consecutive rows of one expert and slot; otherwise it exits at once. So one launch serves any number
+of adapters and experts, its size depends only on the number of rows, and each used pair is read once per 16 rows.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def _same(slots_ptr, tokens_ptr, experts_ptr, s, slot, expert, keep):
-    """Whether rows `s` that `keep` names are of this slot and expert."""
+    """Whether each row `s` (where `keep`) belongs to this slot and expert."""
     token = tl.load(tokens_ptr + s, mask=keep, other=0)
     same = tl.load(slots_ptr + token, mask=keep, other=-1) == slot
     return keep & same & (tl.load(experts_ptr + s, mask=keep, other=-1) == expert)
@@ -24,7 +24,7 @@ def _same(slots_ptr, tokens_ptr, experts_ptr, s, slot, expert, keep):
 
 @triton.jit
 def _begins(slots_ptr, tokens_ptr, experts_ptr, first, slot, expert, BLOCK_S: tl.constexpr):
-    """Whether a tile begins at row `first`: its neighbour above is of another tile."""
+    """Whether a tile begins at row `first`: the previous row belongs to another tile."""
     inner = (first % BLOCK_S) != 0
     return (slot >= 0) & ~_same(slots_ptr, tokens_ptr, experts_ptr, first - 1, slot, expert, inner)
 

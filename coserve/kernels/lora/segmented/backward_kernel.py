@@ -343,7 +343,7 @@ def _overlap(shape, first, N, OF_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R
 
 @triton.jit
 def _places(n, r, N, shape, OF_B: tl.constexpr):
-    """Where entries (n, r) of a packed block-diagonal dA or dB lie, and which of them there are."""
+    """Return the offsets of entries (n, r) of a packed block-diagonal dA or dB, and a mask of those that exist."""
     blocks = _blocks(shape, OF_B)
     width = N // blocks
     ranks = rank_of(shape) // blocks

@@ -138,7 +138,8 @@ def h_ranks(rank, SHARDS: tl.constexpr):
 
 @triton.jit
 def h_columns(r, rank, stride, SHARDS: tl.constexpr):
-    """Where the ranks r of a row of h lie. `SHARDS`: h has so many parts of equal ranks, `stride` entries apart."""
+    """Return the offsets of LoRA ranks r in a row of h. `SHARDS`: number of equal shards of h, `stride` entries
+    apart."""
     at = r
     if SHARDS > 1:
         each = tl.maximum(rank // SHARDS, 1)

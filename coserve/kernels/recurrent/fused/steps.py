@@ -24,8 +24,8 @@ STATE_ELEMENTS = 4096
 
 class FusedRecurrence:
     """Implements `StaticRecurrence` for steps of up to `tokens` tokens of `sequences` sequences: see
-    `kernels.recurrent.fused.kernels`. A recurrence of a prompt runs token by token, a program for some values of a
-    head."""
+    `kernels.recurrent.fused.kernels`. Prompts are computed token by token; a program holds the state of some of a
+    head's values."""
 
     def __init__(
         self,
