@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import nn
 
-from coserve.admission.treatment import Treatment
+from coserve.admission.recompute_plan import RecomputePlan
 from coserve.config import Config
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import JobOutOfMemory, UnsupportedBase
@@ -139,7 +139,7 @@ class Jobs:
             spec = job_spec(job, rank, corpus, rows, length, targets)
             corpus.save(parts.folder.corpus(spec.id))
             self._trainer.load(spec, Cancellation())()
-            self._trainer.limit(spec.id, Treatment(batch * length, recomputed))
+            self._trainer.limit(spec.id, RecomputePlan(batch * length, recomputed))
             self._turns.append(spec.id)
 
     def train(self, run: int) -> int:

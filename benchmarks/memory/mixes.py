@@ -41,8 +41,8 @@ from benchmarks.memory.report import NAME, publish, summary
 from coserve.admission.ledger import Ledger, Shortage
 from coserve.admission.memory import MARGIN
 from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_batch_bytes
+from coserve.admission.recompute_plan import JobMemory, Option, job_memory
 from coserve.admission.shapes import lora_shapes
-from coserve.admission.treatment import JobMemory, Option, job_memory
 from coserve.core.gpu_memory import Line, MemoryModel, TrainingCosts
 from coserve.core.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
 from coserve.finetune.init import zero_adapter
@@ -204,8 +204,8 @@ class Machine:
         step = self.step_line.at(sum(mix.prompts))
         peaks = [step]
         for spec, _, option in jobs:
-            tokens = option.treatment.tokens
-            batch = MicroBatchShape(tokens, _positions(spec, tokens), option.treatment.recomputed)
+            tokens = option.recompute_plan.tokens
+            batch = MicroBatchShape(tokens, _positions(spec, tokens), option.recompute_plan.recomputed)
             shapes, base = lora_shapes(spec.lora, self.base.spec), self.base.spec
             layers = lora_layers(self.costs, shapes, base.dtype, dropout=False)
             found = micro_batch_bytes(self.costs, base, layers, batch)
@@ -260,7 +260,7 @@ class Machine:
     def _micro_batch(
         self, spec: JobSpec, option: Option, optimizer: AdapterOptimizer, beside: Callable[[], None]
     ) -> None:
-        tokens, device = option.treatment.tokens, self.where.device
+        tokens, device = option.recompute_plan.tokens, self.where.device
         bounds = (*range(0, tokens, ROW), tokens)
         index_T = torch.arange(tokens, device=device)
         positions = _positions(spec, tokens)
@@ -269,7 +269,7 @@ class Machine:
         )
         lora = LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), self.where.backend)
         steps = self.runner.forward_backward(
-            rows, lora, optimizer.trainable, optimizer.grads, recomputed=option.treatment.recomputed
+            rows, lora, optimizer.trainable, optimizer.grads, recomputed=option.recompute_plan.recomputed
         )
         while next(steps) is not MicroStep.BACKWARD:
             pass
@@ -357,7 +357,7 @@ def _row(
     expected = machine.predict(mix, jobs, before)
     return {
         "jobs": [
-            [spec.lora.r, len(spec.lora.targets or ()), option.treatment.tokens, option.treatment.recomputed]
+            [spec.lora.r, len(spec.lora.targets or ()), option.recompute_plan.tokens, option.recompute_plan.recomputed]
             for spec, _, option in jobs
         ],
         "waiting": len(waiting),

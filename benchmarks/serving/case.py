@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common.llama import llama_config
-from coserve.admission.treatment import Treatment
+from coserve.admission.recompute_plan import RecomputePlan
 from coserve.config import Config
 from coserve.core.cancellation import Cancellation
 from coserve.core.link import (
@@ -184,7 +184,7 @@ class NoJobs:
 
     layer_costs = None
 
-    def limit(self, job: str, treatment: Treatment) -> None:
+    def limit(self, job: str, recompute_plan: RecomputePlan) -> None:
         raise AssertionError(job)
 
     def limit_shared(self, tokens: int | None) -> None:

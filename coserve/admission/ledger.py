@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coserve.admission.treatment import JobMemory, Option
+from coserve.admission.recompute_plan import JobMemory, Option
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from coserve.admission.ledger import Ledger, Shortage
-from coserve.admission.treatment import JobMemory, Option, Treatment, job_memory, shared_bytes
+from coserve.admission.recompute_plan import JobMemory, Option, RecomputePlan, job_memory, shared_bytes
 from coserve.core.errors import JobTooLarge
 from coserve.core.gpu_memory import JobUse, MemoryModel, TrainingCosts
 from coserve.core.types import BaseSpec, JobSpec
@@ -28,7 +28,7 @@ class Start:
     """Decision to start a job, with this recompute plan (None: with the job's own settings). `note`: what differs from
     its settings, for the user."""
 
-    treatment: Treatment | None = None
+    recompute_plan: RecomputePlan | None = None
     note: str | None = None
 
 
@@ -127,7 +127,7 @@ class MemoryAdmission:
         if self._shared is None or self._shared[0] != self._ledger.version:
             tokens, size = self._micro_batch_tokens, 0
             each, left = self._ledger.each().values(), self._ledger.limit - self._ledger.states
-            jobs, asked = [memory for memory, _ in each], sum(option.treatment.tokens for _, option in each)
+            jobs, asked = [memory for memory, _ in each], sum(option.recompute_plan.tokens for _, option in each)
             while len(jobs) > 1 and tokens:
                 size = shared_bytes(self._model, self._base, jobs, min(tokens, asked))
                 if size <= left:
@@ -210,20 +210,20 @@ class MemoryAdmission:
         """Return the decision with its note. `before`: the current plan of a job that has started; its note says what
         changes."""
         first = memory.options[0]
-        if before is not None and before.treatment.alike(option.treatment):
-            return Start(option.treatment)
+        if before is not None and before.recompute_plan.alike(option.recompute_plan):
+            return Start(option.recompute_plan)
         if option == first:
-            back = f"memory: there is enough now: it trains on {option.treatment.tokens} tokens at once"
-            return Start(option.treatment, None if before is None else back)
-        how = f"it trains on at most {option.treatment.tokens} tokens at once"
-        if option.treatment.recomputed > first.treatment.recomputed or option.treatment.partly:
-            how += f" and recomputes {_layers(option.treatment, self._base.layers)} in the backward"
+            back = f"memory: there is enough now: it trains on {option.recompute_plan.tokens} tokens at once"
+            return Start(option.recompute_plan, None if before is None else back)
+        how = f"it trains on at most {option.recompute_plan.tokens} tokens at once"
+        if option.recompute_plan.recomputed > first.recompute_plan.recomputed or option.recompute_plan.partly:
+            how += f" and recomputes {_layers(option.recompute_plan, self._base.layers)} in the backward"
         needed, state = memory.state.total + first.activations, memory.state.total + option.activations
         return Start(
-            option.treatment,
-            f"memory: {how}: that needs {state} bytes; {needed} bytes, for micro-batches of {first.treatment.tokens} "
-            "tokens, "
-            f"do not fit into the {self._ledger.limit} bytes that are there for all jobs",
+            option.recompute_plan,
+            f"memory: {how}: that needs {state} bytes; {needed} bytes, for micro-batches of "
+            f"{first.recompute_plan.tokens} tokens, do not fit into the {self._ledger.limit} bytes that are there for "
+            "all jobs",
         )
 
 
@@ -249,7 +249,7 @@ def _check_pinned(memory: JobMemory, model: MemoryModel) -> None:
 def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
     """Return the error for the user, with the numbers."""
     state, smallest = memory.state, memory.options[-1]
-    tokens, layers = smallest.treatment.tokens, smallest.treatment.recomputed + smallest.treatment.partly
+    tokens, layers = smallest.recompute_plan.tokens, smallest.recompute_plan.recomputed + smallest.recompute_plan.partly
     micro_batch = f"a micro-batch of {tokens} token{'' if tokens == 1 else 's'}"
     if layers:
         micro_batch += f" that recomputes {layers} layer{'' if layers == 1 else 's'}"
@@ -263,9 +263,9 @@ def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
     )
 
 
-def _layers(treatment: Treatment, layers: int) -> str:
+def _layers(recompute_plan: RecomputePlan, layers: int) -> str:
     """Say which of the base's `layers` layers are recomputed, for the user."""
-    whole, partly = treatment.recomputed, treatment.partly
+    whole, partly = recompute_plan.recomputed, recompute_plan.partly
     if not partly:
         return f"{whole} of {layers} layers"
     return (
@@ -299,9 +299,9 @@ def _use(id: str, memory: JobMemory, option: Option, layers: int) -> JobUse:
         gradients=state.gradients,
         optimizer=state.optimizer,
         activations=option.activations,
-        micro_batch_tokens=option.treatment.tokens,
-        recomputed_layers=option.treatment.recomputed,
-        partly_recomputed_layers=option.treatment.partly,
+        micro_batch_tokens=option.recompute_plan.tokens,
+        recomputed_layers=option.recompute_plan.recomputed,
+        partly_recomputed_layers=option.recompute_plan.partly,
         layers=layers,
         pinned=memory.pinned,
     )

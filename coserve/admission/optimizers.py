@@ -20,7 +20,7 @@ CODES = 256
 
 @dataclass(frozen=True)
 class StateKind:
-    """One row of an optimizer's state. `name`: the name of its tensors in checkpoints."""
+    """One kind of tensors of an optimizer's state, such as a moment. `name`: the name of its tensors in checkpoints."""
 
     name: str
     itemsize: int = 4

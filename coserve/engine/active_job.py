@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import coroutine
 from typing import Any, TypeVar
 
-from coserve.admission.treatment import Treatment
+from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.link import JobCancelled, JobFailed, JobPaused, JobSucceeded
 from coserve.core.types import AdapterRef, JobSpec
 
@@ -50,7 +50,7 @@ class ActiveJob:
         """Samples being generated. The job trains on until the next ones are due."""
         self.trouble: str | None = None
         """Why the disk refused to write its adapter; None: it did not."""
-        self.treatment: Treatment | None = None
+        self.recompute_plan: RecomputePlan | None = None
         """Recompute plan of its micro-batches; None: as configured."""
         self.end: Ending | JobSucceeded | None = None
         """The message that ends the job, sent when its coroutine has ended."""

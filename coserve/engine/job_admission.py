@@ -74,8 +74,8 @@ class JobAdmission:
 
     def limit(self, active: ActiveJob, found: Start) -> None:
         """Apply a recompute plan to the job from now on."""
-        active.treatment = found.treatment
+        active.recompute_plan = found.recompute_plan
         if found.note is not None:
             self._send(JobNote(id=active.spec.id, message=found.note, kept=True))
-        if active.loaded and found.treatment is not None:
-            self._trainer.limit(active.spec.id, found.treatment)
+        if active.loaded and found.recompute_plan is not None:
+            self._trainer.limit(active.spec.id, found.recompute_plan)

@@ -97,7 +97,7 @@ class JobRun:
                 waited = True
                 await self._job.until(suspended)
         self._job.loaded = True
-        self._services.memory.limit(self._job, Start(self._job.treatment))
+        self._services.memory.limit(self._job, Start(self._job.recompute_plan))
         self._services.send(started)
 
     def _load(self, cancellation: Cancellation) -> Callable[[], JobStarted]:

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from coserve.admission.treatment import Treatment
+from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.errors import NonFiniteLoss
 from coserve.core.step_metrics import Rewards, StepMetrics
 from coserve.core.types import AdapterRef, JobSpec
@@ -36,7 +36,7 @@ class TrainingLoop:
         self._corpus = corpus
         self._validation_rows = plan.validation()
         self._limits = MemoryLimits(plan.lengths, len(session.optimizer.trainable))
-        self._treatment = self._limits.treatment
+        self._recompute_plan = self._limits.recompute_plan
         """Recompute plan of all micro-batches of the step or evaluation in progress."""
         self._rows_in_progress: tuple[int, ...] | None = None
         """Rows of the micro-batch being computed; None: between two steps, and during the optimizer's update."""
@@ -56,14 +56,14 @@ class TrainingLoop:
         return self.progress.pending is None and (self.progress.step >= self.plan.total_steps or stopped)
 
     @property
-    def planned_memory(self) -> Treatment | None:
+    def planned_memory(self) -> RecomputePlan | None:
         """The memory plan set by `limit_memory`."""
         return self._limits.planned
 
-    def limit_memory(self, treatment: Treatment | None) -> None:
+    def limit_memory(self, recompute_plan: RecomputePlan | None) -> None:
         """Set the memory plan for steps and evaluations that begin from now on, including retries: see
         `MemoryLimits.plan`."""
-        self._limits.plan(treatment)
+        self._limits.plan(recompute_plan)
 
     def lower_memory(self) -> str | None:
         """React to an out-of-memory since `run` was last suspended: compute smaller micro-batches from now on.
@@ -71,7 +71,7 @@ class TrainingLoop:
         Returns what changes, for the user; None if the job cannot continue. An update of the weights that failed is
         never retried: some weights may have changed.
         """
-        rows, recomputed = self._rows_in_progress, self._treatment.recomputed
+        rows, recomputed = self._rows_in_progress, self._recompute_plan.recomputed
         return None if rows is None else self._limits.lower(rows, recomputed)
 
     @property
@@ -87,8 +87,8 @@ class TrainingLoop:
 
         Cheap if the step is prepared (`BatchPlan.prepared`).
         """
-        treatment = self._limits.treatment if self._next is None else self._treatment
-        if self.progress.pending is not None or self.finished or treatment.recomputes or not self._loss.shares:
+        recompute_plan = self._limits.recompute_plan if self._next is None else self._recompute_plan
+        if self.progress.pending is not None or self.finished or recompute_plan.recomputes or not self._loss.shares:
             return None
         return self._next or self._limits.cut(self.plan.step(self.progress.step).micro_batches)[0]
 
@@ -126,7 +126,7 @@ class TrainingLoop:
                 self._next = None
             self._rows_in_progress, batch = rows, corpus_batch(self._corpus, rows)
             draw = (step << 32) | micro
-            summed += (await session.forward_backward(batch, self._loss, self._treatment, draw=draw)).sums
+            summed += (await session.forward_backward(batch, self._loss, self._recompute_plan, draw=draw)).sums
             tokens += batch.tokens
             targets += batch.targets
             denominator += self._denominator(batch)
@@ -216,7 +216,7 @@ class TrainingLoop:
             if micro:
                 await session.next_micro_batch()
             self._rows_in_progress, batch = rows, corpus_batch(self._corpus, rows)
-            summed += (await session.forward(batch, self._loss, self._treatment)).sums
+            summed += (await session.forward(batch, self._loss, self._recompute_plan)).sums
             targets += batch.targets
             denominator += self._denominator(batch)
         self._rows_in_progress = None
@@ -226,7 +226,7 @@ class TrainingLoop:
 
     def _cut(self, micro_batches: MicroBatches) -> MicroBatches:
         """Fix the recompute plan for a step or evaluation, and cut its micro-batches accordingly."""
-        self._treatment = self._limits.treatment
+        self._recompute_plan = self._limits.recompute_plan
         return self._limits.cut(micro_batches)
 
     def _perplexity(self, loss: float) -> float | None:

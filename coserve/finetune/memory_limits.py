@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coserve.admission.treatment import Treatment
+from coserve.admission.recompute_plan import RecomputePlan
 from coserve.data.corpus.batch_plan import Ints
 from coserve.data.corpus.packing import pack
 
 
 @dataclass(frozen=True)
-class StepTreatment:
+class StepRecompute:
     """Recompute plan of one optimizer step, fixed when the step begins."""
 
     recomputed: int
-    """Number of lowest layers that keep only their input: `Treatment.recomputed`."""
+    """Number of lowest layers that keep only their input: `RecomputePlan.recomputed`."""
     partly: int
-    """Number of layers above those that recompute all but attention: `Treatment.partly`."""
+    """Number of layers above those that recompute all but attention: `RecomputePlan.partly`."""
     compiled: bool
     """Whether memory was planned for compiled layers."""
 
@@ -43,21 +43,21 @@ class MemoryLimits:
         """Most tokens of a micro-batch with several rows; None: no limit from an out-of-memory."""
         self.recompute = False
         """Whether all layers keep only their input, whatever the engine's setting."""
-        self.planned: Treatment | None = None
+        self.planned: RecomputePlan | None = None
 
-    def plan(self, treatment: Treatment | None) -> None:
+    def plan(self, recompute_plan: RecomputePlan | None) -> None:
         """Set the plan of optimizer steps that begin from now on; None: the engine's settings. Limits that `lower` has
         found still apply. The step in progress keeps its plan: its micro-batches might not fit with fewer layers
         recomputed."""
-        self.planned = treatment
+        self.planned = recompute_plan
 
     @property
-    def treatment(self) -> StepTreatment:
+    def recompute_plan(self) -> StepRecompute:
         """Recompute plan of a step that begins now; read it together with `cut`."""
-        planned = Treatment(0) if self.planned is None else self.planned
+        planned = RecomputePlan(0) if self.planned is None else self.planned
         if self.recompute:
-            return StepTreatment(self._layers, 0, planned.compiled)
-        return StepTreatment(planned.recomputed, planned.partly, planned.compiled)
+            return StepRecompute(self._layers, 0, planned.compiled)
+        return StepRecompute(planned.recomputed, planned.partly, planned.compiled)
 
     def cut(self, micro_batches: MicroBatches) -> MicroBatches:
         """Split the micro-batches to stay within the limits; the rows stay the same."""

@@ -259,7 +259,7 @@ class MemoryProfiler:
         rank: int | None = None,
         positions: int | None = None,
     ) -> Phases:
-        """Measure a micro-batch's bytes by phase. `recomputed`, `partly`: numbers of layers, see `Treatment`;
+        """Measure a micro-batch's bytes by phase. `recomputed`, `partly`: numbers of layers, see `RecomputePlan`;
         `targets`, `rank`: sites and LoRA rank of the adapter (None: all sites, the profiler's rank); `positions`: loss
         targets (None: all tokens but the first of each row). Raises if memory runs out; then all tensor-parallel ranks
         raise."""

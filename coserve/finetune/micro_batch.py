@@ -80,9 +80,9 @@ class MicroBatch:
     dropout: DropoutSpec | None = None
     noise: EmbeddingNoise | None = None
     recomputed: int = 0
-    """`Treatment.recomputed`."""
+    """`RecomputePlan.recomputed`."""
     partly: int = 0
-    """`Treatment.partly`."""
+    """`RecomputePlan.partly`."""
     for_compiled: bool = False
     """Whether its memory was planned for compiled layers."""
 

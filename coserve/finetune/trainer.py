@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
-from coserve.admission.treatment import Treatment
+from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CheckpointUnreadable
 from coserve.core.gpu_memory import TrainingCosts
@@ -102,13 +102,13 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
         self.begin_again(job, how)
         return self._passes.lower_memory(self._jobs[job]) if how.lower else []
 
-    def limit(self, job: str, treatment: Treatment) -> None:
+    def limit(self, job: str, recompute_plan: RecomputePlan) -> None:
         """Set the job's recompute plan, as memory was planned."""
         own = self._jobs[job]
         if isinstance(own, ClientTrainee):
-            own.limits.plan(treatment)
+            own.limits.plan(recompute_plan)
         else:
-            own.loop.limit_memory(treatment)
+            own.loop.limit_memory(recompute_plan)
 
     @property
     def layer_costs(self) -> TrainingCosts | None:

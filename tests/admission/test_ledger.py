@@ -1,5 +1,5 @@
-"""Jobs never need more than there is; each gets the fastest treatment that fits, and a waiting job changes nothing for
-others."""
+"""Jobs never need more than there is; each gets the fastest recompute plan that fits, and a waiting job changes nothing
+for others."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.admission.ledger import Ledger, Shortage
+from coserve.admission.recompute_plan import JobMemory, Option, RecomputePlan
 from coserve.admission.shapes import JobState
-from coserve.admission.treatment import JobMemory, Option, Treatment
 
 
 def memory(state: int, *activations: int) -> JobMemory:
-    """Treatments of falling size: 1024, 512, ... tokens, the last with recomputation."""
+    """RecomputePlans of falling size: 1024, 512, ... tokens, the last with recomputation."""
     options = [
-        Option(Treatment(1024 >> i, recomputed=i == len(activations) - 1), size) for i, size in enumerate(activations)
+        Option(RecomputePlan(1024 >> i, recomputed=i == len(activations) - 1), size)
+        for i, size in enumerate(activations)
     ]
     return JobMemory(JobState(state, 0, 0), 0, tuple(options), (), dropout=False)
 
 
-def test_a_job_gets_the_fastest_treatment_that_fits() -> None:
+def test_a_job_gets_the_fastest_recompute_plan_that_fits() -> None:
     ledger = Ledger(100)
     option = ledger.admit("a", memory(20, 90, 70, 30))
     assert isinstance(option, Option)
-    assert option.treatment == Treatment(512)
+    assert option.recompute_plan == RecomputePlan(512)
 
 
 def test_activations_count_once_and_states_add_up() -> None:
@@ -48,17 +49,17 @@ def test_a_job_that_never_fits_is_told_so_with_the_numbers() -> None:
     assert found == Shortage(needed=110, limit=100, never=True)
 
 
-def test_less_memory_lowers_treatments_and_more_lifts_them_again() -> None:
+def test_less_memory_lowers_recompute_plans_and_more_lifts_them_again() -> None:
     ledger = Ledger(100)
     ledger.admit("a", memory(20, 80, 40, 10))
     assert ledger.refit() == {}
     ledger.resize(65)
-    assert {id: option.treatment.tokens for id, option in ledger.refit().items()} == {"a": 512}
+    assert {id: option.recompute_plan.tokens for id, option in ledger.refit().items()} == {"a": 512}
     ledger.resize(5)  # not even the smallest fits: it is tried all the same
-    assert ledger.refit()["a"].treatment.recomputed
+    assert ledger.refit()["a"].recompute_plan.recomputed
     ledger.resize(1000)
     assert ledger.limit == 100, "never more than was planned"
-    assert ledger.refit()["a"].treatment.tokens == 1024
+    assert ledger.refit()["a"].recompute_plan.tokens == 1024
 
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=4).map(lambda sizes: sorted(sizes, reverse=True))

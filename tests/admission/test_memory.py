@@ -10,8 +10,8 @@ import pytest
 
 from coserve.admission.memory import GIB, READINGS, Hold, MemoryAdmission, Start, check_fits, too_large
 from coserve.admission.padding import MOST_SHAPES, padded
+from coserve.admission.recompute_plan import Option, RecomputePlan, job_memory, shared_bytes
 from coserve.admission.shapes import flat_elements, job_state, lora_shapes
-from coserve.admission.treatment import Option, Treatment, job_memory, shared_bytes
 from coserve.core.errors import BY_CODE, JobTooLarge
 from coserve.core.gpu_memory import Line, MemoryModel
 from coserve.core.types import AdapterRef, DpoLoss, JobSpec, LoraSettings, Optimizer, TrainingSettings
@@ -33,25 +33,29 @@ def spec(id: str = "one", rank: int = 16, *, longest: int = 256, tokens: int = 1
     )
 
 
-def needs(job: JobSpec) -> tuple[int, list[tuple[Treatment, int]]]:
+def needs(job: JobSpec) -> tuple[int, list[tuple[RecomputePlan, int]]]:
     memory = job_memory(job, BASE, MemoryModel(costs=COSTS, training=GIB), LIMIT)
-    return memory.state.total, [(option.treatment, option.activations) for option in memory.options]
+    return memory.state.total, [(option.recompute_plan, option.activations) for option in memory.options]
 
 
 def admission(training: int) -> MemoryAdmission:
     return MemoryAdmission(MemoryModel(costs=COSTS, training=training), BASE, LIMIT)
 
 
-def test_treatments_go_from_the_fastest_to_the_smallest() -> None:
+def test_recompute_plans_go_from_the_fastest_to_the_smallest() -> None:
     _, options = needs(spec())
-    treatments = [option for option, _ in options]
-    assert treatments[:5] == [Treatment(4096), Treatment(2048), *(Treatment(2048, layers) for layers in (1, 2, 3))]
-    assert treatments[-1].tokens == 256 and treatments[-1].recomputed
+    recompute_plans = [option for option, _ in options]
+    assert recompute_plans[:5] == [
+        RecomputePlan(4096),
+        RecomputePlan(2048),
+        *(RecomputePlan(2048, layers) for layers in (1, 2, 3)),
+    ]
+    assert recompute_plans[-1].tokens == 256 and recompute_plans[-1].recomputed
     times = [option.time(BASE.layers) for option, _ in options]
     assert times == sorted(times)
     sizes = [size for _, size in options]
     assert sizes == sorted(set(sizes), reverse=True), "each takes less than all faster ones"
-    assert {treatment.tokens for treatment, _ in needs(spec(longest=3000))[1]} == {4096, 3000}
+    assert {recompute_plan.tokens for recompute_plan, _ in needs(spec(longest=3000))[1]} == {4096, 3000}
     assert needs(spec(tokens=700, longest=700))[1][0][0].tokens == 700, "there are no more"
     assert needs(spec(batch_tokens=600))[1][0][0].tokens == 600 + 256, "a step has one row more at most"
 
@@ -59,16 +63,16 @@ def test_treatments_go_from_the_fastest_to_the_smallest() -> None:
 def test_a_job_that_fits_only_otherwise_is_told_how() -> None:
     state, options = needs(spec())
     found = admission(state + options[0][1]).admit(spec())
-    assert found == Start(Treatment(4096))
+    assert found == Start(RecomputePlan(4096))
     smaller = admission(state + options[1][1]).admit(spec())
     assert isinstance(smaller, Start)
-    assert smaller.treatment == Treatment(2048)
+    assert smaller.recompute_plan == RecomputePlan(2048)
     assert smaller.note is not None
     assert "at most 2048 tokens at once" in smaller.note
     assert f"{state + options[0][1]} bytes" in smaller.note
     least = admission(state + options[-1][1]).admit(spec())
     assert isinstance(least, Start)
-    assert least.treatment == options[-1][0] == Treatment(256, recomputed=3)
+    assert least.recompute_plan == options[-1][0] == RecomputePlan(256, recomputed=3)
     assert "recomputes 3 of 4 layers" in (least.note or "")
 
 
@@ -88,16 +92,16 @@ def test_a_job_that_never_fits_is_refused_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("treatment", "said"),
+    ("recompute_plan", "said"),
     [
-        (Treatment(256, recomputed=3), "for a micro-batch of 256 tokens that recomputes 3 layers; try"),
-        (Treatment(256, recomputed=1), "for a micro-batch of 256 tokens that recomputes 1 layer; try"),
-        (Treatment(1), "for a micro-batch of 1 token; try"),
+        (RecomputePlan(256, recomputed=3), "for a micro-batch of 256 tokens that recomputes 3 layers; try"),
+        (RecomputePlan(256, recomputed=1), "for a micro-batch of 256 tokens that recomputes 1 layer; try"),
+        (RecomputePlan(1), "for a micro-batch of 1 token; try"),
     ],
 )
-def test_a_refusal_counts_tokens_and_layers_in_words(treatment: Treatment, said: str) -> None:
+def test_a_refusal_counts_tokens_and_layers_in_words(recompute_plan: RecomputePlan, said: str) -> None:
     memory = job_memory(spec(), BASE, MemoryModel(costs=COSTS, training=GIB), LIMIT)
-    only = replace(memory, options=(Option(treatment, activations=1),))
+    only = replace(memory, options=(Option(recompute_plan, activations=1),))
     assert said in str(too_large(only, planned=GIB))
 
 
@@ -125,8 +129,8 @@ def test_graphs_of_ranks_are_counted() -> None:
     model = MemoryModel(costs=COSTS, training=GIB, ranks=2)
     graphed = msgspec.structs.replace(model, graphs=True)
     plain, graphs = (job_memory(spec(), BASE, each, LIMIT).options[0] for each in (model, graphed))
-    static = 3 * MOST_SHAPES * padded(plain.treatment.tokens) * BASE.hidden * 2
-    assert graphs.treatment == plain.treatment and graphs.activations - plain.activations >= static
+    static = 3 * MOST_SHAPES * padded(plain.recompute_plan.tokens) * BASE.hidden * 2
+    assert graphs.recompute_plan == plain.recompute_plan and graphs.activations - plain.activations >= static
     dropout = msgspec.structs.replace(spec(), lora=LoraSettings(r=16, dropout=0.1))
     assert job_memory(dropout, BASE, graphed, LIMIT) == job_memory(dropout, BASE, model, LIMIT), "it has no graphs"
 
@@ -183,8 +187,8 @@ def test_what_another_process_takes_is_noticed_and_survived() -> None:
     assert f"{memory.limit} of {planned} bytes are left" in memory.troubles[0]
     ((job, lowered),) = memory.changes()
     assert job == "one"
-    assert lowered.treatment is not None
-    assert lowered.treatment.tokens < 4096
+    assert lowered.recompute_plan is not None
+    assert lowered.recompute_plan.tokens < 4096
     assert memory.changes() == []
     held = memory.admit(spec("two"))
     assert isinstance(held, Hold)
@@ -195,7 +199,7 @@ def test_what_another_process_takes_is_noticed_and_survived() -> None:
         assert memory.changes() == [], "it may come again at once"
     memory.available(planned + GIB, READINGS + 1)
     ((job, lifted),) = memory.changes()
-    assert (job, lifted.treatment) == ("one", options[0][0])
+    assert (job, lifted.recompute_plan) == ("one", options[0][0])
     assert "trains on 4096 tokens" in (lifted.note or "")
     assert (memory.limit, memory.troubles) == (planned, ())
 
@@ -213,17 +217,17 @@ def test_jobs_are_planned_anew_for_compiled_layers_and_for_their_own_again() -> 
     dropping = spec("dropping")
     dropping = msgspec.structs.replace(dropping, lora=LoraSettings(r=16, dropout=0.1))
     before = [memory.admit(job) for job in (spec(), dropping)]
-    limited = [one.treatment for one in before if isinstance(one, Start) and one.note is not None]
+    limited = [one.recompute_plan for one in before if isinstance(one, Start) and one.note is not None]
     assert len(limited) == 2 and memory.changes() == []
     memory.compiled(lean)
     ((job, lifted),) = memory.changes()
-    assert (job, lifted.treatment) == ("one", Treatment(4096, compiled=True))
+    assert (job, lifted.recompute_plan) == ("one", RecomputePlan(4096, compiled=True))
     assert "trains on 4096 tokens" in (lifted.note or "")
     memory.compiled(lean)
     assert memory.changes() == []
     memory.compiled(None)
     ((job, lowered),) = memory.changes()
-    assert (job, lowered.treatment) == ("one", limited[0])
+    assert (job, lowered.recompute_plan) == ("one", limited[0])
     assert "at once" in (lowered.note or "")
 
 

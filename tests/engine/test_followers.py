@@ -29,7 +29,7 @@ from coserve.engine.ranks.follower import FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.trainer import RankedTrainer
 from coserve.finetune.losses.loss import Ppo
-from coserve.finetune.memory_limits import StepTreatment
+from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.sessions.session import TrainingSession
 from coserve.finetune.sessions.verbs import ForwardBackward
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
@@ -269,7 +269,7 @@ def test_a_verb_arrives_as_it_was_sent() -> None:
         np.array([[8, 9], [10, 11]]),
         weights_K=np.array([[0.5, -1.0], [2.0, 0.0]], np.float32),
     )
-    sent = RunVerb(3, ForwardBackward(Batch((row,)), Ppo(low=0.7), StepTreatment(1, 2, True), 1 << 40, learns=True))
+    sent = RunVerb(3, ForwardBackward(Batch((row,)), Ppo(low=0.7), StepRecompute(1, 2, True), 1 << 40, learns=True))
     came = command_decoder().decode(command_encoder().encode(sent))
     assert isinstance(came, RunVerb) and isinstance(came.verb, ForwardBackward)
     (found,), changes = came.verb.batch.examples, {"batch": Batch(())}

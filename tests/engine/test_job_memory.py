@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from coserve.admission.memory import GIB, Hold, MemoryAdmission, Start
-from coserve.admission.treatment import JobMemory, Treatment, job_memory
+from coserve.admission.recompute_plan import JobMemory, RecomputePlan, job_memory
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import JobOutOfMemory
 from coserve.core.gpu_memory import MemoryModel, MemoryUse
@@ -93,7 +93,7 @@ async def test_a_job_in_line_waits_for_memory_and_starts_when_another_ends() -> 
             s.api.send(StartJob(spec=spec(id)))
         seen = await s.until(said(JobWaiting, "two"), said(JobStarted, "one"))
         assert not any(map(said(JobStarted, "two"), seen)), "the other place is free, the memory is not"
-        assert s.trainer.limits["one"] == one.options[0].treatment
+        assert s.trainer.limits["one"] == one.options[0].recompute_plan
         s.trainer.gate.set()
         seen = await s.until(said(JobSucceeded, "one"), said(JobSucceeded, "two"))
         assert sum(map(said(JobWaiting, "two"), seen)) == 1
@@ -246,7 +246,7 @@ async def test_a_job_that_fits_only_with_recomputation_gets_it_and_is_told() -> 
         (note,) = (message for message in seen if isinstance(message, JobNote))
         assert note.kept
         assert "recomputes 4 of 4 layers" in note.message
-        assert s.trainer.limits["one"] == Treatment(64, recomputed=4)
+        assert s.trainer.limits["one"] == RecomputePlan(64, recomputed=4)
 
 
 async def test_a_job_is_planned_for_the_layers_that_it_runs() -> None:
@@ -259,7 +259,7 @@ async def test_a_job_is_planned_for_the_layers_that_it_runs() -> None:
         s.api.send(StartJob(spec=spec("one")))
         seen = await s.until(said(JobSucceeded, "one"))
         assert not any(isinstance(message, JobNote) for message in seen)
-        assert s.trainer.limits["one"] == first.treatment and first.treatment.compiled
+        assert s.trainer.limits["one"] == first.recompute_plan and first.recompute_plan.compiled
 
 
 async def test_memory_that_another_process_gives_back_starts_the_job_that_waits() -> None:

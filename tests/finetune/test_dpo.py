@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from coserve.admission.treatment import Treatment
+from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.step_metrics import Rewards
 from coserve.core.types import AdapterRef, DpoLoss, LoraSettings, MicroStep, TrainingSettings
 from coserve.data.corpus.tokenized import Corpus
@@ -272,7 +272,7 @@ def test_pairs_stay_together_where_memory_is_short(base: Base, tmp_path: Path) -
     spec = bench.place(PAIRS, job_spec(PAIRS, **(JOB | {"batch_tokens": 1000, "micro_batch_tokens": 1000, "steps": 1})))
     whole = metrics_of(Bench(base, tmp_path).train(spec))
     bench.start(spec)
-    bench.trainer.limit(spec.id, Treatment(1, recomputed=2))
+    bench.trainer.limit(spec.id, RecomputePlan(1, recomputed=2))
     (lowered,) = metrics_of(bench.run(spec.id))
     assert (lowered.loss, lowered.rewards) == (pytest.approx(whole[0].loss), whole[0].rewards)
 

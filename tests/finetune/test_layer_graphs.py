@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coserve.admission.padding import padded
-from coserve.admission.treatment import Treatment
+from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.link import FromEngine, JobSucceeded
 from coserve.core.types import JobSpec
 from coserve.data.corpus.tokenized import Corpus
@@ -240,7 +240,7 @@ def test_graphs_of_layers_that_are_recomputed_or_keep_less(
             lora_backend=SEGMENTED,
         )
         bench.start(bench.place(corpus, spec))
-        bench.trainer.limit(spec.id, Treatment(1 << 20, recomputed, partly, compiled=True))
+        bench.trainer.limit(spec.id, RecomputePlan(1 << 20, recomputed, partly, compiled=True))
         found = {spec.id: bench.run(spec.id)}
         assert recorder.replayed
         torch.testing.assert_close(losses(found), plain([(corpus, spec)]), rtol=1e-3, atol=1e-4)
@@ -259,7 +259,7 @@ def test_graphs_are_captured_anew_once_layers_can_keep_less(tmp_path: Path) -> N
         corpus, spec = job(0, steps=3)
         spec = msgspec.structs.replace(spec, id=name, adapter=name)
         bench.start(bench.place(corpus, spec))
-        bench.trainer.limit(name, Treatment(1 << 20, recomputed=2, compiled=True))
+        bench.trainer.limit(name, RecomputePlan(1 << 20, recomputed=2, compiled=True))
         bench.run(name)
         recorded.append(recorder.recorded)
         bench.trainer.drop(name)

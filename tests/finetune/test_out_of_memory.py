@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from coserve.admission.treatment import Treatment
+from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.link import FromEngine, JobFailed, JobNote, JobSucceeded
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef
@@ -171,19 +171,19 @@ def test_a_row_whose_layers_were_all_recomputed_is_not_tried_again() -> None:
 def test_planned_limits_hold_until_they_are_lifted() -> None:
     limits = MemoryLimits(random_corpus(lengths=(9, 5, 12, 3, 7, 8)).lengths, 4)
     planned = ((0, 1), (2, 3), (4, 5))
-    limits.plan(Treatment(14, recomputed=3, compiled=True))
+    limits.plan(RecomputePlan(14, recomputed=3, compiled=True))
     assert limits.cut(planned) == [(0, 1), (2,), (3,), (4,), (5,)]
-    assert limits.treatment.recomputed == 3 and limits.treatment.compiled
-    limits.plan(Treatment(14, partly=2, compiled=True))
-    treatment = limits.treatment
-    assert (treatment.recomputed, treatment.partly, treatment.recomputes) == (0, 2, True)
+    assert limits.recompute_plan.recomputed == 3 and limits.recompute_plan.compiled
+    limits.plan(RecomputePlan(14, partly=2, compiled=True))
+    recompute_plan = limits.recompute_plan
+    assert (recompute_plan.recomputed, recompute_plan.partly, recompute_plan.recomputes) == (0, 2, True)
     limits.recompute = True
-    assert (limits.treatment.recomputed, limits.treatment.partly) == (4, 0), (
+    assert (limits.recompute_plan.recomputed, limits.recompute_plan.partly) == (4, 0), (
         "memory ran out: all layers are computed again as a whole"
     )
     limits.recompute = False
-    limits.plan(Treatment(15))
-    assert not limits.treatment.recomputes
+    limits.plan(RecomputePlan(15))
+    assert not limits.recompute_plan.recomputes
     assert limits.cut(planned) == list(planned)
     assert limits.lower((4, 5), 0) is not None
     limits.plan(None)
@@ -193,7 +193,7 @@ def test_planned_limits_hold_until_they_are_lifted() -> None:
 def test_a_job_that_is_limited_learns_the_same(tmp_path: Path) -> None:
     bench = Bench(base(), tmp_path)
     bench.start(bench.place(CORPUS, SPEC))
-    bench.trainer.limit(SPEC.id, Treatment(12, recomputed=2))
+    bench.trainer.limit(SPEC.id, RecomputePlan(12, recomputed=2))
     messages = bench.run(SPEC.id)
     weights = load_file(bench.folder.adapter(REF) / ADAPTER_WEIGHTS)
     assert_same(Trained(messages, weights, Faults()), clean(recompute=False))
@@ -212,7 +212,7 @@ def test_a_step_is_computed_as_it_was_cut(tmp_path: Path, monkeypatch: pytest.Mo
     corpus = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 9, 9))
     bench, spec = Bench(base(), tmp_path), job_spec(corpus, steps=2, batch_tokens=60, micro_batch_tokens=24)
     bench.start(bench.place(corpus, spec))
-    large, small = Treatment(24, recomputed=2), Treatment(12)
+    large, small = RecomputePlan(24, recomputed=2), RecomputePlan(12)
     bench.trainer.limit(spec.id, large)
     bench.advance(spec.id, None)
     bench.trainer.limit(spec.id, small)

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from coserve.admission.treatment import Treatment
+from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.errors import AdapterNotFound, CheckpointUnreadable, CorruptAdapter, InvalidRequest, StorageFull
 from coserve.core.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded, JobWaiting
 from coserve.core.names import ADAPTER_WEIGHTS, CHECKPOINT_STATE, CHECKPOINT_TENSORS
@@ -244,7 +244,7 @@ def test_recomputing_gives_the_same_job(base: Base, tmp_path: Path) -> None:
     assert expected == recomputed.train(recomputed.place(CORPUS, spec))
     some = Bench(base, tmp_path / "some")
     some.start(some.place(CORPUS, spec))
-    some.trainer.limit(spec.id, Treatment(1 << 20, recomputed=1))
+    some.trainer.limit(spec.id, RecomputePlan(1 << 20, recomputed=1))
     assert expected == some.run(spec.id)
 
 

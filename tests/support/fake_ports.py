@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from coserve.admission.treatment import Treatment
+from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CheckpointUnreadable, PromptTooLong, failure_text
 from coserve.core.gpu_memory import TrainingCosts
@@ -400,7 +400,7 @@ class FakeTrainer:
     """All that have begun."""
     gaps: list[float] = field(default_factory=list)
     """How long the jobs waited for each slice, all together."""
-    limits: dict[str, Treatment] = field(default_factory=dict)
+    limits: dict[str, RecomputePlan] = field(default_factory=dict)
     """The last `limit` of each job."""
     layer_costs: TrainingCosts | None = None
     """Of compiled layers."""
@@ -567,9 +567,9 @@ class FakeTrainer:
 
         return write
 
-    def limit(self, job: str, treatment: Treatment) -> None:
+    def limit(self, job: str, recompute_plan: RecomputePlan) -> None:
         assert job in self._runs, f"{job} is not loaded"
-        self.limits[job] = treatment
+        self.limits[job] = recompute_plan
 
     def limit_shared(self, tokens: int | None) -> None:
         """Jobs share by their rows here."""

@@ -1,4 +1,4 @@
-"""Jobs of documents outside their training: what is made before it, and the evaluation after it."""
+"""The phases of documents' jobs before and after training: questions and answers, and the evaluation."""
 
 from __future__ import annotations
 

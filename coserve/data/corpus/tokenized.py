@@ -74,7 +74,7 @@ class Corpus:
 
     @cached_property
     def _targets_before(self) -> npt.NDArray[np.int64]:
-        """Targets before each row (S), and in all."""
+        """Number of targets before each row, and the total: (S + 1)."""
         return np.concatenate([[0], np.cumsum(np.add.reduceat(self.target, self.bounds[:-1], dtype=np.int64))])
 
     def soft_targets(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:

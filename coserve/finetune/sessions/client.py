@@ -12,7 +12,7 @@ from torch import Tensor
 from coserve.core.errors import CoserveError, InvalidRequest, NonFiniteLoss
 from coserve.core.training.calls import AdamParams, SessionSpec
 from coserve.data.corpus.batch import Batch
-from coserve.finetune.memory_limits import MemoryLimits, StepTreatment
+from coserve.finetune.memory_limits import MemoryLimits, StepRecompute
 from coserve.finetune.sessions.calls import Work
 from coserve.finetune.sessions.session import Event, TrainingSession
 from coserve.finetune.sessions.trainee import Trainee
@@ -44,7 +44,7 @@ class ClientTrainee(Trainee):
         """Whether the sums are those of `_summed`."""
         self._missing = False
         """Whether a call failed that had to add gradients to the next step's."""
-        self._treatment, self._rows = StepTreatment(0, 0, False), tuple[int, ...]()
+        self._recompute_plan, self._rows = StepRecompute(0, 0, False), tuple[int, ...]()
 
     def begin_call(self, call: Work | AdamParams) -> None:
         """Let the next passes compute a call."""
@@ -80,7 +80,7 @@ class ClientTrainee(Trainee):
         return super().go_on(sums)
 
     def lower_memory(self) -> bool:
-        note = self.limits.lower(self._rows, self._treatment.recomputed) if len(self._rows) else None
+        note = self.limits.lower(self._rows, self._recompute_plan.recomputed) if len(self._rows) else None
         self.memory_note = note or self.memory_note
         return note is not None
 
@@ -111,7 +111,7 @@ class ClientTrainee(Trainee):
     async def _forward(self, call: Work) -> Result:
         session, limits = self.session, self.limits
         limits.lengths = np.array([len(example.tokens_N) for example in call.examples])
-        self._treatment = limits.treatment
+        self._recompute_plan = limits.recompute_plan
         ends = np.cumsum([example.labels_K.size for example in call.examples])
         sums = torch.zeros(call.loss.sums, dtype=torch.float64, device=session.device)
         found, order = list[Tensor](), list[int]()
@@ -120,7 +120,7 @@ class ClientTrainee(Trainee):
                 await session.next_micro_batch()
             batch = Batch(tuple([call.examples[row] for row in self._rows]))
             verb = session.forward_backward if call.learns else session.forward
-            computed = await verb(batch, call.loss, self._treatment)
+            computed = await verb(batch, call.loss, self._recompute_plan)
             sums += computed.sums
             found.append(computed.log_probs)
             order += self._rows

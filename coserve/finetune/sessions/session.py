@@ -22,7 +22,7 @@ from coserve.core.types import MicroStep
 from coserve.data.corpus.batch import Batch
 from coserve.finetune.embedding_noise import EmbeddingNoise
 from coserve.finetune.losses.loss import Loss
-from coserve.finetune.memory_limits import StepTreatment
+from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.micro_batch import MicroBatch
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.sessions.verbs import ForwardBackward, Gather, KeepBest, OptimStep, Verb, ZeroGrad
@@ -42,7 +42,7 @@ Event = MicroBatch | MicroStep | Boundary | StepMetrics
 Training = Coroutine[Event, Tensor | None, None]
 """A training coroutine. A `MicroBatch` is answered with its row of the result of
 `MicroBatchRunner.forward_backward`."""
-AS_CONFIGURED = StepTreatment(0, 0, False)
+AS_CONFIGURED = StepRecompute(0, 0, False)
 
 
 @coroutine
@@ -123,7 +123,7 @@ class TrainingSession:
     # ---- verbs
 
     async def forward_backward(
-        self, batch: Batch, loss: Loss, how: StepTreatment = AS_CONFIGURED, *, draw: int = 0
+        self, batch: Batch, loss: Loss, how: StepRecompute = AS_CONFIGURED, *, draw: int = 0
     ) -> Computed:
         """Add the gradients of the batch's summed loss to the sums. Dropout and noise are functions of the seed and of
         `draw` (64 bits)."""
@@ -133,7 +133,7 @@ class TrainingSession:
         noise = None if alpha is None else EmbeddingNoise(alpha, seed)
         return await self._computed(batch, loss, how, learns=True, dropout=dropout, noise=noise)
 
-    async def forward(self, batch: Batch, loss: Loss, how: StepTreatment = AS_CONFIGURED) -> Computed:
+    async def forward(self, batch: Batch, loss: Loss, how: StepRecompute = AS_CONFIGURED) -> Computed:
         """Like `forward_backward`, without gradients, dropout and noise."""
         self._announce(ForwardBackward(batch, loss.tokens, how, 0, learns=False))
         return await self._computed(batch, loss, how, learns=False)
@@ -196,7 +196,7 @@ class TrainingSession:
         self,
         batch: Batch,
         loss: Loss,
-        how: StepTreatment,
+        how: StepRecompute,
         *,
         learns: bool,
         dropout: DropoutSpec | None = None,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from coserve.admission.optimizers import check_optimizer
-from coserve.admission.treatment import has_reference
+from coserve.admission.recompute_plan import has_reference
 from coserve.core.errors import EngineFault, InvalidRequest, JobOutOfMemory
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import JobSpec

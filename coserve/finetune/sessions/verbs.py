@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from coserve.data.corpus.batch import Batch
 from coserve.finetune.losses.loss import TokenLoss
-from coserve.finetune.memory_limits import StepTreatment
+from coserve.finetune.memory_limits import StepRecompute
 
 
 class ForwardBackward(Struct, frozen=True, tag=True):
@@ -15,7 +15,7 @@ class ForwardBackward(Struct, frozen=True, tag=True):
     batch: Batch
     tokens: TokenLoss | None
     """None: the loss of the session's job."""
-    how: StepTreatment
+    how: StepRecompute
     draw: int
     learns: bool
 

@@ -1,4 +1,4 @@
-"""A job gets the treatment that costs the least time of all that fit: sizes of micro-batches, and what each layer
+"""A job gets the recompute plan that costs the least time of all that fit: sizes of micro-batches, and what each layer
 keeps."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from coserve.admission.memory import MemoryAdmission, Start
 from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_batch_bytes
 from coserve.admission.padding import padded
+from coserve.admission.recompute_plan import RECOMPUTE_OVERHEAD, Overheads, RecomputePlan, job_memory
 from coserve.admission.shapes import lora_shapes
-from coserve.admission.treatment import RECOMPUTE_OVERHEAD, Overheads, Treatment, job_memory
 from coserve.core.gpu_memory import Kept, LayerTime, LevelCosts, Line, MemoryModel, TrainingCosts
 from coserve.core.types import JobSpec, LoraSettings, TrainingSettings
 from tests.support.examples import examples
@@ -57,11 +57,11 @@ def measured(attention: float = 1200.0, per_row: float = 0.2) -> TrainingCosts:
     )
 
 
-def fits(job: JobSpec, model: TrainingCosts, treatment: Treatment) -> int:
+def fits(job: JobSpec, model: TrainingCosts, recompute_plan: RecomputePlan) -> int:
     layers = lora_layers(model, lora_shapes(job.lora, BASE), BASE.dtype, dropout=False)
-    tokens = treatment.tokens
+    tokens = recompute_plan.tokens
     batch = MicroBatchShape(
-        padded(tokens), min(tokens, job.target_tokens), treatment.recomputed, treatment.partly, graphs=True
+        padded(tokens), min(tokens, job.target_tokens), recompute_plan.recomputed, recompute_plan.partly, graphs=True
     )
     return micro_batch_bytes(model, BASE, layers, batch).peak
 
@@ -85,7 +85,7 @@ def test_the_choice_is_the_one_of_least_time_that_fits(
     memory = job_memory(job, BASE, MemoryModel(costs=COSTS, training=GIB, compiled=model), LIMIT)
     overheads = Overheads.of(model, job.tokens / job.rows)
     every = [
-        Treatment(tokens, recomputed, partly, compiled=True)
+        RecomputePlan(tokens, recomputed, partly, compiled=True)
         for tokens in (4096, 2048, 1024, 700)
         for recomputed in range(BASE.layers + 1)
         for partly in range(BASE.layers + 1 - recomputed)
@@ -94,8 +94,8 @@ def test_the_choice_is_the_one_of_least_time_that_fits(
     limit = round(min(needed.values()) + share * (max(needed.values()) - min(needed.values())))
     least = min(one.time(BASE.layers, overheads) for one, size in needed.items() if size <= limit)
     found = memory.best(limit)
-    assert found is not None and found.activations == needed[found.treatment] <= limit
-    assert found.treatment.time(BASE.layers, overheads) == pytest.approx(least, rel=1e-12)
+    assert found is not None and found.activations == needed[found.recompute_plan] <= limit
+    assert found.recompute_plan.time(BASE.layers, overheads) == pytest.approx(least, rel=1e-12)
     assert memory.best(min(needed.values()) - 1) is None
 
 
@@ -104,13 +104,13 @@ def test_long_rows_make_attention_worth_its_bytes(row: int, recomputed: int, par
     """With short rows attention is computed again for less than other layers' products; with long ones it is kept."""
     model, job = measured(per_row=0.1), msgspec.structs.replace(spec(longest=4000), rows=(1 << 20) // row)
     memory = job_memory(job, BASE, MemoryModel(costs=COSTS, training=GIB, compiled=model), LIMIT)
-    found = memory.best(fits(job, model, Treatment(4096, recomputed=2, compiled=True)))
-    assert found is not None and found.treatment == Treatment(4096, recomputed, partly, compiled=True)
+    found = memory.best(fits(job, model, RecomputePlan(4096, recomputed=2, compiled=True)))
+    assert found is not None and found.recompute_plan == RecomputePlan(4096, recomputed, partly, compiled=True)
 
 
 def test_nothing_is_recomputed_where_everything_fits() -> None:
     memory = job_memory(spec(), BASE, MemoryModel(costs=COSTS, training=GIB, compiled=measured()), LIMIT)
-    assert memory.options[0].treatment == Treatment(4096, compiled=True)
+    assert memory.options[0].recompute_plan == RecomputePlan(4096, compiled=True)
 
 
 def test_overheads_are_those_measured_and_never_below_none() -> None:
@@ -125,37 +125,37 @@ def test_a_job_without_compiled_layers_keeps_all_or_nothing_of_a_layer() -> None
     model = MemoryModel(costs=COSTS, training=GIB, compiled=measured())
     dropping = msgspec.structs.replace(spec(), lora=LoraSettings(r=16, dropout=0.1))
     options = job_memory(dropping, BASE, model, LIMIT).options
-    assert {option.treatment.partly for option in options} == {0}
+    assert {option.recompute_plan.partly for option in options} == {0}
     forced = msgspec.structs.replace(model, recompute=True)
-    treatments = [option.treatment for option in job_memory(spec(), BASE, forced, LIMIT).options]
-    assert {(one.recomputed, one.partly) for one in treatments} == {(BASE.layers, 0)}
+    recompute_plans = [option.recompute_plan for option in job_memory(spec(), BASE, forced, LIMIT).options]
+    assert {(one.recomputed, one.partly) for one in recompute_plans} == {(BASE.layers, 0)}
 
 
 def test_a_job_is_told_what_is_computed_again() -> None:
     """In its notes, and by `coserve memory`."""
     model, job = measured(), msgspec.structs.replace(spec(longest=4000), rows=300)
     memory = job_memory(job, BASE, MemoryModel(costs=COSTS, training=GIB, compiled=model), LIMIT)
-    partly = next(one for one in memory.options if one.treatment.partly and not one.treatment.recomputed)
-    both = next(one for one in memory.options if one.treatment.partly and one.treatment.recomputed)
+    partly = next(one for one in memory.options if one.recompute_plan.partly and not one.recompute_plan.recomputed)
+    both = next(one for one in memory.options if one.recompute_plan.partly and one.recompute_plan.recomputed)
     for option, said in (
-        (partly, f"recomputes {partly.treatment.partly} of 4 layers but for attention in the backward"),
+        (partly, f"recomputes {partly.recompute_plan.partly} of 4 layers but for attention in the backward"),
         (
             both,
             (
-                f"recomputes {both.treatment.recomputed} of 4 layers, and {both.treatment.partly} more but for "
-                "attention, in the backward"
+                f"recomputes {both.recompute_plan.recomputed} of 4 layers, and "
+                f"{both.recompute_plan.partly} more but for attention, in the backward"
             ),
         ),
     ):
         limit = memory.state.total + option.activations
         admission = MemoryAdmission(MemoryModel(costs=COSTS, training=limit, compiled=model), BASE, LIMIT)
         found = admission.admit(job)
-        assert isinstance(found, Start) and found.treatment == option.treatment
+        assert isinstance(found, Start) and found.recompute_plan == option.recompute_plan
         assert said in (found.note or "")
         (use,) = admission.each
         assert (use.recomputed_layers, use.partly_recomputed_layers) == (
-            option.treatment.recomputed,
-            option.treatment.partly,
+            option.recompute_plan.recomputed,
+            option.recompute_plan.partly,
         )
 
 
@@ -163,17 +163,17 @@ def test_levels_that_are_there_later_change_what_a_job_recomputes() -> None:
     """Without them a layer runs its whole forward again."""
     job, before = spec(), msgspec.structs.replace(measured(), time=None, levels={})
     memory = job_memory(job, BASE, MemoryModel(costs=COSTS, training=GIB, compiled=before), LIMIT)
-    option = next(one for one in memory.options if one.treatment.recomputed)
+    option = next(one for one in memory.options if one.recompute_plan.recomputed)
     limit = memory.state.total + option.activations
     admission = MemoryAdmission(MemoryModel(costs=COSTS, training=limit, compiled=before), BASE, LIMIT)
     first = admission.admit(job)
-    assert isinstance(first, Start) and first.treatment == option.treatment
+    assert isinstance(first, Start) and first.recompute_plan == option.recompute_plan
     later = measured(attention=1010.0)
     admission.compiled(later)
     ((_, second),) = admission.changes()
-    assert second.treatment is not None and second.treatment != first.treatment
+    assert second.recompute_plan is not None and second.recompute_plan != first.recompute_plan
     overheads = Overheads.of(later, job.tokens / job.rows)
-    assert second.treatment.time(BASE.layers, overheads) < first.treatment.time(BASE.layers)
+    assert second.recompute_plan.time(BASE.layers, overheads) < first.recompute_plan.time(BASE.layers)
 
 
 def test_what_graphs_of_all_shapes_keep_is_counted() -> None:

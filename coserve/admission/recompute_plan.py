@@ -58,7 +58,7 @@ class Overheads:
 
 
 @dataclass(frozen=True)
-class Treatment:
+class RecomputePlan:
     """A job's recompute plan: the size of its micro-batches, and which layers the backward recomputes."""
 
     tokens: int
@@ -72,7 +72,7 @@ class Treatment:
     compiled: bool = False
     """Whether it was planned for compiled layers, which take less memory than the base's own."""
 
-    def alike(self, other: Treatment) -> bool:
+    def alike(self, other: RecomputePlan) -> bool:
         """Return whether both plans compute the same; only `compiled` may differ."""
         return (self.tokens, self.recomputed, self.partly) == (other.tokens, other.recomputed, other.partly)
 
@@ -88,7 +88,7 @@ class Treatment:
 class Option:
     """A recompute plan, and the bytes of a micro-batch with it."""
 
-    treatment: Treatment
+    recompute_plan: RecomputePlan
     activations: int
 
 
@@ -160,7 +160,7 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     overheads = Overheads.of(costs, spec.tokens / max(1, spec.rows))
     predict, tried = (
         MicroBatchModel(costs, base, layers),
-        [Treatment(tokens, compiled=compiled is not None) for tokens in _halves(most, longest)],
+        [RecomputePlan(tokens, compiled=compiled is not None) for tokens in _halves(most, longest)],
     )
     sizes = np.rint(np.concatenate([predict.bytes(shape(one.tokens), counts[0], counts[1])[1] for one in tried]))
     longer = overheads.longer(counts[0], counts[1], base.layers)
@@ -169,8 +169,8 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     for place in _falling(sizes, times):
         size, count = divmod(int(place), counts.shape[1])
         recomputed, but_attention = counts[:, count].tolist()
-        treatment = replace(tried[size], recomputed=recomputed, partly=but_attention)
-        options.append(Option(treatment, int(sizes[place])))
+        recompute_plan = replace(tried[size], recomputed=recomputed, partly=but_attention)
+        options.append(Option(recompute_plan, int(sizes[place])))
     return JobMemory(state, pinned, tuple(options), shapes, dropout)
 
 
