@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CLASSES = (256, 128, 64, 32, 16)
-"""Largest ranks of the adapters that a graph serves (`graph_sizes.LORA_RANKS`)."""
+"""Largest ranks of the adapters that a graph serves (`core.gpu_memory.LORA_RANKS`)."""
 GEMM_ROWS = (1, 16, 32, 64)
 
 

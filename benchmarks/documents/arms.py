@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import fmean
 
 from benchmarks.documents.facts import KINDS, Document, Question
+from benchmarks.serving.http_daemon import serving
 from coserve.client import AsyncClient
 
 ANSWER_TOKENS = 32
@@ -35,25 +34,9 @@ class Row:
     """Mean of the prompts."""
 
 
-@contextlib.contextmanager
-def daemon(options: Sequence[str], folder: Path) -> Iterator[str]:
-    """Run a daemon; yields its URL. Its log is in `folder`."""
-    log = folder / "daemon.log"
-    command = [sys.executable, "-P", "-m", "coserve.cli", "serve", "--port", "0", "--data-dir", str(folder), *options]
-    with log.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert process.stdout is not None
-        line = next((line for line in process.stdout if "listens on" in line), None)
-        try:
-            if line is None:
-                raise SystemExit(f"the daemon did not start:\n{log.read_text()[-3000:]}")
-            yield line.split()[-1]
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
+def daemon(options: Sequence[str], folder: Path) -> contextlib.AbstractContextManager[str]:
+    """Run a daemon on this data folder; yields its URL."""
+    return serving(["--port", "0", "--data-dir", str(folder), *options], folder / "daemon.log")
 
 
 def right(question: Question, text: str) -> bool:

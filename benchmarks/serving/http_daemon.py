@@ -40,14 +40,20 @@ def serve_arguments(size: Size, model: Path, data: Path) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def daemon(settings: Mapping[str, object], log: Path, **environment: str) -> Iterator[str]:
-    """Run a daemon; yields its URL. Its log goes to `log`, whose last lines are printed at the end."""
+def daemon(settings: Mapping[str, object], log: Path, **environment: str) -> contextlib.AbstractContextManager[str]:
+    """Run a daemon without a prefix cache: see `serving`."""
     given = {"port": 0} | dict(settings)
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return serving([*options, "--no-prefix-cache"], log, environment)
+
+
+@contextlib.contextmanager
+def serving(options: Sequence[str], log: Path, environment: Mapping[str, str] = {}) -> Iterator[str]:
+    """Run a daemon with these options; yields its URL. Its log goes to `log`, whose last lines are printed at the
+    end."""
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "coserve.cli", "serve", *options, "--no-prefix-cache"],
+            [sys.executable, "-P", "-m", "coserve.cli", "serve", *options],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

@@ -15,7 +15,6 @@ from coserve.core.errors import JobTooLarge
 from coserve.core.gpu_memory import JobUse, MemoryModel, TrainingCosts
 from coserve.core.types import BaseSpec, JobSpec
 
-GIB = 1 << 30
 MARGIN = 512 << 20
 """Bytes kept free for kernel workspaces and fragmentation."""
 READINGS = 10

@@ -8,10 +8,9 @@ products.
 from __future__ import annotations
 
 from coserve.admission.shapes import ITEMSIZE, job_state, lora_shapes
-from coserve.core.gpu_memory import EXTRA_SLOTS, GRAPHS, BaseSizes
+from coserve.core.gpu_memory import EXTRA_SLOTS, GIB, GRAPHS, STEP_TOKENS, BaseSizes
 from coserve.core.types import LoraSettings, Wire
 
-GIB = 1 << 30
 CONTEXT = 768 << 20
 """Bytes of the CUDA context, compiled kernels and libraries."""
 STATISTICS = 1.03
@@ -22,8 +21,6 @@ LOSS = 4.3
 """Bytes of one logit in training: the 16-bit logit and its gradient."""
 POSITIONS = 2048
 """Most positions whose logits training computes at a time."""
-STEP_TOKENS = 2048
-"""Tokens of a generation step on a GPU."""
 GPUS = {24: 22.4, 48: 44.4, 80: 79.1, 141: 139.8}
 """Usable GiB by advertised GB, measured or documented for the smallest such card: L4, L40S, H100, H200."""
 
@@ -97,7 +94,9 @@ def needed(sizes: BaseSizes, wish: Wish) -> Need:
         weights=sizes.weights,
         context=CONTEXT,
         graphs=GRAPHS,
-        step=LOGITS * base.vocab * wish.requests + STEP_TOKENS * item * (2 * widest + 4 * base.hidden) + sizes.expanded,
+        step=LOGITS * base.vocab * wish.requests
+        + STEP_TOKENS["cuda"] * item * (2 * widest + 4 * base.hidden)
+        + sizes.expanded,
         kv=sizes.kv * wish.context * wish.requests,
         states=sizes.states * (wish.requests + EXTRA_SLOTS),
         adapters=wish.adapters * item * sum(shape.a + shape.b for shape in shapes),

@@ -6,6 +6,12 @@ from enum import StrEnum
 
 from coserve.core.types import BaseSpec, Wire
 
+GIB = 1 << 30
+STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+"""Default of the setting `step_tokens`, by device type."""
+LORA_RANKS = (16, 32, 64, 128, 256)
+"""LoRA ranks that kernels are compiled and graphs are captured for. Each serves every rank up to its own; larger ranks
+have no graph."""
 GRAPHS = 2 << 30
 """Bytes reserved for CUDA graphs and autotuning until their size is known. Graphs are captured after the pool is
 allocated, because they record its address."""

@@ -19,11 +19,10 @@ import torch
 from coserve.admission.memory import MemoryAdmission
 from coserve.config import Config
 from coserve.core.errors import AdapterNotFound, UnsupportedBase
-from coserve.core.gpu_memory import MemoryModel
+from coserve.core.gpu_memory import STEP_TOKENS, MemoryModel
 from coserve.core.processes import free_memory, usable_cores, usable_memory
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.device_memory import DeviceMemory, Fixed
-from coserve.engine.sizes import STEP_TOKENS
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warmup.gpu import CONTEXT_BYTES
@@ -60,6 +59,7 @@ log = logging.getLogger(__name__)
 AnySessions = TypeVar("AnySessions")
 
 EXACT_THREADS = 2
+"""Most CPU threads with which torch's kernels give a row the same bits in every batch."""
 PROBES = 3
 """Forwards timed for each number of threads in `choose_threads`."""
 SMALL_STEP = 0.03

@@ -55,11 +55,6 @@ class TrainingLoop:
         stopped = patience is not None and self.progress.evaluations_without_gain >= patience
         return self.progress.pending is None and (self.progress.step >= self.plan.total_steps or stopped)
 
-    @property
-    def planned_memory(self) -> RecomputePlan | None:
-        """The memory plan set by `limit_memory`."""
-        return self._limits.planned
-
     def limit_memory(self, recompute_plan: RecomputePlan | None) -> None:
         """Set the memory plan for steps and evaluations that begin from now on, including retries: see
         `MemoryLimits.plan`."""

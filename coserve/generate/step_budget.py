@@ -5,6 +5,7 @@ from __future__ import annotations
 PATIENCE = 64
 """Steps until a lowered budget is doubled again. Each further shortage doubles this number, up to `LONGEST`."""
 LONGEST = 4096
+"""Most steps until a lowered budget is doubled again."""
 
 
 class StepBudget:

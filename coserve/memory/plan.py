@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coserve.core.errors import ConfigError
-from coserve.core.gpu_memory import GRAPHS, TrainingCosts
+from coserve.core.gpu_memory import GIB, GRAPHS, TrainingCosts
 from coserve.memory.profile import Profile
 
 SPARE_GRAPHS = 1.1
 """Factor by which the reservation exceeds the measured size of the graphs: other adapters may need further graphs."""
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)

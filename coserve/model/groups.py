@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.lora.segmented.block_sizes import MAX_SITES
 from coserve.kernels.lora.types import SiteGroup, StackedWeights
 from coserve.model.base import Base
 from coserve.model.lora import SharedInput
@@ -49,10 +50,6 @@ def shared_inputs(base: Base) -> list[list[SiteGroup]]:
     return [[SiteGroup(tuple(names), index) for index, names in enumerate(layer)] for layer in runs]
 
 
-SHARED = 3
-"""Most sites of a kernel launch (`block_sizes.MAX_SITES`)."""
-
-
 def share_inputs(base: Base) -> list[list[SiteGroup]]:
     """Group sites as `shared_inputs` does and stack their weights, so that a group's sites run together from now on
     (`LoraSites.share`)."""
@@ -65,7 +62,7 @@ def share_inputs(base: Base) -> list[list[SiteGroup]]:
 
 def _stackable(before: Sequence[nn.Module], module: nn.Module) -> bool:
     return (
-        len(before) < SHARED
+        len(before) < MAX_SITES
         and type(module) in (nn.Linear, QuantizedLinear)
         and all(type(other) is type(module) and (other.bias is None) == (module.bias is None) for other in before)
     )

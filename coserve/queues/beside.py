@@ -8,6 +8,7 @@ from collections import Counter, deque
 from coserve.queues.shapes import StepKind
 
 FIRST_GUESS = 0.8
+"""The speed until it is measured, as a fraction of the speed without steps."""
 ENOUGH, WINDOW = 16, 256
 """Overlapped slices before the speed counts as measured; slices in the window that it is computed from."""
 TRIAL_AFTER, TRIALS = 150, 3

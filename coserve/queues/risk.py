@@ -15,6 +15,7 @@ TAKEN_BACK = 8
 one, and the target is the mean over an answer. In simulation, 10 lost answers of a few tokens, with errors of 2 to 4
 times in one step of 100."""
 LEAST_QUANTILE = 0.8
+"""Lowest quantile of the errors that a prediction is multiplied by, however low the target attainment is."""
 OUTLIER = 3.0
 """Larger errors count as this size, such as a kernel compilation or a slow disk. A larger factor would leave training
 no time."""

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect, optimizer_named, target_names, with_options
-from coserve.cli.finetuning.settings import column_names, field_options, request_settings
+from coserve.cli.finetuning.settings import Detach, SetFields, column_names, field_options, request_settings
 from coserve.cli.job_table import chosen_line, cut_line, preparing_line
 from coserve.cli.jobs import follow_job, print_job, print_note
 from coserve.core.schemas import Preparing
@@ -65,16 +65,8 @@ def _finetune(
             dir_okay=False,
         ),
     ] = None,
-    set_fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="any field of POST /finetune, such as training.schedule=cosine or lora.dropout=0.05; may be given "
-            "several times",
-        ),
-    ] = None,
-    detach: Annotated[bool, typer.Option(help="print the job and do not wait for it")] = False,
+    set_fields: SetFields = None,
+    detach: Detach = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     key: Key = None,

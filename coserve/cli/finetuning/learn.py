@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
-from coserve.cli.finetuning.settings import request_settings
+from coserve.cli.finetuning.settings import Detach, SetFields, request_settings
 from coserve.cli.jobs import follow_job, print_job, print_note
 from coserve.core.schemas.documents import Recipe
 from coserve.data.documents.reading import read_document
@@ -40,16 +40,8 @@ def learn(
     questions_per_chunk: Annotated[
         int | None, typer.Option(help="how many questions are generated of each chunk", show_default="32", min=1)
     ] = None,
-    set_fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="any field of POST /finetune, such as document.chunk_tokens=512 or training.epochs=5; may be given "
-            "several times",
-        ),
-    ] = None,
-    detach: Annotated[bool, typer.Option(help="print the job and do not wait for it")] = False,
+    set_fields: SetFields = None,
+    detach: Detach = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     key: Key = None,

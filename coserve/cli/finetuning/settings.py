@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -48,6 +48,16 @@ FIELDS = {name: field for name, (field, _) in OPTIONS.items()} | {
     "test": "test.data",
 }
 """The field of each option."""
+SetFields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="any field of POST /finetune, such as training.schedule=cosine, lora.dropout=0.05 or "
+        "document.chunk_tokens=512; may be given several times",
+    ),
+]
+Detach = Annotated[bool, typer.Option(help="print the job and do not wait for it")]
 FLAGS = {field: f"--{name.replace('_', '-')}" for name, field in FIELDS.items()}
 
 _Path = tuple[str, ...]

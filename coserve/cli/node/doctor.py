@@ -21,11 +21,11 @@ from coserve.cli.failures import FAILED
 from coserve.cli.settings_options import settings_command
 from coserve.config import Config, load_config
 from coserve.core.errors import StartupError
+from coserve.core.gpu_memory import GIB
 from coserve.core.processes import usable_cores, usable_memory
 
 SETTINGS = ("data_dir", "host", "port", "api_key", "device", "tp", "max_connections", "config")
 VERSIONS = ("coserve", "torch", "triton", "transformers")
-GIB = 1 << 30
 LEAST_DISK, ENOUGH_DISK = 1 * GIB, 10 * GIB
 """Free bytes below which a start fails soon, and below which caches and checkpoints may fill the disk."""
 LEAST_MEMORY = 4 * GIB

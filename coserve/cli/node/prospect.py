@@ -8,8 +8,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from coserve.admission.prospect import GIB, GPUS, Wish, fit, needed
-from coserve.core.gpu_memory import BaseSizes
+from coserve.admission.prospect import GPUS, Wish, fit, needed
+from coserve.core.gpu_memory import GIB, BaseSizes
 
 USES = {
     "weights": "base",

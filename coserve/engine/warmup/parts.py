@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from coserve.core.gpu_memory import LORA_RANKS
 from coserve.core.types import DEFAULT_RANK
 
-RANKS = (16, 32, 64, 128, 256)
-"""LoRA ranks that kernels are compiled for; a step uses the next from its largest rank up. The same as
-`graph_sizes.LORA_RANKS`."""
 GEMM_ROWS = (1, 16, 32, 64)
 """Row counts that GEMM kernels are measured for: 1 (GEMV), and those of `kernels.gemm.skinny.ROWS`."""
 LAYERS = "layers"
@@ -56,8 +54,8 @@ def all_parts(ranks: int = 1) -> tuple[Part, ...]:
         *(Part(f"{kind}-0", 8, compiled) for kind in ("mixed", "graphs")),
         Part("steps", 12),
         Part(f"training-{DEFAULT_RANK}", 12),
-        *(part for rank in RANKS if rank != DEFAULT_RANK for part in _of_rank(rank, compiled)),
-        *(Part(f"blocks-{rank}", 8) for rank in RANKS),
+        *(part for rank in LORA_RANKS if rank != DEFAULT_RANK for part in _of_rank(rank, compiled)),
+        *(Part(f"blocks-{rank}", 8) for rank in LORA_RANKS),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coserve.core.gpu_memory import LORA_RANKS
 from coserve.kernels.attention.interface import MixedCapacity
 from coserve.kernels.lora.segmented.plan import DECODE_ROWS, PREFILL_TILE_ROWS
 
@@ -16,8 +17,6 @@ device busy while the host launches their kernels one by one."""
 CHUNK_TOKENS, MIN_CHUNKS = 16, 4
 """A mixed graph holds one prompt chunk for each `CHUNK_TOKENS` tokens, at least `MIN_CHUNKS`: idle attention tiles cost
 time."""
-LORA_RANKS = (16, 32, 64, 128, 256)
-"""LoRA ranks that graphs are captured for. A graph serves every rank up to its own; larger ranks have no graph."""
 MIXED_ADAPTERS = (8, 32, 96)
 """Adapters that a mixed graph's LoRA tiles provide for. A last capacity has one for each sequence. Idle LoRA tiles cost
 time."""

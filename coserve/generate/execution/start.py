@@ -13,9 +13,10 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from coserve.core.errors import UnsupportedBase
+from coserve.core.gpu_memory import LORA_RANKS
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import Capture, GraphExecutor
-from coserve.generate.execution.graph_sizes import DECODE_BATCHES, LORA_RANKS, MIXED_TOKENS, PARTIAL_FOOTPRINTS
+from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS, PARTIAL_FOOTPRINTS
 from coserve.generate.execution.interface import StepExecutor
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import StackedWeights

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from coserve.core.limits import MAX_LOGPROBS
 from coserve.generate.sampling.choices import Chosen
 from coserve.generate.sampling.draws import draw, likeliest, mask_, penalise_
 from coserve.generate.sampling.logprobs import Logprobs, logprobs_of
 from coserve.generate.sampling.rows import SamplingRow, is_penalised, token_counts
 from coserve.generate.sampling.sampler import NO_MASKS, ROWS, Masks, TokenCounts, decide
 from coserve.generate.sampling.transfer import send, send_ids
-
-MOST_LOGPROBS = 20
 
 
 class DeviceSampler:
@@ -55,7 +54,7 @@ class DeviceSampler:
             logits = torch.zeros(1, vocab, dtype=kind, device=self._device)
             for filters in (False, True):
                 draw(logits, likeliest(logits), columns, filters=filters)
-            logprobs_of(logits, at, MOST_LOGPROBS)
+            logprobs_of(logits, at, MAX_LOGPROBS)
         penalise_(torch.zeros(1, vocab, device=self._device), at, table, at, torch.ones(1, 3, device=self._device))
         words = torch.full((1, -(-vocab // 32)), -1, dtype=torch.int32, device=self._device)
         mask_(torch.zeros(1, vocab, device=self._device), at, words)

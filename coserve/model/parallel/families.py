@@ -12,8 +12,6 @@ from transformers import PretrainedConfig
 from coserve.core.errors import UnsupportedBase
 from coserve.model.parallel.partition import Features, Parallel, SitePartition
 
-DEGREES = (1, 2, 4, 8)
-
 
 class Width(StrEnum):
     """The dimension of a layer along which a module is partitioned."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.engine.warmup.parts import GEMM_ROWS, GEMMS, LAYERS, RANKS, Part, PartSchedule, all_parts, gpu_of, units
-from coserve.generate.execution.graph_sizes import LORA_RANKS
+from coserve.engine.warmup.parts import GEMM_ROWS, GEMMS, LAYERS, Part, PartSchedule, all_parts, gpu_of, units
 from coserve.kernels.gemm import skinny
 
 Case = tuple[list[Part], set[str]]
@@ -77,7 +76,6 @@ def test_layers_are_compiled_for_each_gpu() -> None:
     assert units(4) > units(1) > len(alone)
 
 
-def test_parts_know_the_ranks_and_rows_that_kernels_are_made_for() -> None:
+def test_parts_know_the_rows_that_kernels_are_made_for() -> None:
     """Written twice: the process that orders the parts imports no torch."""
-    assert RANKS == LORA_RANKS
     assert (1, *skinny.ROWS) == GEMM_ROWS
