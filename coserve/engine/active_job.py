@@ -1,8 +1,9 @@
-"""A job that has a place in the engine, and the state of the coroutine that runs it (`engine.run_job`)."""
+"""Base of an active job or session: its coroutine, and how it suspends, resumes and ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Generator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from types import coroutine
@@ -15,7 +16,6 @@ from coserve.core.types import AdapterRef, JobSpec
 T = TypeVar("T")
 Awaited = tuple[Future[Any], ...]
 """Futures that a job's coroutine waits for; it resumes once one of them is done."""
-Running = Coroutine[Awaited, None, None]
 Ending = JobPaused | JobCancelled | JobFailed
 
 
@@ -36,12 +36,12 @@ class Samples:
     done: Future[None] = field(default_factory=Future)
 
 
-class ActiveJob:
-    """A job that is starting, training or ending. Its coroutine is resumed on the event loop, between two ticks."""
+class ActiveJob(ABC):
+    """A job that has a place in the engine: it is starting, training or ending. Its coroutine `run` is resumed on the
+    event loop, between two ticks; it starts at the first `resume`."""
 
-    def __init__(self, spec: JobSpec, run: Callable[[ActiveJob], Running]) -> None:
-        """`run` makes the coroutine, which starts at the first `resume`."""
-        self.spec = spec
+    def __init__(self, spec: JobSpec) -> None:
+        self.spec, self.id = spec, spec.id
         self.loaded = False
         """Whether the trainer has loaded it."""
         self.turn: Future[None] | None = None
@@ -58,7 +58,8 @@ class ActiveJob:
         """Whether it was resumed while it was still pausing, so that it goes back into the queue."""
         self.closing = False
         """Whether the engine is ending."""
-        self._running, self._awaited = run(self), tuple[Future[Any], ...]()
+        self._running: Coroutine[Awaited, None, None] = self.run()
+        self._awaited = tuple[Future[Any], ...]()
 
     @property
     def stops(self) -> bool:
@@ -94,7 +95,11 @@ class ActiveJob:
         while self.resume():
             wait(self._awaited, return_when=FIRST_COMPLETED)
 
-    # ---- for the coroutine
+    # ---- the coroutine
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Live from the start to the end, and set `end` unless the engine ends first. Raises only `EngineFault`."""
 
     async def until(self, *futures: Future[Any]) -> None:
         """Suspend the coroutine until one of the futures is done. Raises `Stopped`."""

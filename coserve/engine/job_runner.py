@@ -1,6 +1,6 @@
 """The jobs of one engine: active, queued and paused. Changes are reported over the link.
 
-Each active job is a coroutine (`engine.run_job`), resumed before a tick decides. An error in a job's own work ends only
+Each active job is a coroutine (`JobRun.run`), resumed before a tick decides. An error in a job's own work ends only
 that job; only an `EngineFault` ends the engine.
 """
 
@@ -13,12 +13,12 @@ from coserve.core.link import FromEngine, JobCancelled, JobFailed, JobPaused, Tr
 from coserve.core.training.calls import SessionSpec
 from coserve.core.training.messages import CallSession
 from coserve.core.types import AdapterRef, JobSpec, MicroStep
-from coserve.engine.active_job import ActiveJob, Running
+from coserve.engine.active_job import ActiveJob
 from coserve.engine.job_admission import JobAdmission
 from coserve.engine.job_line import JobLine
 from coserve.engine.ports import AdmitsJobs, Trains
-from coserve.engine.run_job import JobServices, job_failed, run_job
-from coserve.engine.run_session import Calls, run_session
+from coserve.engine.run_job import JobRun, JobServices, job_failed
+from coserve.engine.run_session import Calls, SessionRun
 from coserve.queues.finetune import JobQueue
 from coserve.state.retries import FOR_EVER, Retries
 
@@ -141,9 +141,10 @@ class JobRunner:
         """Number of active jobs, without sessions."""
         return len(self._active) - len(self._calls.keys() & self._active.keys())
 
-    def _run(self, active: ActiveJob) -> Running:
-        calls = self._calls.get(active.spec.id)
-        return run_job(active, self._services) if calls is None else run_session(active, calls, self._services)
+    def _make(self, spec: JobSpec) -> ActiveJob:
+        if isinstance(spec, SessionSpec):
+            return SessionRun(spec, self._services, self._calls[spec.id])
+        return JobRun(spec, self._services)
 
     def _admit(self, spec: JobSpec) -> bool:
         """Start the job, or fail it if it can never fit. Returns False if it waits for memory."""
@@ -158,7 +159,7 @@ class JobRunner:
             return True
         if found is not None:
             self._pending.remove(spec)
-            active = self._active[spec.id] = ActiveJob(spec, self._run)
+            active = self._active[spec.id] = self._make(spec)
             self._memory.limit(active, found)
             self._resume(spec.id)
         return found is not None

@@ -1,4 +1,4 @@
-"""One job from start to end, as a coroutine: see `run_job`.
+"""One job from start to end, as a coroutine: see `JobRun.run`.
 
 It suspends for two things: a micro-batch, which the policy runs slice by slice (`ActiveJob.turn`), and work on a
 thread. Starts, the preparation of large optimizer steps and all file writes run on threads; everything else happens on
@@ -20,6 +20,7 @@ from coserve.admission.memory import Start
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CapacityError, CoserveError, EngineFault, JobOutOfMemory, failure_text
 from coserve.core.link import FromEngine, JobCheckpoint, JobFailed, JobPaused, JobSnapshot, JobStarted, JobSucceeded
+from coserve.core.types import JobSpec
 from coserve.engine.active_job import ActiveJob, Samples, Stopped
 from coserve.engine.job_admission import JobAdmission
 from coserve.engine.ports import Trains
@@ -48,36 +49,39 @@ class JobServices:
     """Returns a future that is done when the suspended micro-batch has ended; None: none is suspended."""
 
 
-async def run_job(job: ActiveJob, services: JobServices) -> None:
-    """Start the job, train it, publish its adapter; set `job.end`. Errors in its own work end only this job.
+class JobRun(ActiveJob):
+    """A job: starts, trains and publishes. It trains on while its checkpoints are written, and ends only when none of
+    its files is being written."""
 
-    It continues to train while its checkpoints are written. It ends only when none of its files is being written. A
-    pause, and the engine's end, first save its last finished optimizer step. Raises only `EngineFault`.
-    """
-    one = JobRun(job, services)
-    try:
-        await one.start()
-        await one.train()
-        job.end = await one.publish()
-    except Stopped:
-        pass
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
-        job.ends(job_failed(job.spec.id, error))
-    if not isinstance(job.end, JobSucceeded):
-        await one.stop()
-    if job.end is not None:
-        one.free()
-
-
-class JobRun:
-    """The stages of `run_job`, and their shared state."""
-
-    def __init__(self, job: ActiveJob, services: JobServices) -> None:
-        self._job, self._id, self._services, self._trainer = job, job.spec.id, services, services.trainer
+    def __init__(self, spec: JobSpec, services: JobServices) -> None:
+        super().__init__(spec)
+        self._services, self._trainer = services, services.trainer
         self._write: Future[Commit] | None = None
         """A checkpoint being written, or a snapshot being copied, while the job trains."""
         self._cancelled: Future[Any] | None = None
         """Cancelled work that may hold memory until its thread has ended."""
+
+    async def run(self) -> None:
+        """Start the job, train it, publish its adapter; set `end`. Errors in its own work end only this job.
+
+        A pause, and the engine's end, first save its last finished optimizer step.
+        """
+        try:
+            await self.start()
+            self.end = await self.work()
+        except Stopped:
+            pass
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            self.ends(job_failed(self.id, error))
+        if not isinstance(self.end, JobSucceeded):
+            await self.stop()
+        if self.end is not None:
+            self.free()
+
+    async def work(self) -> JobSucceeded:
+        """Do everything between the start and the end."""
+        await self.train()
+        return await self.publish()
 
     async def start(self) -> None:
         """Load the job. A start that runs out of memory is retried: at once if some could be freed; otherwise once,
@@ -95,92 +99,91 @@ class JobRun:
                         raise
             if suspended is not None:
                 waited = True
-                await self._job.until(suspended)
-        self._job.loaded = True
-        self._services.memory.limit(self._job, Start(self._job.recompute_plan))
+                await self.until(suspended)
+        self.loaded = True
+        self._services.memory.limit(self, Start(self.recompute_plan))
         self._services.send(started)
 
     def _load(self, cancellation: Cancellation) -> Callable[[], JobStarted]:
-        load = partial(self._trainer.load, self._job.spec, cancellation)
-        return self._services.starts.run_blocking(f"start of job {self._id}", load, cancellation.wait)
+        load = partial(self._trainer.load, self.spec, cancellation)
+        return self._services.starts.run_blocking(f"start of job {self.id}", load, cancellation.wait)
 
     async def train(self) -> None:
         """Run micro-batches, and the work due between them, until only the publication is left."""
         while True:
-            if self._trainer.snapshot_due(self._id):
+            if self._trainer.snapshot_due(self.id):
                 await self._written_and_sampled()
-                self._write = self.submit(self._trainer.snapshot(self._id))
-            if self._trainer.finished(self._id):
+                self._write = self.submit(self._trainer.snapshot(self.id))
+            if self._trainer.finished(self.id):
                 await self._written_and_sampled()
                 return
-            if self._trainer.checkpoint_due(self._id):
+            if self._trainer.checkpoint_due(self.id):
                 await self._written()
                 self._write = self._begin_checkpoint()
-            if (prepare := self._trainer.preparation(self._id)) is not None:
+            if (prepare := self._trainer.preparation(self.id)) is not None:
                 await self.cancellable(prepare)
             await self.micro_batch()
 
     async def publish(self) -> JobSucceeded:
         """Publish the finished job. If the disk refuses, the job keeps its place and its memory, and retries."""
         for delay in FOR_EVER.delays():
-            message = (await self._job.result(self.submit(self._trainer.publication(self._id))))()
+            message = (await self.result(self.submit(self._trainer.publication(self.id))))()
             if isinstance(message, JobSucceeded):
                 return message
-            if self._job.stops:
+            if self.stops:
                 break
-            if self._job.trouble is None:
-                self._job.trouble = message.message
-                log.warning("job %s: %s", self._id, message.message)
+            if self.trouble is None:
+                self.trouble = message.message
+                log.warning("job %s: %s", self.id, message.message)
                 self._services.send(message)
             await self._sleep(delay)
         raise Stopped
 
     async def stop(self) -> None:
         """Wait for running writes, and save a job that will continue later. Its activations are freed first."""
-        job = self._job
-        job.turn = None
-        if job.loaded and job.end is not None:
+        self.turn = None
+        if self.loaded and self.end is not None:
             try:
-                self._trainer.abandon(self._id, finish_update=isinstance(job.end, JobPaused))
+                self._trainer.abandon(self.id, finish_update=isinstance(self.end, JobPaused))
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
-                failed = job_failed(self._id, error)
-                job.end = failed if isinstance(job.end, JobPaused) else job.end
+                failed = job_failed(self.id, error)
+                self.end = failed if isinstance(self.end, JobPaused) else self.end
         while self._write is not None:
             try:
-                message = (await job.result(self._take_write()))()
+                message = (await self.result(self._take_write()))()
                 if message is not None:
                     self._services.send(message)
             except Stopped:  # it had not begun
                 pass
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
-                job.ends(job_failed(self._id, error))
-        if job.loaded and (job.end is None or isinstance(job.end, JobPaused)):
+                self.ends(job_failed(self.id, error))
+        if self.loaded and (self.end is None or isinstance(self.end, JobPaused)):
             await self._save()
 
     def free(self) -> None:
         """Free the job's memory."""
-        self._services.memory.release(self._id, self._cancelled)
-        if not self._job.loaded:
+        self._services.memory.release(self.id, self._cancelled)
+        if not self.loaded:
             return
-        self._job.loaded = False
+        self.loaded = False
         try:
-            self._trainer.drop(self._id)
+            self._trainer.drop(self.id)
         except EngineFault:
             raise
         except Exception:  # the trainer has removed it anyway
-            log.exception("job %s: internal error while it was dropped", self._id)
+            log.exception("job %s: internal error while it was dropped", self.id)
 
     async def _save(self) -> None:
         """Save a checkpoint. If this fails, the steps since the last one are lost, but not the job."""
-        with tolerated(self._id):
-            if (save := self._trainer.checkpoint(self._id)) is not None:
-                self._services.send(save() if self._job.closing else await self._job.result(self.submit(save)))
+        with tolerated(self.id):
+            if (save := self._trainer.checkpoint(self.id)) is not None:
+                self._services.send(save() if self.closing else await self.result(self.submit(save)))
 
     async def micro_batch(self) -> None:
         """Wait for the end of a micro-batch, and meanwhile process a finished write."""
-        turn = self._job.turn = Future()
+        turn = self.turn = Future()
         while not turn.done():
-            await self._job.until(turn, *(() if self._write is None else (self._write,)))
+            await self.until(turn, *(() if self._write is None else (self._write,)))
             if self._write is not None and self._write.done():
                 await self._written()
 
@@ -188,27 +191,27 @@ class JobRun:
         """Wait for the running write, if any, and send its message."""
         if self._write is None:
             return
-        await self._job.until(self._write)
-        message = (await self._job.result(self._take_write()))()
+        await self.until(self._write)
+        message = (await self.result(self._take_write()))()
         if isinstance(message, JobSnapshot):
-            self._job.samples = Samples(message.ref)
+            self.samples = Samples(message.ref)
         if message is not None:
             self._services.send(message)
 
     async def _written_and_sampled(self) -> None:
         await self._written()
-        if self._job.samples is not None:
-            await self._job.until(self._job.samples.done)
-            self._job.samples = None
+        if self.samples is not None:
+            await self.until(self.samples.done)
+            self.samples = None
 
     def _take_write(self) -> Future[Commit]:
         write, self._write = self._write, None
-        assert write is not None, f"job {self._id} writes nothing"
+        assert write is not None, f"job {self.id} writes nothing"
         return write
 
     def _begin_checkpoint(self) -> Future[Commit] | None:
         """Begin a checkpoint; on a full disk it is skipped. None if there is nothing to write."""
-        save = self._trainer.checkpoint(self._id)
+        save = self._trainer.checkpoint(self.id)
         if save is None:
             return None
 
@@ -217,7 +220,7 @@ class JobRun:
             try:
                 saved = save()
             except CapacityError as error:
-                log.warning("job %s: no checkpoint: %s", self._id, error.message)
+                log.warning("job %s: no checkpoint: %s", self.id, error.message)
             return lambda: saved
 
         return self.submit(work)
@@ -228,8 +231,8 @@ class JobRun:
         cancellation = Cancellation()
         future = self.submit(partial(work, cancellation))
         try:
-            await self._job.until(future)
-            return await self._job.result(future)
+            await self.until(future)
+            return await self.result(future)
         except Stopped:
             cancellation.cancel()
             self._cancelled = future
@@ -252,7 +255,7 @@ class JobRun:
 
         timer = asyncio.get_running_loop().call_later(seconds, wake)
         try:
-            await self._job.until(slept)
+            await self.until(slept)
         finally:
             timer.cancel()
 
