@@ -115,6 +115,38 @@ def test_no_folder_is_crowded_and_no_file_is_long() -> None:
     assert long <= {PACKAGE / "kernels/lora/segmented/prefill_kernel.py"}  # one kernel and its parts
 
 
+def is_number(value: ast.expr) -> bool:
+    """Whether it is a number, or a tuple or dict of numbers."""
+    match value:
+        case ast.Constant(value=int() | float() as number):
+            return not isinstance(number, bool)
+        case ast.BinOp(left=left, right=right):
+            return is_number(left) and is_number(right)
+        case ast.UnaryOp(operand=operand):
+            return is_number(operand)
+        case ast.Tuple(elts=values) | ast.Dict(values=values):
+            return bool(values) and all(map(is_number, values))
+    return False
+
+
+def constants(path: Path) -> Iterator[str]:
+    """The numbers that a module binds to names in capitals."""
+    root = nodes(path)[0]
+    assert isinstance(root, ast.Module)
+    for node in root.body:
+        match node:
+            case ast.Assign(targets=[target], value=value) if is_number(value):
+                names = target.elts if isinstance(target, ast.Tuple) else [target]
+                yield from (name.id for name in names if isinstance(name, ast.Name) and name.id.isupper())
+
+
+def test_constants_do_not_outgrow_the_code() -> None:
+    """A number that an operator may want to change is a setting of `config.py`; one that follows from others is
+    computed from them."""
+    lines = sum(len(path.read_text().splitlines()) for path in FILES)
+    assert sum(len(list(constants(path))) for path in FILES) <= 7 * lines / 1000
+
+
 def test_a_package_has_an_init_only_to_export_names() -> None:
     assert not [path for path in FILES if path.name == "__init__.py" and "__all__" not in path.read_text()]
 

@@ -3,7 +3,7 @@
 registry.sqlite3                          jobs, events, adapters
 lock                                      held by the daemon that uses the folder
 reserve                                   space for writes on a full disk: `state.reserve`
-cache/                                    compiled kernels (`--cache-dir`); may be deleted
+cache/                                    compiled kernels, bytecode (`--cache-dir`); may be deleted
 memory.json                               the GPU's memory profile; may be deleted
 graphs.json                               what CUDA graphs took of it; may be deleted
 tracking/                                 files of the trackers (`--tracking-dir`)
