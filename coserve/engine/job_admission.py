@@ -50,7 +50,7 @@ class JobAdmission:
             self._send(JobWaiting(id=spec.id, message=found.message))
         return None
 
-    def left_line(self, job: str) -> None:
+    def left_queue(self, job: str) -> None:
         """Forget a queued job that ended or was paused."""
         self._held.pop(job, None)
 

@@ -15,10 +15,10 @@ from coserve.core.training.messages import CallSession
 from coserve.core.types import AdapterRef, JobSpec, MicroStep
 from coserve.engine.active_job import ActiveJob
 from coserve.engine.job_admission import JobAdmission
-from coserve.engine.job_line import JobLine
 from coserve.engine.ports import AdmitsJobs, Trains
 from coserve.engine.run_job import JobRun, JobServices, job_failed
 from coserve.engine.run_session import Calls, SessionRun
+from coserve.engine.waiting_jobs import WaitingJobs
 from coserve.queues.finetune import JobQueue
 from coserve.state.retries import FOR_EVER, Retries
 
@@ -49,7 +49,7 @@ class JobRunner:
         """Jobs with a place, including those that start or end."""
         self._pass: Future[None] | None = None
         """Done when no micro-batch is suspended any more; None: nobody waits for that."""
-        self._pending = JobLine(self._memory.left_line)
+        self._pending = WaitingJobs(self._memory.left_queue)
         self._calls: dict[str, Calls] = {}
         """Calls of each session that waits or is active."""
         self._paused: dict[str, JobSpec] = {}

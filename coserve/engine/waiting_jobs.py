@@ -9,7 +9,7 @@ from coserve.core.training.calls import SessionSpec
 from coserve.core.types import JobSpec
 
 
-class JobLine:
+class WaitingJobs:
     """First come, first served."""
 
     def __init__(self, withdrawn: Callable[[str], None]) -> None:
