@@ -43,7 +43,7 @@ from coserve.admission.memory import MARGIN
 from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_batch_bytes
 from coserve.admission.recompute_plan import JobMemory, Option, job_memory
 from coserve.admission.shapes import lora_shapes
-from coserve.core.gpu_memory import Line, MemoryModel, TrainingCosts
+from coserve.core.gpu_memory import LinearBytes, MemoryModel, TrainingCosts
 from coserve.core.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryMeter, MemoryProfiler
@@ -191,7 +191,7 @@ class Machine:
             updates=where.measured,
             compiled=layers,
         )
-        self.step_line: Line = fit([(tokens, profiler.step(tokens)) for tokens in profiled_sizes(sizes.step)])
+        self.step_line: LinearBytes = fit([(tokens, profiler.step(tokens)) for tokens in profiled_sizes(sizes.step)])
         self.costs: TrainingCosts = profiler.costs(sizes.micro_batch)
         self.runner = MicroBatchRunner(self.base, recompute=False, attention=where.training_attention, compiled=layers)
         self.kv = KvCache.for_base(self.base, 2 * sizes.step, PAGE_TOKENS)

@@ -32,7 +32,7 @@ class Kept(StrEnum):
     """The layer's input."""
 
 
-class Line(Wire, frozen=True):
+class LinearBytes(Wire, frozen=True):
     """Linear model of memory: `fixed + per_token * tokens` bytes."""
 
     fixed: float
@@ -46,7 +46,7 @@ class HeadCosts(Wire, frozen=True):
     """Bytes of the final norm, the logits and the loss. Logits are computed in chunks of positions. With few positions,
     the backward of the norm needs more memory than the logits."""
 
-    norm: Line
+    norm: LinearBytes
     fixed: float
     per_token: float
     per_position: float
@@ -90,7 +90,7 @@ class LevelCosts(Wire, frozen=True):
     """Bytes per token that such a layer keeps, LoRA excluded."""
     shrinks: tuple[bool, ...]
     """For each group of sites: True if x Aᵀ is kept, False if it is recomputed together with the group's GEMM."""
-    backward: Line
+    backward: LinearBytes
     """Bytes of such a layer's backward, in addition to what is kept."""
     time: LayerTime
 
@@ -110,13 +110,13 @@ class TrainingCosts(Wire, frozen=True):
     """Bytes per token that each layer above the lowest trained one keeps, LoRA excluded."""
     groups: tuple[GroupCosts, ...]
     """Groups of sites, in execution order."""
-    recompute: Line
+    recompute: LinearBytes
     """Bytes kept when layers are recomputed, without the inputs of the layers above the lowest trained one."""
     head: HeadCosts
     """Bytes of the head, in addition to what is kept."""
-    last: Line
+    last: LinearBytes
     """Bytes of the backward of a layer's last group, in addition to what is kept."""
-    others: Line
+    others: LinearBytes
     """Bytes of the backward of a layer's other groups, in addition to what is kept without the last group's input."""
     time: LayerTime | None = None
     """Time of a layer that keeps all. None: not measured."""

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from coserve.core.gpu_memory import Line, TrainingCosts
+from coserve.core.gpu_memory import LinearBytes, TrainingCosts
 from coserve.core.types import Wire
 from coserve.core.validation import decoder_of
 
@@ -27,11 +27,11 @@ T = TypeVar("T")
 class Profile(Wire, frozen=True):
     """Peak memory by use, in bytes on top of the base's weights."""
 
-    no_grad: Line
+    no_grad: LinearBytes
     """Peak of a generation step, by its tokens."""
-    act: Line
+    act: LinearBytes
     """Peak of a training micro-batch's forward, by its tokens."""
-    backward: Line
+    backward: LinearBytes
     """Peak of the backward and the optimizer step beyond `act`, by the micro-batch's tokens."""
     job: int
     """Bytes that one job of rank `DEFAULT_RANK` keeps between micro-batches."""
@@ -62,7 +62,7 @@ class Measures(Protocol):
         ...
 
 
-def fit(samples: Sequence[tuple[int, int]]) -> Line:
+def fit(samples: Sequence[tuple[int, int]]) -> LinearBytes:
     """Fit a least-squares line to (tokens, bytes), raised until no sample is above it: a plan must not be too small."""
     assert samples, "expected at least one sample"
     n = len(samples)
@@ -70,7 +70,7 @@ def fit(samples: Sequence[tuple[int, int]]) -> Line:
     spread = sum((tokens - x) ** 2 for tokens, _ in samples)
     slope = sum((tokens - x) * (size - y) for tokens, size in samples) / spread if spread else 0.0
     slope = max(0.0, slope)
-    return Line(fixed=max(size - slope * tokens for tokens, size in samples), per_token=slope)
+    return LinearBytes(fixed=max(size - slope * tokens for tokens, size in samples), per_token=slope)
 
 
 def sizes(most: int) -> tuple[int, ...]:

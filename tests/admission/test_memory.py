@@ -13,7 +13,7 @@ from coserve.admission.padding import MOST_SHAPES, padded
 from coserve.admission.recompute_plan import Option, RecomputePlan, job_memory, shared_bytes
 from coserve.admission.shapes import flat_elements, job_state, lora_shapes
 from coserve.core.errors import BY_CODE, JobTooLarge
-from coserve.core.gpu_memory import Line, MemoryModel
+from coserve.core.gpu_memory import LinearBytes, MemoryModel
 from coserve.core.types import AdapterRef, DpoLoss, JobSpec, LoraSettings, Optimizer, TrainingSettings
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.records import make_spec
@@ -208,7 +208,7 @@ def test_jobs_are_planned_anew_for_compiled_layers_and_for_their_own_again() -> 
     """Those that cannot run compiled ones stay as they are."""
     state, _ = needs(spec())
     lean, heavy = (
-        msgspec.structs.replace(COSTS, layer=layer, recompute=Line(fixed=0.0, per_token=100.0))
+        msgspec.structs.replace(COSTS, layer=layer, recompute=LinearBytes(fixed=0.0, per_token=100.0))
         for layer in (3000.0, 30000.0)
     )
     model = MemoryModel(costs=heavy, training=GIB, compiled=lean)

@@ -13,7 +13,7 @@ from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_ba
 from coserve.admission.padding import padded
 from coserve.admission.recompute_plan import RECOMPUTE_OVERHEAD, Overheads, RecomputePlan, job_memory
 from coserve.admission.shapes import lora_shapes
-from coserve.core.gpu_memory import Kept, LayerTime, LevelCosts, Line, MemoryModel, TrainingCosts
+from coserve.core.gpu_memory import Kept, LayerTime, LevelCosts, LinearBytes, MemoryModel, TrainingCosts
 from coserve.core.types import JobSpec, LoraSettings, TrainingSettings
 from tests.support.examples import examples
 from tests.support.gpu_memory import BASE, COSTS
@@ -39,7 +39,7 @@ def spec(
 
 def level(kept: float, backward: float, time: LayerTime) -> LevelCosts:
     return LevelCosts(
-        kept=kept, shrinks=(False, False, False, True), backward=Line(fixed=0.0, per_token=backward), time=time
+        kept=kept, shrinks=(False, False, False, True), backward=LinearBytes(fixed=0.0, per_token=backward), time=time
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from coserve.core.errors import UnsupportedBase
-from coserve.core.gpu_memory import Kept, LayerTime, LevelCosts, Line, TrainingCosts
+from coserve.core.gpu_memory import Kept, LayerTime, LevelCosts, LinearBytes, TrainingCosts
 from coserve.engine.parts import EngineParts
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.training_layers import make_training_layers
@@ -22,7 +22,7 @@ from coserve.model.agreement import FailedTogether
 from tests.support.gpu_memory import COSTS
 
 TIME = LayerTime(fixed=1.0, per_row_token=0.0)
-LEVEL = LevelCosts(kept=100.0, shrinks=(False,) * 4, backward=Line(fixed=0.0, per_token=1.0), time=TIME)
+LEVEL = LevelCosts(kept=100.0, shrinks=(False,) * 4, backward=LinearBytes(fixed=0.0, per_token=1.0), time=TIME)
 WITH_LEVELS = msgspec.structs.replace(COSTS, time=TIME, levels={Kept.ATTENTION: LEVEL, Kept.INPUT: LEVEL})
 
 OPERATION_BY_OPERATION = "training: layers run operation by operation: "

@@ -7,15 +7,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from coserve.core.errors import ConfigError
-from coserve.core.gpu_memory import Line
+from coserve.core.gpu_memory import LinearBytes
 from coserve.memory.plan import GIB, GRAPHS, GpuMemory, Work, make_plan
 from coserve.memory.profile import Profile
 from tests.support.gpu_memory import COSTS
 
 PROFILE = Profile(
-    no_grad=Line(fixed=0.5 * GIB, per_token=0.5 * GIB / 2048),
-    act=Line(fixed=0, per_token=8 * GIB / 2048),
-    backward=Line(fixed=1 * GIB, per_token=0),
+    no_grad=LinearBytes(fixed=0.5 * GIB, per_token=0.5 * GIB / 2048),
+    act=LinearBytes(fixed=0, per_token=8 * GIB / 2048),
+    backward=LinearBytes(fixed=1 * GIB, per_token=0),
     job=GIB // 2,
     costs=COSTS,
     error=0.01,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.core.gpu_memory import Line, TrainingCosts
+from coserve.core.gpu_memory import LinearBytes, TrainingCosts
 from coserve.memory.profile import (
     Profile,
     TrainingPeaks,
@@ -63,7 +63,7 @@ def test_no_sample_lies_above_the_line(samples: list[tuple[int, int]]) -> None:
 
 
 def test_one_size_gives_a_constant() -> None:
-    assert fit([(5, 100)]) == Line(fixed=100, per_token=0)
+    assert fit([(5, 100)]) == LinearBytes(fixed=100, per_token=0)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(2048, (512, 1024, 2048)), (3, (1, 3)), (1, (1,))])
@@ -110,7 +110,7 @@ def test_what_cannot_be_read_is_measured_again(tmp_path: Path, content: bytes) -
 
 
 def test_a_disk_that_takes_nothing_costs_the_file_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    line = Line(fixed=1, per_token=1)
+    line = LinearBytes(fixed=1, per_token=1)
     profile = Profile(no_grad=line, act=line, backward=line, job=1, costs=COSTS, error=0)
     save_profile(tmp_path / "nowhere" / "memory.json", (), profile)
     save_graph_bytes(tmp_path / "nowhere" / "graphs.json", (), 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coserve.core.gpu_memory import GroupCosts, HeadCosts, JobUse, Line, MemoryUse, TrainingCosts
+from coserve.core.gpu_memory import GroupCosts, HeadCosts, JobUse, LinearBytes, MemoryUse, TrainingCosts
 from coserve.core.types import BaseSpec, SiteSpec
 
 COSTS = TrainingCosts(
@@ -15,10 +15,12 @@ COSTS = TrainingCosts(
         GroupCosts(roles=("mlp.gate_proj", "mlp.up_proj"), kept=100.0, bottom=8500.0),
         GroupCosts(roles=("mlp.down_proj",), kept=300.0, bottom=8200.0),
     ),
-    recompute=Line(fixed=0.0, per_token=150.0),
-    head=HeadCosts(norm=Line(fixed=0.0, per_token=100.0), fixed=0.0, per_token=50.0, per_position=4000.0, most=64),
-    last=Line(fixed=0.0, per_token=400.0),
-    others=Line(fixed=0.0, per_token=600.0),
+    recompute=LinearBytes(fixed=0.0, per_token=150.0),
+    head=HeadCosts(
+        norm=LinearBytes(fixed=0.0, per_token=100.0), fixed=0.0, per_token=50.0, per_position=4000.0, most=64
+    ),
+    last=LinearBytes(fixed=0.0, per_token=400.0),
+    others=LinearBytes(fixed=0.0, per_token=600.0),
 )
 
 ROLES = {

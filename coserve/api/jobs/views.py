@@ -19,11 +19,11 @@ from coserve.state.thread import RegistryThread
 
 MAX_WATCHERS = 256
 """Most event streams at once."""
-IN_LINE = (JobState.QUEUED, JobState.PAUSED)
+NOT_RUNNING = (JobState.QUEUED, JobState.PAUSED)
 
 
 @dataclass(frozen=True)
-class Line:
+class NotRunning:
     """Jobs that do not run: queued and paused ones."""
 
     positions: dict[str, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class JobViews:
         return await self._registry(lambda registry: registry.events(id, after=after))
 
     async def show(self, record: JobRecord) -> Job:
-        return job_view(record, await self._registry(_line) if record.state in IN_LINE else Line())
+        return job_view(record, await self._registry(_line) if record.state in NOT_RUNNING else NotRunning())
 
     async def events(self, id: str, after: int, heartbeat: float) -> AsyncGenerator[JobEvent | None, None]:
         """Yield events after `after`, live until the job's end; None after every `heartbeat` seconds without one.
@@ -108,14 +108,14 @@ class JobViews:
             self._watching -= 1
 
 
-def _line(registry: Registry) -> Line:
-    records = registry.jobs(limit=-1, states=IN_LINE, everyones=True)
+def _line(registry: Registry) -> NotRunning:
+    records = registry.jobs(limit=-1, states=NOT_RUNNING, everyones=True)
     queued = [record.spec.id for record in reversed(records) if record.state is JobState.QUEUED]
     paused = frozenset(record.spec.id for record in records if record.state is JobState.PAUSED)
-    return Line({id: position for position, id in enumerate(queued)}, paused)
+    return NotRunning({id: position for position, id in enumerate(queued)}, paused)
 
 
-def job_view(record: JobRecord, line: Line) -> Job:
+def job_view(record: JobRecord, line: NotRunning) -> Job:
     """Return a job in the API's format. `line`: needed for jobs that are queued or paused."""
     spec, metrics = record.spec, record.metrics
     return Job(

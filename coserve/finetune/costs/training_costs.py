@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from coserve.admission.shapes import ITEMSIZE, role_of
-from coserve.core.gpu_memory import GroupCosts, HeadCosts, Kept, LayerTime, LevelCosts, Line, TrainingCosts
+from coserve.core.gpu_memory import GroupCosts, HeadCosts, Kept, LayerTime, LevelCosts, LinearBytes, TrainingCosts
 from coserve.core.types import BaseSpec
 from coserve.kernels.lora.types import SiteGroup
 from coserve.model.base import Base
@@ -132,7 +132,7 @@ def measure_costs(
         ),
         head=_head((half, small), (tokens, large), fewer, few, most),
         last=last,
-        others=Line(fixed=last.fixed, per_token=(others - last.fixed) / tokens),
+        others=LinearBytes(fixed=last.fixed, per_token=(others - last.fixed) / tokens),
     )
 
 
@@ -166,10 +166,10 @@ def _names(spec: BaseSpec, roles: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in spec.sites if role_of(name) in roles)
 
 
-def _line(small: int, low: float, large: int, high: float) -> Line:
+def _line(small: int, low: float, large: int, high: float) -> LinearBytes:
     """Fit a line through two measurements, or through the origin and one if both are at the same size."""
     slope = (high - low) / (large - small) if large > small else high / max(1, large)
-    return Line(fixed=high - slope * large, per_token=slope)
+    return LinearBytes(fixed=high - slope * large, per_token=slope)
 
 
 def _head(
