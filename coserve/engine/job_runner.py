@@ -25,7 +25,7 @@ from coserve.state.retries import FOR_EVER, Retries
 
 class JobRunner:
     """Runs up to `max_active` jobs, alternately or one after another; further ones wait, first come, first served.
-    Sessions of clients take turns with them; they wait in the same line, but only for memory."""
+    Sessions of clients take turns with them; they wait in the same queue, but only for memory."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from coserve.core.types import JobSpec
 
 
 class WaitingJobs:
-    """First come, first served."""
+    """Jobs and sessions that wait for a place, first come, first served."""
 
     def __init__(self, withdrawn: Callable[[str], None]) -> None:
         """`withdrawn` is called with jobs that leave without a place."""

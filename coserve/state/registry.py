@@ -87,7 +87,7 @@ class Registry(AccessTable, AdapterTable):
         everyones: bool = False,
     ) -> list[JobRecord]:
         """Return jobs older than `after`, newest first; `everyones`: also those that the principal does not see, which
-        share the daemon's line and limits. Raises `JobNotFound` for an unknown `after`."""
+        share the daemon's queue and limits. Raises `JobNotFound` for an unknown `after`."""
         position = None
         if after is not None:
             self.job(after)

@@ -30,8 +30,8 @@ def replacement_notes(job: JobSpec, current: int | None) -> tuple[str, ...]:
 
 
 def row_notes(corpus: Corpus, rows_cut: int, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return notes about rows that begin with two BOS tokens, and about rows that teach no end, if more than were
-    cut."""
+    """Return notes about rows that begin with two BOS tokens, and about rows without an end token to learn, if there
+    are more of them than rows that were cut."""
     notes: tuple[str, ...] = ()
     bos, turn = tokenizer.bos_token_id, tokenizer.end_of_turn_id
     twice = 0 if bos is None else count_beginning(corpus, bos, bos)

@@ -14,7 +14,7 @@ from coserve.model.parallel.symmetric import launch_sums
 
 
 def launch_other_kernels(base: Base) -> None:
-    """Launch them; call it inside `compile_only`, in which kernels are compiled and not launched."""
+    """Launch these kernels; call it inside `compile_only`, which compiles kernels instead of launching them."""
     _divergence(base)
     _scales(base)
     if base.sharding is not None and base.device.type == "cuda":

@@ -44,7 +44,8 @@ def accumulate(scores, v, top, total, acc, HOLES: tl.constexpr):
 
 @triton.jit
 def with_sinks(top, total, sinks_ptr, heads, mask):
-    """The total once each row's sink, a score without a value, has joined the softmax; and what values shrink by."""
+    """Return the softmax's total with each row's sink (a score without a value) added, and the factor that scales the
+    values."""
     sink = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
     new_top = tl.maximum(top, sink)
     faded = tl.exp2(top - new_top)

@@ -126,7 +126,8 @@ def load_b_rows(b_ptr, o, r, O, own, length, BLOCKED: tl.constexpr):
 
 @triton.jit
 def padded(rank):
-    """Ranks of h and g that are written, zeros at their end: whole vectors for any rank."""
+    """Number of ranks of h and g that are written, the last ones as zeros: the LoRA rank rounded up to whole
+    vectors."""
     return (rank + 15) // 16 * 16
 
 

@@ -530,7 +530,7 @@ def _expand_block(
     BLOCK_O: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One output block, any rank; h and B stream past. `BLOCKED`: of all blocks of B that it has a part of."""
+    """One output block, any rank; h and B stream past. `BLOCKED`: add up all diagonal blocks of B that overlap it."""
     y_ptr, out_ptr, h_ptr, _, b_ptr = ptrs
     y_stride, out_stride, split_stride, R, O, rows, rank, scaling = sizes
     t = tl.arange(0, BLOCK_T)
