@@ -32,10 +32,10 @@ class Cancelled(Exception):
 
 
 class Cancellation:
-    """A flag that the working thread polls. `clock` returns seconds."""
+    """A flag that the working thread polls."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._cancelled, self._clock, self._since = threading.Event(), clock, clock()
+    def __init__(self) -> None:
+        self._cancelled, self._since = threading.Event(), time.monotonic()
         self._lock, self._calls = threading.Lock(), list[Callable[[], None]]()
 
     def cancel(self) -> None:
@@ -62,9 +62,9 @@ class Cancellation:
 
     def check(self) -> None:
         """Raise `Cancelled` if cancelled. The working thread calls it at least once per millisecond of computing."""
-        if self._clock() - self._since > HOLD:
+        if time.monotonic() - self._since > HOLD:
             self._cancelled.wait(REST)
-            self._since = self._clock()
+            self._since = time.monotonic()
         if self._cancelled.is_set():
             raise Cancelled
 

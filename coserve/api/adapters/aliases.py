@@ -22,8 +22,8 @@ from coserve.state.thread import RegistryThread
 class Aliases:
     """All aliases of the registry. Methods raise `AdapterNotFound` for an unknown alias or version."""
 
-    def __init__(self, registry: RegistryThread, engine: EngineClient, clock: Callable[[], float] = time.time) -> None:
-        self._registry, self._engine, self._clock = registry, engine, clock
+    def __init__(self, registry: RegistryThread, engine: EngineClient) -> None:
+        self._registry, self._engine = registry, engine
 
     async def list(self) -> AliasList:
         return AliasList(data=[_view(each) for each in await self._registry.read(lambda registry: registry.aliases())])
@@ -43,7 +43,7 @@ class Aliases:
             record = AliasRecord(
                 name=name,
                 target=_version(registry, request.target),
-                updated_at=self._clock(),
+                updated_at=time.time(),
                 canary=None if request.canary is None else _version(registry, request.canary),
                 weight=request.weight,
             )
@@ -60,7 +60,7 @@ class Aliases:
         def promoted(record: AliasRecord) -> AliasRecord:
             if record.canary is None:
                 raise InvalidRequest(f"alias {name!r} has no canary to promote", field="name")
-            return AliasRecord(name=name, target=record.canary, updated_at=self._clock(), previous=record.target)
+            return AliasRecord(name=name, target=record.canary, updated_at=time.time(), previous=record.target)
 
         return await self._change(name, promoted)
 
@@ -69,7 +69,7 @@ class Aliases:
         `InvalidRequest` if there is neither."""
 
         def rolled_back(record: AliasRecord) -> AliasRecord:
-            now = self._clock()
+            now = time.time()
             if record.canary is not None:
                 return msgspec.structs.replace(record, canary=None, weight=0.0, updated_at=now)
             if record.previous is None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -42,7 +42,7 @@ from coserve.state.durable import remove_dir
 from coserve.state.folder import DataFolder
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry
-from coserve.state.retries import FOR_EVER, Backoff, Retries
+from coserve.state.retries import FOR_EVER, Retries
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,7 @@ T = TypeVar("T")
 
 
 class JobRecorder:
-    """Writes the messages of all jobs from one queue. Messages that wait for a job's adapter leave the queue.
-    `backoff`: schedule of retries for refused writes; `sleep` takes seconds."""
+    """Writes the messages of all jobs from one queue. Messages that wait for a job's adapter leave the queue."""
 
     def __init__(
         self,
@@ -63,16 +62,11 @@ class JobRecorder:
         registry: RegistryThread,
         engine: EngineClient,
         metrics: Metrics,
-        *,
-        backoff: Backoff = FOR_EVER,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder, self._registry, self._engine, self._metrics = folder, registry, engine, metrics
-        self._clock = clock
-        self.retries = Retries(backoff, sleep=sleep)
+        self.retries = Retries(FOR_EVER)
         """Retries of writes that must not be lost, for as long as the machine refuses them."""
-        self._lock_retries = Retries(backoff, errors=StorageBusy, sleep=sleep)
+        self._lock_retries = Retries(FOR_EVER, errors=StorageBusy)
         self._queue: asyncio.Queue[JobMessage] = asyncio.Queue()
         self._held: dict[str, deque[JobMessage]] = {}
         """For each job: a success that cannot be written now, and the job's later messages."""
@@ -189,7 +183,7 @@ class JobRecorder:
     async def _succeed(self, message: JobSucceeded) -> None:
         """Commit the adapter and the job's end together; files that cannot be read back fail the job."""
         id, path, spec = message.id, self._folder.adapter(message.ref), self._engine.spec
-        describe = partial(record_adapter, path, message.ref, spec, source=f"job:{id}", created_at=self._clock())
+        describe = partial(record_adapter, path, message.ref, spec, source=f"job:{id}", created_at=time.time())
         try:
             record = await asyncio.to_thread(describe)
         except AdapterError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -40,7 +39,7 @@ SAMPLERS = 4
 
 
 class TrainingSessions:
-    """All sessions of the current engine. `clock` returns seconds."""
+    """All sessions of the current engine."""
 
     def __init__(
         self,
@@ -48,9 +47,8 @@ class TrainingSessions:
         folder: DataFolder,
         registry: RegistryThread,
         engine: EngineClient,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._folder, self._registry, self._engine, self._clock = config, folder, registry, engine, clock
+        self._config, self._folder, self._registry, self._engine = config, folder, registry, engine
         self._sessions: dict[str, ClientSession] = {}
         self._closing: set[str] = set()
         """Sessions that were closed here and not yet in the engine."""
@@ -131,7 +129,7 @@ class TrainingSessions:
 
     def touch(self, session: ClientSession) -> None:
         """Note a sign of the session's client."""
-        session.used = self._clock()
+        session.used = time.monotonic()
 
     async def call(self, session: ClientSession, call: Call) -> CallDone:
         """Execute a call after the session's earlier ones. Raises the engine's error, and `SessionEnded`."""
@@ -244,7 +242,7 @@ class TrainingSessions:
             return
         if session.busy:
             self.touch(session)
-        left = session.used + limit - self._clock()
+        left = session.used + limit - time.monotonic()
         if left > 0:
             asyncio.get_running_loop().call_later(left, self._watch, session)
         else:

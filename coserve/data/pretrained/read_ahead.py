@@ -26,13 +26,13 @@ def weight_files(model: str, *, memory: int | None = None) -> list[Path]:
     return found if sum(_size(path) for path in found) <= MEMORY_SHARE * memory else []
 
 
-def read_ahead(paths: Sequence[Path], readers: int = READERS) -> list[Thread]:
+def read_ahead(paths: Sequence[Path]) -> list[Thread]:
     """Read the files on daemon threads, which do not delay the process's end. Reads release the GIL. Errors are
     ignored: whoever loads the file reports them."""
     queue = SimpleQueue[Path]()
     for path in paths:
         queue.put(path)
-    threads = [Thread(target=_read_all, args=(queue,), name="read-ahead", daemon=True) for _ in paths[:readers]]
+    threads = [Thread(target=_read_all, args=(queue,), name="read-ahead", daemon=True) for _ in paths[:READERS]]
     for thread in threads:
         thread.start()
     return threads
