@@ -19,50 +19,23 @@ from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results, Target
 from coserve.core.link import Generate
-from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.core.types import AdapterRef, SamplingParams, Slo
 from coserve.generate.schedule import Scheduler
-from coserve.lora.store.pages import Activated
-from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request
 from coserve.workloads.popularity import Popularity, Shape, choices, shares
 from coserve.workloads.provisioning.admission import immediate_admission, least_capacity
-from tests.support.pages import BareAdapters, BarePages
+from tests.support.pages import BarePages, FewAdapters
 
 ADAPTERS, LENGTH, REQUESTS, WARM_UP, SEEDS = 512, 40, 6000, 1000, 3
 BATCHES, EXPONENTS, TARGETS = (64, 256), (1.0, 1.2), (0.95, 0.99)
-FULL = 1 << 30
-"""More pages than there are."""
-
-
-class Places(BareAdapters):
-    """Room for a number of adapters."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self._capacity, self._users = capacity, dict[AdapterRef, int]()
-
-    def needs(self, ref: AdapterRef) -> int:
-        """See `AdapterSource`."""
-        return 0 if ref in self._users or len(self._users) < self._capacity else FULL
-
-    def activate(self, ref: AdapterRef) -> Activated | None:
-        """See `AdapterSource`."""
-        if self.needs(ref):
-            return None
-        self._users[ref] = self._users.get(ref, 0) + 1
-        return Activated(LoraWeights(LoraSettings(), {}), {})
-
-    def deactivate(self, ref: AdapterRef) -> None:
-        """See `AdapterSource`."""
-        self._users[ref] -= 1
-        if not self._users[ref]:
-            del self._users[ref]
+STEP_SECONDS = 0.03
+"""Time of a step, from which the scheduler knows how long a request has been passed."""
 
 
 def simulated(popularity: Popularity, batch: int, capacity: int, seed: int) -> float:
     """Return the share of the requests after the warm-up that are computed in the step after their arrival."""
     chance, pages = random.Random(seed), BarePages(1 << 17, 16)
-    scheduler = Scheduler(pages, Places(capacity), max_running=8 * batch, step_tokens=64 * batch)
+    scheduler = Scheduler(pages, FewAdapters(capacity), max_running=8 * batch, step_tokens=64 * batch)
     adapter, left = choices(popularity, ADAPTERS, chance), dict[int, int]()
     step = made = 0
     due, arrived, at_once = chance.expovariate(batch / LENGTH), dict[int, int](), list[bool]()
@@ -78,7 +51,7 @@ def simulated(popularity: Popularity, batch: int, capacity: int, seed: int) -> f
             arrived[request.number] = step
             left[request.number] = 1 + int(chance.expovariate(1 / LENGTH))
             due += chance.expovariate(batch / LENGTH)
-        for share in scheduler.commit(scheduler.propose()):
+        for share in scheduler.commit(scheduler.propose(), now=step * STEP_SECONDS):
             own = share.request
             own.started = True
             own.computed += share.tokens

@@ -70,7 +70,7 @@ class Run:
 
     def step(self) -> None:
         began = time.perf_counter()
-        shares = self._scheduler.commit(self._scheduler.propose())
+        shares = self._scheduler.commit(self._scheduler.propose(), now=0.0)
         self.plan_us.append(1e6 * (time.perf_counter() - began))
         self.steps += 1
         for share in shares:

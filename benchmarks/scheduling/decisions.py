@@ -94,7 +94,7 @@ class Case:
         for own in self._tokens:
             self._scheduler.add(Request(structs.replace(request(0), id=own.id)))
         for _ in range(BATCH):  # until all prompts are computed
-            for share in self._scheduler.commit(self._scheduler.propose(), 0):
+            for share in self._scheduler.commit(self._scheduler.propose(), 0, now=0.0):
                 share.request.computed += share.tokens
             self._scheduler.changed()
         self._views = Views(Jobs(jobs), beside=config.trains_concurrently)

@@ -81,7 +81,7 @@ class Case:
             self._scheduler.remove(running)
 
         def admit() -> None:
-            self._scheduler.commit(self._scheduler.propose(), 1)
+            self._scheduler.commit(self._scheduler.propose(), 1, now=0.0)
             self._reception.admitted(1, self._now)
 
         request = self._request()

@@ -218,7 +218,7 @@ class Engine:
         if decision.admit and not self._scheduler:
             self._views.turns.dispatched()
         with self._stalls.during("admit"):
-            shares = self._scheduler.commit(plan, decision.admit)
+            shares = self._scheduler.commit(plan, decision.admit, now=began)
             self._reception.admitted(queued - len(self._scheduler.queue), began)
         if not (shares or self._generator.in_flight):  # all were refused, or wait for their adapters
             self._link.send_all(self._generator.take_failed())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from sys import maxsize
@@ -199,7 +200,7 @@ class Generator:
     def step(self) -> list[Tokens | RequestFailed]:
         """Run one step of all requests, admitting all that wait."""
         self.scheduler.take_loaded()
-        return self.run(self.scheduler.commit(self.scheduler.propose())).messages
+        return self.run(self.scheduler.commit(self.scheduler.propose(), now=time.monotonic())).messages
 
     @torch.no_grad()
     def run(self, shares: Sequence[Share]) -> Ran:

@@ -10,12 +10,12 @@ import logging
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter
 from sys import maxsize
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.grammar import Grammar
 from coserve.core.link import RequestFailed, Tokens
+from coserve.generate.line import Line, number_of
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Plan, Room, Share, step_shape
 from coserve.generate.sources import AdapterSource, PageSource, SlotSource
@@ -49,9 +49,10 @@ class Scheduler:
     Requests get pages in order of entry into the batch. A request becomes active when the pool has pages for its
     adapter, for all its tokens so far, and for what all active requests are expected to need later (`OutputLengths`).
     Afterwards it takes pages one at a time. When the pool is empty, the latest active request is preempted and waits
-    for pages again, ahead of later requests. All requests end: the earliest is never preempted, every request fits the
-    pool with its adapter, and none overtakes the first that waits for pages. Only active requests pin adapters in
-    pages; when none is active, all pages are free.
+    for pages again, ahead of later requests. A request whose adapter is in no page may be passed, for a bounded time:
+    see `Line`. All requests end: the earliest is never preempted, every request fits the pool with its adapter, and
+    after the bounded time none overtakes the first that waits for pages. Only active requests pin adapters in pages;
+    when none is active, all pages are free.
 
     A full page whose tokens are computed goes into the prefix cache, also after its request ended or was preempted.
     Cached pages that no request holds count as free.
@@ -93,14 +94,14 @@ class Scheduler:
         self._max_active = min(max_running, step_tokens)
         self.loading: list[Request] = []
         """Requests whose adapters are being read, or whose grammars are being compiled."""
-        self._line: list[Request] = []
+        self._line = Line(adapters)
         self._active: list[Request] = []
         self._entered = 0
         self._plan: Plan | None = None
         """The last plan; None after a change."""
-        self._outgrown = False
-        """Whether the first request waiting for pages was expected to outgrow the pool with the active ones, none of
-        which has ended since."""
+        self._outgrown: set[int] = set()
+        """Numbers of the requests waiting for pages that were expected to outgrow the pool with the active ones, none
+        of which has ended since."""
         self._lacks_pages = False
         """Whether the last request that could have become active found too few pages."""
         self._few = self._max_active
@@ -125,8 +126,9 @@ class Scheduler:
 
     @property
     def places(self) -> int:
-        """Free places in the batch. While pages are short, few requests may wait for them."""
-        return max(0, min(self._max_running - len(self), self._few - len(self._line)))
+        """Free places in the batch. While pages are short, few requests may wait for them, besides those that others
+        pass."""
+        return max(0, min(self._max_running - len(self), self._few - self._line.unpassed))
 
     @property
     def headroom(self) -> int:
@@ -179,7 +181,7 @@ class Scheduler:
         else:
             (self._active if request.pages else self._line).remove(request)
             self._release(request)
-            self._outgrown = False
+            self._outgrown.clear()
             if request.generated:
                 self.lengths.ended(request.generated, cut=request.generated >= request.max_tokens)
         request.state, self._plan = State.ENDED, None
@@ -249,7 +251,8 @@ class Scheduler:
         """Plan the next step, of at most `budget` tokens: decodes, then prompts under way, then new ones. At most
         `scored_tokens` belong to prompts that are scored. If the budget has less than a token for each active request,
         the latest are left out."""
-        if self._plan is None or self._plan.blocked != self._blocked:  # an adapter was evicted, or read again
+        blocked = not self._active and self._line.reads
+        if self._plan is None or self._plan.blocked != blocked:  # an adapter was evicted, or read again
             active, waiting = self._active[: self.budget.tokens], self.queue.waiting(self.headroom)
             pending = [(request, request.pending) for request in active]
             shares = [Share(request, 1) for request, tokens in pending if tokens == 1]
@@ -266,14 +269,14 @@ class Scheduler:
                 queued=len(self.queue),
                 first_arrival=self.queue.first_arrival,
                 step_tokens=self.budget.tokens,
-                blocked=self._blocked,
+                blocked=blocked,
                 deadlines=Deadlines(chain(self._active, self._line), self.budget.tokens),
                 admitting_nobody=nobody,
                 admitting_all=step_shape(with_new, self._adapters.size) if waiting else nobody,
             )
         return self._plan
 
-    def commit(self, plan: Plan, admit: int | None = None) -> list[Share]:
+    def commit(self, plan: Plan, admit: int | None = None, *, now: float) -> list[Share]:
         """Take the pages for a plan, with the first `admit` waiting requests (None: all). Return the shares to compute:
         without preempted requests, and with as much of new prompts as finds pages."""
         assert plan is self._plan, "something has changed since it was proposed"
@@ -292,8 +295,7 @@ class Scheduler:
             room = Room(self.budget.tokens, min(self.budget.tokens - decodes, self._scored_tokens))
             for share in shares:
                 room.take(share)
-            while self._line and room.for_prompt(self._line[0]) > 0 and (admitted := self._admit()) is not None:
-                shares.append(room.take(Share(admitted, room.for_prompt(admitted))))
+            shares += self._admit(room, now)
         if self._line and self._lacks_pages:
             self._few = FEW
         elif not self._line:
@@ -306,14 +308,6 @@ class Scheduler:
         else:
             request.state = State.LOADING
             self.loading.append(request)
-
-    @property
-    def _blocked(self) -> bool:
-        """Whether no request is active and the first waiting for pages waits for its adapter's files."""
-        if self._active or not self._line:
-            return False
-        ref = self._line[0].adapter
-        return ref is not None and self._adapters.reading(ref)
 
     def _grow(self, request: Request) -> bool:
         """Allocate a page for the next token if needed, preempting the latest requests; False if this one was
@@ -353,22 +347,31 @@ class Scheduler:
             log.warning(PREEMPTED, self.preemptions)
 
     def _stand_in_line(self, request: Request) -> None:
-        insort(self._line, request, key=attrgetter("number"))
+        self._line.add(request)
         self._plan = None
 
-    def _admit(self) -> Request | None:
-        """Activate the first request waiting for pages, if there is a place and enough pages, also for later."""
-        if self._outgrown or len(self._active) >= min(self._max_active, self.budget.tokens):
-            return None
-        request = self._line[0]
+    def _admit(self, room: Room, now: float) -> list[Share]:
+        """Activate requests that wait for pages, in the line's order, while there are places, tokens and pages."""
+        shares = list[Share]()
+        for request in self._line.in_turn(now):
+            if len(self._active) >= min(self._max_active, self.budget.tokens) or room.for_prompt(request) <= 0:
+                break
+            if self._become_active(request):
+                shares.append(room.take(Share(request, room.for_prompt(request))))
+        return shares
+
+    def _become_active(self, request: Request) -> bool:
+        """Activate the request if there are enough pages, also for later; return whether."""
+        if request.number in self._outgrown:
+            return False
         found = self._find(request)
         others = self._pages.pages_for(len(request.tokens)) - len(found)
         if not self._activate(request, found, others):
             self._pages.free(found)
-            return None
+            return False
         pages = self._pages.allocate(others)
         assert pages is not None, "fewer pages are free than were counted"
-        self._line.pop(0)
+        self._line.remove(request)
         request.pages = found + pages
         if self._states is not None:
             slot = self._states.allocate()
@@ -383,8 +386,8 @@ class Scheduler:
             self._precede(request, request.computed)
             request.computed = request.prefix
             self._label(request)
-        insort(self._active, request, key=attrgetter("number"))
-        return request
+        insort(self._active, request, key=number_of)
+        return True
 
     def _activate(self, request: Request, found: list[int], others: int) -> bool:
         """Load the request's adapter if there is room for it and for `others` further pages; return whether. The pages
@@ -397,12 +400,10 @@ class Scheduler:
         if self._loaded >= self._loaded_bytes and ref is not None and self._adapters.to_copy(ref):
             return False
         free = self._pages.free_pages - others - (0 if ref is None else self._adapters.needs(ref))
-        self._outgrown = (
-            free >= 0
-            and bool(self._active)
-            and not self.lengths.fit(self._active, request, others, free, self._pages.page_tokens)
-        )
-        self._lacks_pages = free < 0 or self._outgrown
+        if free >= 0 and self._active:
+            fits = self.lengths.fit(self._active, request, others, free, self._pages.page_tokens)
+            self._outgrown |= set() if fits else {request.number}
+        self._lacks_pages = free < 0 or request.number in self._outgrown
         if self._lacks_pages:
             if ref is not None:
                 self._adapters.lacks_pages(ref)

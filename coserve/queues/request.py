@@ -89,6 +89,9 @@ class Request:
     """Whether it waits for its adapter to be read."""
     holds_adapter: bool = False
     """Whether it holds a reference to its adapter's pages."""
+    passed_since: float | None = None
+    """When later requests could first become active before it, as there was no room for its adapter; None: none could
+    since it was last active."""
     pages: list[int] = field(default_factory=list)
     slot: int = -1
     """Slot of its recurrent state while it holds pages; -1: none."""

@@ -200,7 +200,7 @@ def test_a_request_starts_when_it_has_pages_and_not_when_it_is_let_in() -> None:
     paged.generator.add(second)
     scheduler, seen = paged.generator.scheduler, list[str]()
     while paged.generator.running:
-        messages, started, _ = paged.generator.run(scheduler.commit(scheduler.propose()))
+        messages, started, _ = paged.generator.run(scheduler.commit(scheduler.propose(), now=0.0))
         seen += [f"{id} starts" for id in started]
         seen += [f"{message.id} ends" for message in messages if isinstance(message, Tokens) and message.finished]
     assert seen == ["x starts", "x ends", "second starts", "second ends"]

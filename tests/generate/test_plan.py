@@ -78,7 +78,7 @@ def test_a_plan_is_what_is_committed() -> None:
         batch.scheduler.arrive(asked(f"w{prompt}{len(batch.scheduler.queue)}", prompt))
     for _ in range(4):
         plan = batch.scheduler.propose()
-        shares = batch.scheduler.commit(plan, 0)
+        shares = batch.scheduler.commit(plan, 0, now=0.0)
         assert step_shape(shares, batch.adapters.size) == plan.admitting_nobody
         assert batch.scheduler.propose().waiting == plan.waiting
         for share in shares:
@@ -89,7 +89,7 @@ def test_a_plan_is_what_is_committed() -> None:
         batch.collect(0.0)
     plan = batch.scheduler.propose()
     assert (plan.queued, [request.id for request in plan.waiting]) == (2, ["w900", "w901"])
-    shares = batch.scheduler.commit(plan)
+    shares = batch.scheduler.commit(plan, now=0.0)
     assert step_shape(shares, batch.adapters.size) == plan.admitting_all
     assert plan.admitting_all == plan.admitting_nobody.and_prompt(90).and_prompt(7)
 
@@ -106,7 +106,7 @@ def test_a_proposal_changes_nothing() -> None:
         0,
         1,
     )
-    assert [share.request for share in scheduler.commit(plan)] == [request]
+    assert [share.request for share in scheduler.commit(plan, now=0.0)] == [request]
     assert (pages.pool.used, request.state, len(scheduler), len(scheduler.queue)) == (2, State.ACTIVE, 1, 0)
 
 

@@ -264,7 +264,7 @@ def test_what_a_step_computes_of_a_prompt_leaves_out_cached_tokens() -> None:
         generator.add(Generate(id=name, prompt=prompt, sampling=sampling, adapter=None, slo=Slo(ttft=1.0, tpot=1.0)))
         shares = list[int]()
         while generator.running:
-            (share,) = scheduler.commit(scheduler.propose())
+            (share,) = scheduler.commit(scheduler.propose(), now=0.0)
             shares.append(share.tokens)
             generator.run([share])
         assert shares == computed

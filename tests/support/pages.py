@@ -11,6 +11,9 @@ from coserve.lora.store.pages import Activated
 from coserve.memory.pages import PagePool
 from coserve.model.lora import LoraWeights
 
+FULL = 1 << 30
+"""More pages than there are."""
+
 
 class BarePages:
     """A pool with no tensors."""
@@ -87,11 +90,36 @@ class BareAdapters:
         pass
 
 
-def next_shares(scheduler: Scheduler) -> list[Share]:
+class FewAdapters(BareAdapters):
+    """There is room for so many adapters at a time; one that no sequence uses leaves at once."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__()
+        self._places, self.users = places, dict[AdapterRef, int]()
+
+    def needs(self, ref: AdapterRef) -> int:
+        return 0 if ref in self.users or len(self.users) < self._places else FULL
+
+    def to_copy(self, ref: AdapterRef) -> int:
+        return 0 if ref in self.users else 100
+
+    def activate(self, ref: AdapterRef) -> Activated | None:
+        if self.needs(ref) or ref in self.unread:
+            return None
+        self.users[ref] = self.users.get(ref, 0) + 1
+        return Activated(LoraWeights(LoraSettings(), {}), {})
+
+    def deactivate(self, ref: AdapterRef) -> None:
+        self.users[ref] -= 1
+        if not self.users[ref]:
+            del self.users[ref]
+
+
+def next_shares(scheduler: Scheduler, now: float = 0.0) -> list[Share]:
     """What the next step computes, with all who wait. Nothing changes before the pages are taken."""
     plan = scheduler.propose()
     assert scheduler.propose() is plan, "nothing has changed"
-    shares = scheduler.commit(plan)
+    shares = scheduler.commit(plan, now=now)
     for share in shares:
         share.request.started = True
     return shares
