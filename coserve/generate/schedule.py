@@ -126,8 +126,7 @@ class Scheduler:
 
     @property
     def places(self) -> int:
-        """Free places in the batch. While pages are short, few requests may wait for them, besides those that others
-        pass."""
+        """Free places in the batch. While pages are short, few requests wait for them, and those that others pass."""
         return max(0, min(self._max_running - len(self), self._few - self._line.unpassed))
 
     @property
@@ -401,8 +400,8 @@ class Scheduler:
             return False
         free = self._pages.free_pages - others - (0 if ref is None else self._adapters.needs(ref))
         if free >= 0 and self._active:
-            fits = self.lengths.fit(self._active, request, others, free, self._pages.page_tokens)
-            self._outgrown |= set() if fits else {request.number}
+            if not self.lengths.fit(self._active, request, others, free, self._pages.page_tokens):
+                self._outgrown.add(request.number)
         self._lacks_pages = free < 0 or request.number in self._outgrown
         if self._lacks_pages:
             if ref is not None:
