@@ -115,9 +115,7 @@ def test_who_leaves_the_line_leaves_no_bound_behind(ends: str) -> None:
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(
-    seed=st.integers(0, 10_000), places=st.integers(1, 5), running=st.integers(1, 8), seconds=st.floats(0.01, 0.4)
-)
+@given(seed=st.integers(0, 10_000), places=st.integers(1, 5), running=st.integers(1, 8), seconds=st.floats(0.01, 0.4))
 def test_order_and_bound_hold_in_random_traffic(seed: int, places: int, running: int, seconds: float) -> None:
     """Nobody passes who waited too long, none passes with an adapter that was not in pages, and all end."""
     chance, line, now = random.Random(seed), Line(places, running), 0.0
