@@ -399,9 +399,9 @@ class Scheduler:
         if self._loaded >= self._loaded_bytes and ref is not None and self._adapters.to_copy(ref):
             return False
         free = self._pages.free_pages - others - (0 if ref is None else self._adapters.needs(ref))
-        if free >= 0 and self._active:
-            if not self.lengths.fit(self._active, request, others, free, self._pages.page_tokens):
-                self._outgrown.add(request.number)
+        lengths, size = self.lengths, self._pages.page_tokens
+        if free >= 0 and self._active and not lengths.fit(self._active, request, others, free, size):
+            self._outgrown.add(request.number)
         self._lacks_pages = free < 0 or request.number in self._outgrown
         if self._lacks_pages:
             if ref is not None:
