@@ -137,7 +137,7 @@ def test_what_is_like_nothing_gets_no_hint() -> None:
         ("training", "save_total_limit", "the daemon's --keep-checkpoints"),
         ("training", "load_best_model_at_end", "training.early_stopping_patience"),
         ("training", "load_in_4bit", "the daemon's --quantization"),
-        ("lora", "modules_to_save", "the A and B of linear modules alone"),
+        ("lora", "modules_to_save", "the A and B of modules"),
         ("lora", "layer_replication", "other variants of LoRA are not supported"),
         ("training", "packing", "rows are packed without padding"),
         ("training", "assistant_only_loss", "training.train_on"),

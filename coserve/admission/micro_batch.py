@@ -28,6 +28,7 @@ import numpy.typing as npt
 from coserve.admission.padding import MOST_SHAPES
 from coserve.admission.shapes import ITEMSIZE, SiteShape, role_of
 from coserve.core.gpu_memory import GroupCosts, Kept, LevelCosts, TrainingCosts
+from coserve.core.names import is_end
 from coserve.core.types import BaseSpec
 
 Floats = npt.NDArray[np.float64]
@@ -89,10 +90,11 @@ class LoraLayer:
 def lora_layers(
     costs: TrainingCosts, shapes: Iterable[SiteShape], dtype: str, *, dropout: bool
 ) -> Mapping[int, LoraLayer]:
-    """Return what LoRA adds in each layer that an adapter of these shapes changes, by layer, lowest first."""
+    """Return what LoRA adds in each layer that an adapter of these shapes changes, by layer, lowest first. What changes
+    the embedding and the head is left out."""
     order = {role: index for index, group in enumerate(costs.groups) for role in group.roles}
     by_layer: dict[int, dict[int, list[SiteShape]]] = {}
-    for shape in shapes:
+    for shape in (shape for shape in shapes if not is_end(shape.name)):
         place = _NO_GROUP if shape.kept else order[shape.role]
         by_layer.setdefault(shape.layer, {}).setdefault(place, []).append(shape)
     element = ITEMSIZE[dtype]

@@ -138,7 +138,8 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     most = limit if spec.training.held_back else min(limit, spec.training.batch_tokens + longest)
     most = max(longest, min(most, spec.tokens))
     dropout = spec.lora.dropout > 0
-    own_layers = dropout or spec.teacher is not None or any(shape.kept for shape in shapes)
+    embedding = any(shape.layer < 0 for shape in shapes)  # then a gradient goes through all layers
+    own_layers = dropout or embedding or spec.teacher is not None or any(shape.kept for shape in shapes)
     compiled = None if own_layers else model.compiled
     costs, graphs = compiled or model.costs, compiled is not None or (model.graphs and not own_layers)
     layers = lora_layers(costs, shapes, base.dtype, dropout=dropout)
@@ -152,7 +153,7 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
             pairs=spec.training.loss is not None,
         )
 
-    trained = base.layers - min(layers)
+    trained = base.layers - (0 if embedding else min(layers))
     whole = np.array([trained]) if model.recompute else np.arange(trained + 1)
     partly = np.arange(trained + 1 if costs.levels else 1)
     pairs = np.stack([each.ravel() for each in np.meshgrid(whole, partly, indexing="ij")])
@@ -183,7 +184,7 @@ def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], 
         for shape in job.shapes:
             before = sites.get(shape.name)
             sites[shape.name] = shape if before is None or before.rank < shape.rank else before
-    own_layers = dropout or any(shape.kept for shape in sites.values())
+    own_layers = dropout or any(shape.kept or shape.layer < 0 for shape in sites.values())
     compiled = None if own_layers else model.compiled
     costs, graphs = compiled or model.costs, compiled is not None or (model.graphs and not own_layers)
     layers = lora_layers(costs, sites.values(), base.dtype, dropout=dropout)

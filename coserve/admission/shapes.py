@@ -19,6 +19,7 @@ from coserve.admission.optimizers import (
 )
 from coserve.core.types import BaseSpec, LoraSettings, Optimizer, SiteSpec
 from coserve.lora.files.bdlora import ParallelStyle, blocks_at, packed_shapes, parallel_style
+from coserve.lora.files.ends import replaced_rows
 from coserve.lora.files.targets import rank_and_scaling, resolve_targets
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -92,6 +93,8 @@ def shapes_at(
         kept = site.chosen * (site.in_features + 2 * rank + site.out_features) if site.experts > 1 else 0
         kept = 2 * site.in_features * (2 + -(-rank // SHORT_ROW)) if settings.cartridge else kept
         found.append(SiteShape(name, site.layer, role_of(name), rank, site.in_features, a, b, magnitude, kept))
+    for name, (rows, width) in replaced_rows(settings, base).items():
+        found.append(SiteShape(name, base.site(name).layer, role_of(name), 0, width, rows * width, 0))
     return tuple(sorted(found, key=lambda shape: (shape.layer, shape.name)))
 
 

@@ -148,8 +148,8 @@ OTHER_WAYS = {
     ),
     "lora.dropout is 0 unless it is set": "disable_dropout",
     # adapters
-    "coserve trains the A and B of linear modules alone, or of experts": (
-        "modules_to_save trainable_token_indices ensure_weight_tying bias lora_bias"
+    "coserve trains the A and B of modules, and rows of tokens (lora.trainable_token_indices)": (
+        "modules_to_save ensure_weight_tying bias lora_bias"
     ),
     "other variants of LoRA are not supported; lora.rslora, use_dora, bd_blocks and training.lora_plus_ratio are": (
         "peft_type velora_config monteclora_config kasa_config arrow_config alora_invocation_tokens layer_replication"

@@ -27,6 +27,8 @@ MAX_BLOCK_NAMES: Final = 64
 """Maximum entries of `targets_bd_a` and `targets_bd_b`. It is lower since each is searched for in each site's name."""
 MAX_RANK: Final = 1024
 """Maximum LoRA rank of a new adapter. Imported adapters keep the rank of their tensors."""
+MAX_TRAINED: Final = 1 << 17
+"""Maximum tokens of a module whose rows an adapter learns."""
 MAX_BLOCKS: Final = 64
 """Maximum diagonal blocks of a new BD-LoRA adapter. Imported adapters keep the number in their files."""
 PAGE_LIMIT: Final = 100
@@ -57,6 +59,10 @@ ModuleName = Annotated[str, Meta(max_length=512)]
 """A module's name, a substring of one, or a pattern of names."""
 ModuleNames = Annotated[tuple[ModuleName, ...], Meta(max_length=MAX_NAMES)]
 BlockNames = Annotated[tuple[ModuleName, ...], Meta(max_length=MAX_BLOCK_NAMES)]
+TrainedTokens = Annotated[
+    dict[ModuleName, Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_TRAINED)]], Meta(max_length=2)
+]
+"""Ids of tokens by module."""
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOPS)]

@@ -27,6 +27,9 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 ADAPTER_FILES: Final = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 """The two files of a PEFT adapter folder."""
 
+TOKEN_ROWS, WHOLE_COPY = ".token_adapter", ".modules_to_save"
+"""Ends of the names of an adapter's replaced rows of an embedding or head (`lm_head.token_adapter`): some, or all."""
+
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
 """Files that may hold pickled code: never opened."""
 
@@ -51,3 +54,19 @@ def split_ref(text: AdapterRefText) -> tuple[str, int | None]:
     """Split `name@version` into name and version; without `@version` the version is None."""
     name, _, version = text.partition("@")
     return name, int(version) if version else None
+
+
+def end_of(site: str) -> str:
+    """Return the embedding or head whose rows are replaced under the name `site`; other names as they are."""
+    return site.removesuffix(TOKEN_ROWS).removesuffix(WHOLE_COPY)
+
+
+def is_rows(site: str) -> bool:
+    """Return whether an adapter's weights of this name replace rows of an embedding or head."""
+    return site.endswith((TOKEN_ROWS, WHOLE_COPY))
+
+
+def is_end(site: str) -> bool:
+    """Return whether an adapter's weights of this name belong to the embedding or head: names of sites in layers have
+    the layer's number."""
+    return not any(part.isdigit() for part in site.split("."))

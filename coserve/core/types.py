@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from coserve.core.limits import MAX_MESSAGES, MAX_NAMES, BlockNames, ModuleName, ModuleNames, Text
+from coserve.core.limits import MAX_MESSAGES, MAX_NAMES, BlockNames, ModuleName, ModuleNames, Text, TrainedTokens
 from coserve.core.messages import ChatMessage
+from coserve.core.names import end_of
 from coserve.core.sampling import SamplingFields
 
 
@@ -22,8 +23,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class AdapterRef(msgspec.Struct, frozen=True, order=True):
-    """One immutable version of one adapter. Each KV page and each cached prefix belongs to one version, or to the
-    base."""
+    """One immutable version of one adapter. Each KV page and cached prefix belongs to one version, or to the base."""
 
     id: str
     version: int
@@ -84,19 +84,20 @@ class BaseSpec(Wire, frozen=True):
     hub_name: str | None = None
     """NAME or OWNER/NAME on the hub; None: the base is bundled or was read from a folder."""
     experts: dict[str, SiteSpec] = {}
-    """The fused parameters of experts that an adapter may change (`mlp.experts.gate_up_proj`), by name; empty on
-    several GPUs."""
+    """The fused parameters of experts that an adapter may change, by name; empty on several GPUs."""
     quantization: str = "none"
     """How the linear modules of the layers are stored: fp8, nf4 or none. The fingerprint is of the weights before."""
-
+    ends: dict[str, SiteSpec] = {}
+    """The embedding (layer -1, tokens to features) and the head (layer `layers`); empty on several GPUs."""
+    tied: bool = False
+    """Whether embedding and head are one weight."""
     kv_heads: int = 0
     prefixes: dict[str, SiteSpec] = {}
-    """Each layer's keys and values, of `kv_heads` heads, as a cartridge may precede them; empty: it cannot, as layers
-    differ or keep recurrent states, or the base is on several GPUs."""
+    """Each layer's keys and values, of `kv_heads` heads, as a cartridge may precede them; empty: it cannot."""
 
     def site(self, name: str) -> SiteSpec:
-        """Return the linear module, parameter, or layer's keys and values of this name."""
-        return self.sites.get(name) or self.experts.get(name) or self.prefixes[name]
+        """Return the linear module, parameter, end, or layer's keys and values of this name."""
+        return self.sites.get(name) or self.experts.get(name) or self.ends.get(end_of(name)) or self.prefixes[name]
 
 
 class SamplingParams(SamplingFields, frozen=True, kw_only=True):
@@ -242,15 +243,15 @@ class LoraRequest(Wire, frozen=True):
     ones (o, down). It suits tensor parallelism over that many GPUs or any divisor. `r` is the total rank of all blocks.
     1: plain LoRA."""
     targets_bd_a: BlockNames | None = None
-    """Substrings of the names of sites with a block-diagonal A; sites in neither list are plain LoRA. If both lists are
-    None: the row-parallel sites."""
+    """Substrings of names of sites with a block-diagonal A; in neither list: plain LoRA. Both None: row-parallel ones."""
     targets_bd_b: BlockNames | None = None
     """Substrings of the names of sites with a block-diagonal B. If both lists are None: the column-parallel sites."""
+    trainable_token_indices: TrainedTokens | None = None
+    """Tokens whose rows of `embed_tokens` or `lm_head` are learned, as in PEFT: if tied, `embed_tokens` means both."""
 
 
 class LoraSettings(LoraRequest, frozen=True):
-    """The shape of an adapter. It is a `LoraRequest` without limits on names: an imported adapter may list thousands of
-    sites."""
+    """The shape of an adapter: a `LoraRequest` without limits on names, as imported ones may list thousands."""
 
     targets: tuple[str, ...] | None = None
     target_parameters: tuple[str, ...] | None = None
@@ -260,11 +261,12 @@ class LoraSettings(LoraRequest, frozen=True):
     targets_bd_b: tuple[str, ...] | None = None
     cartridge: bool = False
     """The adapter is a KV prefix of `r` tokens, and has no LoRA matrices."""
+    modules_to_save: tuple[str, ...] | None = None
+    """Ends that an imported adapter replaces as a whole, by name; it can be served and not trained."""
 
 
 Auto = Literal["auto"]
 """The daemon chooses the value from the size of the corpus and of the base (`data/corpus/defaults.py`)."""
-
 
 TrainOn = Literal["completion", "all", "assistant"]
 """The tokens of a row that enter the loss."""
@@ -277,8 +279,7 @@ class DpoLoss(Wire, frozen=True):
     beta: float = 0.1
     """Scale of the rewards: how strongly the adapter is held to the reference."""
     reference: Literal["start", "base"] = "start"
-    """Reference policy of the loss: the adapter as it was at the job's start (the base, if the adapter is new), or the
-    base."""
+    """Reference policy of the loss: the adapter at the job's start (the base, if the adapter is new), or the base."""
 
 
 class TrainingRequest(Wire, frozen=True):

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from importlib import resources
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,6 +25,8 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.kernels.recurrent.interface import StateShape
 from coserve.kernels.recurrent.wrappers import recurrence_of
 from coserve.model import probe, seam
+from coserve.model.adapters.dora_scales import complete_scales, rank_scale
+from coserve.model.adapters.end_sites import EndSites
 from coserve.model.context import Context, context_of
 from coserve.model.experts.sites import expert_sites
 from coserve.model.fingerprint import fingerprint
@@ -79,6 +82,7 @@ class Base:
     """How the base is sharded, if this is one tensor-parallel rank's shard. `spec` describes the whole base."""
     packed: bool = False
     """Whether inference uses packed weights (`model.packed`)."""
+    ends: EndSites = field(default_factory=EndSites)
     note: str = ""
     """For the operator: how the weights were made from the files, if they are not those of the files."""
 
@@ -111,7 +115,7 @@ class Base:
         kept = tokens if keep is None else keep.shape[0]
         if keep is not None and (more := self._padding(kept, packed)):
             keep = nn.functional.pad(keep, (0, more))
-        with running(replace(self.prepare(lora), packed=packed)):
+        with running(replace(self.prepare(lora, keep), packed=packed)):
             return self.run(tokens_T, positions_T, attention, keep, gather=gather)[:kept]
 
     def _padding(self, rows: int, packed: bool) -> int:
@@ -152,10 +156,13 @@ class Base:
         """Let recurrent layers that are called inside use the recurrence that comes with `attention`."""
         return recurring(recurrence_of(attention)) if self.states else nullcontext()
 
-    def prepare(self, batch: LoraBatch | None) -> ForwardContext:
+    def prepare(self, batch: LoraBatch | None, keep: Tensor | None = None) -> ForwardContext:
         """Return the context of forwards with these adapters, for code that runs layers itself inside
-        `running(context)`."""
-        return ForwardContext() if batch is None else self.sites.prepare(batch)
+        `running(context)`. `keep`: the rows that the head sees; None: all."""
+        if batch is None:
+            return ForwardContext()
+        ends = self.ends.prepare(batch.segments, batch.adapters, keep, self.device)
+        return replace(self.sites.prepare(batch), ends=ends)
 
     def partition(self, weights: LoraWeights) -> AdapterPartition | None:
         """Return how a whole adapter is partitioned among the ranks; None if the base is not sharded.
@@ -177,9 +184,10 @@ class Base:
             found[name] = squared_norms(weight, pair, known[name]).sqrt_()
         return found
 
-    def with_magnitudes(self, weights: LoraWeights) -> LoraWeights:
-        """Return a new DoRA adapter with its first magnitudes: the row norms, so that it changes nothing yet. Others,
-        and those that have magnitudes, are returned as they are."""
+    def begun(self, weights: LoraWeights) -> LoraWeights:
+        """Return an adapter whose training begins, so that a new one changes nothing yet: with the base's rows of its
+        trained tokens, and for DoRA the row norms as its first magnitudes. Those that have them keep them."""
+        weights = self.ends.with_rows(self.ends.without_copies(weights))
         if not weights.settings.use_dora or any(pair.magnitude_O is not None for pair in weights.sites.values()):
             return weights
         sites = {}
@@ -190,46 +198,30 @@ class Base:
 
     def served(self, weights: LoraWeights) -> LoraWeights:
         """Return `shard(weights)` as forwards read it: with DoRA's scales, by the norms of the weights that are served,
-        instead of its magnitudes. Callable on any thread.
+        instead of its magnitudes, and without copies of the base's own weights. Callable on any thread.
 
         On a sharded base, call `complete_scales` on each copy that forwards read.
         """
-        found = self.shard(weights)
+        with torch.no_grad(), torch.cuda.stream(self._side_stream):
+            found = self.shard(self.ends.without_copies(weights))
         if not weights.settings.use_dora:
             return found
         sites = {}
         with torch.no_grad(), torch.cuda.stream(self._side_stream):  # None: no effect
             for name, pair in found.sites.items():
-                scale_O = self._scale(name, weights.sites[name].to(self.device, self.dtype))
+                if pair.magnitude_O is None:
+                    sites[name] = pair
+                    continue
+                weight, whole = site_weight(self.model.get_submodule(name)), weights.sites[name]
+                scale_O = rank_scale(name, weight, whole.to(self.device, self.dtype), self.sharding)
                 sites[name] = replace(pair, scale_O=scale_O.to(pair.a_RD.device), magnitude_O=None)
         return LoraWeights(weights.settings, sites)
-
-    def _scale(self, name: str, whole: LoraPair) -> Tensor:
-        """Return this rank's scales at a site, fp32. If a row of the weight lies on several ranks: its part of the
-        scale's inverse square, with the magnitude's sign, as these add up."""
-        magnitude_O, pair, sums = whole.magnitude_O, whole, False
-        assert magnitude_O is not None, "expected a magnitude at each site"
-        if self.sharding is not None:
-            own, rank = self.sharding.sites[name], self.sharding.mesh.rank
-            a_RD, sums = own.inputs.shard(whole.a_RD.T, rank).T, own.sums
-            pair = replace(whole, a_RD=a_RD, b_OR=own.outputs.shard(whole.b_OR, rank))
-            magnitude_O = own.outputs.shard(magnitude_O, rank)
-        squares_O = squared_norms(site_weight(self.model.get_submodule(name)), pair)
-        if sums:
-            return torch.where(magnitude_O == 0, torch.inf, squares_O / (magnitude_O * magnitude_O.abs()))
-        return magnitude_O / squares_O.sqrt()
 
     def complete_scales(self, weights: LoraWeights) -> None:
         """Complete the scales of a DoRA adapter from `served` in place, by one collective. All ranks call it at the
         same time."""
-        if self.sharding is None or not weights.settings.use_dora:
-            return
-        summed = [weights.sites[name].scale_O for name in weights.sites if self.sharding.sites[name].sums]
-        found = [scale_O for scale_O in summed if scale_O is not None]
-        if found:
-            whole = self.sharding.mesh.all_reduce(torch.cat(found))
-            whole = whole.sign() / whole.abs().sqrt()
-            torch._foreach_copy_(found, list(torch.split(whole, [len(scale_O) for scale_O in found])))
+        if self.sharding is not None and weights.settings.use_dora:
+            complete_scales(weights.sites, self.sharding)
 
     @cached_property
     def _side_stream(self) -> torch.cuda.Stream | None:
@@ -367,15 +359,17 @@ def wrap_base(
         seam.see_chunks(module, chunk)
     path, layers = probe.decoder_layers(model, seen)
     model.set_attn_implementation(seam.NAME)
-    modules = {n: m for n, m in linears.items() if n.startswith(f"{path}.")}
+    modules = {n: m for n, m in linears.items() if n.startswith(f"{path}.") and not isinstance(m, nn.Embedding)}
     device, dtype = model.device, model.dtype
     if shard is not None:
         expected = replace(expected, logits=shard.sharding.vocabulary.gather(expected.logits))
     identity = fingerprint(model) if shard is None else shard.fingerprint
     packed = device.type == "cpu" and shard is None and quantization_of(model) == "none" and pack_weights(model)
+    ends = EndSites() if shard is not None else EndSites.hook(model, len(layers), linears)
+    spec = _spec(model, name, hub_name, identity, context, path, modules, eos_token_ids, seen)
     base = Base(
         model=model,
-        spec=_spec(model, name, hub_name, identity, context, path, modules, eos_token_ids, seen),
+        spec=msgspec.structs.replace(spec, ends=dict(ends.specs), tied=ends.tied),
         device=device,
         dtype=dtype,
         layers=layers,
@@ -385,6 +379,7 @@ def wrap_base(
         states=seen.states,
         sharding=None if shard is None else shard.sharding,
         packed=packed,
+        ends=ends,
         note="; ".join(filter(None, (note, TEXTS.get(quantization_of(model))))),
     )
     _check_forward(base, expected)

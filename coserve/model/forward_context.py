@@ -19,6 +19,7 @@ from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup
 from coserve.kernels.quantized.weights import QuantizedWeights
 from coserve.kernels.recurrent.interface import Recurrence
+from coserve.model.adapters.end_terms import Ends
 from coserve.model.dropout import Dropout
 from coserve.model.gemm_choice import GemmChoice
 from coserve.model.parallel.modules import SiteShard
@@ -83,6 +84,8 @@ class ForwardContext:
     """Set inside compiled training layers, and while they are traced."""
     packed: bool = False
     """Whether linear modules use their packed weights (`model.packed`)."""
+    ends: Ends | None = None
+    """What adapters change at the input embedding and the head."""
 
 
 class GraphCall(NamedTuple):

@@ -26,6 +26,7 @@ from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup, StackedWeights
 from coserve.kernels.quantized.weights import QuantizedWeights
 from coserve.model import probe
+from coserve.model.adapters.end_terms import Ends
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
 from coserve.model.forward_context import ForwardContext, Fused, current, running
@@ -277,10 +278,12 @@ class FusedBase:
         lora: PreparedLora | None,
         keep: Tensor | None,
         gather: bool = True,
+        ends: Ends | None = None,
     ) -> Tensor:
-        """Compute `Base.forward`, never padded. `lora` is prepared for `groups`. `gather`: see `Base.run`."""
+        """Compute `Base.forward`, never padded. `lora` is prepared for `groups`. `gather`: see `Base.run`. `ends`: what
+        adapters change at the model's ends."""
         fused = Fused(attention, self.gemms, self.groups, self._summed, self._quantized, self._experts)
-        context = ForwardContext(lora, fused=fused)
+        context = ForwardContext(lora, fused=fused, ends=ends)
         self._layers.begin(tokens_T.shape[0])
         with running(context), self._patched():
             # A copy of the positions: compiled code would guard on the size of a view's whole storage.

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from coserve.core.names import is_end
 from coserve.core.types import LoraSettings, SiteSpec
 from coserve.kernels.attention.interface import KvShape
 from coserve.kernels.lora.dora import ScaledLora, with_scales
@@ -35,11 +36,17 @@ class LoraWeights:
 
     @cached_property
     def linear(self) -> Mapping[str, LoraPair]:
-        """The pairs at linear modules."""
+        """The pairs at linear modules of layers."""
         if self.settings.cartridge:
             return {}
-        experts = self.experts
-        return {name: pair for name, pair in self.sites.items() if name not in experts} if experts else self.sites
+        others = self.experts.keys() | self.ends.keys()
+        return {name: pair for name, pair in self.sites.items() if name not in others} if others else self.sites
+
+    @cached_property
+    def ends(self) -> dict[str, LoraPair]:
+        """What changes the input embedding and the head: pairs, and replaced rows (K, D) of names with `TOKEN_ROWS` or
+        `WHOLE_COPY`, as the `a_RD` of a pair whose `b_OR` is empty."""
+        return {name: self.sites[name] for name in self.sites if is_end(name)}
 
     @cached_property
     def experts(self) -> dict[str, LoraPair]:

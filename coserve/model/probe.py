@@ -295,18 +295,19 @@ def recorded(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Forwar
 def eager_forward(model: PreTrainedModel) -> tuple[Forward, dict[str, nn.Module]]:
     """Run the model's own forward on each of the check's sequences separately.
 
-    Also returns the possible sites: the linear modules, by path, that saw every token exactly once and returned one
-    tensor (some routers of experts return more).
+    Also returns the possible sites: the linear modules and embeddings, by path, that saw every token exactly once and
+    returned one tensor (some routers of experts return more).
     """
     family, rows, logits = model.config.model_type, [], []
     count = model.config.get_text_config().num_hidden_layers
     stacks = [stack for stack in model.modules() if isinstance(stack, nn.ModuleList) and len(stack) == count]
     calls: dict[str, list[int]] = {}
-    modules = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    modules = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D | nn.Embedding)}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], object], None]:
         def saw(module: nn.Module, args: tuple[Tensor, ...], output: object) -> None:
-            calls.setdefault(name, []).append(args[0].shape[:-1].numel() if isinstance(output, Tensor) else 0)
+            seen = args[0] if isinstance(module, nn.Embedding) else args[0][..., 0]
+            calls.setdefault(name, []).append(seen.numel() if isinstance(output, Tensor) else 0)
 
         return saw
 

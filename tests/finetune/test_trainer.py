@@ -272,7 +272,7 @@ def test_a_dora_job_publishes_what_peft_computes(base: Base, tmp_path: Path) -> 
         batch = LoraBatch(Segments((0, 12), (0,)), (served,), GROUPED)
         torch.testing.assert_close(packed(base, [tokens_T], batch)[0], alone(model, tokens_T), rtol=1e-4, atol=1e-4)
     learned = load_adapter(bench.folder.adapter(REF), base.spec, device="cpu", dtype=torch.float32)
-    first = base.with_magnitudes(new_adapter(learned.settings, base.spec, seed=0, dtype=torch.float32, device="cpu"))
+    first = base.begun(new_adapter(learned.settings, base.spec, seed=0, dtype=torch.float32, device="cpu"))
     for site, pair in learned.sites.items():
         assert not torch.equal(pair.magnitude_O, first.sites[site].magnitude_O)
 

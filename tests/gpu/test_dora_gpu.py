@@ -65,7 +65,7 @@ def test_graphs_give_the_texts_of_plain_steps(family: str) -> None:
 
 def gradients(base: Base, lora_backend: LoraBackend, compiled: CompiledLayers | None) -> list[Tensor]:
     settings = LoraSettings(r=16, use_dora=True)
-    start = base.with_magnitudes(new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cuda"))
+    start = base.begun(new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cuda"))
     for pair in start.sites.values():
         pair.b_OR.normal_(std=0.05, generator=torch.Generator("cuda").manual_seed(1))
         assert pair.magnitude_O is not None

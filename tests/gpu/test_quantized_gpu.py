@@ -108,7 +108,7 @@ def test_compiled_training_layers_learn_as_autograd_does(base: Base) -> None:
     compiled.compile()
     found = []
     for layers in (compiled, None):
-        start = base.with_magnitudes(new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cuda"))
+        start = base.begun(new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cuda"))
         optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(), base.dtype, row_norms=base.row_norms)
         rows = pack_rows(corpus, [0, 1, 2], DEVICE)
         lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), SEGMENTED)

@@ -107,7 +107,7 @@ def started(
     base: Base, settings: LoraSettings = SETTINGS, training: TrainingSettings | None = None
 ) -> AdapterOptimizer:
     """An adapter whose B is not zero, so that A has gradients too."""
-    weights = base.with_magnitudes(new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cpu"))
+    weights = base.begun(new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cpu"))
     generator = torch.Generator().manual_seed(5)
     sites = {
         site: replace(

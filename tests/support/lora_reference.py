@@ -22,7 +22,7 @@ def save_peft(model: PreTrainedModel, folder: Path, *, seed: int = 0, **settings
         peft_model = get_peft_model(model, LoraConfig(**settings)).eval()
         with torch.no_grad():
             for name, parameter in peft_model.named_parameters():
-                if "lora_" in name:
+                if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens_delta")):
                     parameter.normal_(std=0.3)
     peft_model.save_pretrained(str(folder))
     return peft_model

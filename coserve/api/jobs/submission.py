@@ -53,7 +53,7 @@ from coserve.data.documents.reading import first_tokens
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.lora.files.peft import config_file
-from coserve.lora.files.targets import resolve_targets, target_sites
+from coserve.lora.files.targets import check_ends, resolve_targets, target_sites
 from coserve.state.durable import disk_errors
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobOrigin, JobRecord
@@ -245,7 +245,12 @@ class Submission:
         record = await find_adapter(self._registry, name, version, spec, field="continue_from")
         if record.cartridge:
             raise InvalidRequest(NO_CONTINUATION, field="continue_from")
-        return record, await self._inspection.settings(self._folder.adapter(record.ref), spec)
+        settings = await self._inspection.settings(self._folder.adapter(record.ref), spec)
+        try:
+            check_ends(settings, spec)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, field="continue_from") from None
+        return record, settings
 
     async def _check_samples(self, training: TrainingRequest, spec: BaseSpec) -> None:
         """Raise `InvalidRequest` for samples that the engine cannot generate."""

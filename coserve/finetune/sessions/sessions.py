@@ -156,7 +156,7 @@ class Sessions(Generic[AnyTrainee]):
         base, settings = self._base, self._settings
         ranks = 1 if base.sharding is None else base.sharding.mesh.size
         check_optimizer(spec.training.optimizer, ranks=ranks)
-        start = base.with_magnitudes(initial_weights(spec, base.spec, self._folder))
+        start = base.begun(initial_weights(spec, base.spec, self._folder))
         partition = base.partition(start)
         if partition is not None and not partition.keeps_blocks(start.sites):
             ranks = partition.sharding.mesh.size

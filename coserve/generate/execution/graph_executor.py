@@ -98,6 +98,8 @@ class _Batch:
     """`adapters` are slots; None: no adapter in the batch."""
     footprint: LoraFootprint | None
     """Footprint of the graphs that serve it; None: none does."""
+    at_ends: tuple[Segments, list[LoraWeights]] | None
+    """The batch by adapter, if one changes the model's embedding or head: then no graph serves it."""
 
     @property
     def decodes(self) -> bool:
@@ -281,17 +283,22 @@ class GraphExecutor:
 
     def _pack(self, step: StepInput, adapters: Sequence[LoraWeights]) -> _Batch:
         packed = pack(by_adapter(step.sequences))
-        segments, footprint = None, None
+        segments, footprint, at_ends = None, None, None
         slots = self._adapter_slots.place({step.adapters[index]: adapters[index] for index in packed.adapters})
         if slots:
             segments = Segments(packed.bounds, packed.segment_adapters(slots))
-            footprint = self._footprints.serving(self._adapter_slots.footprint(segments))
+            used = [adapters[index] for index in packed.adapters]
+            if any(one.ends for one in used):
+                at_ends = Segments(packed.bounds, packed.segment_adapters(range(len(used)))), used
+            else:
+                footprint = self._footprints.serving(self._adapter_slots.footprint(segments))
         return _Batch(
             packed.sequences,
             [own.run for own in packed.sequences],
             [own.sampling for own in packed.sequences if own.sampling is not None],
             segments,
             NO_ADAPTERS if segments is None else footprint,
+            at_ends,
         )
 
     def _decode(self, batch: _Batch, graph: DecodeGraph) -> Callable[[Masks], Chosen]:
@@ -338,11 +345,13 @@ class GraphExecutor:
         )
         tokens_T = self._token_slots.fill(given_T, slots_T)
         lora = None if batch.segments is None else slot_lora(self._adapter_slots, batch.segments)
+        ends = batch.at_ends and self._fused.base.ends.prepare(*batch.at_ends, rows.keep or [0], self._device)
         attention = self._kv.attention(batch.runs)
         sharding = self._fused.base.sharding
         if sharding is not None and batch.sampling and all(map(is_likeliest, batch.sampling)):
             parts = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R, gather=False)
             parts = parts[: len(rows.keep)]
             return parts, sharding.vocabulary.likeliest(parts)
-        logits = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R)[: len(rows.keep)]
+        logits = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R, ends=ends)
+        logits = logits[: len(rows.keep)]
         return logits, likeliest(logits)

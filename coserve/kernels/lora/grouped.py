@@ -46,7 +46,7 @@ class GroupedLora(SitewiseLora):
             rows = self._rows_of(adapter, x_TD.device)
             x_ND = x_TD[runs[0][0] : runs[0][1]] if len(runs) == 1 else x_TD.index_select(0, rows)
             at.append(rows)
-            deltas.append(_delta(x_ND, pair))
+            deltas.append(pair_terms(x_ND, pair))
         if not deltas:
             return y_TO
         rows_N, delta_NO = (at[0], deltas[0]) if len(at) == 1 else (torch.cat(at), torch.cat(deltas))
@@ -61,12 +61,20 @@ class GroupedLora(SitewiseLora):
         return self._rows[adapter]
 
 
-def _delta(x_ND: Tensor, pair: LoraPair) -> Tensor:
-    rows = x_ND.shape[0]
-    if x_ND.device.type == "cpu" and rows < CPU_MIN_ROWS:
-        x_ND = pad(x_ND, (0, 0, 0, CPU_MIN_ROWS - rows))
-    h_NR = _product(x_ND, pair.a_RD, pair.a_blocks) * pair.scaling
-    return _product(h_NR, pair.b_OR, pair.b_blocks)[:rows]
+def pair_terms(x_ND: Tensor, pair: LoraPair) -> Tensor:
+    """Return a pair's terms: (N, O). On CPU a row's bits do not depend on the others."""
+    h_NR = _product(_padded(x_ND), pair.a_RD, pair.a_blocks) * pair.scaling
+    return _product(h_NR, pair.b_OR, pair.b_blocks)[: len(x_ND)]
+
+
+def rowwise_linear(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return `x Wᵀ`: (N, O). On CPU a row's bits do not depend on the others."""
+    return _linear(_padded(x_NI), weight_OI)[: len(x_NI)]
+
+
+def _padded(x_NI: Tensor) -> Tensor:
+    few = CPU_MIN_ROWS - x_NI.shape[0]
+    return pad(x_NI, (0, 0, 0, few)) if x_NI.device.type == "cpu" and few > 0 else x_NI
 
 
 def _product(x_NI: Tensor, packed: Tensor, blocks: int) -> Tensor:

@@ -134,6 +134,8 @@ def _check(options: ConversionOptions, layout: AdapterTensors, base: BaseSpec) -
     blocks, rank = options.bd_blocks, options.rank
     if layout.experts:
         raise InvalidRequest("conversions of adapters of experts are not implemented", field="bd_blocks")
+    if layout.rows or any(site in base.ends for site in layout.sites):
+        raise InvalidRequest("conversions of adapters of embedding or head are not implemented", field="bd_blocks")
     if layout.settings.use_dora:
         raise InvalidRequest("expected an adapter without use_dora: PEFT has no block-diagonal DoRA", field="bd_blocks")
     try:

@@ -107,6 +107,10 @@ def _modules(value: object) -> bool:
     return value is None or (isinstance(value, str) and bool(value)) or _names(value)
 
 
+def _tokens(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int and token >= 0 for token in value)
+
+
 def _layers(value: object) -> bool:
     return value is None or type(value) is int or (isinstance(value, list) and all(type(i) is int for i in value))
 
@@ -155,6 +159,8 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
     "bias": _is("none"),
     "init_lora_weights": _is(True, False, None, "gaussian", "orthogonal", "eva", "mica"),
     "lora_dropout": lambda value: isinstance(value, int | float) and 0 <= value <= 1,
+    "modules_to_save": lambda value: not value or _names(value),
+    "trainable_token_indices": lambda value: not value or _tokens(value) or _table(_tokens)(value),
     # Keys that do not change it.
     "fan_in_fan_out": _is(True, False, None),
     "layers_pattern": lambda value: value in ([], "") or _modules(value),
@@ -202,8 +208,8 @@ _REASONS = {
     "bias": "adapters that train biases are not implemented",
     "alora_invocation_tokens": "activated LoRA is not implemented, and no plain LoRA computes the same: train the "
     "adapter again without alora_invocation_tokens",
-    "modules_to_save": "adapters that replace whole modules are not implemented",
-    "trainable_token_indices": "trainable tokens are not implemented",
+    "modules_to_save": "expected a list of names",
+    "trainable_token_indices": "expected a list of token ids, or such lists by module",
     "target_parameters": "expected a list of names",
     "use_qalora": "QALoRA is not implemented",
     "layer_replication": "layer replication is not implemented",

@@ -13,10 +13,11 @@ from typing import cast
 import msgspec
 
 from coserve.core.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
-from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WHOLE_COPY, end_of
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import CONV1D_FAMILIES, blocks_at, packed_shapes, peft_blocks, undivided
 from coserve.lora.files.cartridge import EMBEDDINGS, cartridge_config, read_cartridge
+from coserve.lora.files.ends import end_named, ends_config, take_rows, trained_tokens
 from coserve.lora.files.experts import ExpertTensors, expert_tensors, take_experts
 from coserve.lora.files.finite import refuse_non_finite
 from coserve.lora.files.gate import is_cartridge, read_any_config
@@ -77,6 +78,8 @@ class AdapterTensors:
     """Magnitudes by site, for a DoRA adapter; else empty."""
     experts: dict[str, ExpertTensors]
     """Tensors of experts' parameters, which are not in `a` and `b`."""
+    rows: dict[str, TensorEntry]
+    """Replaced rows of the embedding and the head, by end and `TOKEN_ROWS` or `WHOLE_COPY`."""
 
 
 def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] = lambda: None) -> AdapterInfo:
@@ -151,6 +154,7 @@ def read_layout(
     entries = dict(file.entries)
     found = take_experts(entries, PREFIX, base)
     experts = expert_tensors(found, base, config, ours=trained_on is not None)
+    rows = take_rows(entries, PREFIX, base)
     if experts and (settings.use_dora or settings.bd_blocks > 1):
         raise UnsupportedAdapter("DoRA and block-diagonal matrices are not implemented for experts", field="use_dora")
     for name, entry in entries.items():
@@ -160,19 +164,22 @@ def read_layout(
         matrices[kind][site], names[site] = entry, named
     a, b = matrices["lora_A"], matrices["lora_B"]
     if not a and not b and not experts:
-        raise CorruptAdapter("the weights' file holds no tensors")
+        raise CorruptAdapter("the weights' file holds no tensors of LoRA")
     lonely = next(iter(sorted(a.keys() ^ b.keys())), None)
     if lonely is not None:
         raise CorruptAdapter(f"{lonely}: expected both lora_A and lora_B, got only one of them")
+    if (end := next((site for site in a if site in base.ends), None)) and (settings.use_dora or settings.bd_blocks > 1):
+        raise UnsupportedAdapter(f"{end}: expected plain LoRA of embedding and head", field="use_dora")
     magnitudes = _magnitudes(matrices[_MAGNITUDE], a, settings, base)
     _check_blocks(config, sorted(names.values()))
     matching = Matching(config) if alphas is None else Known(config, [*a, *experts], alphas)
     sites, own_alphas = {}, {}
-    for site in base.sites:  # in the base's order
+    tied = base.tied and config.get("ensure_weight_tying") is True
+    for site in [*base.sites, *base.ends]:  # in the base's order
         if site not in a:
             continue
         name = names[site] if alphas is None else site
-        if not matching.targeted(name):  # PEFT would drop its tensors
+        if not matching.targeted(name) and not (tied and site in base.ends):  # PEFT would drop its tensors
             raise CorruptAdapter(f"{site}: the file has tensors for it, but {ADAPTER_CONFIG} does not target it")
         shape = a[site].shape
         rank = matching.rank(name) or (shape[0] if len(shape) == 2 and shape[0] else settings.r)
@@ -185,7 +192,10 @@ def read_layout(
     same = all(site == name for site, name in names.items())
     same = same and all(own.fused and own.parts[0].named == site for site, own in experts.items())
     settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named and same)
-    return AdapterTensors(settings, sites, own_alphas, a, b, magnitudes, experts)
+    saved = tuple(end_of(name) for name in rows if name.endswith(WHOLE_COPY) and end_of(name) not in a)
+    tokens = trained_tokens(config, rows, base)
+    settings = msgspec.structs.replace(settings, trainable_token_indices=tokens, modules_to_save=saved or None)
+    return AdapterTensors(settings, sites, own_alphas, a, b, magnitudes, experts, rows)
 
 
 def check_base(file: TensorFile, base: BaseSpec) -> str | None:
@@ -248,8 +258,9 @@ def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str
     """Return the content of `adapter_config.json` for an adapter with these sites."""
     if settings.cartridge:
         return cartridge_config(settings.r, base)
-    linear, experts = ([site for site in sites if site in known] for known in (base.sites, base.experts))
-    targets = _targets(linear_targets(settings, base), base.sites, linear)
+    adaptable = {**base.sites, **base.ends}
+    linear, experts = ([site for site in sites if site in known] for known in (adaptable, base.experts))
+    targets = _targets(linear_targets(settings, base), adaptable, linear)
     config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -268,7 +279,8 @@ def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str
     }
     blocks = peft_blocks(settings, [site for site in base.sites if site in sites])
     parameters = list(_targets(settings.target_parameters, base.experts, experts)) or None
-    variants = {"use_bdlora": blocks, "use_dora": settings.use_dora or None, "target_parameters": parameters}
+    variants: dict[str, object] = {"use_bdlora": blocks, "use_dora": settings.use_dora or None}
+    variants |= {"target_parameters": parameters, **ends_config(settings)}
     return config | {key: value for key, value in variants.items() if value is not None}
 
 
@@ -325,11 +337,12 @@ def _resolved(
     else:
         ranks = {exact(site): shape.rank for site, shape in sites.items() if shape.rank != settings.r}
         alpha_names = {exact(site): alpha for site, alpha in alphas.items() if alpha != settings.alpha}
-    linear, experts = ([site for site in sites if site in known] for known in (base.sites, base.experts))
+    adaptable = {**base.sites, **base.ends}
+    linear, experts = ([site for site in sites if site in known] for known in (adaptable, base.experts))
     parameters = cast("list[str] | None", config.get("target_parameters")) or ()
     return msgspec.structs.replace(
         settings,
-        targets=_targets(settings.targets, base.sites, linear) if linear or not experts else None,
+        targets=_targets(settings.targets, adaptable, linear) if linear or not experts else None,
         target_parameters=_targets(tuple(parameters), base.experts, experts) if experts else None,
         rank_pattern=ranks,
         alpha_pattern=alpha_names,
@@ -348,11 +361,9 @@ def _targets(names: tuple[str, ...] | None, known: Collection[str], sites: Colle
 
 _MAGNITUDE = "lora_magnitude_vector"
 _KINDS = {
-    "lora_embedding_A": "adapters of embeddings are not implemented",
-    "lora_embedding_B": "adapters of embeddings are not implemented",
     "base_layer": "the file holds weights of the base itself, which is not implemented",
-    "token_adapter": "trainable tokens are not implemented",
-    "modules_to_save": "adapters that replace whole modules are not implemented",
+    "token_adapter": "tokens are replaced in the input embedding and the head alone, on one GPU",
+    "modules_to_save": "the input embedding and the head alone can be replaced, on one GPU",
     "lora_B.bias": "LoRA with a bias is not implemented",
 }
 
@@ -364,17 +375,22 @@ def _site_of(name: str, base: BaseSpec) -> tuple[str, str, str]:
         if f".{part}" in f".{name}":
             raise UnsupportedAdapter(f"tensor {shown}: {reason}")
     named, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
-    if not name.startswith(PREFIX) or rest not in ("A.weight", "B.weight", "magnitude_vector"):
+    end = end_named(named, base)
+    embeds = end is not None and base.ends[end].layer < 0
+    known = ("embedding_A", "embedding_B") if embeds else ("A.weight", "B.weight", "magnitude_vector")
+    if not name.startswith(PREFIX) or (rest not in known and not rest.startswith("embedding_")):
         raise UnsupportedAdapter(
             f"tensor {shown}: expected only lora_A.weight, lora_B.weight and {_MAGNITUDE} of linear modules"
         )
-    site, other = site_of(named, base.sites), outside_text(named)
-    if site is not None:
-        return site, named, f"lora_{rest.removesuffix('.weight')}"
+    site, other = end or site_of(named, base.sites), outside_text(named)
+    if site is not None and rest in known:
+        return site, named, f"lora_{rest.removesuffix('.weight').removeprefix('embedding_')}"
     if other is not None:
         raise UnsupportedAdapter(f"tensor {shown}: it adapts {other}, but coserve runs the language model alone")
-    if named.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens", "wte", "wpe", "embed_out"):
-        raise UnsupportedAdapter(f"tensor {shown}: only linear modules of decoder layers can be adapted")
+    if rest not in known or named.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens", "wte", "wpe", "embed_out"):
+        raise UnsupportedAdapter(
+            f"tensor {shown}: expected linear modules of decoder layers, or {' and '.join(base.ends) or 'one GPU'}"
+        )
     raise BaseMismatch(f"tensor {shown}: {base.name} has no such module")
 
 
@@ -389,7 +405,7 @@ def _shape(
 ) -> SiteShape:
     """Return a site's rank, scaling and blocks. Raises `ShapeMismatch` unless both matrices have the implied shapes."""
     scaling = alpha / (math.sqrt(rank) if settings.rslora else rank)
-    spec, blocks = base.sites[site], blocks_at(settings, site)
+    spec, blocks = base.site(site), blocks_at(settings, site)
     wrong = undivided(spec, rank, blocks)
     if wrong is not None:
         raise ShapeMismatch(f"{site}: {wrong} does not divide into {max(blocks)} blocks")

@@ -13,11 +13,12 @@ from typing import TypeVar
 
 import msgspec
 
-from coserve.core.errors import InvalidRequest
+from coserve.core.errors import CorruptAdapter, InvalidRequest
 from coserve.core.limits import MAX_NAMES, MAX_RANK, below_one
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.core.validation import check_normal
 from coserve.lora.files.bdlora import check_blocks
+from coserve.lora.files.ends import check_tokens
 
 MAX_ALPHA = 1e9
 """Largest alpha of any adapter, new or imported, so that what is trained can be published and imported again."""
@@ -121,11 +122,12 @@ def linear_targets(settings: LoraSettings, base: BaseSpec) -> tuple[str, ...]:
 
 
 def target_sites(settings: LoraSettings, base: BaseSpec) -> list[str]:
-    """Return the sites of an adapter in the base's order, the linear ones first, without checks."""
+    """Return the sites of an adapter in the base's order, the linear ones of layers first, then those of the ends,
+    without replaced rows and without checks."""
     if settings.cartridge:
         return list(base.prefixes)
     experts = targeted_sites(settings.target_parameters or (), base.experts)
-    return targeted_sites(linear_targets(settings, base), base.sites) + experts
+    return targeted_sites(linear_targets(settings, base), {**base.sites, **base.ends}) + experts
 
 
 def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
@@ -146,7 +148,8 @@ def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
     if not targets and not settings.target_parameters:
         raise InvalidRequest("expected at least one target, got none", field="targets")
     _check_experts(settings, base)
-    ends = {end for site in base.sites for end in _ends(site)}
+    check_ends(settings, base)
+    ends = {end for site in (*base.sites, *base.ends) for end in _ends(site)}
     for target in targets:
         if target not in ends:
             available = ", ".join(base.default_targets)
@@ -172,6 +175,32 @@ def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
         raise InvalidRequest("orthogonal initialisation needs even ranks", field="init")
     check_blocks(settings, base, ranks)
     return sites
+
+
+def check_ends(settings: LoraSettings, base: BaseSpec) -> None:
+    """Raise `InvalidRequest` for changes of the embedding and the head that cannot be trained."""
+    if settings.modules_to_save:
+        raise InvalidRequest(
+            f"an adapter that replaces all of {' and '.join(settings.modules_to_save)} can be served, not trained",
+            field="modules_to_save",
+        )
+    tokens, pairs = settings.trainable_token_indices or {}, targeted_sites(settings.targets or (), base.ends)
+    for name, own in tokens.items():
+        field = "trainable_token_indices"
+        if name not in base.ends:
+            names = ", ".join(base.ends) or "none, as on several GPUs"
+            raise InvalidRequest(f"expected modules among {names}, got {name[:80]!r}", field=field)
+        try:
+            check_tokens(name, own, base)
+        except CorruptAdapter as error:
+            raise InvalidRequest(error.message, field=field) from None
+        if name in pairs and base.ends[name].layer < 0:
+            raise InvalidRequest(f"expected {name} among targets or trained tokens, as in PEFT, got both", field=field)
+    if tokens or pairs:
+        raise InvalidRequest("training of the embedding and the head is not implemented", field="targets")
+    for field, off in (("use_dora", False), ("bd_blocks", 1)):
+        if (tokens or pairs) and getattr(settings, field) != off:
+            raise InvalidRequest(f"expected {field} of {off} with embedding or head", field=field)
 
 
 def _check_experts(settings: LoraSettings, base: BaseSpec) -> None:

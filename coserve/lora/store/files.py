@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from coserve.core.errors import UnsupportedAdapter
-from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_rows
 from coserve.core.types import AdapterDigests, BaseSpec
 from coserve.lora.files.bdlora import blocks_at
 from coserve.lora.files.cartridge import EMBEDDINGS
+from coserve.lora.files.ends import peft_name
 from coserve.lora.files.experts import peft_module
 from coserve.lora.files.gate import is_cartridge, read_any_config
 from coserve.lora.files.peft import FINGERPRINT, PREFIX, QUANTIZATION, config_file, read_layout
@@ -120,13 +121,18 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
     if weights.settings.cartridge:
         tensors[EMBEDDINGS] = embeddings(weights)
     for site, pair in () if weights.settings.cartridge else weights.sites.items():
+        if is_rows(site):
+            tensors[PREFIX + peft_name(site, weights.sites)] = pair.a_RD.detach().float().cpu().contiguous()
+            continue
         assert (pair.a_blocks, pair.b_blocks) == blocks_at(weights.settings, site), f"{site} is not as its settings say"
         name, b_OR = f"{PREFIX}{site}", pair.b_OR
         if pair.experts > 1:
             name = PREFIX + peft_module(site, weights.sites, base)
             b_OR = b_OR.view(pair.experts, -1, pair.rank).permute(1, 2, 0).flatten(1)  # PEFT's is expert-minor
-        tensors[f"{name}.lora_A.weight"] = pair.a_RD.detach().float().cpu().contiguous()
-        tensors[f"{name}.lora_B.weight"] = b_OR.detach().float().cpu().contiguous()
+        embeds = site in base.ends and base.ends[site].layer < 0
+        a, b = ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A.weight", "lora_B.weight")
+        tensors[f"{name}.{a}"] = pair.a_RD.detach().float().cpu().contiguous()
+        tensors[f"{name}.{b}"] = b_OR.detach().float().cpu().contiguous()
         if pair.magnitude_O is not None:
             tensors[f"{PREFIX}{site}.lora_magnitude_vector"] = pair.magnitude_O.detach().float().cpu().contiguous()
     metadata = {"format": "pt", FINGERPRINT: base.fingerprint}

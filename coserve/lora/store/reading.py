@@ -18,6 +18,7 @@ from coserve.lora.files.peft import AdapterTensors
 from coserve.lora.files.tensorfile import TensorEntry, TensorFile
 from coserve.lora.store.experts import expert_matrices
 from coserve.lora.store.packing import PackedLayout, PackedSites, host_piece
+from coserve.model.adapters.end_sites import replaced
 from coserve.model.lora import LoraWeights
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -77,6 +78,7 @@ def _layout(tensors: AdapterTensors, base: BaseSpec, dtype: torch.dtype, vector:
         )
         for name, shape in tensors.sites.items()
     }
+    pairs |= {name: LoraPair(empty(entry), shaped(0, entry.shape[0]), 1.0) for name, entry in tensors.rows.items()}
     return PackedLayout(LoraWeights(tensors.settings, pairs), vector=vector)
 
 
@@ -91,8 +93,12 @@ def _fill(
     """Read these sites into their piece of memory. Raises as `read_sites`."""
     size, memory = layout.dtype.itemsize, piece.numpy().data
     buffers: tuple[memoryview, memoryview] | None = None
-    linear = [name for name in names if name not in tensors.experts]
+    linear = [name for name in names if name in tensors.a]
     for name in names:
+        if name in tensors.rows:
+            rows_KD = _tensor(file, tensors.rows[name], _space(tensors.rows[name]))
+            layout.copy(name, replaced(rows_KD), piece)
+            continue
         if name in tensors.experts:
             of_experts = tensors.experts[name]
             a_RD, b_OR = expert_matrices(
