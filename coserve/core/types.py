@@ -243,7 +243,7 @@ class LoraRequest(Wire, frozen=True):
     ones (o, down). It suits tensor parallelism over that many GPUs or any divisor. `r` is the total rank of all blocks.
     1: plain LoRA."""
     targets_bd_a: BlockNames | None = None
-    """Substrings of names of sites with a block-diagonal A; in neither list: plain LoRA. Both None: row-parallel ones."""
+    """Substrings of names of sites with a block-diagonal A; in neither list: plain LoRA. Both None: row-parallel."""
     targets_bd_b: BlockNames | None = None
     """Substrings of the names of sites with a block-diagonal B. If both lists are None: the column-parallel sites."""
     trainable_token_indices: TrainedTokens | None = None
