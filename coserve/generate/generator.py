@@ -247,6 +247,7 @@ class Generator:
         step, adapters = step_input(shares, self._store.in_pages)
         try:
             with contained(self._base.device):
+                self._kv.buffer.step_begins()
                 launched = self._executor.launch(step, adapters)
         except EngineFault:
             raise

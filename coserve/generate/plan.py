@@ -38,8 +38,8 @@ class Plan:
     step_tokens: int
     """Token budget of a step."""
     blocked: bool
-    """Whether the step would compute nothing without the waiting requests, because the first request waiting for pages
-    waits for its adapter to be read again."""
+    """Whether the step would compute nothing without the waiting requests, because all requests waiting for pages wait
+    for their adapters to be read again."""
     deadlines: Deadlines
     admitting_nobody: StepShape
     """Shape of the step without the waiting requests. Assumes that there are pages for all prompts, and no cached

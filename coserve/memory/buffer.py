@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coserve.kernels.attention.interface import KvShape
@@ -43,8 +45,8 @@ def page_layout(kv_shapes: Sequence[KvShape], page_tokens: int, dtype: torch.dty
 class PageBuffer:
     """The memory of P pages, plus one that is never allocated and stays zero; `pool` keeps track of which are in use.
 
-    All writes are on the current stream, as are the launches of steps. So a page may be reused while an earlier step
-    still reads its old content.
+    All writes but those to quiet spans are on the current stream, as are the launches of steps. So a page may be reused
+    while an earlier step still reads its old content.
     """
 
     def __init__(self, pages: int, page_bytes: int, device: torch.device) -> None:
@@ -53,6 +55,8 @@ class PageBuffer:
         self.page_bytes = page_bytes
         self.bytes = torch.zeros(pages + 1, page_bytes, dtype=torch.uint8, device=device)
         """(P + 1, page_bytes)."""
+        self._busy: NDArray[np.bool_] | None = None
+        """(P): pages that the step in flight may use; None: others may be in use, too."""
 
     @property
     def device(self) -> torch.device:
@@ -74,8 +78,18 @@ class PageBuffer:
     def move(self, moved: Mapping[int, int]) -> None:
         """Copy pages to others. `moved`: old page -> new page."""
         if moved:
+            self._busy = None
             places = torch.tensor([list(moved), list(moved.values())]).to(self.device)
             self.bytes.index_copy_(0, places[1], self.bytes.index_select(0, places[0]))
+
+    def step_begins(self) -> None:
+        """Call it before each launch of a step, when all steps before the one in flight have ended."""
+        self._busy = self.pool.in_use()
+
+    def is_quiet(self, span: Span) -> bool:
+        """Whether no work on the device uses the span's pages: the step in flight does not, and no pages have moved
+        since its launch."""
+        return self._busy is not None and not self._busy[span.first : span.first + span.pages].any()
 
     def of(self, span: Span) -> Tensor:
         """The span's memory: (N) uint8."""

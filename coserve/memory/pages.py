@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coserve.memory.spans import EMPTY, IN_USE, PINNED, cheapest_run, free_run
 
@@ -70,6 +71,11 @@ class PagePool:
     def used(self) -> int:
         """Pages with references."""
         return self.total - self.free_pages
+
+    def in_use(self) -> NDArray[np.bool_]:
+        """(P): whether each page has references, its own or its span's."""
+        used: NDArray[np.bool_] = self._state >= IN_USE
+        return used
 
     def references(self, page: int) -> int:
         """Return the reference count of a single page."""

@@ -64,3 +64,27 @@ def test_moved_pages_take_their_contents_along() -> None:
     assert buffer.of(span).shape == (3 * ALIGNMENT,)
     assert buffer.of(span).data_ptr() == buffer.bytes[span.first].data_ptr()
     assert not buffer.bytes[-1].any(), "the last page stays zero"
+
+
+def test_a_span_is_quiet_where_the_step_in_flight_uses_none_of_its_pages() -> None:
+    """Also pages that were freed since its launch are used by it; and after a move nobody knows."""
+    buffer = PageBuffer(8, ALIGNMENT, torch.device("cpu"))
+    pages, whole = buffer.pool.allocate(4), buffer.allocate_span(2)
+    assert pages == [0, 1, 2, 3] and whole is not None
+    assert not buffer.is_quiet(whole[0]), "no step has begun"
+    buffer.step_begins()
+    buffer.pool.free(pages)
+    buffer.pool.release_span(whole[0])
+    free = buffer.allocate_span(2)
+    assert free is not None and (free[0].first, free[1]) == (4, {})
+    assert buffer.is_quiet(free[0])
+    reused = buffer.allocate_span(3)
+    assert reused is not None and not reused[1]
+    assert not buffer.is_quiet(reused[0])
+    buffer.step_begins()
+    assert not buffer.is_quiet(reused[0]), "it may be read"
+    buffer.pool.release_span(reused[0])
+    buffer.step_begins()
+    assert buffer.is_quiet(reused[0])
+    buffer.move({0: 1})
+    assert not buffer.is_quiet(reused[0])

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from coserve.lora.store.copying import PageCopies
 from coserve.lora.store.entry import Entry, GpuCopy
 from coserve.lora.store.mirror import CopyMirror, NoMirror
-from coserve.lora.store.packing import copied_into
 from coserve.lora.store.times import LoadTimes
 from coserve.memory.buffer import PageBuffer
 from coserve.model.lora import LoraWeights
@@ -45,7 +45,7 @@ class AdapterPages:
         """`evicted` is called when an adapter has lost its GPU copy. It must not allocate pages. `placed` is called
         with each new GPU copy, after the mirror's."""
         self._buffer, self._evicted, self._mirror, self._placed = buffer, evicted, mirror or NoMirror(), placed
-        self._times = times or LoadTimes()
+        self._times, self._copies = times or LoadTimes(), PageCopies(buffer)
 
     def pages(self, entry: Entry) -> int:
         """Number of pages that the adapter takes."""
@@ -73,7 +73,7 @@ class AdapterPages:
             return None
         span, moved = taken
         with self._times.during("copy"):
-            entry.gpu = GpuCopy(copied_into(self._buffer.of(span), entry.host), span)
+            entry.gpu = GpuCopy(self._copies.copy(entry.host, span), span)
         self._mirror.loaded(entry.ref, span, moved)
         self._placed(entry.gpu.weights)
         return Activated(entry.gpu.weights, moved)
