@@ -34,7 +34,7 @@ adapters_app = typer.Typer(
     rich_markup_mode=PLAIN,
     help="List, import, download, roll back, convert and delete adapters.",
 )
-HEADERS = ("ADAPTER", "RANK", "SIZE", "AGE", "SOURCE", "NEWER")
+HEADERS = ("ADAPTER", "RANK", "SIZE", "AGE", "SOURCE", "NEWER", "ALIASES", "TAGS", "KEPT")
 
 
 @adapters_app.command("list")
@@ -71,10 +71,11 @@ def show_adapter(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key
 
 
 @adapters_app.command("import")
-def import_adapter(name: str, folder: Path, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """Upload a folder of PEFT files as the next version of NAME."""
+def import_adapter(name: str, source: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Upload PEFT files as the next version of NAME: a folder, an archive (.tar, .tar.gz, .zip), or a URL of either,
+    which is fetched here (s3://BUCKET/PATH, hf://OWNER/NAME)."""
     with connect(url, key) as client:
-        _show_adapter(client.import_adapter(name, folder), as_json)
+        _show_adapter(client.import_adapter(name, source), as_json)
 
 
 @adapters_app.command("download")
@@ -255,16 +256,24 @@ def _show_adapter(adapter: Adapter, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(adapter).decode())
         return
-    marks = [f"tags {', '.join(adapter.tags)}"] if adapter.tags else []
-    marks += ["pinned"] if adapter.pinned else []
-    if adapter.expires_at is not None:
-        marks.append(f"deleted in {age(adapter.expires_at - time.time())}")
+    lists = {"tags": adapter.tags, "aliases": adapter.aliases}
+    marks = [f"{name} {', '.join(values)}" for name, values in lists.items() if values]
+    marks += _kept(adapter, time.time())
     print("  ".join((adapter.ref, f"rank {_rank(adapter)}", _size(adapter), adapter.source, *marks)))
+
+
+def _kept(adapter: Adapter, now: float) -> list[str]:
+    """How long the adapter stays: in host memory, and at all."""
+    marks = ["pinned"] if adapter.pinned else []
+    if adapter.expires_at is not None:
+        marks.append(f"deleted in {age(adapter.expires_at - now)}")
+    return marks
 
 
 def _cells(adapter: Adapter, now: float) -> tuple[str, ...]:
     newer = "" if adapter.newest in (None, adapter.version) else f"{adapter.id}@{adapter.newest}"
-    return adapter.ref, _rank(adapter), _size(adapter), age(now - adapter.created_at), adapter.source, newer
+    of_name = newer, ", ".join(adapter.aliases), ", ".join(adapter.tags), ", ".join(_kept(adapter, now))
+    return adapter.ref, _rank(adapter), _size(adapter), age(now - adapter.created_at), adapter.source, *of_name
 
 
 def _rank(adapter: Adapter) -> str:

@@ -32,6 +32,7 @@ from coserve.client.options import (
     learn_request,
     with_rows,
 )
+from coserve.client.remote_files import local_files
 from coserve.client.retry import RetryPolicy
 from coserve.client.transport import HttpTransport, Response, Transport
 from coserve.core.errors import InternalError, InvalidRequest, Unreachable
@@ -288,11 +289,16 @@ class AsyncClient:
         return await self._caller.json(self._caller.request("GET", f"/adapters/{_quoted(ref)}"), Adapter)
 
     async def import_adapter(self, name: str, folder: Path | str | None = None, *, path: str | None = None) -> Adapter:
-        """Make PEFT files the next version of `name`: a local folder, or the path of a folder at the daemon."""
+        """Make PEFT files the next version of `name`: a local folder or archive (.tar, .tar.gz, .zip), a URL that
+        fsspec opens (`s3://...`, or `hf://OWNER/NAME` on the hub), or the path of a folder at the daemon."""
         if (folder is None) == (path is None):
             raise InvalidRequest("expected one of folder and path", field="folder")
-        body = ImportRequest(name=name, path=path) if folder is None else adapter_upload(name, Path(folder))
-        return await self._caller.json(self._caller.request("POST", "/adapters", body=body), Adapter)
+        if folder is None:
+            body = ImportRequest(name=name, path=path)
+            return await self._caller.json(self._caller.request("POST", "/adapters", body=body), Adapter)
+        async with local_files(folder) as source:
+            upload = adapter_upload(name, source)
+            return await self._caller.json(self._caller.request("POST", "/adapters", body=upload), Adapter)
 
     async def download_adapter(self, ref: str, folder: Path | str) -> Path:
         """Save PEFT files into `folder`, which must be missing or empty, and return it."""

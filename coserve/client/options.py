@@ -257,16 +257,19 @@ def cut_warning(job: Job) -> str | None:
     )
 
 
-def adapter_upload(name: str, folder: Path) -> Upload:
-    """Return the upload of a PEFT folder's two files. Raises `InvalidRequest` if one is missing."""
-    if not folder.is_dir():
-        raise InvalidRequest(
-            f"expected a folder of PEFT files, got {str(folder)!r}, which is not a folder", field="folder"
-        )
+def adapter_upload(name: str, source: Path) -> Upload:
+    """Return the upload of a PEFT folder's two files, or of an archive of them. Raises `InvalidRequest` if one is
+    missing."""
+    settings = encode_body(ImportRequest(name=name))
+    if source.is_file():
+        return Upload(settings, ((source.name, source),))
+    if not source.is_dir():
+        got = f"got {str(source)!r}, where there is neither"
+        raise InvalidRequest(f"expected a folder of PEFT files or an archive, {got}", field="folder")
     for file in ADAPTER_FILES:
-        if not (folder / file).is_file():
+        if not (source / file).is_file():
             raise InvalidRequest(f"expected a file {file!r} in the folder, got none", field="folder")
-    return Upload(encode_body(ImportRequest(name=name)), tuple((file, folder / file) for file in ADAPTER_FILES))
+    return Upload(settings, tuple((file, source / file) for file in ADAPTER_FILES))
 
 
 def as_struct(value: object, type: type[T], field: str) -> T:

@@ -30,6 +30,9 @@ ADAPTER_FILES: Final = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 TOKEN_ROWS, WHOLE_COPY = ".token_adapter", ".modules_to_save"
 """Ends of the names of an adapter's replaced rows of an embedding or head (`lm_head.token_adapter`): some, or all."""
 
+ARCHIVES: Final = (".tar", ".tar.gz", ".tgz", ".zip")
+"""Endings of an archive of these files. Of other compressions a few bytes may need gigabytes of memory."""
+
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
 """Files that may hold pickled code: never opened."""
 

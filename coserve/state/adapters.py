@@ -265,6 +265,7 @@ class AdapterTable(NameTable):
         only = principal().only
         names = [found for (found,) in self._db.execute(like, (len(id), only, only, MAX_COMPARED))]
         names += [job.spec.adapter for job in unfinished if job.spec.adapter != id]
+        names += [alias.name for alias in self.aliases()]
         return AdapterNotFound(f"no adapter {name!r}{near_miss(id, names)}", field="adapter")
 
     def current_version(self, id: str) -> int | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import aiohttp
 import pytest
 
 from coserve.core.link import DropAdapter, Generate
+from coserve.core.names import ADAPTER_FILES
 from coserve.core.types import AdapterRef
 from coserve.state.failpoints import armed
 from tests.support.api_server import Api
@@ -29,10 +32,41 @@ def upload(folder: Path, name: str = "poet", **extra: bytes) -> aiohttp.FormData
     return form
 
 
+def form(*files: Path) -> aiohttp.FormData:
+    """A form with these files."""
+    made = aiohttp.FormData()
+    made.add_field("settings", json.dumps({"name": "poet"}), content_type="application/json")
+    for file in files:
+        made.add_field("file", file.read_bytes(), filename=file.name)
+    return made
+
+
+def shortened(archive: Path) -> Path:
+    """A copy that ends before the second file does."""
+    cut = archive.with_name(f"cut{''.join(archive.suffixes)}")
+    cut.write_bytes(archive.read_bytes()[: min(1500, archive.stat().st_size // 2)])
+    return cut
+
+
 @pytest.fixture
 def peft(tmp_path: Path, api: Api) -> Path:
     write_peft(tmp_path / "peft", api.base, rank=3)
     return tmp_path / "peft"
+
+
+@pytest.mark.parametrize("kind", ["tar", "gztar", "zip"])
+async def test_an_archive_is_imported_and_a_bad_one_leaves_nothing(api: Api, peft: Path, kind: str) -> None:
+    archive = Path(shutil.make_archive(str(peft.parent / "packed"), kind, peft))
+    files = [peft / name for name in ADAPTER_FILES]
+    status, adapter = await api.call("POST", "/adapters", data=form(archive))
+    assert (status, adapter["ref"], adapter["rank"]) == (201, "poet@1", 3)
+    cut = shortened(archive)
+    await api.refused(422, "corrupt_adapter", "POST", "/adapters", data=form(cut))
+    await api.refused(400, "invalid_request", "POST", "/adapters", data=form(archive, archive))
+    await api.refused(400, "invalid_request", "POST", "/adapters", data=form(archive, *files))
+    await api.refused(400, "invalid_request", "POST", "/adapters", data=form(*files, archive))
+    assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
+    assert await asyncio.to_thread(lambda: [*api.folder.staging.iterdir()]) == []
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])

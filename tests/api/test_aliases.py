@@ -34,6 +34,8 @@ async def test_every_route_takes_an_alias_and_the_canary_gets_its_share(api: Api
         assert got.keys() == {1, 2}
         with pytest.raises(AdapterBusy):
             await client.delete_adapter("poet@2")
+        assert [(each.ref, each.aliases) for each in (await client.adapters()).data] == [("poet@2", ("prod",))]
+        assert (await client.adapter("poet@1")).aliases == ("prod",)
         moved = await client.promote_alias("prod")
         assert (moved.target, moved.canary, moved.previous) == ("poet@2", None, "poet@1")
         assert (await client.generate("a", adapter="prod")).version == 2
@@ -43,6 +45,8 @@ async def test_every_route_takes_an_alias_and_the_canary_gets_its_share(api: Api
             await client.set_alias("poet", "poet@1")
         with pytest.raises(InvalidRequest):
             await client.set_alias("fake", "poet@1")
+        with pytest.raises(AdapterNotFound, match=r"'prof'.*'prod'"):
+            await client.generate("a", adapter="prof")
         await client.delete_alias("prod")
         with pytest.raises(AdapterNotFound):
             await client.generate("a", adapter="prod")

@@ -228,6 +228,33 @@ async def test_adapters(tmp_path: Path) -> None:
     assert [request.path for request in daemon.requests[4:]] == ["/adapters/a", "/adapters/a%2F..%2Fb%3Fc"]
 
 
+async def test_adapters_come_from_archives_and_urls(tmp_path: Path) -> None:
+    """A URL is read here, by fsspec."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    files = MemoryFileSystem()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        files.pipe_file(f"/poet/{name}", name.encode())
+    files.pipe_file("/poet.tar.gz", b"packed")
+    (tmp_path / "poet.zip").write_bytes(b"packed")
+    sources, seen = (str(tmp_path / "poet.zip"), "memory://poet", "memory://poet.tar.gz"), list[tuple[str, bytes]]()
+
+    def answer(request: Request) -> Response:
+        assert isinstance(request.body, Upload)
+        seen.extend((name, path.read_bytes()) for name, path in request.body.files if isinstance(path, Path))
+        return reply(ADAPTER, 201)
+
+    client = AsyncClient(transport=MockTransport(answer))
+    for source in sources:
+        await client.import_adapter("a", source)
+    folder = [(name, name.encode()) for name in ("adapter_config.json", "adapter_model.safetensors")]
+    assert seen == [("poet.zip", b"packed"), *folder, ("poet.tar.gz", b"packed")]
+    with pytest.raises(InvalidRequest, match="FileNotFoundError"):
+        await client.import_adapter("a", "memory://nothing")
+    with pytest.raises(InvalidRequest, match="unknown"):
+        await client.import_adapter("a", "unknown://poet")
+
+
 async def test_health_metrics_and_description() -> None:
     daemon = Daemon(reply(HEALTH, 503), Response(200, {}, b"a 1\n"), Response(200, {}, b'{"openapi": "3.1.0"}'))
     assert (await daemon.client.health()).status == "starting", "an answer, not an error, and at once"

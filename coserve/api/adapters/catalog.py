@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from coserve.api.adapters.expiry import Expiry
+from coserve.api.adapters.facts import NEW, Facts, FactsReader
 from coserve.api.adapters.filters import EVERY, AdapterFilter
 from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.inspection import Inspection
@@ -177,9 +178,8 @@ class AdapterCatalog:
         versions: list[int] | None = None,
         *,
         current: bool = True,
-        facts: tuple[Labels, bool] = (Labels(), False),
+        facts: Facts = NEW,
     ) -> Adapter:
-        labels, pinned = facts
         return Adapter(
             id=record.ref.id,
             version=record.ref.version,
@@ -200,9 +200,10 @@ class AdapterCatalog:
             bd_blocks=record.bd_blocks,
             cartridge=record.cartridge,
             parent=record.parent,
-            tags=labels.tags,
-            expires_at=labels.expires_at,
-            pinned=pinned,
+            tags=facts.labels.tags,
+            expires_at=facts.labels.expires_at,
+            pinned=facts.pinned,
+            aliases=facts.aliases,
             corpus_digest=record.corpus_digest,
         )
 
@@ -214,7 +215,7 @@ class AdapterCatalog:
                 record = registry.adapter(name, version)
                 versions = [each.ref.version for each in registry.versions(name)]
                 current = record.ref.version == registry.current_version(name)
-                facts = registry.labels(name), record.ref in registry.pins()
+                facts = FactsReader(registry).of(record.ref)
             return self._view(record, versions[-1], versions, current=current, facts=facts)
 
         return await self._registry.read(find)
@@ -265,13 +266,9 @@ class AdapterCatalog:
                     search=chosen.search,
                     keep=lambda record: chosen.accepts(record, resident, registry.labels(record.ref.id).tags),
                 )
-                pins = registry.pins()
+                facts = FactsReader(registry)
                 return [
-                    self._view(
-                        record,
-                        registry.newest_version(record.ref.id),
-                        facts=(registry.labels(record.ref.id), record.ref in pins),
-                    )
+                    self._view(record, registry.newest_version(record.ref.id), facts=facts.of(record.ref))
                     for record in records
                 ]
 

@@ -18,11 +18,14 @@ from coserve.api.http.room import leave_room
 from coserve.api.http.server import ask_for_body
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import BodyTooLarge, InvalidRequest, QueueFull, UnsafeAdapter, UnsupportedEncoding
-from coserve.core.names import PICKLE_SUFFIXES
+from coserve.core.names import ARCHIVES, PICKLE_SUFFIXES
+from coserve.lora.files.unpack import unpack_adapter
 from coserve.state.durable import disk_errors
 
 MAX_SETTINGS_BYTES = 1 << 20
 MAX_UPLOADS = 8
+ARCHIVE = "archive"
+"""Name under which an archive of the expected files is saved."""
 MAX_FIELDS = 8
 """Most fields of a form, its file not counted."""
 MAX_FILENAME = 256
@@ -53,11 +56,15 @@ class UploadReader:
     ) -> AsyncIterator[tuple[T, Path]]:
         """Yield the part `settings` as `type`, and a folder with the files, which is deleted when the block ends.
 
-        `names`: the file names to expect; empty: one file, saved as `file`. At most `MAX_UPLOADS` run at once.
+        `names`: the file names to expect, or one archive of an adapter with them; empty: one file, saved as `file`. At
+        most `MAX_UPLOADS` run at once.
         """
         async with self._folder(request, staging) as folder:
             with body_errors():
                 settings = await self._receive(request, folder, names)
+            if (archive := folder / ARCHIVE).exists():
+                await uncancelled_thread(unpack_adapter, archive, folder, self._max_body)
+                await uncancelled_thread(archive.unlink)
             yield await self._bodies.decode(settings, type), folder
 
     @asynccontextmanager
@@ -99,7 +106,7 @@ class UploadReader:
                 await self._save(request, part, folder / name)
             else:
                 raise InvalidRequest(f"expected one part 'settings' and parts 'file', got {str(part.name)[:80]!r}")
-        for missing in sorted(set(names or ("file",)) - files):
+        for missing in sorted(set() if ARCHIVE in files else set(names or ("file",)) - files):
             raise InvalidRequest(f"expected a file {missing!r}, got none", field="file")
         if settings is None:
             raise InvalidRequest("expected a part 'settings', got none", field="settings")
@@ -174,6 +181,8 @@ def _file_name(part: BodyPartReader, names: tuple[str, ...], seen: set[str]) -> 
     given = part.filename or ""
     if given.lower().endswith(PICKLE_SUFFIXES):
         raise UnsafeAdapter(f"expected safetensors, got {given[-80:]!r}: pickle files are never opened", field="file")
-    if given not in names or given in seen:
-        raise InvalidRequest(f"expected one file each of {' and '.join(names)}, got {given[-80:]!r}", field="file")
-    return given
+    name = ARCHIVE if given.lower().endswith(ARCHIVES) else given
+    if name not in (*names, ARCHIVE) or name in seen or (seen and ARCHIVE in (*seen, name)):
+        expected = f"one file each of {' and '.join(names)}, or one archive ({', '.join(ARCHIVES)})"
+        raise InvalidRequest(f"expected {expected}, got {given[-80:]!r}", field="file")
+    return name

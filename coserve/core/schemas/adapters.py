@@ -14,7 +14,8 @@ from coserve.core.types import TrainingRequest, Wire
 
 class ImportRequest(Wire, frozen=True, omit_defaults=True):
     """Body of `POST /adapters`: JSON with `path`, or multipart/form-data with a part `settings` (this schema as JSON,
-    without `path`) followed by a part `file` for each of adapter_config.json and adapter_model.safetensors.
+    without `path`) followed by a part `file` for each of adapter_config.json and adapter_model.safetensors, or for one
+    archive of them (.tar, .tar.gz, .tgz, .zip).
     """
 
     name: AdapterName
@@ -60,6 +61,8 @@ class Adapter(Wire, frozen=True):
     """When the name is deleted; null: never."""
     pinned: bool = False
     """Whether the version stays in host memory."""
+    aliases: tuple[str, ...] = ()
+    """Aliases that send requests to the version, also as their canary."""
     corpus_digest: str | None = None
     """SHA-256 (hex) of the tokenised corpus on which the job trained it."""
 

@@ -1,0 +1,133 @@
+"""Archives of adapters: two files come out, under our names, and nothing else happens."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coserve.core.errors import AdapterError, BodyTooLarge, CorruptAdapter, UnsafeAdapter
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
+from coserve.lora.files.unpack import MEMBERS, unpack_adapter
+from tests.support.examples import examples
+
+BOTH = ((ADAPTER_CONFIG, b"{}"), (ADAPTER_WEIGHTS, b"tensors" * 1000))
+MOST = 1 << 20
+KINDS = ("tar", "tar.gz", "zip")
+
+
+def make(kind: str, *members: tuple[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as packed:
+            for name, content in members:
+                packed.writestr(name, content)
+        return buffer.getvalue()
+    with tarfile.open(fileobj=buffer, mode="w:gz" if kind == "tar.gz" else "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def unpack(root: Path, archive: bytes, most: int = MOST) -> dict[str, bytes]:
+    """Returns what lies in the folder then; nothing may lie beside it."""
+    (root / "in").write_bytes(archive)
+    (folder := root / "deep" / "folder").mkdir(parents=True)
+    try:
+        unpack_adapter(root / "in", folder, most)
+    finally:
+        beside = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()} - {"in"}
+        assert beside <= {f"deep/folder/{name}" for name in ADAPTER_FILES}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prefix", ["", "poet/", "a/b/c/", "../../", "/etc/", "x" * 300 + "/"])
+def test_both_files_come_out_of_any_one_folder(tmp_path: Path, kind: str, prefix: str) -> None:
+    members = [(f"{prefix}{name}", content) for name, content in BOTH]
+    archive = make(kind, (f"{prefix}README.md", b"a card"), *members, ("../../evil", b"skipped"))
+    assert unpack(tmp_path, archive) == dict(BOTH)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("members", "error"),
+    [
+        (BOTH[:1], CorruptAdapter),
+        ((), CorruptAdapter),
+        ((*BOTH, (f"other/{ADAPTER_CONFIG}", b"{}")), CorruptAdapter),
+        (((f"a/{ADAPTER_CONFIG}", b"{}"), (f"b/{ADAPTER_WEIGHTS}", b"")), CorruptAdapter),
+        ((BOTH[0], (ADAPTER_WEIGHTS, bytes(MOST + 1))), BodyTooLarge),
+        (((f"{i}.txt", b"") for i in range(MEMBERS + 1)), CorruptAdapter),
+    ],
+    ids=["one", "none", "twice", "two folders", "large", "many"],
+)
+def test_other_archives_are_refused(
+    tmp_path: Path, kind: str, members: tuple[tuple[str, bytes], ...], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        unpack(tmp_path, make(kind, *members))
+
+
+@pytest.mark.parametrize("name", [ADAPTER_WEIGHTS, "card.md"])
+@pytest.mark.parametrize("type", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
+def test_links_and_devices_are_refused(tmp_path: Path, name: str, type: bytes) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = type, "/etc/passwd"
+        tar.addfile(info)
+    with pytest.raises(UnsafeAdapter, match="regular"):
+        unpack(tmp_path, buffer.getvalue())
+
+
+def test_a_link_in_a_zip_file_is_refused(tmp_path: Path) -> None:
+    info = zipfile.ZipInfo(ADAPTER_CONFIG)
+    info.external_attr = 0o120777 << 16
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as packed:
+        packed.writestr(info, "/etc/passwd")
+    with pytest.raises(UnsafeAdapter, match="regular"):
+        unpack(tmp_path, buffer.getvalue())
+
+
+def test_a_bomb_in_a_header_or_between_the_files_is_refused(tmp_path: Path) -> None:
+    """Before it takes memory: these are a few KB."""
+    pax = tarfile.TarInfo("x")
+    pax.pax_headers = {"comment": "0" * (8 * MOST)}
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(pax)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(BodyTooLarge):
+        unpack(tmp_path / "a", buffer.getvalue())
+    (tmp_path / "b").mkdir()
+    with pytest.raises(BodyTooLarge):
+        unpack(tmp_path / "b", make("tar.gz", ("filler", bytes(8 * MOST)), *BOTH))
+
+
+def test_a_zip_file_with_a_huge_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CorruptAdapter, match="at most"):
+        unpack(tmp_path, make("zip", *((f"{i}{'x' * 300}", b"") for i in range(4000))))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(kind=st.sampled_from(KINDS), at=st.integers(0, 1 << 16), value=st.integers(0, 255), cut=st.booleans())
+def test_damaged_archives_are_refused_or_whole(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, at: int, value: int, cut: bool
+) -> None:
+    archive = bytearray(make(kind, *BOTH))
+    at %= len(archive)
+    archive[at] = value
+    try:
+        found = unpack(tmp_path_factory.mktemp("x"), bytes(archive[:at] if cut else archive))
+    except (AdapterError, BodyTooLarge):
+        return
+    assert set(found) == set(ADAPTER_FILES)
