@@ -7,7 +7,7 @@ from typing import Final
 
 from coserve.core.access.principal import Scope
 
-ANY: Final = frozenset({"/", "/openapi.json", "/version", "/info"})
+ANY: Final = frozenset({"/", "/openapi.json", "/version", "/info", "/server_info"})
 """Paths whose GET every valid key may use: they tell of the daemon, not of any project."""
 READS: Final = ("/adapters", "/aliases", "/v1/models", "/tokenizer_info")
 """Paths whose GET lists and describes adapters, for whoever generates with them."""
@@ -33,6 +33,8 @@ PREFIXES: Final = {
         "/v1/models",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
+        "/pause",
+        "/resume",
         "/api/v1",
         "/sessions",
     ),

@@ -24,6 +24,7 @@ _QUERY: dict[str, dict[str, Any]] = {
     "tag": {"type": "string", "description": "a tag of the name"},
     "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_LIMIT, "default": PAGE_SIZE},
     "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+    "mode": {"enum": ["keep"], "description": "what happens to requests"},
     "purpose": {"type": "string", "description": "Only files with this purpose."},
 }
 _HEADERS: dict[str, dict[str, Any]] = {

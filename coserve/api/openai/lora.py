@@ -1,4 +1,5 @@
-"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM has them; the tensors may also come in the body."""
+"""What an outside trainer calls at vLLM to publish an adapter: `/v1/load_lora_adapter` (the tensors may also come in
+the body), `/v1/unload_lora_adapter`, `/server_info`, `/pause` and `/resume`."""
 
 from __future__ import annotations
 
@@ -8,11 +9,21 @@ from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import local_path
+from coserve.api.http.responses import json_response
 from coserve.api.http.uploads import UploadReader, is_upload
-from coserve.api.openai.schemas import LoadLoraRequest, UnloadLoraRequest
+from coserve.api.openai.schemas import (
+    LoadLoraRequest,
+    ServedConfig,
+    ServedLora,
+    ServedModel,
+    ServedParallel,
+    ServerInfo,
+    UnloadLoraRequest,
+)
 from coserve.api.service import Service
 from coserve.config import Config
 from coserve.core.errors import ForbiddenPath, InvalidRequest, NotFound
+from coserve.core.limits import MAX_RANK
 from coserve.core.names import ADAPTER_FILES
 
 
@@ -45,6 +56,26 @@ class LoraApi:
         except NotFound as error:
             raise NotFound(error.message, field="lora_name") from None
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def server_info(self, request: web.Request) -> web.StreamResponse:
+        engine, config = self._service.engine, self._config
+        spec = engine.spec
+        served = ServedConfig(
+            ServedModel(spec.name, f"torch.{spec.dtype}", engine.max_model_len),
+            ServedLora(MAX_RANK, config.max_running),
+            ServedParallel(config.tp),
+        )
+        return json_response(ServerInfo(served))
+
+    async def pause(self, request: web.Request) -> web.StreamResponse:
+        """Pauses nothing: a request finishes on the version that it began with, so publishing needs no pause. Raises
+        `InvalidRequest` for the modes that end requests or wait for them."""
+        if (mode := request.query.get("mode", "abort")) != "keep":
+            raise InvalidRequest(f"expected mode=keep, got {mode[:80]!r}: requests are never ended here", field="mode")
+        return web.Response(text="requests run on: each finishes on the version of its adapter that it began with")
+
+    async def resume(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text="nothing was paused")
 
     def _folder(self, text: str) -> Path:
         """Return a folder under `data_root`. Raises `ForbiddenPath`, and `NotFound` where there is none."""

@@ -16,12 +16,13 @@ from coserve.api.openai.schemas import (
     LoadLoraRequest,
     Model,
     ModelList,
+    ServerInfo,
     UnloadLoraRequest,
 )
 
 
 def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
-    """Everything under `/v1`."""
+    """Everything under `/v1`, and what trainers call at vLLM."""
     errors = (404, 422, *BODY_ERRORS, BUSY)
     return (
         Route(
@@ -95,4 +96,15 @@ def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
             errors=(404, 409, *BODY_ERRORS, BUSY, 507),
             error_formats=(OPENAI_ERRORS,),
         ),
+        Route("GET", "/server_info", lora.server_info, "What trainers read of vLLM's settings", response=ServerInfo),
+        Route(
+            "POST",
+            "/pause",
+            lora.pause,
+            "Let requests run on while a trainer loads an adapter, which needs no pause",
+            media="text/plain",
+            query=("mode",),
+            errors=(400,),
+        ),
+        Route("POST", "/resume", lora.resume, "End what `/pause` did: nothing", media="text/plain"),
     )

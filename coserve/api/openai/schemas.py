@@ -362,3 +362,33 @@ class UnloadLoraRequest(Wire, frozen=True, omit_defaults=True):
     lora_name: AdapterName
     lora_int_id: int | None = None
     """Ignored."""
+
+
+class ServedModel(Wire, frozen=True):
+    model: str
+    dtype: str
+    """`torch.bfloat16`, for instance."""
+    max_model_len: int
+
+
+class ServedLora(Wire, frozen=True):
+    max_lora_rank: int
+    max_loras: int
+    """Most adapters in one step."""
+
+
+class ServedParallel(Wire, frozen=True):
+    tensor_parallel_size: int
+    data_parallel_size: Literal[1] = 1
+
+
+class ServedConfig(Wire, frozen=True):
+    model_config: ServedModel
+    lora_config: ServedLora
+    parallel_config: ServedParallel
+
+
+class ServerInfo(Wire, frozen=True):
+    """Response of `GET /server_info`: the part of vLLM's that trainers read."""
+
+    vllm_config: ServedConfig
