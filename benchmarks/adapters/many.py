@@ -42,7 +42,7 @@ from coserve.workloads.arrivals import Arrivals, Process, arrival_times
 from coserve.workloads.popularity import Popularity, Shape, shares
 from coserve.workloads.replay import Sample
 
-FILE, PARTS = "adapters_many.json", ("sat", "ttft", "cold")
+FILE, PARTS = "adapters_many.json", ("sat", "ttft", "cold", "uniform")
 S1, S2, COLD_RANK = (8,), (8, 16, 32, 64), 16
 SETTLED = 4.0
 LOAD = 0.7
@@ -51,11 +51,13 @@ TARGETS = {500: 0.98, 2000: 0.97, 5000: 0.94}
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of the run. `cases`: number of adapters, exponent of the popularity, set of ranks."""
+    """Sizes of the run. `cases`, and `uniform` after all other parts: number of adapters, exponent of the popularity,
+    set of ranks."""
 
     config: dict[str, Any]
     device: str
     cases: tuple[tuple[int, float, str], ...]
+    uniform: tuple[tuple[int, float, str], ...]
     rate: float
     seconds: float
     longest: int
@@ -66,14 +68,15 @@ class Case:
 FULL = Case(
     LLAMA_8B,
     "cuda",
-    ((5, 1, "s1"), (500, 1, "s1"), (2000, 1, "s1"), (2000, 1, "s2"), (500, 0, "s1"), (2000, 0, "s1"), (5000, 1, "s1")),
+    ((5, 1, "s1"), (500, 1, "s1"), (2000, 1, "s1"), (2000, 1, "s2"), (5000, 1, "s1")),
+    ((500, 0, "s1"), (2000, 0, "s1")),
     rate=70,
     seconds=14,
     longest=512,
     cold=12,
     processes=4,
 )
-SMALL = Case(TINY, "cpu", ((5, 1, "s1"), (20, 1, "s1"), (20, 1, "s2")), 8, 6, 16, 2, 1)
+SMALL = Case(TINY, "cpu", ((5, 1, "s1"), (20, 1, "s1"), (20, 1, "s2")), ((20, 0, "s1"),), 8, 6, 16, 2, 1)
 
 
 class Fleet:
@@ -106,15 +109,21 @@ class Fleet:
 class Run:
     """The parts. Each result is written as soon as it is measured."""
 
-    def __init__(self, case: Case, results: Results, fleet: Fleet, url: str) -> None:
-        self._case, self._results, self._fleet, self._url = case, results, fleet, url
+    def __init__(self, case: Case, results: Results, fleet: Fleet, url: str, end: float) -> None:
+        """`end`: monotonic time after which no case is begun."""
+        self._case, self._results, self._fleet, self._url, self._end = case, results, fleet, url, end
         self._served = dict[tuple[int, float, str], float]()
 
     def sat(self) -> None:
         for key in self._case.cases:
             self._saturate(key)
 
+    def uniform(self) -> None:
+        for key in self._case.uniform:
+            self._saturate(key)
+
     def _saturate(self, key: tuple[int, float, str]) -> None:
+        assert time.monotonic() < self._end, f"no time left for {key}"
         count, exponent, kind = key
         case, before = self._case, load_seconds(self._url)
         requests = self._requests(self._fleet.names(kind, count), exponent, case.rate)
@@ -252,7 +261,7 @@ def _health(url: str) -> dict[str, Any]:
 def main() -> None:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
-    parser.add_argument("--budget", type=float, default=290.0, help="seconds after which no part is begun")
+    parser.add_argument("--budget", type=float, default=290.0, help="seconds after which no case is begun")
     options = parser.parse_args()
     check_tiny(parser, options)
     case, began = (SMALL if options.tiny else FULL), time.monotonic()
@@ -277,7 +286,7 @@ def main() -> None:
         with daemon(served, root / "log.txt") as url:
             wait_ready(url)
             print(f"{time.monotonic() - began:.0f} s: the daemon is ready", flush=True)
-            run = Run(case, results, Fleet(case, root / "data", root, url), url)
+            run = Run(case, results, Fleet(case, root / "data", root, url), url, began + options.budget)
             for part in options.only.split(","):
                 work: Callable[[], None] = getattr(run, part)
                 try:

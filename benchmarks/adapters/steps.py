@@ -1,0 +1,188 @@
+"""The part of a decode step that adapters add, on one GPU: many distinct ones, one merged into the base, copies.
+
+    python -m benchmarks.adapters.steps --out benchmarks/results [--only distinct,merged,copies]
+
+All linear sites of the Llama-3.1-8B shape, adapters of rank 16 (84 MB each), random bf16 values, CUDA graphs of whole
+steps.
+
+`distinct`: the LoRA terms of 64, 128 and 256 tokens in Punica's four popularities (section 7), and the bytes of the
+adapters in the step over their time. `merged`: the base's products alone, as with one adapter merged into the base
+(S-LoRA's figure 7), and with the terms of one adapter. Attention, norms and sampling are left out, so a whole step
+gains less. Merging itself is timed, too. `copies`: adapters from pinned memory to pages, before a step on its stream as
+the engine does it, and beside the step on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from benchmarks.common.options import make_parser
+from benchmarks.common.provenance import gpu_names
+from benchmarks.common.results import Results, Target
+from benchmarks.common.timing import event_us, graph_us
+from benchmarks.kernels import lora_backends as backends
+from benchmarks.kernels import lora_cases as cases
+from benchmarks.kernels.lora import step_call
+
+LAYERS, RANK, ADAPTERS = 32, 16, 256
+BATCHES, POPULARITIES = (64, 128, 256), ("distinct", "uniform", "skewed", "identical")
+MERGED_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+GAIN = 1.1
+"""What merging must gain to be worth it."""
+LOADED, BLOCK = 3, 8 << 20
+"""Adapters that are loaded before one step, and bytes of a copy."""
+
+
+def stack(tokens: int, adapters: int) -> list[cases.Layer]:
+    """The site groups of all layers."""
+    return [cases.make_layer(group, tokens, [RANK] * adapters) for _ in range(LAYERS) for group in cases.LLAMA]
+
+
+def cut(layers: list[cases.Layer], tokens: int) -> list[cases.Layer]:
+    """The same layers for the first `tokens` tokens."""
+    return [replace(each, x=each.x[:tokens].clone(), ys=[y[:tokens].clone() for y in each.ys]) for each in layers]
+
+
+def adapter_bytes(layers: list[cases.Layer]) -> int:
+    """Bytes of one adapter."""
+    pairs = [site[0] for layer in layers for site in layer.pairs]
+    return sum(pair.a_RD.nbytes + pair.b_OR.nbytes for pair in pairs if pair is not None)
+
+
+def distinct(results: Results) -> None:
+    layers = stack(max(BATCHES), ADAPTERS)
+    size = adapter_bytes(layers)
+    for tokens in BATCHES:
+        some = cut(layers, tokens)
+        for popularity in POPULARITIES:
+            owners = cases.owners(popularity, tokens)
+            used = len(set(owners))
+            timing = graph_us([step_call(some, owners, [RANK] * (max(owners) + 1), None)], replays=9)
+            about = {"adapters": used, "adapter_bytes": used * size, "gb_s": round(used * size / timing.us / 1e3, 1)}
+            key = f"adapters.terms_ms.{popularity}.b{tokens}"
+            values = [timing.low / 1e3, timing.high / 1e3]
+            results.put(key, round(timing.us / 1e3, 4), "ms a step", None, values, about)
+
+
+def merged(results: Results) -> None:
+    layers = stack(max(MERGED_BATCHES), 1)
+    weights = [backends.base_weights(layer) for layer in layers]
+    for tokens in MERGED_BATCHES:
+        some = cut(layers, tokens)
+        products = [backends.base_call(layer, own) for layer, own in zip(some, weights, strict=True)]
+        terms = step_call(some, [0] * tokens, [RANK], None)
+
+        def base(products: list[backends.Call] = products) -> None:
+            for product in products:
+                product()
+
+        def both(terms: backends.Call = terms, base: Callable[[], None] = base) -> None:
+            base()
+            terms()
+
+        alone, beside = graph_us([base], replays=9), graph_us([both], replays=9)
+        about = {"merged_ms": round(alone.us / 1e3, 4), "adapter_ms": round(beside.us / 1e3, 4)}
+        gain = beside.us / alone.us
+        results.put(f"adapters.merged_gain.b{tokens}", round(gain, 4), "of the merged base", Target(GAIN), about=about)
+    pairs = [site[0] for layer in layers for site in layer.pairs]
+    flat = [weight for own in weights for weight in own]
+
+    def merge() -> None:
+        for weight, pair in zip(flat, pairs, strict=True):
+            if pair is not None:
+                weight.addmm_(pair.b_OR, pair.a_RD, alpha=pair.scaling)
+
+    timing = event_us([merge], rounds=5)
+    results.put("adapters.merge_ms", round(timing.us / 1e3, 3), "ms to merge one adapter into the base")
+
+
+def copies(results: Results) -> None:
+    layers = stack(64, 1)
+    weights = [backends.base_weights(layer) for layer in layers]
+    size = adapter_bytes(layers)
+    pieces = [min(BLOCK, size - at) for at in range(0, size, BLOCK)]
+    host = [torch.empty(piece, dtype=torch.uint8, pin_memory=True) for piece in pieces]
+    device = [torch.empty_like(piece, device=cases.DEVICE) for piece in host]
+    own, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    calls = [backends.base_call(layer, weight) for layer, weight in zip(layers, weights, strict=True)]
+    calls.append(step_call(layers, [0] * 64, [RANK], None))
+    _all(calls)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        _all(calls)
+
+    def load() -> None:
+        for _ in range(LOADED):
+            for source, target in zip(host, device, strict=True):
+                target.copy_(source, non_blocking=True)
+
+    def before() -> None:
+        load()
+        graph.replay()
+
+    def beside() -> None:
+        own.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(own):
+            load()
+        graph.replay()
+        torch.cuda.current_stream().wait_stream(own)
+
+    ways: dict[str, Callable[[], None]] = {"step": graph.replay, "copy": load, "before": before, "beside": beside}
+    found = {name: _ms(call) for name, call in ways.items()}
+    about = {f"{name}_ms": round(median(values), 3) for name, values in found.items()}
+    about |= {"adapters": LOADED, "bytes": LOADED * size}
+    for name in ("before", "beside"):
+        added = [value - median(found["step"]) for value in found[name]]
+        key = f"adapters.copy_added_ms.{name}"
+        results.put(key, round(median(added), 3), "ms added to a step by three loads", None, added, about)
+
+
+def _all(calls: list[backends.Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _ms(call: Callable[[], None], rounds: int = 15) -> list[float]:
+    """Milliseconds of each call, from the host."""
+    times = list[float]()
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return times[3:]
+
+
+PARTS: dict[str, Callable[[Results], None]] = {"merged": merged, "copies": copies, "distinct": distinct}
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    options = parser.parse_args()
+    settings = {"layers": LAYERS, "rank": RANK, "adapters": ADAPTERS, "block": BLOCK, "loaded": LOADED}
+    results = Results(
+        options.out,
+        "adapter_steps.json",
+        script="benchmarks.adapters.steps",
+        hardware=gpu_names(False),
+        seed=0,
+        revision=options.commit,
+        settings=settings,
+    )
+    for part in options.only.split(","):
+        torch.manual_seed(0)
+        began = time.perf_counter()
+        PARTS[part](results)
+        torch.cuda.empty_cache()
+        print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
