@@ -98,7 +98,7 @@ async def test_every_rollout_is_of_one_policy_while_others_are_published(tmp_pat
     model.eval()
     policy, policies, samples = SimpleNamespace(value=0), list[dict[str, torch.Tensor]](), list[Any]()
     async with serve_real(tmp_path) as api:
-        client, root = VLLMClient(str(api.http.make_url("")).rstrip("/")), api.config.data_root
+        client, root = VLLMClient(f"http://127.0.0.1:{api.port}"), api.config.data_root
         assert root is not None
         args = SimpleNamespace(max_staleness=1)
         await asyncio.to_thread(client.wait_for_server_ready)
