@@ -147,6 +147,25 @@ def test_constants_do_not_outgrow_the_code() -> None:
     assert sum(len(list(constants(path))) for path in FILES) <= 7 * lines / 1000
 
 
+def docstrings(path: Path) -> Iterator[str]:
+    """Docstrings of modules, classes, functions, attributes and constants."""
+    for node in nodes(path):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str() as text)):
+                yield text
+
+
+def test_docstrings_begin_with_what_the_thing_is() -> None:
+    words = ("Of", "Whose", "Where", "What", "Whom")
+    found = [
+        f"{path.relative_to(PACKAGE)}: {text[:60]}"
+        for path in FILES
+        for text in docstrings(path)
+        if text.split(maxsplit=1)[:1] and text.split(maxsplit=1)[0] in words
+    ]
+    assert not found
+
+
 def test_a_package_has_an_init_only_to_export_names() -> None:
     assert not [path for path in FILES if path.name == "__init__.py" and "__all__" not in path.read_text()]
 

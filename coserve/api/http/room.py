@@ -1,4 +1,4 @@
-"""What a project may still store, while bodies of its requests arrive."""
+"""The bytes that a project may still store while bodies of its requests arrive."""
 
 from __future__ import annotations
 

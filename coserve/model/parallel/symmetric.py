@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL, _LARGE = PushShape(2048), PushShape(8192, pushers=512, adders=512)
 PUSHED = {2: ((1 << 20, _SMALL), (32 << 20, _LARGE)), 4: ((1 << 20, _SMALL),), 8: ((1 << 18, _SMALL),)}
-"""By number of ranks: (largest message, kernel shape) of the one-kernel all-reduces.
+"""(Largest message, kernel shape) of the one-kernel all-reduces, by number of ranks.
 
 Each takes 2 · (N - 1) times the largest message in memory. On two GPUs these are the fastest, and faster than NCCL at
 all sizes (`bdlora.json`, all_reduce_us). On four and eight, where a rank sends its data N - 1 times, they are not
