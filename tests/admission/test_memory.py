@@ -8,12 +8,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from coserve.admission.memory import GIB, READINGS, Hold, MemoryAdmission, Start, check_fits, too_large
+from coserve.admission.memory import READINGS, Hold, MemoryAdmission, Start, check_fits, too_large
 from coserve.admission.padding import MOST_SHAPES, padded
 from coserve.admission.recompute_plan import Option, RecomputePlan, job_memory, shared_bytes
 from coserve.admission.shapes import flat_elements, job_state, lora_shapes
 from coserve.core.errors import BY_CODE, JobTooLarge
-from coserve.core.gpu_memory import LinearBytes, MemoryModel
+from coserve.core.gpu_memory import GIB, LinearBytes, MemoryModel
 from coserve.core.types import AdapterRef, DpoLoss, JobSpec, LoraSettings, Optimizer, TrainingSettings
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.records import make_spec

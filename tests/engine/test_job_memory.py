@@ -13,11 +13,11 @@ from itertools import count
 import msgspec
 import pytest
 
-from coserve.admission.memory import GIB, Hold, MemoryAdmission, Start
+from coserve.admission.memory import Hold, MemoryAdmission, Start
 from coserve.admission.recompute_plan import JobMemory, RecomputePlan, job_memory
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import JobOutOfMemory
-from coserve.core.gpu_memory import MemoryModel, MemoryUse
+from coserve.core.gpu_memory import GIB, MemoryModel, MemoryUse
 from coserve.core.link import (
     CancelJob,
     FromEngine,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coserve.admission.memory import GIB
 from coserve.config import Config
+from coserve.core.gpu_memory import GIB
 from coserve.engine import parts as parts_module
 from coserve.engine.parts import EngineParts, PoolSize
 from coserve.memory.allocator import Reading

@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from coserve.core.errors import ConfigError
-from coserve.core.gpu_memory import LinearBytes
-from coserve.memory.plan import GIB, GRAPHS, GpuMemory, Work, make_plan
+from coserve.core.gpu_memory import GIB, LinearBytes
+from coserve.memory.plan import GRAPHS, GpuMemory, Work, make_plan
 from coserve.memory.profile import Profile
 from tests.support.gpu_memory import COSTS
 
