@@ -77,6 +77,7 @@ def test_an_encoders_memory_is_served_as_a_cartridge(tmp_path: Path) -> None:
         both, *each = (float(encoder.nll(memory.flatten(0, 1)[None], some)) for some in (rows, rows[:1], rows[1:]))
         assert both == pytest.approx((3 * each[0] + each[1]) / 4, rel=1e-4)
         assert save_cartridge(encoder, chunks, tmp_path) == 8
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("coserve/assets/tiny"), str(tmp_path))
+        base = AutoModelForCausalLM.from_pretrained("coserve/assets/tiny", dtype=torch.float32)
+        model = PeftModel.from_pretrained(base, str(tmp_path))
         logprobs = model.eval()(input_ids=torch.tensor([[3, 4, 5, 6, 7]])).logits[0].log_softmax(-1)
     assert each[0] == pytest.approx(-float(logprobs[[1, 2, 3], [5, 6, 7]].mean()), rel=1e-4)

@@ -52,14 +52,13 @@ async def test_a_document_becomes_a_cartridge(api: Api) -> None:
     _, adapter = await api.call("GET", "/adapters/bridge")
     assert (adapter["cartridge"], adapter["rank"], adapter["targets"]) == (True, TOKENS, [])
     folder = api.folder.adapter(AdapterRef("bridge", 1))
-    base = AutoModelForCausalLM.from_pretrained(TINY)
-    ids = torch.tensor([tokenizer().encode(TEXT)[:TOKENS]])
-    begun = torch.cat(
-        [part[0].transpose(0, 1).flatten(1) for layer in base(ids).past_key_values for part in layer[:2]], 1
-    )
+    base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    with torch.no_grad():
+        cache = base(torch.tensor([tokenizer().encode(TEXT)[:TOKENS]])).past_key_values
+    begun = torch.cat([part[0].transpose(0, 1).flatten(1) for layer in cache for part in layer[:2]], 1)
     trained = load_file(folder / "adapter_model.safetensors")["prompt_embeddings"]
     torch.testing.assert_close(trained[0], begun[0], atol=1e-4, rtol=1e-4)
-    assert (trained[1:] - begun[1:]).abs().amin(1).max() > 1e-4
+    assert (trained[1:] - begun[1:]).abs().amax(1).min() > 1e-3, "all others were trained"
     model = PeftModel.from_pretrained(base, str(folder)).eval()
     body = {"prompt": "Where does the bridge stand?", "adapter": "bridge", "max_tokens": 5, "temperature": 0}
     _, answer = await api.call("POST", "/generate", json=body)
