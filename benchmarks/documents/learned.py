@@ -25,7 +25,7 @@ floor) of the `template` questions, summed over documents; its interval is a boo
 in the prompts would have, found in the prefix cache. Measured at the end, on an idle daemon. No number: the adapter is
 not faster.
 
-Rows are written as each document ends, and no job begins after `--seconds`.
+Rows are written as each job ends, and no job begins after `--seconds`: its share is then told of fewer documents.
 """
 
 from __future__ import annotations
@@ -136,15 +136,13 @@ class Run:
                 async with places:
                     if not self.over:
                         await self._document(url, client, seed, document, adapters)
-                        self.report()
 
             await asyncio.gather(*(one(seed, document) for seed, document in own))
 
     async def _document(
         self, url: str, client: AsyncClient, seed: int, document: Document, adapters: list[str]
     ) -> None:
-        rows = list[Row]()
-        arms = Arms(client, seed, document, rows)
+        arms = Arms(client, seed, document, self.rows)
         ids = (await asyncio.to_thread(post, url, "/tokenize", {"prompt": document.text}))["tokens"]
         cut = {"tokens": ids[: ADAPTER_BYTES // KV_BYTES]}
         truncated = (await asyncio.to_thread(post, url, "/detokenize", cut))["prompt"]
@@ -152,6 +150,8 @@ class Run:
             arms.ask("floor"), arms.ask("context", context=document.text), arms.ask("truncated", context=truncated)
         )
         for recipe in self._options.recipes.split(","):
+            if self.over:
+                break
             name = f"{document.name}-{recipe}"
             training: dict[str, Any] = {"seed": seed}
             training |= {"steps": self._options.steps} if self._options.steps else {}
@@ -189,8 +189,9 @@ class Run:
                 if adapters:
                     await arms.ask("wrong", adapter=adapters[-1])
                 adapters.append(name)
-        self.rows += rows
-        print(document.name, shares(rows), f"{time.monotonic() - self._began:.0f} s", flush=True)
+            self.report()
+        own = [row for row in self.rows if row.document == document.name]
+        print(document.name, shares(own), f"{time.monotonic() - self._began:.0f} s", flush=True)
 
     def report(self) -> None:
         """Write all rows, and the keys that can be told of them."""
@@ -297,7 +298,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="of each job; 0: what the daemon chooses")
     parser.add_argument("--daemons", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=4, help="documents at a time, on each daemon")
-    parser.add_argument("--seconds", type=float, default=1e9, help="after which no document begins")
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which no job begins")
     parser.add_argument("--serve", default="", help="further options of coserve serve, in one text")
     parser.add_argument("--cost", action="store_true", help="measure documents.gpu_s.4k instead")
     options = parser.parse_args()
