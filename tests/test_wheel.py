@@ -1,7 +1,8 @@
-"""The wheel, installed by itself outside of the repository: it has all files of the package, and runs the demo."""
+"""The wheel, installed by itself outside of the repository: it has all files of the package, and serves."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import site
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
@@ -48,7 +51,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield environment
 
 
-def run(installed: Path, *command: str | Path, cwd: Path) -> str:
+def run(*command: str | Path, cwd: Path) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("COSERVE_", "PYTHON"))}
     done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, (command, done.stdout, done.stderr)
@@ -57,7 +60,7 @@ def run(installed: Path, *command: str | Path, cwd: Path) -> str:
 
 def test_the_wheel_has_every_file_of_the_package(installed: Path, tmp_path: Path) -> None:
     asked = "import coserve; print(coserve.__path__[0])"
-    found = Path(run(installed, installed / "bin/python", "-P", "-c", asked, cwd=tmp_path).strip())
+    found = Path(run(installed / "bin/python", "-P", "-c", asked, cwd=tmp_path).strip())
     assert found.is_relative_to(installed)
 
     def files(folder: Path) -> set[str]:
@@ -69,8 +72,15 @@ def test_the_wheel_has_every_file_of_the_package(installed: Path, tmp_path: Path
         assert files(ROOT / name) == files(installed / "share/coserve" / name)
 
 
-def test_the_command_serves_trains_and_reports(installed: Path, tmp_path: Path) -> None:
+def test_the_command_serves_trains_and_generates(installed: Path, tmp_path: Path) -> None:
     coserve = installed / "bin/coserve"
-    assert "finetune" in run(installed, coserve, "--help", cwd=tmp_path)
-    said = run(installed, coserve, "demo", "--report", tmp_path / "report", cwd=tmp_path)
-    assert "pirate" in said and (tmp_path / "report").is_dir(), said
+    assert "finetune" in run(coserve, "--help", cwd=tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Today we", "completion": " sighted land."}))
+    python = installed / "bin/python"
+    with DaemonProcess(Path("bundled"), tmp_path / "data", environ={"PYTHONPATH": ""}, python=python) as daemon:
+        daemon.wait_ready()
+        run(coserve, "finetune", "sailor", "rows.jsonl", "--steps", "2", "--url", daemon.url, cwd=tmp_path)
+        run(coserve, "generate", "Today we", "--adapter", "sailor", "--url", daemon.url, cwd=tmp_path)
+        assert daemon.call("GET", "/health")[1]["base"]["name"] == "bundled"
+        assert daemon.call("GET", "/openapi.json")[1]["info"]["title"] == "coserve"
+        assert daemon.stop() == 0

@@ -46,12 +46,13 @@ class DaemonProcess:
         data_root: Path | None = None,
         options: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
+        python: Path | str = sys.executable,
     ) -> None:
         """`options`: further ones of `coserve serve`; `environ`: further variables; requests have the key that they
-        give."""
+        give. `python`: of another environment."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COSERVE_")}
         environment |= {"OMP_NUM_THREADS": "1", VARIABLE: failpoints, "PYTHONUNBUFFERED": "1"} | dict(environ or {})
-        command = [sys.executable, "-P", "-m", "coserve.cli", "serve", "--model", str(model), "--data-dir", str(data)]
+        command = [str(python), "-P", "-m", "coserve.cli", "serve", "--model", str(model), "--data-dir", str(data)]
         self.data = data
         self.log = data.with_name(f"{data.name}.log")
         self._log = self.log.open("a")
