@@ -87,19 +87,18 @@ class Config:
         "GPUs that share the base, each with a part of every layer (tensor parallelism): 1, 2, 4 or 8; on CPU, "
         "processes",
     )
+    ep: int = option(1, "GPUs that share out the experts of a mixture: 1 (each has a part of every expert), or --tp")
     lora_sharding: str = option(
         "nfs",
         "with --tp above 1, how the GPUs hold LoRA matrices: one of each pair whole on every GPU (nfs), or both "
-        "sharded, which needs "
-        "more messages and less memory (slora); BD-LoRA matrices are sharded by their blocks",
+        "sharded, which needs more messages and less memory (slora); BD-LoRA matrices are sharded by their blocks",
         choices=("nfs", "slora"),
     )
     threads: int | None = option(None, "CPU threads of the engine; default: one or two, whichever decodes faster")
     engine_timeout: float = option(
         600.0,
         "seconds without a sign of an engine that has work, after which it is ended and started again (one whose "
-        "process is stopped: after 6 s); longer than any step or "
-        "slice of the base; 0: never",
+        "process is stopped: after 6 s); longer than any step or slice of the base; 0: never",
     )
     lora_backend: str = option(
         "auto",
@@ -308,6 +307,8 @@ class Config:
                 raise ConfigError(f"{f.name}: expected a finite number of at least 0, got {value}")
         if self.tp not in (1, 2, 4, 8):
             raise ConfigError(f"tp: expected 1, 2, 4 or 8, got {self.tp}")
+        if self.ep not in (1, self.tp):
+            raise ConfigError(f"ep: expected 1, or the number of tp, {self.tp}; got {self.ep}")
         if self.tp > 1 and self.quantization != "none":
             raise ConfigError(f"tp: expected 1 with quantization {self.quantization!r}, got {self.tp}")
         if not MIN_READ_TIMEOUT <= self.read_timeout <= MAX_READ_TIMEOUT:

@@ -59,6 +59,7 @@ SETTINGS = [
     "dtype",
     "quantization",
     "tp",
+    "ep",
     "lora_sharding",
     "threads",
     "engine_timeout",

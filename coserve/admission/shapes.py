@@ -103,7 +103,9 @@ def _part(
 ) -> tuple[int, int]:
     """Return the elements of A and B that one GPU holds (`parallel.lora`); never too few."""
     a, b = elements
-    if (blocks > 1 and blocks % ranks == 0) or fully_sharded:
+    if site.experts > 1 and not site.by_expert:
+        return (-(-a // ranks), b) if name.endswith("down_proj") else (a, -(-b // ranks))
+    if site.by_expert or (blocks > 1 and blocks % ranks == 0) or fully_sharded:
         return -(-a // ranks), -(-b // ranks)
     match parallel_style(name):
         case ParallelStyle.COLUMN:

@@ -341,6 +341,7 @@ class Service:
             host_adapter_limit=ready.host_adapter_limit if ready is not None else 0,
             warming=self.engine.warming,
             tp=self._config.tp,
+            ep=self._config.ep,
             ranks=[*self.engine.rank_states],
             memory=stats.memory if stats is not None else None,
             policy=self._config.resolved(device=spec.device).policy if spec is not None else None,

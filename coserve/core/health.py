@@ -108,6 +108,8 @@ class Health(Wire, frozen=True):
     """Progress while `status` is `starting`, once the engine reports it."""
     tp: int = 1
     """Number of GPUs that shard the base (`--tp`)."""
+    ep: int = 1
+    """Number of GPUs among which the experts are divided (`--ep`)."""
     ranks: list[RankInfo] = []
     """State of each rank; empty if `tp` is 1."""
     memory: MemoryUse | None = None

@@ -60,6 +60,8 @@ class SiteSpec(msgspec.Struct, frozen=True):
     """Whether the parameter is (experts, in, out) instead of (experts, out, in)."""
     halves: Halves = ""
     """How the parameter's outputs hold gate and up; empty: it is no fused gate and up."""
+    by_expert: bool = False
+    """Whether each of several GPUs has some experts whole, instead of a part of each."""
 
 
 class BaseSpec(Wire, frozen=True):
@@ -84,7 +86,7 @@ class BaseSpec(Wire, frozen=True):
     hub_name: str | None = None
     """NAME or OWNER/NAME on the hub; None: the base is bundled or was read from a folder."""
     experts: dict[str, SiteSpec] = {}
-    """The fused parameters of experts that an adapter may change, by name; empty on several GPUs."""
+    """The fused parameters of experts that an adapter may change, by name."""
     quantization: str = "none"
     """How the linear modules of the layers are stored: fp8, nf4 or none. The fingerprint is of the weights before."""
     ends: dict[str, SiteSpec] = {}
@@ -110,8 +112,7 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    """Like `logprobs`, for the prompt's tokens. `max_tokens` may then be 0, which scores the prompt and generates
-    nothing."""
+    """Like `logprobs`, for the prompt's tokens. With `max_tokens` 0 the prompt is scored and nothing is generated."""
     seed: int = 0
 
 
@@ -333,8 +334,7 @@ class TrainingRequest(Wire, frozen=True):
     validation_rows: int = 0
     """Rows at the corpus's end that are held back, instead of a fraction."""
     early_stopping_patience: int | None = None
-    """Evaluations without improvement before the job ends; needs `validation_split` or
-    `validation_rows`."""
+    """Evaluations without improvement before the job ends; needs `validation_split` or `validation_rows`."""
     eval_steps: int = 20
     checkpoint_steps: int = 20
     seed: int = 0

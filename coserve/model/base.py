@@ -106,8 +106,7 @@ class Base:
         tokens = tokens_T.shape[0]
         assert lora is None or lora.segments.tokens == tokens, "expected segments of the same tokens"
         packed = self.packed and not torch.is_grad_enabled()
-        padding = self._padding(tokens, packed)
-        if padding:
+        if padding := self._padding(tokens, packed):
             tokens_T = nn.functional.pad(tokens_T, (0, padding))
             positions_T = nn.functional.pad(positions_T, (0, padding))
             attention = PaddedAttention(attention, tokens)
@@ -244,6 +243,7 @@ def load_base(
     few_layers: bool = False,
     mesh: Mesh | None = None,
     strategy: str = Strategy.NFS,
+    ep: int = 1,
     quantization: str = "none",
 ) -> Base:
     """Load a base from `"bundled"`, a folder, a hub name (both safetensors only) or a GGUF file.
@@ -252,7 +252,7 @@ def load_base(
     auto (weights from files) or dummy (only config.json is read; random weights, the same each time on one kind of
     device). `few_layers`: random weights, and only the first layers (`truncate.truncate_layers`). `mesh`: the ranks
     that hold the base together, a shard each; all of them call this at the same time. `strategy`: nfs or slora, for
-    adapters that are not block-diagonal. `quantization`: fp8 or nf4 (`model.quantized`), with one rank.
+    adapters that are not block-diagonal. `ep`: as `--ep`. `quantization`: fp8 or nf4 (`model.quantized`), on one rank.
 
     Raises:
         UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
@@ -294,6 +294,7 @@ def load_base(
                 dtype=kind,
                 seed=DUMMY_SEED,
                 strategy=Strategy(strategy),
+                by_expert=ep > 1,
                 trust_remote_code=trust_remote_code,
             )
             if not drawn:
@@ -418,11 +419,10 @@ def _spec(
     text = model.config.get_text_config()
     sites = {}
     for site, module in modules.items():
-        shard = shard_of(module)
-        out_features, in_features = site_shape(module)
+        shard, (outputs, inputs) = shard_of(module), site_shape(module)
         if shard is not None:
-            out_features, in_features = shard.partition.outputs.size, shard.partition.inputs.size
-        sites[site] = SiteSpec(in_features, out_features, int(site.removeprefix(f"{path}.").split(".", 1)[0]))
+            outputs, inputs = shard.partition.outputs.size, shard.partition.inputs.size
+        sites[site] = SiteSpec(inputs, outputs, int(site.removeprefix(f"{path}.").split(".", 1)[0]))
     return BaseSpec(
         name=name,
         hub_name=hub_name,
@@ -438,7 +438,7 @@ def _spec(
         eos_token_ids=tuple(sorted(eos_of(model) if eos_token_ids is None else set(eos_token_ids))),
         sites=sites,
         default_targets=default_targets(model.config.model_type, sites),
-        experts={} if any(map(shard_of, modules.values())) else expert_sites(model, path),
+        experts=expert_sites(model, path),
         quantization=quantization_of(model),
         kv_heads=seen.kv_shapes[0].heads,
         prefixes={} if seen.states or any(map(shard_of, modules.values())) else prefix_sites(seen.kv_shapes),

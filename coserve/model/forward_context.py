@@ -22,6 +22,7 @@ from coserve.kernels.recurrent.interface import Recurrence
 from coserve.model.adapters.end_terms import Ends
 from coserve.model.dropout import Dropout
 from coserve.model.gemm_choice import GemmChoice
+from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import SiteShard
 
 
@@ -39,6 +40,8 @@ class Fused:
     """Weights of the groups that are quantised."""
     experts: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """The names of each layer's parameters of experts, gate and up first."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """Over whose ranks experts' outputs are summed."""
 
 
 class TrainingSeams(Protocol):

@@ -33,6 +33,7 @@ from coserve.model.forward_context import ForwardContext, Fused, current, runnin
 from coserve.model.gemm_choice import GemmChoice, GemmOutput, measure_gemms
 from coserve.model.groups import share_inputs
 from coserve.model.parallel.exchange import exchanges_of
+from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import shard_of
 from coserve.model.parallel.residual import add_in_sums
 from coserve.model.recurrent.ops import RUNNING_RECURRENCE
@@ -226,6 +227,7 @@ class FusedBase:
         names = [*base.spec.experts]
         pairs = zip(names[::2], names[1::2], strict=True)
         self._experts = {base.spec.experts[up].layer: (up, down) for up, down in pairs}
+        self._mesh = Mesh() if base.sharding is None else base.sharding.mesh
         self._summed = {group: shard for group, shard in self._shards.items() if shard.partition.sums}
         self._quantized = {
             shared.group: shared.stacked
@@ -282,7 +284,8 @@ class FusedBase:
     ) -> Tensor:
         """Compute `Base.forward`, never padded. `lora` is prepared for `groups`. `gather`: see `Base.run`. `ends`: what
         adapters change at the model's ends."""
-        fused = Fused(attention, self.gemms, self.groups, self._summed, self._quantized, self._experts)
+        mesh = self._mesh
+        fused = Fused(attention, self.gemms, self.groups, self._summed, self._quantized, self._experts, mesh)
         context = ForwardContext(lora, fused=fused, ends=ends)
         self._layers.begin(tokens_T.shape[0])
         with running(context), self._patched():

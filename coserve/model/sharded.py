@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from coserve.model.experts.sites import hook_shards
 from coserve.model.fingerprint import fingerprint_of
 from coserve.model.formats.dense import Tensors
 from coserve.model.parallel.build import Weights, empty_model, fill_shard
@@ -51,12 +52,14 @@ def load_shard(
     dtype: torch.dtype,
     seed: int,
     strategy: Strategy,
+    by_expert: bool,
     trust_remote_code: bool,
 ) -> LoadedShard:
     """Load this rank's shard of the base with these weights, without collectives.
 
     `tensors`: the weights in the base's files; None: draw them from `seed`. `name`: the base's. `strategy`: for dense
-    adapters. Raises `UnsupportedBase` as `refuse_statically`, `fill_shard` and `Checkpoint`.
+    adapters. `by_expert`: see `fill_shard`. Raises `UnsupportedBase` as `refuse_statically`, `fill_shard` and
+    `Checkpoint`.
     """
     model = empty_model(config, dtype, trust_remote_code=trust_remote_code)
     refuse_statically(model)
@@ -66,7 +69,8 @@ def load_shard(
         weights = Checkpoint(tensors, model.base_model_prefix, name)
     else:
         weights = DrawnWeights(empty_model(config, dtype, trust_remote_code=trust_remote_code), device, seed)
-    sharding = fill_shard(model, weights, mesh, device, strategy)
+    sharding = fill_shard(model, weights, mesh, device, strategy, by_expert=by_expert)
+    hook_shards(model)
     whole = ""
     if mesh.rank == 0:
         whole = fingerprint_of(model.config, shapes, lambda name: weights.get(name, shapes[name])[:], dtype)

@@ -68,6 +68,7 @@ def load_ranked_base(config: Config, rank: OwnRank | None) -> Base:
         load_format=config.load_format,
         mesh=mesh,
         strategy=config.lora_sharding,
+        ep=config.ep,
         quantization=config.quantization,
     )
 

@@ -62,6 +62,7 @@ def load_few_layers(config: Config, rank: int, device: str) -> Base:
         few_layers=True,
         mesh=LoneRank(rank, config.tp) if config.tp > 1 else None,
         strategy=config.lora_sharding,
+        ep=config.ep,
         quantization=config.quantization,
     )
 

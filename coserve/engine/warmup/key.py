@@ -47,6 +47,7 @@ SHAPE_SETTINGS = (
     "recompute",
     "trust_remote_code",
     "tp",
+    "ep",
     "lora_sharding",
 )
 """Settings that decide which kernels an engine needs, besides the base."""

@@ -209,8 +209,7 @@ def _check_experts(settings: LoraSettings, base: BaseSpec) -> None:
         return
     if not base.experts:
         raise InvalidRequest(
-            f"{base.name} has no experts' parameters that adapters can change here: expected a mixture of experts on "
-            "one GPU",
+            f"{base.name} has no experts' parameters that adapters can change here: expected a mixture of experts",
             field="target_parameters",
         )
     ends = {end for site in base.experts for end in _ends(site)}

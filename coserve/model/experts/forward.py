@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from coserve.kernels.lora.experts.interface import ExpertLora
 from coserve.kernels.lora.experts.rows import ExpertRows, grouped, summed
+from coserve.model.experts.shards import EXPERTS, FIRST, expert_shard, local_experts
 from coserve.model.forward_context import current
 
 SITES = "coserve_experts"
@@ -22,35 +23,61 @@ SITES = "coserve_experts"
 
 
 def experts_forward(
-    module: nn.Module, lora: ExpertLora, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor
+    module: nn.Module, lora: ExpertLora | None, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """Return the module's output (T, D), LoRA terms included."""
-    rows = lora.sorted_rows(chosen_TK, cast(int, module.num_experts))
+    """Return the module's output (T, D), LoRA terms and other ranks' parts included."""
+    experts, first, absent_S1 = cast(int, module.num_experts), getattr(module, FIRST, None), None
+    if first is not None:
+        chosen_TK = local_experts(chosen_TK, first, experts)
+    rows = ExpertRows.by_expert(chosen_TK, experts) if lora is None else lora.sorted_rows(chosen_TK, experts)
+    if first is not None:
+        absent_S1 = _absent(rows.expert_S, experts)
 
     def product(place: int, x_SD: Tensor) -> Tensor:
         site = cast("tuple[str, str]", getattr(module, SITES))[place]
         weight_EOD, bias_EO = _parameters(module, site.rpartition(".")[2])
         y_SO = grouped(x_SD, weight_EOD, rows.ends_E)
-        return lora.add(site, y_SO if bias_EO is None else y_SO + bias_EO[rows.expert_S], x_SD, rows)
+        if bias_EO is not None:
+            y_SO = y_SO + bias_EO[rows.expert_S.clamp(max=experts - 1)]
+        return y_SO if lora is None else lora.add(site, y_SO, x_SD, rows)
 
-    h_SI = _activation(module, product(0, hidden_TD[rows.token_S]))
-    return summed(product(1, h_SI), rows.order_S, weights_TK).to(hidden_TD.dtype)
+    h_SI = _activation(module, product(0, _without(hidden_TD[rows.token_S], absent_S1)))
+    y_SO = _without(product(1, h_SI), absent_S1)
+    y_TO, shard = summed(y_SO, rows.order_S, weights_TK).to(hidden_TD.dtype), expert_shard(module)
+    return y_TO if shard is None else shard.sum(y_TO)
+
+
+def _absent(expert_S: Tensor, experts: int) -> Tensor:
+    """Return which rows are of other ranks' experts. They come last, and products leave their memory as it is."""
+    return (expert_S >= experts).unsqueeze(-1)
+
+
+def _without(rows_SD: Tensor, absent_S1: Tensor | None) -> Tensor:
+    """Return zeros in place of absent rows, in the backward, too: what is there may be no number."""
+    return rows_SD if absent_S1 is None else rows_SD.masked_fill(absent_S1, 0.0)
 
 
 def traced_forward(module: nn.Module, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return the module's output in a fused forward; traced by torch.compile."""
-    order_S, ends_E = torch.ops.coserve.experts_order(chosen_TK, module.num_experts)
+    experts, first, absent_S1 = cast(int, module.num_experts), getattr(module, FIRST, None), None
+    if first is not None:
+        chosen_TK = local_experts(chosen_TK, first, experts)
+    order_S, ends_E = torch.ops.coserve.experts_order(chosen_TK, experts)
     expert_S, token_S = chosen_TK.reshape(-1)[order_S], order_S // chosen_TK.shape[1]
+    if first is not None:
+        absent_S1 = _absent(expert_S, experts)
 
     def product(place: int, x_SD: Tensor) -> Tensor:
         leaf = ("gate_up_proj" if module.has_gate else "up_proj") if place == 0 else "down_proj"
         weight_EOD, bias_EO = _parameters(module, leaf)
-        added = None if bias_EO is None else bias_EO[expert_S]
+        added = None if bias_EO is None else bias_EO[expert_S.clamp(max=experts - 1)]
         y_SO: Tensor = torch.ops.coserve.experts_linear(x_SD, weight_EOD, added, expert_S, token_S, ends_E, place)
         return y_SO
 
-    h_SI = _activation(module, product(0, hidden_TD[token_S]))
-    return summed(product(1, h_SI), order_S, weights_TK).to(hidden_TD.dtype)
+    h_SI = _activation(module, product(0, _without(hidden_TD[token_S], absent_S1)))
+    y_SO = _without(product(1, h_SI), absent_S1)
+    y_TO = summed(y_SO, order_S, weights_TK).to(hidden_TD.dtype)
+    return cast(Tensor, torch.ops.coserve.experts_sum(y_TO)) if hasattr(module, EXPERTS) else y_TO
 
 
 def _activation(module: nn.Module, y_SO: Tensor) -> Tensor:
@@ -98,9 +125,20 @@ def _linear(
     return lora.add(fused.experts[current.layer][place], y_SO, x_SD, rows)
 
 
+def _sum(y_TO: Tensor) -> Tensor:
+    """Return the sum of all ranks' `y` for the experts of the running layer, in new memory."""
+    fused = current.context.fused
+    assert fused is not None, "expected to run within FusedBase.forward"
+    return fused.mesh.sum_apart(y_TO)
+
+
 def _order_fake(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     order_S = chosen_TK.new_empty(chosen_TK.shape[0] * chosen_TK.shape[1], dtype=torch.int64)
     return order_S, chosen_TK.new_empty(experts, dtype=torch.int32)
+
+
+def _sum_fake(y: Tensor) -> Tensor:
+    return torch.empty_like(y)
 
 
 def _linear_fake(x_SD: Tensor, weight_EOD: Tensor, *_: object) -> Tensor:
@@ -113,6 +151,7 @@ def _register() -> torch.library.Library:
     for name, schema, real, fake in (
         ("experts_order", "(Tensor chosen, int experts) -> (Tensor, Tensor)", _order, _order_fake),
         ("experts_linear", f"(Tensor x, Tensor weight, Tensor? added, {rows}) -> Tensor", _linear, _linear_fake),
+        ("experts_sum", "(Tensor y) -> Tensor", _sum, _sum_fake),
     ):
         ops.define(name + schema)  # type: ignore[no-untyped-call]
         ops.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

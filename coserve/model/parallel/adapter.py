@@ -29,10 +29,7 @@ class AdapterPartition:
     @classmethod
     def of(cls, sharding: Sharding, whole: Mapping[str, LoraPair]) -> Self:
         """Partition an adapter. Only the shapes of `whole` matter."""
-        strategy = sharding.strategy
-        return cls(
-            sharding, {name: partition_pair(sharding.sites[name], pair, strategy) for name, pair in whole.items()}
-        )
+        return cls(sharding, {name: _partition(sharding, name, pair) for name, pair in whole.items()})
 
     def keeps_blocks(self, whole: Mapping[str, LoraPair]) -> bool:
         """Whether no block-diagonal pair is partitioned as a dense one, so that gathered pairs keep their blocks."""
@@ -117,3 +114,8 @@ class AdapterPartition:
             for own, tensor in zip((partition.a, partition.b), parts[name], strict=True):
                 if own.holders > 1:
                     yield own, tensor
+
+
+def _partition(sharding: Sharding, name: str, pair: LoraPair) -> PairPartition:
+    experts = sharding.experts.get(name)
+    return partition_pair(sharding.sites[name], pair, sharding.strategy) if experts is None else experts.pair(pair)

@@ -3,6 +3,7 @@ slices of the weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,11 +12,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coserve.core.errors import UnsupportedBase
+from coserve.model.experts.parameters import leaves, parameter_spec
+from coserve.model.experts.shards import EXPERTS, FIRST, ExpertPartition, ExpertShard, expert_shard
 from coserve.model.parallel.families import Plan, heads_of, layer_partitions, plan_of
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import LocalConfig, SiteShard, copy_input, shard_attention, shard_module
-from coserve.model.parallel.partition import Lazy, MatrixPartition, SitePartition
+from coserve.model.parallel.partition import Features, Lazy, MatrixPartition, SitePartition
 from coserve.model.parallel.sharding import Sharding
 from coserve.model.parallel.vocabulary import VocabularyShard
 from coserve.model.wrappers import drop_other_parts, model_class
@@ -40,19 +43,29 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_co
 
 @torch.no_grad()
 def fill_shard(
-    model: PreTrainedModel, weights: Weights, mesh: Mesh, device: torch.device, strategy: Strategy
+    model: PreTrainedModel,
+    weights: Weights,
+    mesh: Mesh,
+    device: torch.device,
+    strategy: Strategy,
+    *,
+    by_expert: bool = False,
 ) -> Sharding:
     """Turn an `empty_model` into this rank's shard of the base on `device`, with collectives where the plan has them.
 
     Every rank has the whole embedding. The head has the rank's shard of the vocabulary, a view of the embedding if the
-    two are tied, so the model's logits are those of the shard.
+    two are tied, so the model's logits are those of the shard. `by_expert`: a rank has some experts of a mixture whole,
+    not features of all. Modules of experts get their `ExpertShard`, but no forward that sums up.
 
     Raises:
         UnsupportedBase: a family without a plan, sizes that the ranks do not divide, missing weights.
     """
     plan = plan_of(model.config, mesh.size)
     vocabulary = VocabularyShard(mesh, model.config.get_text_config().vocab_size)
+    layers = _layers(model)
     sites = _shard_layers(model, plan, mesh)
+    vectors = {f"{path}.{name}" for path in layers for name in plan.heads}
+    experts = _shard_experts(model, plan, mesh, layers, by_expert=by_expert)
     head = model.get_output_embeddings()
     _fill_buffers(model, device)
     _fill_ends(model, weights, vocabulary, device)
@@ -60,13 +73,60 @@ def fill_shard(
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 whole = weights.get(f"{path}.{leaf}", parameter.shape)
-                partition = sites.get(path)
-                part = whole[:] if partition is None else _part(module, leaf, whole, partition, mesh.rank)
+                partition, shard = sites.get(path), expert_shard(module)
+                if shard is not None:
+                    part = _expert_part(module, leaf, whole, shard)
+                elif f"{path}.{leaf}" in vectors:
+                    part = Features.even(parameter.shape[0], mesh.size).shard(whole, mesh.rank)
+                else:
+                    part = whole[:] if partition is None else _part(module, leaf, whole, partition, mesh.rank)
                 _place(module, leaf, part, parameter.dtype, device)
     for path, partition in sites.items():
         shard_module(model.get_submodule(path), SiteShard(partition, mesh))
     copy_input(head, mesh)
-    return Sharding(mesh, sites, vocabulary, strategy)
+    return Sharding(mesh, sites, vocabulary, strategy, experts)
+
+
+def _layers(model: PreTrainedModel) -> list[str]:
+    """Return the paths of the decoder layers."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = (path for path, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one) == count)
+    return [f"{path}.{index}" for path in lists for index in range(count)]
+
+
+def _shard_experts(
+    model: PreTrainedModel, plan: Plan, mesh: Mesh, layers: Sequence[str], *, by_expert: bool
+) -> dict[str, ExpertPartition]:
+    """Give each module of experts its `ExpertShard`. Return the parameters' partitions by name."""
+    if by_expert and not plan.experts:
+        raise UnsupportedBase(f"{model.config.model_type} has no experts to divide among GPUs: expected ep of 1")
+    found: dict[str, ExpertPartition] = {}
+    for path in layers if plan.experts else ():
+        try:
+            module = model.get_submodule(f"{path}.{plan.experts}")
+        except AttributeError as error:
+            raise UnsupportedBase(
+                f"{model.config.model_type}: {path} has no experts, and several GPUs need them in every layer"
+            ) from error
+        own = {
+            leaf: ExpertPartition.of(parameter_spec(module, leaf, 0), leaf, mesh.size, by_expert=by_expert)
+            for leaf in leaves(module)
+        }
+        setattr(module, EXPERTS, ExpertShard(own, mesh))
+        if by_expert:
+            module.num_experts = next(iter(own.values())).experts.local
+            setattr(module, FIRST, mesh.rank * module.num_experts)
+        found |= {f"{path}.{plan.experts}.{leaf}": partition for leaf, partition in own.items()}
+    return found
+
+
+def _expert_part(module: nn.Module, leaf: str, whole: Lazy, shard: ExpertShard) -> Tensor:
+    """Return the rank's shard of a parameter or bias of experts."""
+    rank, bias = shard.mesh.rank, leaf.endswith("_bias")
+    partition = shard.partitions[leaf.removesuffix("_bias")]
+    if bias:
+        return partition.bias(whole, rank)
+    return partition.weight(whole, rank, transposed=bool(module.is_transposed))
 
 
 def _shard_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, SitePartition]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from coserve.core.errors import UnsupportedBase
 from coserve.model.formats.dense import DenseTensor, Tensors
+from coserve.model.formats.files import Slices
 from coserve.model.parallel.partition import Lazy
 
 
@@ -22,12 +25,63 @@ class Checkpoint:
     def get(self, name: str, shape: torch.Size) -> Lazy:
         """Return a parameter; a slice of it reads only that slice, unless it is quantised. Raises `UnsupportedBase` if
         it is missing or has another shape."""
-        stored = next((own for own in (name, name.removeprefix(self._prefix)) if own in self._tensors), None)
-        if stored is None:
+        found = self._stored(name) or self._experts(name, shape)
+        if found is None:
             raise UnsupportedBase(f"{self._name}: its files have no {name}")
-        found = self._tensors[stored]
+        if isinstance(found, StackedExperts):
+            return found
         if isinstance(found, DenseTensor):
             return replace(found, shape=shape)
         if list(shape) != found.get_shape():
             raise UnsupportedBase(f"{self._name}: expected {name} of shape {list(shape)}, got {found.get_shape()}")
         return found
+
+    def _stored(self, name: str) -> Slices | DenseTensor | None:
+        """Return the tensor of this name, or of the one that files of older models have for it."""
+        names = (name, name.replace(".mlp.", ".block_sparse_moe."))
+        every = (own for one in names for own in (one, one.removeprefix(self._prefix)))
+        return next((self._tensors[own] for own in every if own in self._tensors), None)
+
+    def _experts(self, name: str, shape: torch.Size) -> StackedExperts | None:
+        """Return a fused parameter of experts that the files hold expert by expert; None if they do not."""
+        root, _, leaf = name.rpartition(".")
+        for halves in OF_EXPERTS.get(leaf, ()):
+            every = [[self._stored(f"{root}.{i}.{half}.weight") for half in halves] for i in range(shape[0])]
+            parts = [[one for one in own if one is not None] for own in every]
+            if all(len(own) == len(halves) for own in parts):
+                sizes = shape[1] // len(halves), shape[2]
+                return StackedExperts([[_checked(one, sizes, name) for one in own] for own in parts], sizes[0], shape)
+        return None
+
+
+def _checked(part: Slices | DenseTensor, sizes: tuple[int, int], name: str) -> Slices | DenseTensor:
+    if isinstance(part, DenseTensor):
+        return replace(part, shape=torch.Size(sizes))
+    if part.get_shape() != [*sizes]:
+        raise UnsupportedBase(f"expected {name} of experts of shape {[*sizes]}, got {part.get_shape()}")
+    return part
+
+
+OF_EXPERTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+"""By fused parameter, the names of each expert's matrices in files, one above the other."""
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """A fused parameter (E, O, D) of matrices of single experts; a slice of it reads only that slice."""
+
+    parts: Sequence[Sequence[Slices | DenseTensor]]
+    """Each expert's matrices, one above the other."""
+    rows: int
+    """Rows of each."""
+    shape: torch.Size
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        given = index if isinstance(index, tuple) else (index,)
+        experts, outputs, inputs = (*given, *[slice(None)] * (3 - len(given)))
+        first, last, _ = outputs.indices(self.shape[1])
+        found = []
+        for own in self.parts[experts]:
+            spans = [(max(first - i * self.rows, 0), min(last - i * self.rows, self.rows)) for i in range(len(own))]
+            found.append(torch.cat([one[a:b, inputs] for one, (a, b) in zip(own, spans, strict=True) if a < b]))
+        return torch.stack(found)

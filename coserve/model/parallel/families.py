@@ -32,6 +32,10 @@ class Plan:
     column: Mapping[str, Width]
     row: Mapping[str, Width]
     blocks: tuple[str, str]
+    experts: str = ""
+    """The module of experts, whose parameters are fused; empty: the layer has none."""
+    heads: tuple[str, ...] = ()
+    """Vectors with an element for each query head."""
 
 
 _ATTENTION = {
@@ -67,6 +71,9 @@ _STARCODER2 = Plan(
     row={"self_attn.o_proj": Width.QUERY, "mlp.c_proj": Width.MLP},
     blocks=("self_attn", "mlp"),
 )
+_EXPERTS = Plan(
+    column=_ATTENTION, row={"self_attn.o_proj": Width.QUERY}, blocks=("self_attn", "mlp"), experts="mlp.experts"
+)
 
 PLANS: Mapping[str, Plan] = {
     "arcee": _NO_GATE,
@@ -81,17 +88,20 @@ PLANS: Mapping[str, Plan] = {
     "glm": _GLM,
     "glm4": _GLM,
     "gpt2": _GPT2,
+    "gpt_oss": replace(_EXPERTS, heads=("self_attn.sinks",)),
     "granite": _LLAMA,
     "helium": _LLAMA,
     "hunyuan_v1_dense": _LLAMA,
     "llama": _LLAMA,
     "ministral": _LLAMA,
     "mistral": _LLAMA,
+    "mixtral": _EXPERTS,
     "olmo": _LLAMA,
     "phi": _PHI,
     "phi3": _PHI3,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "qwen3_moe": _EXPERTS,
     "seed_oss": _LLAMA,
     "smollm3": _LLAMA,
     "starcoder2": _STARCODER2,
@@ -131,7 +141,9 @@ def plan_of(config: PretrainedConfig, ranks: int) -> Plan:
             f"{family}: use_qk_norm has a weight for each head, which is not sharded; run it on one GPU"
         )
     heads = heads_of(config, ranks)
-    sizes = {"query heads": heads.query, "features of the MLP": mlp_width(config), "hidden features": text.hidden_size}
+    sizes = {"query heads": heads.query, "hidden features": text.hidden_size}
+    if not plan.experts:
+        sizes["features of the MLP"] = mlp_width(config)
     for name, size in sizes.items():
         if size % ranks:
             raise UnsupportedBase(f"{family}: expected a number of {name} that {ranks} GPUs divide, got {size}")
@@ -164,7 +176,8 @@ def mlp_width(config: PretrainedConfig) -> int:
 
 def layer_partitions(config: PretrainedConfig, plan: Plan, ranks: int) -> dict[str, SitePartition]:
     """Return the partition of each of a layer's linear modules, by its path in the layer."""
-    heads, mlp = heads_of(config, ranks), Features.even(mlp_width(config), ranks)
+    heads, width = heads_of(config, ranks), 0 if plan.experts else mlp_width(config)
+    mlp = Features.even(width, ranks)
     query = Features.heads(heads.query, heads.size, ranks)
     key_value = Features.heads(heads.key_value, heads.size, ranks)
     widths = {

@@ -64,6 +64,9 @@ class PairPartition:
     """Blocks of the whole a_RD; 1 for a block-diagonal matrix that is partitioned as a dense one, because no rank can
     hold whole blocks."""
     whole_b_blocks: int = 1
+    experts: int = 1
+    """Experts whose pairs are stacked in one rank's shard."""
+    whole_experts: int = 1
 
     def shard(self, whole: LoraPair, rank: int) -> LoraPair:
         """Return the rank's shard of a pair, without `main_grads`; differentiable."""
@@ -76,11 +79,12 @@ class PairPartition:
         """Return the sharded pair with these matrices."""
         if self.strategy is Strategy.SLORA:
             return FullyShardedPair(a, b, scaling, shards=b.shape[1] // a.shape[0])
-        return LoraPair(a, b, scaling, a_blocks=self.a_blocks, b_blocks=self.b_blocks)
+        return LoraPair(a, b, scaling, a_blocks=self.a_blocks, b_blocks=self.b_blocks, experts=self.experts)
 
     def whole(self, a: Tensor, b: Tensor, scaling: float) -> LoraPair:
         """Return the whole pair with these matrices."""
-        return LoraPair(a, b, scaling, a_blocks=self.whole_a_blocks, b_blocks=self.whole_b_blocks)
+        blocks, experts = (self.whole_a_blocks, self.whole_b_blocks), self.whole_experts
+        return LoraPair(a, b, scaling, a_blocks=blocks[0], b_blocks=blocks[1], experts=experts)
 
 
 def partition_pair(site: SitePartition, pair: LoraPair, strategy: Strategy) -> PairPartition:

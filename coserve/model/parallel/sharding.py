@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from coserve.model.experts.shards import ExpertPartition
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.partition import SitePartition
@@ -21,3 +22,5 @@ class Sharding:
     vocabulary: VocabularyShard
     strategy: Strategy
     """Strategy of adapters that are not block-diagonal."""
+    experts: Mapping[str, ExpertPartition] = field(default_factory=dict)
+    """Partition of each fused parameter of experts, by its name."""

@@ -22,6 +22,7 @@ class ExpertRows:
     order_S: Tensor  # noqa: N815
     """Index of each row's (token, choice) pair in the flattened (T, K)."""
     expert_S: Tensor  # noqa: N815
+    """Each row's expert; E: one that another GPU has, whose rows come last and are not computed."""
     token_S: Tensor  # noqa: N815
     ends_E: Tensor  # noqa: N815
     """Index one past each expert's last row: int32."""
@@ -60,8 +61,8 @@ def ends_of(group_S: Tensor, groups: int) -> Tensor:
 
 
 def grouped(x_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
-    """Return `x Wᵀ` (S, O) with the matrix of each row's expert. Differentiable. In bfloat16 on a GPU it is one
-    launch; elsewhere the host reads the ends and multiplies expert by expert."""
+    """Return `x Wᵀ` (S, O) with the matrix of each row's expert; undefined for rows of no expert. Differentiable. In
+    bfloat16 on a GPU it is one launch; elsewhere the host reads the ends and multiplies expert by expert."""
     if x_SD.is_cuda and x_SD.dtype is torch.bfloat16:
         return grouped_mm(*_wide(x_SD, weight_EOD), offs=ends_E)[:, : weight_EOD.shape[1]]
     found, start = [], 0

@@ -23,10 +23,10 @@ def _same(slots_ptr, tokens_ptr, experts_ptr, s, slot, expert, keep):
 
 
 @triton.jit
-def _begins(slots_ptr, tokens_ptr, experts_ptr, first, slot, expert, BLOCK_S: tl.constexpr):
-    """Whether a tile begins at row `first`: the previous row belongs to another tile."""
+def _begins(slots_ptr, tokens_ptr, experts_ptr, first, slot, expert, E, BLOCK_S: tl.constexpr):
+    """Whether a tile begins at row `first`: the previous row belongs to another tile, and it is of one of E experts."""
     inner = (first % BLOCK_S) != 0
-    return (slot >= 0) & ~_same(slots_ptr, tokens_ptr, experts_ptr, first - 1, slot, expert, inner)
+    return (slot >= 0) & (expert < E) & ~_same(slots_ptr, tokens_ptr, experts_ptr, first - 1, slot, expert, inner)
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _rows(slots_ptr, tokens_ptr, experts_ptr, S, first, slot, expert, BLOCK_S: t
     return s, _same(slots_ptr, tokens_ptr, experts_ptr, s, slot, expert, inside)
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["S", "E"])
 def shrink(
     x_ptr,
     h_ptr,
@@ -48,6 +48,7 @@ def shrink(
     ranks_ptr,
     scales_ptr,
     S,
+    E,
     D,
     stride,
     BLOCK_S: tl.constexpr,
@@ -55,10 +56,11 @@ def shrink(
     R: tl.constexpr,
 ):
     """`h = scaling x Aᵀ` (S, R) in fp32. Grid (rows). x (S, D): rows `stride` apart; slots (tokens); tokens, experts
-    (S); `table_ptr`: int64 (slots, 2), addresses of a site's A (E R, D) and B; 0: the adapter does not change it."""
+    (S), E for rows without terms; `table_ptr`: int64 (slots, 2), addresses of a site's A (E R, D) and B; 0: the adapter
+    does not change it."""
     first = tl.program_id(0)
     slot, expert = tl.load(slots_ptr + tl.load(tokens_ptr + first)), tl.load(experts_ptr + first)
-    if _begins(slots_ptr, tokens_ptr, experts_ptr, first, slot, expert, BLOCK_S):
+    if _begins(slots_ptr, tokens_ptr, experts_ptr, first, slot, expert, E, BLOCK_S):
         address = tl.load(table_ptr + slot * 2)
         if address != 0:
             rank = tl.load(ranks_ptr + slot)
@@ -81,7 +83,7 @@ def shrink(
             tl.store(h_ptr + s.to(tl.int64)[:, None] * R + r[None, :], total, mask=keep[:, None])
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["S", "E"])
 def expand(
     h_ptr,
     y_ptr,
@@ -91,6 +93,7 @@ def expand(
     table_ptr,
     ranks_ptr,
     S,
+    E,
     O,
     stride,
     BLOCK_S: tl.constexpr,
@@ -101,7 +104,7 @@ def expand(
     to a multiple of 8. The rest as in `shrink`."""
     first = tl.program_id(0)
     slot, expert = tl.load(slots_ptr + tl.load(tokens_ptr + first)), tl.load(experts_ptr + first)
-    if _begins(slots_ptr, tokens_ptr, experts_ptr, first, slot, expert, BLOCK_S):
+    if _begins(slots_ptr, tokens_ptr, experts_ptr, first, slot, expert, E, BLOCK_S):
         address = tl.load(table_ptr + slot * 2 + 1)
         if address != 0:
             rank = tl.load(ranks_ptr + slot)

@@ -79,8 +79,9 @@ class GroupedExpertLora:
         if self._adapter_T is None:
             return _Cut(None, rows.ends_E[None])
         adapter_S, order_S = torch.sort(self._adapter_T[rows.token_S], stable=True)
-        groups = len(self._present) * rows.experts
-        ends = ends_of(adapter_S * rows.experts + rows.expert_S[order_S], groups).view(-1, rows.experts)
+        each = rows.experts + 1  # rows of an expert that another rank has come behind all of an adapter's
+        keys_S = adapter_S * each + rows.expert_S[order_S]
+        ends = ends_of(keys_S, len(self._present) * each).view(-1, each)[:, :-1]
         firsts = [0]
         for index in self._present[:-1]:
             firsts.append(firsts[-1] + self._tokens[index] * rows.chosen)
