@@ -111,8 +111,7 @@ class Generator:
         self._failed: list[RequestFailed] = []
         """Requests that failed outside of a collected step and are not reported yet."""
         self._numbered: dict[int, Request] = {}
-        """Requests in the batch by number. Not by id: an id may be reused while a step of its first request is in
-        flight."""
+        """Requests in the batch by number; an id may be reused while a step of its first request is in flight."""
 
     @property
     def running(self) -> int:
@@ -242,8 +241,7 @@ class Generator:
         return [message for step in steps for message in self._collect(step)]
 
     def _launch(self, shares: Sequence[Share]) -> list[_Launched]:
-        """Launch the step of these shares. If memory runs out, nothing is launched. Any other error ends the
-        requests."""
+        """Launch the step of these shares; nothing, if memory runs out. Any other error ends the requests."""
         step, adapters = step_input(shares, self._store.in_pages)
         try:
             with contained(self._base.device):
