@@ -42,6 +42,8 @@ def new_adapter(
         in_a, in_b = blocks_at(settings, site)
         spec = base.site(site)
         start = [_blocks(settings.init, rank, spec, (in_a, in_b), generator) for _ in range(spec.experts)]
+        if spec.layer < 0:
+            start = [_of_embedding(rank, spec, generator)]
         a_RD, b_OR = (torch.cat(parts).to(device, dtype) for parts in zip(*start, strict=True))
         sites[site] = LoraPair(a_RD, b_OR, scaling, a_blocks=in_a, b_blocks=in_b, experts=spec.experts)
     return LoraWeights(settings, sites)
@@ -70,6 +72,11 @@ def _blocks(
     parts = [_start(init, rank // count, *shard, generator) for _ in range(count)]
     a_RD = torch.cat([a for a, _ in parts])
     return a_RD, torch.cat([b for _, b in parts], dim=0 if in_b == count else 1)
+
+
+def _of_embedding(rank: int, site: SiteSpec, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Both matrices of the input embedding's pair: A is zero, as only the rows of A of tokens that occur learn."""
+    return torch.zeros(rank, site.in_features), torch.empty(site.out_features, rank).normal_(generator=generator)
 
 
 def _start(

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from coserve.core.names import is_rows
 from coserve.model.lora import LoraWeights
 
 
 def named_tensors(weights: LoraWeights) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of every site as stored (block-diagonal ones packed), named `<site>.a`, `<site>.b`, and for
-    DoRA's magnitudes `<site>.m`."""
+    DoRA's magnitudes `<site>.m`. Replaced rows of embedding and head have no `<site>.b`."""
     for site, pair in weights.sites.items():
         yield f"{site}.a", pair.a_RD
-        yield f"{site}.b", pair.b_OR
+        if not is_rows(site):
+            yield f"{site}.b", pair.b_OR
         if pair.magnitude_O is not None:
             yield f"{site}.m", pair.magnitude_O
 

@@ -27,6 +27,7 @@ from coserve.core.gpu_memory import Kept
 from coserve.core.types import MicroStep
 from coserve.data.corpus.batch import Batch
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
+from coserve.finetune.ends import EndPass
 from coserve.finetune.layers.compiled import CompiledLayerPass, levels_of, takes
 from coserve.finetune.layers.eager import EagerLayerPass
 from coserve.finetune.layers.graphs import LayerGraphs
@@ -148,33 +149,38 @@ class MicroBatchRunner:
         `noises`: each job's noise (J) on the input of the first layer, not applied to teacher or DPO reference; empty:
         no noise.
         """
+        ends = EndPass(self._base, self._cut, lora, learns=True)
         layers, first = len(trainable), next(i for i, tensors in enumerate(trainable) if tensors)
+        first = 0 if ends.embedding_learns else first
         inputs = self._embed(rows, lora)
         recomputed = layers if self._recompute else recomputed
         levels = levels_of(layers, first, recomputed, partly)
         loss = yield from self._loss(rows, inputs, teacher, beta, reference, tokens, levels, MicroStep.FORWARD)
+        inputs = ends.enter(inputs)
         if any(noises):
             add_noise(inputs.h_1TD, rows, noises)
         context, h_1TD = self._context(lora), inputs.h_1TD
-        one = self._compiled_pass(inputs, context, first, levels, learns=True)
+        one = None if ends.embedding_learns else self._compiled_pass(inputs, context, first, levels, learns=True)
         if one is None:
             if self._graphs is not None:
                 self._graphs.yield_memory()
             keep_from = layers if for_compiled else first + recomputed + partly
-            one = EagerLayerPass(self._cut, inputs, context, trainable, grads, first, keep_from)
+            bottom = -1 if ends.embedding_learns else first  # layer 0 then has a gradient of its input
+            one = EagerLayerPass(self._cut, inputs, context, trainable, grads, bottom, keep_from)
         for i in range(layers):
             h_1TD = one.forward(i, h_1TD)
             yield MicroStep.FORWARD if i + 1 < layers else MicroStep.HEAD
         gradient_1TD = torch.zeros_like(h_1TD)
-        chunks = self._target_chunks(rows, loss)
+        chunks = self._target_chunks(rows, loss, ends)
         for number, chunk in enumerate(chunks, start=1):
-            self._head(h_1TD, inputs, chunk, loss, gradient_1TD)
+            self._head(h_1TD, inputs, chunk, loss, gradient_1TD, ends)
             yield MicroStep.HEAD if number < len(chunks) else MicroStep.BACKWARD
         sums_J = loss.finish(gradient_1TD)
         for i in reversed(range(first, layers)):
             gradient_1TD = one.backward(i, gradient_1TD)
             if i > first:
                 yield MicroStep.BACKWARD
+        ends.backward(gradient_1TD)
         return sums_J
 
     def evaluate(
@@ -190,11 +196,12 @@ class MicroBatchRunner:
         """Return what `forward_backward` returns, without gradients."""
         inputs, levels = self._embed(rows, lora), (Kept.ALL,) * len(self._base.layers)
         loss = yield from self._loss(rows, inputs, teacher, beta, reference, tokens, levels, MicroStep.EVALUATE)
+        ends = EndPass(self._base, self._cut, lora, learns=False)
         h_1TD = yield from self._hidden(inputs, lora, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
-        for number, chunk in enumerate(self._target_chunks(rows, loss)):
+        for number, chunk in enumerate(self._target_chunks(rows, loss, ends)):
             if number:
                 yield MicroStep.EVALUATE_HEAD
-            self._head(h_1TD, inputs, chunk, loss, None)
+            self._head(h_1TD, inputs, chunk, loss, None, ends)
         return loss.finish(None)
 
     def _loss(
@@ -214,19 +221,20 @@ class MicroBatchRunner:
         shard = None if self._base.sharding is None else self._base.sharding.vocabulary
         if teacher is not None:
             taught_1TD = yield from self._hidden(inputs, teacher, levels, then, in_pool=False)
+            own = EndPass(self._base, self._cut, teacher, learns=False)
 
             def taught(chunk: TargetChunk) -> Tensor:
-                return self._cut.head(
-                    taught_1TD[:, chunk.keep_K], inputs, chunk.keep_K, gather=False
-                )  # detached: no gradient reaches it
+                with torch.no_grad():
+                    return own.head(taught_1TD[:, chunk.keep_K], inputs, chunk.keep_K)
 
             return Divergence(rows, taught, shard)
         if beta is not None:
             h_1TD = yield from self._hidden(inputs, reference, levels, MicroStep.EVALUATE_HEAD, in_pool=True)
             likelihood = Likelihood(rows, rows.sequence_targets, shard)
-            chunks = self._target_chunks(rows, likelihood)
+            own = EndPass(self._base, self._cut, reference, learns=False)
+            chunks = self._target_chunks(rows, likelihood, own)
             for number, chunk in enumerate(chunks, start=1):
-                self._head(h_1TD, inputs, chunk, likelihood, None)
+                self._head(h_1TD, inputs, chunk, likelihood, None, own)
                 yield MicroStep.EVALUATE_HEAD if number < len(chunks) else then
             return Preference(rows, likelihood.finish(None), beta, shard)
         if tokens is not None:
@@ -239,6 +247,7 @@ class MicroBatchRunner:
         """Return the last layer's output (1, T, D), without gradients. `levels`: recompute levels whose forwards run;
         what they would keep is freed after each layer. `then`: kind of the micro-step that follows. `in_pool`: the
         output may lie in the graphs' memory pool, because it is not needed when graphs run again."""
+        inputs = EndPass(self._base, self._cut, lora, learns=False).enter(inputs)
         h_1TD, context, layers = inputs.h_1TD, self._context(lora), len(self._base.layers)
         one = self._compiled_pass(inputs, context, layers, levels, learns=False)
         if one is not None and in_pool and self._graphs is not None:
@@ -279,23 +288,30 @@ class MicroBatchRunner:
         """The context of forwards; a cartridge is in the attention alone."""
         return self._base.prepare(None if lora is not None and lora.adapters[0].prefix else lora)
 
-    def _target_chunks(self, rows: PackedRows, loss: ChunkedLoss) -> list[TargetChunk]:
-        wide = isinstance(loss, Divergence | SoftTargets)  # several logits of each target at once, or gathered ones
+    def _target_chunks(self, rows: PackedRows, loss: ChunkedLoss, ends: EndPass) -> list[TargetChunk]:
+        # several logits of each target at once, or gathered ones
+        wide = isinstance(loss, Divergence | SoftTargets) or ends.changes
         return target_chunks(rows, max(4, self.targets_at_once // TEACHER_SHARE) if wide else self.targets_at_once)
 
     def _head(
-        self, h_1TD: Tensor, inputs: LayerInputs, chunk: TargetChunk, loss: ChunkedLoss, gradient_1TD: Tensor | None
+        self,
+        h_1TD: Tensor,
+        inputs: LayerInputs,
+        chunk: TargetChunk,
+        loss: ChunkedLoss,
+        gradient_1TD: Tensor | None,
+        ends: EndPass,
     ) -> None:
         """Add a chunk's targets to the loss, and write their gradient into `gradient_1TD` unless that is None."""
         leaf_1KD = h_1TD[:, chunk.keep_K].detach().requires_grad_(gradient_1TD is not None)
         with torch.set_grad_enabled(gradient_1TD is not None):
-            logits = self._cut.head(leaf_1KD, inputs, chunk.keep_K, gather=False)
+            logits = ends.head(leaf_1KD, inputs, chunk.keep_K)
         own = logits.detach()
         if self._cut.reads_logits:
             own = own.clone()
         loss.add(own, chunk)
         if gradient_1TD is not None:
-            gradient_1TD[:, chunk.keep_K] = torch.autograd.grad(logits, leaf_1KD, own)[0]
+            gradient_1TD[:, chunk.keep_K] = ends.head_backward(logits, leaf_1KD, own)
 
 
 def run_to_end(micro_steps: MicroSteps, between: Callable[[], None] | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from coserve.admission.optimizers import BEST, PIECE, SLICE, WEIGHTS, StateKind, aligned, paged_kinds, state_kinds
 from coserve.core.errors import CheckpointUnreadable, NonFiniteLoss
+from coserve.core.names import is_rows
 from coserve.core.training.calls import AdamParams
 from coserve.core.types import BaseSpec, TrainingSettings
 from coserve.finetune.flat_tensors import FlatLayout
@@ -48,6 +49,14 @@ def _makers(weights: LoraWeights) -> PairMakers:
         )
         for site, pair in weights.sites.items()
     }
+
+
+def _b(tensors: Mapping[str, Tensor], site: str) -> Tensor:
+    """Return a site's B; of replaced rows an empty one."""
+    if is_rows(site):
+        a_KD = tensors[f"{site}.a"]
+        return a_KD.new_empty(0, len(a_KD))
+    return tensors[f"{site}.b"]
 
 
 class DoraScales:
@@ -111,7 +120,7 @@ class AdapterOptimizer:
         self._sites = sorted(start.sites, key=lambda site: (base.site(site).layer, site))
         whole, found = dict(named_tensors(start)), dict(named_tensors(part))
         kinds = ("a", "b", "m") if start.settings.use_dora else ("a", "b")
-        names = [f"{site}.{kind}" for site in self._sites for kind in kinds]
+        names = [name for site in self._sites for kind in kinds if (name := f"{site}.{kind}") in found]
         if training.lora_plus_ratio is not None:
             # Every A, then the rest, as in PEFT: two ranges, with a rate each.
             names.sort(key=lambda name: not name.endswith(".a"))
@@ -179,7 +188,7 @@ class AdapterOptimizer:
         masters, grads = self.layout.views(self._weights_N), self.layout.views(self._grads_N)
         self._masters = self._adapter(masters, self._part_pairs)
         copies = {name: view.requires_grad_() for name, view in self.layout.views(self._copies_N).items()}
-        self._part_grads = {site: (grads[f"{site}.a"], grads[f"{site}.b"]) for site in self._sites}
+        self._part_grads = {site: (grads[f"{site}.a"], _b(grads, site)) for site in self._sites}
         self._dora: DoraScales | None = None
         if self._settings.use_dora:
             assert row_norms is not None and self._partition is None, "expected the norms of a whole base"
@@ -189,7 +198,7 @@ class AdapterOptimizer:
         pairs = {
             site: self._part_pairs[site](
                 copies[f"{site}.a"],
-                copies[f"{site}.b"],
+                _b(copies, site),
                 main_grads=MainGrads(*own, grads.get(f"{site}.m")),
                 scale_O=copies[f"{site}.m"] if self._dora is not None else None,
             )
@@ -263,7 +272,7 @@ class AdapterOptimizer:
 
     def _adapter(self, tensors: Mapping[str, Tensor], make: PairMakers) -> LoraWeights:
         pairs = {
-            site: make[site](tensors[f"{site}.a"], tensors[f"{site}.b"], magnitude_O=tensors.get(f"{site}.m"))
+            site: make[site](tensors[f"{site}.a"], _b(tensors, site), magnitude_O=tensors.get(f"{site}.m"))
             for site in self._sites
         }
         return LoraWeights(self._settings, pairs)

@@ -54,8 +54,11 @@ class LayerCut:
         before it."""
         self._check()
 
-    def embed(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> LayerInputs:
-        """Run the model's own forward of T packed tokens up to layer 0, and record each layer's arguments."""
+    def embed(
+        self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, *, gradient: bool = False
+    ) -> LayerInputs:
+        """Run the model's own forward of T packed tokens up to layer 0, and record each layer's arguments. `gradient`:
+        what enters layer 0 is differentiable in the adapters of the embedding."""
         calls: list[LayerCall] = []
         entering: list[Tensor] = []
 
@@ -64,7 +67,7 @@ class LayerCut:
             entering.append(h_1TD)
             return h_1TD
 
-        with self._stubs(record), torch.no_grad():
+        with self._stubs(record), torch.set_grad_enabled(gradient):
             self._base.run(tokens_T, positions_T, attention, keep=tokens_T.new_zeros(1))
         return LayerInputs(tokens_T, positions_T, attention, entering[0], tuple(calls))
 

@@ -29,6 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY: dict[str, dict[str, Any]] = json.loads((RESULTS / "summary.json").read_text())
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
 ALONE = {
+    "families.json",
     "house.json",
     "house_finetuning.json",
     "http_paced.json",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
 
+from coserve.core.names import is_rows
 from coserve.core.types import LoraSettings, MicroStep, TrainingSettings
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
@@ -30,7 +31,7 @@ from coserve.model.forward_context import current
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.examples import sample
-from tests.support.finetuning import CPU, SETTINGS, random_corpus, started, tiny_base
+from tests.support.finetuning import CPU, SETTINGS, gradient_sums, random_corpus, started, tiny_base
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import tiny_model
 
@@ -66,7 +67,13 @@ def gradients(
         )
         total += float(run_to_end(micro_steps, between)[0, 0])
     optimizer.divide_grads(1)
-    return total, [gradient.clone() for layer in optimizer.grads for gradient in layer]
+    return total, [gradient.clone() for layer in [*optimizer.grads, _at_ends(optimizer)] for gradient in layer]
+
+
+def _at_ends(optimizer: AdapterOptimizer) -> list[torch.Tensor]:
+    ends = optimizer.weights().ends
+    sums = gradient_sums(optimizer).items()
+    return [total for name, total in sums if total.numel() and name.rpartition(".")[0] in ends]
 
 
 class PeftReference:
@@ -75,7 +82,7 @@ class PeftReference:
     def __init__(self, family: str, optimizer: AdapterOptimizer) -> None:
         base = tiny_base(family)
         settings = optimizer.weights().settings
-        blocks = peft_blocks(settings, list(optimizer.weights().sites))
+        blocks, tokens = peft_blocks(settings, list(optimizer.weights().sites)), settings.trainable_token_indices
         config = peft.LoraConfig(
             r=settings.r,
             lora_alpha=8,
@@ -83,12 +90,25 @@ class PeftReference:
             use_rslora=settings.rslora,
             use_bdlora=None if blocks is None else peft.BdLoraConfig(**blocks),
             use_dora=settings.use_dora,
+            trainable_token_indices=tokens and {name: [*own] for name, own in tokens.items()},
             fan_in_fan_out=family == "gpt2",
         )
         self.model = peft.get_peft_model(tiny_model(family), config)
         self.parameters: dict[str, torch.nn.Parameter] = {}
         for site, pair in optimizer.masters().sites.items():
             module = self.model.get_submodule(f"base_model.model.{site}")
+            if is_rows(site):
+                rows = self.parameters[f"{site}.a"] = module.trainable_tokens_delta["default"]
+                torch.testing.assert_close(rows.data, pair.a_RD)
+                continue
+            if isinstance(module, peft.tuners.lora.Embedding):
+                for name, own, tensor in (
+                    ("a", module.lora_embedding_A, pair.a_RD),
+                    ("b", module.lora_embedding_B, pair.b_OR),
+                ):
+                    own["default"].data.copy_(tensor)
+                    self.parameters[f"{site}.{name}"] = own["default"]
+                continue
             for name, layers, tensor in (("a", module.lora_A, pair.a_RD), ("b", module.lora_B, pair.b_OR)):
                 layers["default"].weight.data.copy_(tensor)
                 self.parameters[f"{site}.{name}"] = layers["default"].weight
@@ -108,6 +128,8 @@ class PeftReference:
 
 
 BD, DORA = msgspec.structs.replace(SETTINGS, bd_blocks=2), msgspec.structs.replace(SETTINGS, use_dora=True)
+TOKENS = (9, 3, 70, 31, 44, 25, 100, 7, 50)
+"""Trained tokens, not in order."""
 LEARNED = {
     "llama": ("llama", SETTINGS),
     "gpt2": ("gpt2", SETTINGS),
@@ -118,6 +140,20 @@ LEARNED = {
     "llama-bd-attention": ("llama", msgspec.structs.replace(BD, rslora=True, targets=("q_proj", "k_proj", "o_proj"))),
     "qwen3-bd-mlp": ("qwen3", msgspec.structs.replace(BD, bd_blocks=4, targets=("gate_proj", "up_proj", "down_proj"))),
     "phi-bd": ("phi", BD),
+    "head": ("llama", msgspec.structs.replace(SETTINGS, targets=("v_proj", "lm_head"))),
+    "embedding": ("gemma2", msgspec.structs.replace(SETTINGS, targets=("down_proj", "embed_tokens", "lm_head"))),
+    "tokens": (
+        "llama",
+        msgspec.structs.replace(
+            SETTINGS, targets=("v_proj",), trainable_token_indices={"model.embed_tokens": TOKENS, "lm_head": TOKENS[:3]}
+        ),
+    ),
+    "tied-tokens": (
+        "gemma3",
+        msgspec.structs.replace(
+            SETTINGS, targets=("v_proj", "lm_head"), trainable_token_indices={"model.embed_tokens": TOKENS}
+        ),
+    ),
     "llama-dora": ("llama", DORA),
     "gpt2-dora": ("gpt2", DORA),
     "phi-dora": ("phi", msgspec.structs.replace(DORA, targets=("q_proj", "fc2"))),
@@ -125,6 +161,7 @@ LEARNED = {
 """Family and settings."""
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # of tied weights
 @pytest.mark.parametrize("case", LEARNED)
 def test_loss_and_gradients_equal_pefts(case: str) -> None:
     family, settings = LEARNED[case]
@@ -173,7 +210,8 @@ def _names(optimizer: AdapterOptimizer) -> list[list[str]]:
     weights = optimizer.weights()
     by_tensor = {id(tensor): name for name, tensor in named_tensors(weights)}
     by_tensor |= {id(pair.scale_O): f"{site}.m" for site, pair in weights.sites.items()}
-    return [[by_tensor[id(leaf)] for leaf in layer] for layer in optimizer.trainable]
+    at_ends = [name for name, _ in named_tensors(weights) if name.rpartition(".")[0] in weights.ends]
+    return [*([by_tensor[id(leaf)] for leaf in layer] for layer in optimizer.trainable), at_ends]
 
 
 @pytest.mark.parametrize(

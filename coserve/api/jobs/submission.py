@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from coserve.admission.ends import check_loss, with_end_names
 from coserve.admission.memory import check_fits
 from coserve.admission.optimizers import check_optimizer
 from coserve.admission.ranks import check_ranks
@@ -118,6 +119,7 @@ class Submission:
             source, lora = await self._adapter_settings(request, spec, document)
         else:
             source, lora = None, _own_settings(request, earlier)
+        check_loss(lora, asked, spec)
         given, blocks = "continue_from", "continue_from"
         if request.continue_from is None:
             given, blocks = "lora", "lora.bd_blocks"
@@ -235,6 +237,7 @@ class Submission:
             return None, document.cartridge
         if request.continue_from is None:
             lora = LoraSettings() if request.lora is None else LoraSettings(**msgspec.structs.asdict(request.lora))
+            lora = with_end_names(lora, spec)
             try:
                 await asyncio.to_thread(resolve_targets, lora, spec)
             except InvalidRequest as error:

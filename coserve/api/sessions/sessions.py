@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from functools import partial
 
+from coserve.admission.ends import NO_SESSIONS, learns_ends
 from coserve.admission.memory import check_fits
 from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.size import refuse_too_large
@@ -104,6 +105,8 @@ class TrainingSessions:
             raise InvalidRequest(f"training sessions need one GPU: expected --tp 1, got {self._config.tp}")
         if not 1 <= lora.r <= MAX_RANK:
             raise InvalidRequest(f"expected 1 to {MAX_RANK}, got {lora.r}", field="rank")
+        if learns_ends(lora, base):
+            raise InvalidRequest(NO_SESSIONS, field="targets")
         spec = session_spec(id, lora, seed, self._most_tokens(base), state, with_optimizer=with_optimizer)
         await refuse_too_large(id, lora, base, self._engine.pool, self._config, field="rank")
         if (memory := self._engine.memory) is not None:

@@ -29,6 +29,10 @@ def uncompiled(spec: JobSpec) -> list[str]:
         found.append("its layers run operation by operation: compiled ones do without adapters of experts")
     if spec.lora.cartridge:
         found.append("its layers run operation by operation: compiled ones do without a cartridge")
+    if spec.lora.trainable_token_indices or any(
+        "embed" in name or name.endswith("wte") for name in spec.lora.targets or ()
+    ):
+        found.append("its layers run operation by operation: compiled ones do without adapters of the embedding")
     if spec.teacher is not None:
         found.append("its teacher's forward runs operation by operation: compiled layers are for adapters that learn")
     return found

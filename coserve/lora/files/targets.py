@@ -196,8 +196,8 @@ def check_ends(settings: LoraSettings, base: BaseSpec) -> None:
             raise InvalidRequest(error.message, field=field) from None
         if name in pairs and base.ends[name].layer < 0:
             raise InvalidRequest(f"expected {name} among targets or trained tokens, as in PEFT, got both", field=field)
-    if tokens or pairs:
-        raise InvalidRequest("training of the embedding and the head is not implemented", field="targets")
+    if (tokens or pairs) and not targeted_sites(linear_targets(settings, base), base.sites):
+        raise InvalidRequest("expected targets in the layers beside the embedding and the head", field="targets")
     for field, off in (("use_dora", False), ("bd_blocks", 1)):
         if (tokens or pairs) and getattr(settings, field) != off:
             raise InvalidRequest(f"expected {field} of {off} with embedding or head", field=field)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from coserve.core.errors import InvalidRequest
 from coserve.core.names import TOKEN_ROWS, WHOLE_COPY, end_of
 from coserve.core.types import SiteSpec
 from coserve.kernels.lora.segments import Segments
@@ -103,7 +104,11 @@ class EndSites:
         return LoraWeights(settings, {name: weights.sites[name] for name in weights.sites if name not in same})
 
     def with_rows(self, weights: LoraWeights) -> LoraWeights:
-        """Return a new adapter with the base's rows of the tokens that it learns; others as they are."""
+        """Return a new adapter with the base's rows of the tokens that it learns; others as they are. Raises
+        `InvalidRequest` for one that replaces a whole weight."""
+        whole = next((end_of(name) for name in weights.ends if name.endswith(WHOLE_COPY)), None)
+        if whole is not None:
+            raise InvalidRequest(f"an adapter that replaces all of {whole} can be served, not trained")
         new = {
             name + TOKEN_ROWS: tokens
             for name, tokens in (weights.settings.trainable_token_indices or {}).items()

@@ -1,0 +1,80 @@
+"""Memory of a long sequence for each served family, and which quantisations of the base it can have.
+
+    python -m benchmarks.models.families [--only FAMILY,...]
+
+The shape is the one that transformers' config of the family has by default, in bfloat16; the model is made without
+weights. `python -m tools.families` writes the table of docs/guide/families.md from the result. No GPU; some minutes.
+"""
+
+from __future__ import annotations
+
+from transformers import CONFIG_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.common.options import make_parser
+from benchmarks.common.provenance import cpu_name
+from benchmarks.common.results import Results
+from coserve.core.errors import UnsupportedBase
+from coserve.core.gpu_memory import BaseSizes
+from coserve.core.types import BaseSpec
+from coserve.lora.files.bdlora import CONV1D_FAMILIES
+from coserve.model.formats.sizes import config_sizes
+from coserve.model.quantized.modules import quantizable
+from tests.support.families import SERVED
+
+FILE = "families.json"
+TOKENS = 8192
+QUANTIZATIONS = ("fp8", "nf4")
+MIB = 1 << 20
+
+
+def key_of(family: str) -> str:
+    """The key of a family's row."""
+    return f"models.family.{family}"
+
+
+def sizes_of(family: str) -> BaseSizes:
+    """The sizes of the default shape. Raises `UnsupportedBase`."""
+    return config_sizes(CONFIG_MAPPING[family](), "bfloat16", name=family)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", default="", help="families, separated by commas")
+    options = parser.parse_args()
+    transformers_logging.set_verbosity_error()
+    results = Results(
+        options.out,
+        FILE,
+        script="benchmarks.models.families",
+        hardware=cpu_name(),
+        seed=0,
+        revision=options.commit,
+        settings={"tokens": TOKENS, "dtype": "bfloat16"},
+    )
+    for family in options.only.split(",") if options.only else SERVED:
+        try:
+            plain = sizes_of(family)
+        except (UnsupportedBase, TypeError) as error:  # no model can be made of the default config
+            print(f"{family}: {error}")
+            continue
+        about = {
+            "layers": plain.spec.layers,
+            "hidden": plain.spec.hidden,
+            "kv_bytes_a_token": plain.kv,
+            "state_bytes": plain.states,
+            "quantized": _quantized(plain.spec),
+        }
+        results.put(key_of(family), round((TOKENS * plain.kv + plain.states) / MIB, 1), "MiB", about=about)
+
+
+def _quantized(spec: BaseSpec) -> list[str]:
+    """The quantisations that some linear module of the layers can have."""
+    if spec.family in CONV1D_FAMILIES:
+        return []
+    sites = {name: (site.in_features, site.out_features) for name, site in spec.sites.items()}
+    return [kind for kind in QUANTIZATIONS if any(quantizable(name, *sizes, kind) for name, sizes in sites.items())]
+
+
+if __name__ == "__main__":
+    main()

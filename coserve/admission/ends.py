@@ -1,0 +1,37 @@
+"""Which jobs can train the model's input embedding and head. Pure: no torch, no files."""
+
+from __future__ import annotations
+
+import msgspec
+
+from coserve.core.errors import InvalidRequest
+from coserve.core.types import BaseSpec, LoraSettings, TrainingRequest
+from coserve.lora.files.ends import end_named
+from coserve.lora.files.targets import targeted_sites
+
+NO_SESSIONS = "a session trains the layers alone, not the embedding or the head"
+
+
+def learns_ends(settings: LoraSettings, base: BaseSpec) -> bool:
+    """Return whether an adapter has weights of the embedding or the head."""
+    return bool(settings.trainable_token_indices or targeted_sites(settings.targets or (), base.ends))
+
+
+def with_end_names(settings: LoraSettings, base: BaseSpec) -> LoraSettings:
+    """Return the settings of a request with the base's names of the modules whose tokens are learned."""
+    tokens = settings.trainable_token_indices
+    if not tokens:
+        return settings
+    named = {end_named(name, base) or name: own for name, own in tokens.items()}
+    return msgspec.structs.replace(settings, trainable_token_indices=named)
+
+
+def check_loss(settings: LoraSettings, training: TrainingRequest, base: BaseSpec) -> None:
+    """Raise `InvalidRequest` for a job whose head would learn a wrong gradient: those losses weight hidden states after
+    the head's backward."""
+    if not learns_ends(settings, base):
+        return
+    if training.loss is not None:
+        raise InvalidRequest("expected no DPO loss for an adapter of embedding or head", field="training.loss")
+    if training.lora_plus_ratio is not None:
+        raise InvalidRequest("expected no LoRA+ for an adapter of embedding or head", field="training.lora_plus_ratio")

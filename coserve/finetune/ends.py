@@ -1,0 +1,80 @@
+"""The model's input embedding and head in a training forward and backward, where adapters change or learn them.
+
+Letters: T packed tokens, K targets, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from coserve.finetune.layers.eager import add_gradients
+from coserve.kernels.lora.types import LoraPair
+from coserve.model.adapters.end_terms import Ends
+from coserve.model.base import Base
+from coserve.model.forward_context import ForwardContext, running
+from coserve.model.layers import LayerCut, LayerInputs
+from coserve.model.lora import LoraBatch
+
+
+class EndPass:
+    """One batch's embedding and head: with the changes of its adapters, and the gradients of those that learn."""
+
+    def __init__(self, base: Base, cut: LayerCut, lora: LoraBatch | None, *, learns: bool) -> None:
+        self._base, self._cut, self._lora = base, cut, lora
+        self._entering_1TD: Tensor | None = None
+        """What entered the first layer, if the embedding learns."""
+        found = [] if lora is None else [(name, pair) for one in lora.adapters for name, pair in one.ends.items()]
+        self.changes = bool(found)
+        """Whether an adapter changes an end."""
+        learned = [pair for _, pair in found if learns and pair.main_grads is not None]
+        both = [both for pair in learned for both in _with_sums(pair) if both[0].requires_grad]
+        self._tensors, self._sums = [tensor for tensor, _ in both], [total for _, total in both]
+        layers = [base.spec.site(name).layer for name, pair in found if learns and pair.main_grads is not None]
+        self.embedding_learns = any(layer < 0 for layer in layers)
+
+    def enter(self, inputs: LayerInputs) -> LayerInputs:
+        """Return the inputs of the layers with the embeddings of the batch's adapters. `inputs`: the base's."""
+        ends = self._ends(None)
+        if ends is None or ends.embedding is None:
+            return inputs
+        with running(ForwardContext(ends=Ends(embedding=ends.embedding))):
+            found = self._cut.embed(
+                inputs.tokens_T, inputs.positions_T, inputs.attention, gradient=self.embedding_learns
+            )
+        if self.embedding_learns:
+            self._entering_1TD = found.h_1TD
+        return replace(found, h_1TD=found.h_1TD.detach().clone())
+
+    def head(self, h_1KD: Tensor, inputs: LayerInputs, keep_K: Tensor) -> Tensor:
+        """Return the logits of these tokens, or this rank's shard of them: see `LayerCut.head`."""
+        ends = self._ends(keep_K)
+        with running(ForwardContext(ends=None if ends is None else Ends(head=ends.head))):
+            return self._cut.head(h_1KD, inputs, keep_K, gather=False)
+
+    def head_backward(self, logits: Tensor, leaf_1KD: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient of the hidden states; add those of the head's rows and pairs to their sums."""
+        first, *others = torch.autograd.grad(logits, [leaf_1KD, *self._tensors], gradient, allow_unused=True)
+        add_gradients(self._sums, others)
+        assert first is not None, "logits depend on the hidden states"
+        return first
+
+    def backward(self, gradient_1TD: Tensor) -> None:
+        """Add the gradients of the embedding's rows and pairs to their sums, given that of what entered layer 0."""
+        if self._entering_1TD is not None:
+            found = torch.autograd.grad(self._entering_1TD, self._tensors, gradient_1TD, allow_unused=True)
+            add_gradients(self._sums, found)
+            self._entering_1TD = None
+
+    def _ends(self, keep_K: Tensor | None) -> Ends | None:
+        if self._lora is None or not self.changes:
+            return None
+        return self._base.ends.prepare(self._lora.segments, self._lora.adapters, keep_K, self._base.device)
+
+
+def _with_sums(pair: LoraPair) -> list[tuple[Tensor, Tensor]]:
+    """Return a pair's tensors with the sums of their gradients."""
+    assert pair.main_grads is not None, "expected an adapter that learns"
+    return [(pair.a_RD, pair.main_grads.a_RD), (pair.b_OR, pair.main_grads.b_OR)]
