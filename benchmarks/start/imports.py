@@ -101,12 +101,7 @@ def main() -> None:
         hardware=cpu_name(),
         seed=0,
         revision=options.commit,
-        settings={
-            "repeats": options.repeats,
-            "workers": WORKERS,
-            "cores": usable_cores(),
-            "bytecode": "not beside the sources" if sys.dont_write_bytecode else "as Python keeps it",
-        },
+        settings={"repeats": options.repeats, "workers": WORKERS, "cores": usable_cores()},
     )
     with tempfile.TemporaryDirectory() as folder:
         config = Config(device="cpu", lora_backend="grouped", data_dir=Path(folder))

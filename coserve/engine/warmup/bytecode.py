@@ -16,7 +16,7 @@ def cache_bytecode(config: Config, library: str = "torch") -> None:
     sources and none can be written there.
 
     That is so in images whose installer compiles nothing, with `PYTHONDONTWRITEBYTECODE` or a read-only installation:
-    each start would compile 3,700 modules, half of the CPU time of its imports (`start.import_s`).
+    each start would compile 3,700 modules, which takes half of the CPU time of its imports.
     """
     found = find_spec(library)
     if found is None or found.origin is None or sys.pycache_prefix is not None:
