@@ -60,7 +60,7 @@ from coserve.core.schemas import (
     RollbackRequest,
     RowField,
 )
-from coserve.core.types import LoraSettings, TrainingRequest
+from coserve.core.types import LoraRequest, TrainingRequest
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -155,7 +155,7 @@ class AsyncClient:
         path: str | None = None,
         continue_from: str | None = None,
         teacher: str | None = None,
-        lora: LoraSettings | Mapping[str, Any] | None = None,
+        lora: LoraRequest | Mapping[str, Any] | None = None,
         training: TrainingRequest | Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         on_conflict: OnConflict = "wait",
@@ -221,7 +221,7 @@ class AsyncClient:
         file: Path | str | bytes | None = None,
         path: str | None = None,
         continue_from: str | None = None,
-        lora: LoraSettings | Mapping[str, Any] | None = None,
+        lora: LoraRequest | Mapping[str, Any] | None = None,
         training: TrainingRequest | Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         on_conflict: OnConflict = "wait",

@@ -29,7 +29,7 @@ from coserve.core.schemas import (
     UserQuestion,
 )
 from coserve.core.schemas.output_format import ResponseFormat, StructuredOutputs
-from coserve.core.types import LoraSettings, SloClass, TrainingRequest
+from coserve.core.types import LoraRequest, LoraSettings, SloClass, TrainingRequest
 from coserve.core.validation import explain
 
 MAX_INLINE_BYTES = 8 << 20
@@ -131,7 +131,7 @@ def finetune_request(
     path: str | None,
     continue_from: str | None,
     teacher: str | None,
-    lora: LoraSettings | Mapping[str, Any] | None,
+    lora: LoraRequest | Mapping[str, Any] | None,
     training: TrainingRequest | Mapping[str, Any] | None,
     metadata: Mapping[str, str] | None,
     on_conflict: OnConflict,
@@ -149,7 +149,7 @@ def finetune_request(
         path=path,
         continue_from=continue_from,
         teacher=teacher,
-        lora=None if lora is None else as_struct(lora, LoraSettings, "lora"),
+        lora=None if lora is None else _lora_request(lora),
         metadata=dict(metadata or {}),
         on_conflict=on_conflict,
         columns=dict(columns or {}),
@@ -158,6 +158,17 @@ def finetune_request(
     if training is None:
         return request  # the daemon's defaults apply, not ours
     return msgspec.structs.replace(request, training=as_struct(training, TrainingRequest, "training"))
+
+
+def _lora_request(given: LoraRequest | Mapping[str, Any]) -> LoraRequest:
+    """Return what a request may say of an adapter that is `given`, such as another job's. Raises `InvalidRequest`."""
+    lora = as_struct(given, LoraRequest, "lora")
+    if not isinstance(lora, LoraSettings):
+        return lora
+    for field in ("cartridge", "modules_to_save"):
+        if getattr(lora, field):
+            raise InvalidRequest(f"expected the shape of an adapter to train, got one with {field}", field="lora")
+    return msgspec.convert(lora, LoraRequest, from_attributes=True)
 
 
 class DocumentOptions(TypedDict, total=False):
@@ -183,7 +194,7 @@ def learn_request(
     adapter: str,
     document: Mapping[str, object],
     continue_from: str | None,
-    lora: LoraSettings | Mapping[str, Any] | None,
+    lora: LoraRequest | Mapping[str, Any] | None,
     training: TrainingRequest | Mapping[str, Any] | None,
     metadata: Mapping[str, str] | None,
     on_conflict: OnConflict,

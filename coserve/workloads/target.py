@@ -21,7 +21,7 @@ from coserve.core.errors import (
 )
 from coserve.core.names import NAME_RULE, is_adapter_ref, is_name
 from coserve.core.schemas import Job, JobEvent
-from coserve.core.types import JobState, LoraSettings, TrainingSettings
+from coserve.core.types import JobState, LoraRequest, TrainingSettings
 from coserve.workloads.gauges import Snapshot, read_snapshot
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.replay import JobUpdate, Usage
@@ -108,7 +108,7 @@ class DaemonTarget:
         except AdapterNotFound:
             if not is_name(name):
                 raise
-            settings = LoraSettings(r=rank, targets=self._scenario.targets or None)
+            settings = LoraRequest(r=rank, targets=self._scenario.targets or None)
             self._touched.add(name)
             training = TrainingSettings(steps=1)
             job = await self._submitted(name, self._client.finetune(name, [SEED_ROW], lora=settings, training=training))

@@ -91,10 +91,12 @@ async def test_a_job_from_rows_to_its_adapter(tmp_path: Path) -> None:
         assert job.info.state is JobState.QUEUED or job.info.state is JobState.RUNNING
         done = await job.wait(progress=False, timeout=120)
         assert (done.state, done.result, done.metadata) == (JobState.SUCCEEDED, "pirate@1", {"who": "me"})
+        alike = await client.finetune("alike", ROWS, lora=done.lora, training={"steps": 1})
+        assert (await alike.wait(progress=False, timeout=120)).lora == done.lora
         events = [event async for event in job.events()]
         assert [event.seq for event in events] == sorted({event.seq for event in events})
         assert [event.metrics.step for event in events if event.metrics] == [1, 2, 3]
-        assert [found.id for found in (await client.jobs()).data] == [job.id]
+        assert {found.id for found in (await client.jobs()).data} == {job.id, alike.id}
         assert (await (await client.job(job.id)).refresh()).state is JobState.SUCCEEDED
         assert (await client.generate("hello", adapter="pirate@1")).version == 1
         with pytest.raises(WrongJobState):

@@ -157,6 +157,8 @@ async def test_finetune_takes_rows_a_file_or_a_path(tmp_path: Path) -> None:
     assert msgspec.json.decode(file.settings)["lora"]["r"] == 2
     assert isinstance(content, Upload) and content.files == (("corpus", b"{}\n"),)
     assert {sent(request)[:2] for request in daemon.requests} == {("POST", "/finetune")}
+    with pytest.raises(InvalidRequest, match="cartridge"):
+        await daemon.client.finetune("a", path="rows.jsonl", lora=LoraSettings(r=2, cartridge=True))
 
 
 @pytest.mark.parametrize("named", [str, Path])

@@ -16,12 +16,12 @@ from rich.table import Table
 
 from coserve.cli.demos.run import daemon
 from coserve.client import AsyncClient
-from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.core.types import LoraRequest, TrainingSettings
 from coserve.data.pretrained.source import check_source
 from coserve.workloads.meetings import Meeting, meetings
 
 ADAPTER = "meetings"
-LORA = LoraSettings(r=8, alpha=16)
+LORA = LoraRequest(r=8, alpha=16)
 TRAINING = TrainingSettings(epochs=2, batch_tokens=512, learning_rate=2e-3, warmup_steps=2)
 SHOWN = 3
 """Questions whose answers are shown."""

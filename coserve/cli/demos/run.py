@@ -25,7 +25,7 @@ from coserve.client import AsyncClient, AsyncJobHandle
 from coserve.core.errors import StartupError
 from coserve.core.processes import signal_child
 from coserve.core.schemas import GenerateResponse, JobEvent
-from coserve.core.types import LoraSettings, Schedule, TrainingSettings
+from coserve.core.types import LoraRequest, Schedule, TrainingSettings
 from coserve.data.pretrained.source import BUNDLED
 from coserve.workloads.bundled import bundled_prompts
 from coserve.workloads.metrics import Limits
@@ -120,7 +120,7 @@ class _ShownTarget(DaemonTarget):
     async def start(self, arrival: FinetuneArrival) -> AsyncJobHandle:
         rank = RANKS[arrival.adapter]
         job = await self._client.finetune(
-            arrival.adapter, arrival.rows, lora=LoraSettings(r=rank, alpha=32), training=TRAINING
+            arrival.adapter, arrival.rows, lora=LoraRequest(r=rank, alpha=32), training=TRAINING
         )
         bar = self._bars.add_task(f"{arrival.adapter} (rank {rank})", total=job.info.total_steps, note="queued")
         self._tasks[job.id] = (bar, [])
