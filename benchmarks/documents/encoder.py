@@ -188,10 +188,18 @@ async def learn(client: AsyncClient, folder: DataFolder, document: Document, opt
         answer_tokens=64,
         publish="always",
     )
-    await job.wait(progress=False)
-    tokenizer = Tokenizer.load(options.model)
-    chunks = [tokenizer.encode(text, add_special=False) for text in read_chunks(folder.document(job.id)).texts]
-    lessons = ItemLog(folder.job(job.id) / "lessons.jsonl", Lesson).read()
+    found: Taught | None = None
+    async for event in job.events():
+        if found is None and event.document is not None and event.document.phase == "training":
+            found = _read(document, folder, job.id, options.model)  # the job's files go when it ends
+    assert found is not None, f"expected answers for {document.name}, the job ended as {(await job.refresh()).state}"
+    return found
+
+
+def _read(document: Document, folder: DataFolder, job: str, model: str) -> Taught:
+    tokenizer = Tokenizer.load(model)
+    chunks = [tokenizer.encode(text, add_special=False) for text in read_chunks(folder.document(job)).texts]
+    lessons = ItemLog(folder.job(job) / "lessons.jsonl", Lesson).read()
     own = [(each.prompt, each.answer) for each in lessons if each.chunk is not None and each.answer]
     return Taught(document, chunks, own)
 
