@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from coserve.cli.finetuning.settings import FLAGS
-from coserve.core.types import LoraSettings
+from coserve.core.types import LoraRequest
 from coserve.data.corpus import rows
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.rows import CompletionRow, parse_row
@@ -65,7 +65,7 @@ def test_the_table_of_lora_names_is_complete() -> None:
         name for line in section.splitlines() if line.startswith("| `") for name in line.split("|")[1].split("`, `")
     }
     named = {name.strip(" `") for name in ours}
-    assert named == {field.name for field in msgspec.structs.fields(LoraSettings)}
+    assert named == {field.name for field in msgspec.structs.fields(LoraRequest)}
     for line in filter(lambda line: line.startswith("| `"), section.splitlines()):
         names, _, options = (re.findall(r"`([\w-]+)`", cell) for cell in line.split("|")[1:4])
         assert options == list(dict.fromkeys(FLAGS.get(f"lora.{name}", "--set") for name in names)), line
