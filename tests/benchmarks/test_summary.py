@@ -29,6 +29,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY: dict[str, dict[str, Any]] = json.loads((RESULTS / "summary.json").read_text())
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
 ALONE = {
+    "adapter_steps.json",
+    "adapters_many.json",
+    "documents.json",
     "families.json",
     "house.json",
     "house_finetuning.json",
@@ -38,12 +41,14 @@ ALONE = {
     "memory_mixes.json",
     "moe.json",
     "page.json",
+    "ping_pong.json",
     "plan_error.json",
     "quant.json",
     "recurrent.json",
     "schema_cost.json",
     "served.json",
     "soak.json",
+    "tinker.json",
 }
 """Results whose scripts put their keys into the summary when they measure, or publish one run."""
 
