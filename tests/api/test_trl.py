@@ -35,9 +35,11 @@ SYNCS, SAMPLES, TOKENS = 3, 12, 12
 async def rollouts(url: str, policy: SimpleNamespace) -> AsyncIterator[queue.Queue[Any]]:
     """TRL's rollout loop on a thread; yields the queue of its scored samples."""
     from datasets import Dataset
+    from trl.chat_template_utils import qwen3_chat_template
     from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
     tokenizer, found = AutoTokenizer.from_pretrained(TINY), queue.Queue[Any]()
+    tokenizer.chat_template = qwen3_chat_template  # one whose answers TRL can parse; it sends token ids
     failed = threading.Event()
     rows = [{"prompt": [{"role": "user", "content": f"Tell me of {what}"}]} for what in ("a cat", "the sea", "rain")]
     loop = _AsyncRolloutLoop(
@@ -93,13 +95,17 @@ async def test_every_rollout_is_of_one_policy_while_others_are_published(tmp_pat
     from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, select_adapter_sync
     from trl.experimental.async_grpo.vllm_client import VLLMClient
 
+    accelerator = Accelerator(cpu=True)  # TRL's loggers ask for one
     base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+    model = get_peft_model(
+        base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    )
     model.eval()
     policy, policies, samples = SimpleNamespace(value=0), list[dict[str, torch.Tensor]](), list[Any]()
-    async with serve_real(tmp_path) as api:
-        client, root = VLLMClient(f"http://127.0.0.1:{api.port}"), api.config.data_root
-        assert root is not None
+    root = tmp_path / "root"
+    await asyncio.to_thread(root.mkdir)
+    async with serve_real(tmp_path / "data", data_root=root) as api:
+        client = VLLMClient(f"http://127.0.0.1:{api.port}")
         args = SimpleNamespace(max_staleness=1)
         await asyncio.to_thread(client.wait_for_server_ready)
         assert await asyncio.to_thread(client.get_max_model_len) > TOKENS
@@ -109,7 +115,7 @@ async def test_every_rollout_is_of_one_policy_while_others_are_published(tmp_pat
             _lora_dir=str(root / "lora"),
             _lora_name="trl-policy",
             _adapter_name="default",
-            accelerator=Accelerator(cpu=True),
+            accelerator=accelerator,
             model=model,
             vllm_client=client,
             args=args,
