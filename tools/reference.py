@@ -58,7 +58,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 MADE = "<!-- Made by `python -m tools.reference` from the code: change it there. -->"
 WIDTH = "100"
 """Columns of the commands' help."""
-METHODS = ("AsyncClient", "AsyncJobHandle")
+METHODS = ("AsyncClient", "AsyncJobHandle", "AsyncTrainingSession")
 """Classes of the SDK whose methods are listed: those without asyncio have the same."""
 
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -189,8 +189,9 @@ def _default(schema: Json) -> str:
 
 def sdk() -> Iterator[str]:
     yield from ("# SDK", "", MADE, "", *_text(client.__doc__), "")
-    yield "`Client` and `JobHandle` have the methods of `AsyncClient` and `AsyncJobHandle`, without `await`. Options of"
-    yield from ("`generate` and `stream` are the fields of [GenerateRequest](http.md#generaterequest).", "")
+    yield "`Client`, `JobHandle` and `TrainingSession` have the methods of `AsyncClient`, `AsyncJobHandle` and"
+    yield "`AsyncTrainingSession`, without `await`. Options of `generate` and `stream` are the fields of"
+    yield from ("[GenerateRequest](http.md#generaterequest).", "")
     for name in client.__all__:
         found = getattr(client, name)
         yield from (f"## {name}", "", *_text(found.__doc__), "")

@@ -12,12 +12,14 @@ from coserve.client.asynchronous import AsyncClient
 from coserve.client.handles import AsyncJobHandle
 from coserve.client.options import GenerateOptions
 from coserve.client.retry import RetryPolicy
-from coserve.client.synchronous import Client, JobHandle
+from coserve.client.synchronous import Client, JobHandle, TrainingSession
+from coserve.client.training import AsyncTrainingSession
 from coserve.client.transport import HttpTransport, MockTransport, Request, Response, Transport, Upload
 
 __all__ = [
     "AsyncClient",
     "AsyncJobHandle",
+    "AsyncTrainingSession",
     "Client",
     "GenerateOptions",
     "HttpTransport",
@@ -26,6 +28,7 @@ __all__ = [
     "Request",
     "Response",
     "RetryPolicy",
+    "TrainingSession",
     "Transport",
     "Upload",
 ]

@@ -34,6 +34,7 @@ from coserve.client.options import (
 )
 from coserve.client.remote_files import local_files
 from coserve.client.retry import RetryPolicy
+from coserve.client.training import AsyncTrainingSession
 from coserve.client.transport import HttpTransport, Response, Transport
 from coserve.core.errors import InternalError, InvalidRequest, Unreachable
 from coserve.core.health import Health
@@ -60,6 +61,7 @@ from coserve.core.schemas import (
     RollbackRequest,
     RowField,
 )
+from coserve.core.training.schemas import Session, SessionRequest
 from coserve.core.types import LoraRequest, TrainingRequest
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -264,6 +266,24 @@ class AsyncClient:
         """Return a page of jobs, newest first."""
         query = {"after": after, "limit": limit}
         return await self._caller.json(self._caller.request("GET", "/finetune", query=query), JobList)
+
+    async def training_session(
+        self,
+        *,
+        r: int = 16,
+        alpha: float | None = None,
+        targets: Iterable[str] | None = None,
+        seed: int = 0,
+        state: str | None = None,
+        with_optimizer: bool = True,
+    ) -> AsyncTrainingSession:
+        """Open a session whose steps come from this program: a loss or a loop of its own (RL, DPO). Fields are those of
+        `coserve.core.training.schemas.SessionRequest`; `state`: what `AsyncTrainingSession.save` returned. Returns once
+        it is in memory; it ends with its daemon, and when no call came for the daemon's `session_timeout`."""
+        targets = None if targets is None else tuple(targets)
+        body = SessionRequest(r=r, alpha=alpha, targets=targets, seed=seed, state=state, with_optimizer=with_optimizer)
+        opened = await self._caller.json(self._caller.request("POST", "/sessions", body=body), Session)
+        return AsyncTrainingSession(self._caller, opened)
 
     # ---- adapters
 

@@ -20,9 +20,11 @@ from coserve.client.caller import CLOSED
 from coserve.client.handles import AsyncJobHandle
 from coserve.client.options import cut_warning, rows_of
 from coserve.client.retry import RetryPolicy
+from coserve.client.training import AsyncTrainingSession
 from coserve.client.transport import Transport
 from coserve.core.errors import InvalidRequest
 from coserve.core.schemas import Job, Preparing
+from coserve.core.training.schemas import Session
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -176,6 +178,11 @@ def _like(
     return copied
 
 
+def _named_alike(face: object, asynchronous: object) -> str:
+    """Return the asynchronous object's text with the name of its blocking `face`."""
+    return repr(asynchronous).replace(type(asynchronous).__name__, type(face).__name__)
+
+
 class JobHandle(_Blocking[AsyncJobHandle]):
     """A handle to one job; see `AsyncJobHandle`."""
 
@@ -188,7 +195,7 @@ class JobHandle(_Blocking[AsyncJobHandle]):
     wait = _call(AsyncJobHandle.wait)
 
     def __repr__(self) -> str:
-        return repr(self._asynchronous).replace(type(self._asynchronous).__name__, type(self).__name__)
+        return _named_alike(self, self._asynchronous)
 
     @property
     def id(self) -> str:
@@ -196,6 +203,36 @@ class JobHandle(_Blocking[AsyncJobHandle]):
 
     @property
     def info(self) -> Job:
+        return self._asynchronous.info
+
+
+class TrainingSession(_Blocking[AsyncTrainingSession]):
+    """A training session; see `AsyncTrainingSession`. Close it, or use it as `with`."""
+
+    forward_backward = _call(AsyncTrainingSession.forward_backward)
+    forward = _call(AsyncTrainingSession.forward)
+    optim_step = _call(AsyncTrainingSession.optim_step)
+    save = _call(AsyncTrainingSession.save)
+    publish = _call(AsyncTrainingSession.publish)
+    close = _call(AsyncTrainingSession.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return _named_alike(self, self._asynchronous)
+
+    @property
+    def id(self) -> str:
+        return self._asynchronous.id
+
+    @property
+    def info(self) -> Session:
         return self._asynchronous.info
 
 
@@ -260,6 +297,10 @@ class Client(_Blocking[AsyncClient]):
     @_like(AsyncClient.job)
     def job(self, id: str) -> JobHandle:
         return JobHandle(self._portal, self._portal.call(self._asynchronous.job(id)))
+
+    @_like(AsyncClient.training_session)
+    def training_session(self, **settings: Any) -> TrainingSession:  # noqa: ANN401 - the method's arguments
+        return TrainingSession(self._portal, self._portal.call(self._asynchronous.training_session(**settings)))
 
     generate = _call(AsyncClient.generate)
     stream = _iterate(AsyncClient.stream)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from coserve.client import AsyncClient
+from coserve.core.errors import InvalidRequest, NotFound
 from tests.support.api_server import Api
 from tests.support.real_server import serve_real
 
@@ -81,3 +83,42 @@ async def test_sessions_that_open_at_once_are_counted(tmp_path: Path) -> None:
     async with serve_real(tmp_path, max_sessions=2) as api:
         found = await asyncio.gather(*(api.call("POST", "/sessions", json={"r": 4}) for _ in range(5)))
         assert sorted(status for status, _ in found) == [200, 200, 429, 429, 429]
+
+
+async def test_the_sdks_session_samples_and_learns_in_turn(tmp_path: Path) -> None:
+    """A policy gradient on own samples: on the policy the ratios are 1, those of tokens and of sequences."""
+    async with serve_real(tmp_path) as api, AsyncClient(f"http://127.0.0.1:{api.port}", read_timeout=120) as client:
+        async with await client.training_session(r=4, alpha=8, seed=2) as session:
+            await session.publish("policy")
+            prompt = [5, 6, 7]
+            answer = await client.generate(prompt, adapter="policy", max_tokens=6, logprobs=0, seed=1, ignore_eos=True)
+            (choice,) = answer.choices
+            sampled = [entry.logprob for entry in choice.logprobs or ()]
+            example = {
+                "tokens": prompt + choice.token_ids[:-1],
+                "after": list(range(2, 8)),
+                "labels": choice.token_ids,
+                "sampled": sampled,
+                "advantages": [0.5] * 6,
+                "ratio_mask": [1.0] * 6,
+            }
+            for loss in ("importance_sampling", "gspo"):
+                found = await session.forward([example], loss)
+                assert found.loss == pytest.approx(-3.0, abs=1e-3)
+                assert found.log_probs[0] == pytest.approx(sampled, abs=1e-4)
+            await session.forward_backward([example], "gspo", {"clip_high_threshold": 1.2})
+            stepped = await session.optim_step(0.05, grad_clip_norm=1.0)
+            assert (stepped.step, stepped.grad_norm > 0) == (1, True)
+            learned = await session.forward([example], "importance_sampling")
+            assert sum(learned.log_probs[0]) > sum(sampled)
+            state = await session.save("one")
+            assert (await session.publish("policy")).version == 2
+            with pytest.raises(InvalidRequest, match="ratio_mask of each target"):
+                await session.forward([{**example, "ratio_mask": None}], "gspo")
+            with pytest.raises(InvalidRequest, match=r"examples\[0\].lables"):
+                await session.forward([{"tokens": [5], "lables": [6]}])
+        with pytest.raises(NotFound):
+            await session.forward([example])
+        async with await client.training_session(state=state) as again:
+            assert again.info.rank == 4
+            assert (await again.forward([example], "importance_sampling")).loss == pytest.approx(learned.loss, rel=1e-5)

@@ -11,7 +11,15 @@ import pytest
 
 import coserve
 import coserve.client
-from coserve.client import AsyncClient, AsyncJobHandle, Client, GenerateOptions, JobHandle
+from coserve.client import (
+    AsyncClient,
+    AsyncJobHandle,
+    AsyncTrainingSession,
+    Client,
+    GenerateOptions,
+    JobHandle,
+    TrainingSession,
+)
 from coserve.core.sampling import SamplingFields, SamplingOptions
 from coserve.core.schemas import GenerateRequest
 
@@ -20,6 +28,7 @@ def test_exported_names() -> None:
     assert coserve.client.__all__ == [
         "AsyncClient",
         "AsyncJobHandle",
+        "AsyncTrainingSession",
         "Client",
         "GenerateOptions",
         "HttpTransport",
@@ -28,6 +37,7 @@ def test_exported_names() -> None:
         "Request",
         "Response",
         "RetryPolicy",
+        "TrainingSession",
         "Transport",
         "Upload",
     ]
@@ -68,12 +78,16 @@ def test_methods() -> None:
         "set_alias",
         "update_adapter",
         "stream",
+        "training_session",
         "wait_ready",
     }
     assert set(public(AsyncJobHandle)) == {"cancel", "delete", "events", "pause", "refresh", "resume", "wait"}
 
 
-@pytest.mark.parametrize(("face", "implementation"), [(Client, AsyncClient), (JobHandle, AsyncJobHandle)])
+@pytest.mark.parametrize(
+    ("face", "implementation"),
+    [(Client, AsyncClient), (JobHandle, AsyncJobHandle), (TrainingSession, AsyncTrainingSession)],
+)
 def test_both_faces_take_the_same_arguments(face: type, implementation: type) -> None:
     ours, theirs = public(face), public(implementation)
     assert set(ours) == set(theirs)
