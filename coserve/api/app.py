@@ -82,7 +82,9 @@ def make_app(
     tgi, tinker = TgiApi(service, config, bodies), TinkerApi(service, bodies)
     native = NativeApi(service, config, bodies, uploads, tgi)
     openai = OpenAIApi(service, config, bodies)
-    batches = BatchRunner(BatchStore(service.folder.batches), service.files, batch_answers(openai, bodies))
+    batches = BatchRunner(
+        BatchStore(service.folder.batches), service.files, batch_answers(openai, bodies), service.access.quotas.admit
+    )
     described = tagged(
         {
             "coserve": (*native_routes(native), *alias_routes(AliasApi(service, bodies))),
@@ -102,16 +104,7 @@ def make_app(
         }
     )
 
-    @cache
-    def document() -> bytes:
-        """Build the OpenAPI document as JSON; takes longer than the event loop may block."""
-        return msgspec.json.encode(describe_api(routes))
-
-    async def openapi(request: web.Request) -> web.StreamResponse:
-        return web.Response(body=await asyncio.to_thread(document), content_type="application/json")
-
-    routes = (*described, Route("GET", "/openapi.json", openapi, "This description", tag="coserve"))
-    access = service.access
+    routes, access = _with_description(described), service.access
     gate = Gate(
         config,
         frozenset(route.name for route in routes if route.public),
@@ -135,13 +128,42 @@ def make_app(
     guarded = guard(check, service.metrics.responded, format_of, no_such_path)
     app = web.Application(middlewares=[connections.middleware(), idle.middleware(), access.middleware(), guarded])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
+    _add_routes(app, routes)
+    app.on_response_prepare.append(finish_headers)
+    app.on_response_prepare.append(access.add_headers)
+    _open_and_close(app, batches, tinker)
+    return app
+
+
+def _with_description(described: tuple[Route, ...]) -> tuple[Route, ...]:
+    """Return the routes, and one more with the OpenAPI document of all."""
+
+    @cache
+    def document() -> bytes:
+        """Build the OpenAPI document as JSON; takes longer than the event loop may block."""
+        return msgspec.json.encode(describe_api(routes))
+
+    async def openapi(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=await asyncio.to_thread(document), content_type="application/json")
+
+    routes = (
+        *described,
+        Route("GET", "/openapi.json", openapi, "This description", tag="coserve"),
+    )  # that describes itself, too
+    return routes
+
+
+def _add_routes(app: web.Application, routes: tuple[Route, ...]) -> None:
     for route in routes:
         resource = app.router.add_resource(route.pattern, name=route.name)
         resource.add_route(route.method, route.handler, expect_handler=keep_waiting)
         if route.public and route.method == "GET":
             resource.add_route("HEAD", route.handler, expect_handler=keep_waiting)  # some probes use it
-    app.on_response_prepare.append(finish_headers)
-    app.on_response_prepare.append(access.add_headers)
+
+
+def _open_and_close(app: web.Application, batches: BatchRunner, tinker: TinkerApi) -> None:
+    """Open the service and its batches with the application; end what is in progress with it."""
+    service = app[SERVICE]
 
     async def open_batches(_: web.Application) -> None:
         await service.open()
@@ -156,7 +178,6 @@ def make_app(
         await tinker.close()
 
     app.on_shutdown.append(end_tinker)
-    return app
 
 
 async def _end_streams(app: web.Application) -> None:

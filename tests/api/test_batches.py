@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from coserve.api.openai.batches.runner import BatchRunner
+from coserve.api.access.quotas import Quotas
+from coserve.api.openai.batches import runner as batches_runner
+from coserve.api.openai.batches.runner import Answer, BatchRunner
 from coserve.api.openai.batches.store import BatchRecord, BatchStore
+from coserve.core.access.schemas import Quota
+from coserve.core.errors import QueueFull, QuotaExceeded
 from coserve.core.link import Generate
 from coserve.state.files import FileStore
 from tests.support.api_server import REPLY, Api, serve_api, with_template
@@ -187,16 +192,13 @@ async def test_a_drain_leaves_a_batch_to_the_next_start(tmp_path: Path) -> None:
         assert (await ended(client, id)).status == "completed"
 
 
-async def test_a_batch_that_ends_by_an_internal_error_keeps_its_answers(tmp_path: Path) -> None:
-    async def answer(content: bytes) -> bytes:
-        if b"bad" in content:
-            await asyncio.sleep(0.5)  # until the other answer is written
-            raise RuntimeError("no")
-        return b"{}"
-
+async def run_alone(
+    tmp_path: Path, answer: Answer, ids: Sequence[str], admit: Callable[[str], None] = lambda project: None
+) -> tuple[BatchRecord, list[str]]:
+    """Run a batch by a runner of its own; return its record, and the ids that are answered."""
     files, store = FileStore(tmp_path / "files"), BatchStore(tmp_path / "batches")
     source = tmp_path / "lines"
-    source.write_text("\n".join(json.dumps(line(id, {"prompt": id}, "/v1/completions")) for id in ("good", "bad")))
+    source.write_text("\n".join(json.dumps(line(id, {"prompt": id}, "/v1/completions")) for id in ids))
     record = BatchRecord(
         id="batch_1",
         endpoint="/v1/completions",
@@ -205,13 +207,51 @@ async def test_a_batch_that_ends_by_an_internal_error_keeps_its_answers(tmp_path
         metadata=None,
         created_at=1.0,
     )
-    runner = BatchRunner(store, files, {"/v1/completions": answer})
+    runner = BatchRunner(store, files, {"/v1/completions": answer}, admit)
     await runner.open()
     await runner.create(record)
     while not store.get("batch_1").ended:  # noqa: ASYNC110 - nothing tells of its end
         await asyncio.sleep(0.01)
-    found = store.get("batch_1")
-    assert found.status == "failed" and found.output_file_id is not None
-    (kept,) = map(json.loads, files.content(found.output_file_id).read_text().splitlines())
-    assert kept["custom_id"] == "good"
     await runner.close()
+    found = store.get("batch_1")
+    assert found.output_file_id is not None
+    kept = map(json.loads, files.content(found.output_file_id).read_text().splitlines())
+    return found, sorted(each["custom_id"] for each in kept)
+
+
+async def test_a_batch_that_ends_by_an_internal_error_keeps_its_answers(tmp_path: Path) -> None:
+    async def answer(content: bytes) -> bytes:
+        if b"bad" in content:
+            await asyncio.sleep(0.5)  # until the other answer is written
+            raise RuntimeError("no")
+        return b"{}"
+
+    found, answered = await run_alone(tmp_path, answer, ("good", "bad"))
+    assert (found.status, answered) == ("failed", ["good"])
+
+
+async def test_each_request_of_a_batch_counts_in_the_quota_and_waits_for_it(tmp_path: Path) -> None:
+    async def answer(content: bytes) -> bytes:
+        if len(tried) < 7:
+            tried.append(content)
+            raise QueueFull("a request that is sent again counts once")
+        return b"{}"
+
+    now, tried, refused = [0.0], list[bytes](), list[str]()
+    quotas = Quotas(lambda: now[0])
+    quotas.set("default", Quota(requests_per_minute=2))
+
+    def admit(project: str) -> None:
+        try:
+            quotas.admit(project)
+        except QuotaExceeded as error:
+            refused.append(project)
+            now[0] += error.retry_after
+            raise QuotaExceeded(error.message, retry_after=0.001) from error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches_runner, "RETRY", 0.001)
+        found, answered = await run_alone(tmp_path, answer, [f"n{i}" for i in range(6)], admit)
+    assert (found.status, len(answered)) == ("completed", 6)
+    assert len(refused) == 4, "two of six came at once"
+    assert now[0] == pytest.approx(4 * 30)

@@ -32,7 +32,10 @@ from coserve.core.schemas import (
 
 def native_routes(api: NativeApi) -> tuple[Route, ...]:
     """Every route of coserve's own API except `/openapi.json`, which is generated from them."""
-    body = BODY_ERRORS
+    return (*_generation_routes(api), *_job_routes(api), *_adapter_routes(api), *_health_routes(api))
+
+
+def _generation_routes(api: NativeApi) -> tuple[Route, ...]:
     return (
         Route(
             "POST",
@@ -42,9 +45,14 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             body=(GenerateRequest, TgiRequest),
             response=(GenerateResponse, TgiResponse),
             events=(GenerateChunk, TgiStreamEvent),
-            errors=(404, 422, *body, BUSY),
+            errors=(404, 422, *BODY_ERRORS, BUSY),
             error_formats=(NATIVE_ERRORS, TGI_ERRORS),
         ),
+    )
+
+
+def _job_routes(api: NativeApi) -> tuple[Route, ...]:
+    return (
         Route(
             "POST",
             "/finetune",
@@ -56,7 +64,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             events=SubmissionEvent,
             status=202,
             headers=("Idempotency-Key",),
-            errors=(404, 409, 422, *body, BUSY, 507),
+            errors=(404, 409, 422, *BODY_ERRORS, BUSY, 507),
         ),
         Route(
             "GET", "/finetune", api.list_jobs, "List jobs, newest first", response=JobList, query=PAGE, errors=(404,)
@@ -83,6 +91,11 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             response=DeletedJob,
             errors=(404, 409, 507),
         ),
+    )
+
+
+def _adapter_routes(api: NativeApi) -> tuple[Route, ...]:
+    return (
         Route(
             "GET",
             "/adapters",
@@ -100,7 +113,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             upload=True,
             response=Adapter,
             status=201,
-            errors=(409, 422, *body, BUSY, 507),
+            errors=(409, 422, *BODY_ERRORS, BUSY, 507),
         ),
         Route("GET", "/adapters/{id}", api.get_adapter, "Show an adapter", response=Adapter, errors=(404,)),
         Route(
@@ -118,7 +131,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             "Set an adapter's tags, its time to live, or whether a version stays in host memory",
             body=AdapterUpdate,
             response=Adapter,
-            errors=(404, 422, *body, 507),
+            errors=(404, 422, *BODY_ERRORS, 507),
         ),
         Route(
             "DELETE",
@@ -135,7 +148,7 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             "Make an older version of an adapter the current one",
             body=RollbackRequest,
             response=Adapter,
-            errors=(404, *body, 507),
+            errors=(404, *BODY_ERRORS, 507),
         ),
         Route(
             "POST",
@@ -154,8 +167,13 @@ def native_routes(api: NativeApi) -> tuple[Route, ...]:
             body=ConvertRequest,
             response=ConvertedAdapter,
             status=201,
-            errors=(404, 409, 422, *body, BUSY, 507),
+            errors=(404, 409, 422, *BODY_ERRORS, BUSY, 507),
         ),
+    )
+
+
+def _health_routes(api: NativeApi) -> tuple[Route, ...]:
+    return (
         Route("GET", "/health", api.health, "What works", response=Health, starting=Health, public=True),
         Route(
             "GET",

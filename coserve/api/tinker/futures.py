@@ -22,6 +22,8 @@ KEPT = 120.0
 """Seconds for which a result is kept once it was retrieved: the answer may be lost on its way."""
 MAX_KEPT = 100_000
 """Most results; beyond it the oldest are forgotten."""
+MAX_KEPT_BYTES = 256 << 20
+"""Most bytes of results that wait to be retrieved; beyond it the oldest are forgotten, but for the last one."""
 MAX_EARLY = 256
 """Most requests of a model that came before their turn."""
 
@@ -29,8 +31,11 @@ MAX_EARLY = 256
 class Futures:
     """All requests that were accepted."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = MAX_KEPT_BYTES) -> None:
         self._tasks: dict[str, asyncio.Task[Result]] = {}
+        self._most_bytes, self._bytes = most_bytes, 0
+        self._sizes: dict[str, int] = {}
+        """Bytes of the protobuf results that are kept, oldest first; the others are small. In all: `_bytes`."""
         self._projects: dict[str, str] = {}
         """The project of each request."""
 
@@ -43,16 +48,26 @@ class Futures:
         assert id not in self._tasks, f"request {id} came twice"
         task = self._tasks[id] = asyncio.create_task(work)
         self._projects[id] = principal().project
-        task.add_done_callback(lambda task: None if task.cancelled() else (task.exception(), None)[1])
+        task.add_done_callback(lambda task: self._ended(id, task))
         while len(self._tasks) > MAX_KEPT:
             self._forget(next(iter(self._tasks)))
+
+    def _ended(self, id: str, task: asyncio.Task[Result]) -> None:
+        if task.cancelled() or task.exception() is not None or self._tasks.get(id) is not task:
+            return
+        if isinstance(result := task.result(), bytes):
+            self._sizes[id] = len(result)
+            self._bytes += len(result)
+        while len(self._sizes) > 1 and self._bytes > self._most_bytes:
+            self._forget(next(iter(self._sizes)))
 
     async def retrieve(self, id: str) -> Result | None:
         """Wait for a result; None: it is not there yet. Raises the request's error, and `SessionEnded` for an id that
         is not known any more."""
         task = self._tasks.get(id)
         if task is None or id not in self:
-            raise SessionEnded(f"no request {id!r}: its result was retrieved, or the daemon was restarted")
+            why = "its result was retrieved or dropped for later ones, or the daemon was restarted"
+            raise SessionEnded(f"no request {id!r}: {why}")
         await asyncio.wait({task}, timeout=POLL)
         if not task.done():
             return None
@@ -71,6 +86,7 @@ class Futures:
     def _forget(self, id: str) -> None:
         if (task := self._tasks.pop(id, None)) is not None:
             del self._projects[id]
+            self._bytes -= self._sizes.pop(id, 0)
             task.cancel()
 
     async def close(self) -> None:

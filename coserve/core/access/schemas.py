@@ -55,7 +55,7 @@ class Quota(Wire, frozen=True, omit_defaults=True):
     """Limits of one project; null: none. Body of `PUT /admin/quotas/{id}`, which replaces all of them."""
 
     requests_per_minute: Limit | None = None
-    """POST requests, except those to `/admin`."""
+    """POST requests, except those to `/admin`; each request of a batch counts, too, and waits until it may."""
     tokens_per_minute: Limit | None = None
     """Tokens of prompts and of generated texts, counted as they are computed: requests are refused while the last ones
     have used more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from coserve.api.tinker.futures import Futures
+from coserve.core.errors import SessionEnded
 from tests.support.api_server import Api
 from tests.support.real_server import serve_real
 
@@ -92,3 +95,19 @@ async def test_another_project_cannot_tell_what_there_is(api: Api) -> None:
     assert (await ask(api, "create_model", keys[1], **asked))[0] == 410
     assert (await ask(api, "retrieve_future", keys[1], request_id=f"{own}:0"))[0] == 410
     assert (await ask(api, "optim_step", keys[1], model_id=own, seq_id=1, adam_params={}))[0] == 404
+
+
+async def test_results_that_nobody_retrieves_are_bounded_by_their_bytes() -> None:
+    async def computed(size: int) -> bytes:
+        return bytes(size)
+
+    futures = Futures(most_bytes=100)
+    for number, size in enumerate((60, 30, 200, 20, 70)):
+        futures.start(f"r{number}", computed(size))
+        await asyncio.sleep(0)  # computed
+        await asyncio.sleep(0)  # counted
+    with pytest.raises(SessionEnded, match="dropped for later ones"):
+        await futures.retrieve("r0")
+    assert ["r2" in futures, "r3" in futures, "r4" in futures] == [False, True, True]
+    assert await futures.retrieve("r4") == bytes(70)
+    await futures.close()

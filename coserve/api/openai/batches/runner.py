@@ -29,6 +29,7 @@ from coserve.core.errors import (
     NotFound,
     Overloaded,
     QueueFull,
+    QuotaExceeded,
     StorageError,
 )
 from coserve.state.durable import read_errors, write_errors
@@ -65,10 +66,13 @@ class _Found(NamedTuple):
 
 
 class BatchRunner:
-    """The batches of a daemon. `answers`: by endpoint."""
+    """The batches of a daemon. `answers`: by endpoint; `admit`: counts a request of a project, or raises
+    `QuotaExceeded`."""
 
-    def __init__(self, store: BatchStore, files: FileStore, answers: Mapping[str, Answer]) -> None:
-        self.store, self._files, self._answers = store, files, answers
+    def __init__(
+        self, store: BatchStore, files: FileStore, answers: Mapping[str, Answer], admit: Callable[[str], None]
+    ) -> None:
+        self.store, self._files, self._answers, self._admit = store, files, answers, admit
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._saving = asyncio.Lock()
 
@@ -203,10 +207,12 @@ class BatchRunner:
     async def _answer_all(self, record: BatchRecord, lines: list[_Line]) -> None:
         """Answer the requests, and write each result as it comes."""
         results: asyncio.Queue[_Found | None] = asyncio.Queue(IN_FLIGHT)
-        waiting = iter(lines)
+        waiting, quota = iter(lines), asyncio.Lock()
 
         async def work() -> None:
             for line in waiting:
+                async with quota:
+                    await self._admitted(record.project)
                 await results.put(await self._answer(record, line))
 
         async def work_all() -> None:
@@ -227,6 +233,15 @@ class BatchRunner:
             refused = StorageError(str(found))
         if refused is not None:
             raise refused
+
+    async def _admitted(self, project: str) -> None:
+        """Wait until the project's quota has room for a request, and count it."""
+        while True:
+            try:
+                self._admit(project)
+                return
+            except QuotaExceeded as error:
+                await asyncio.sleep(error.retry_after or RETRY)
 
     async def _write(self, id: str, results: asyncio.Queue[_Found | None]) -> None:
         """Write results from the queue, all available ones together, until None."""
