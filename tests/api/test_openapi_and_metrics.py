@@ -53,6 +53,8 @@ async def test_the_description_is_whole(api: Api) -> None:
     assert headers == ["Idempotency-Key", "Last-Event-ID"]
     starting = document["paths"]["/health"]["get"]["responses"]["503"]["content"]["application/json"]["schema"]
     assert {"$ref": "#/components/schemas/Health"} in starting["anyOf"]
+    streamed = document["paths"]["/generate"]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    assert {"$ref": "#/components/schemas/GenerateChunk"} in streamed["properties"]["data"]["contentSchema"]["anyOf"]
     generate = schemas["GenerateRequest"]
     assert generate["additionalProperties"] is False
     assert (

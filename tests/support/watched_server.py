@@ -32,46 +32,16 @@ from coserve.core.types import FinishReason, JobState, TokenLogprob
 from coserve.state.folder import DataFolder
 from tests.support.api_server import serve_api
 from tests.support.fake_engine import FakeEngine
+from tests.support.heart import Heart
 from tests.support.records import make_adapter, make_job, make_metrics
 from tests.support.tokenizers import byte_level
 
-BEAT = 0.002
-"""Seconds between heartbeats."""
 CONTEXT = 32_768
 TOKEN = 300
 RUNNING, TOGETHER = 32, 16
 """Sequences that the engine runs at once, and tokens that it sends in a message."""
 ADAPTERS, JOBS, EVENTS = 10_000, 250, 100_000
 OLD_JOB = "job-old"
-
-
-class Heart:
-    """Beats on the running loop. `longest`: most CPU seconds between two beats."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._last = time.process_time()
-        self.longest = 0.0
-        self._beat()
-
-    def _beat(self) -> None:
-        now = time.process_time()
-        self.longest = max(self.longest, now - self._last)
-        self._last = now
-        self._loop.call_later(BEAT, self._beat)
-
-    def take(self) -> dict[str, float]:
-        """The longest gap, and the machine's slowness; begin anew."""
-        found = {"longest": self.longest, "slow": slowness()}
-        self._last, self.longest = time.process_time(), 0.0
-        return found
-
-
-def slowness() -> float:
-    """How many times slower this machine is now than one of 2020, on which this work takes about 10 ms of CPU."""
-    began = time.process_time()
-    sum(number * number for number in range(120_000))
-    return max(1.0, (time.process_time() - began) / 0.010)
 
 
 class ScoringEngine(FakeEngine):

@@ -133,12 +133,19 @@ def _content(route: Route) -> dict[str, Any]:
         if route.listed:
             content["application/json"] = {"schema": {"type": "array", "items": _schema(route.response)["schema"]}}
     if route.events is not None:
-        content["text/event-stream"] = _schema(route.events)
+        content["text/event-stream"] = {"schema": _event(route.events)}
     if route.media is not None:
         content[route.media] = {"schema": {"type": "string"}}
     if not content:
         content["application/json"] = {"schema": {"type": "object"}}
     return content
+
+
+def _event(data: Schema) -> dict[str, Any]:
+    """One server-sent event, whose data is JSON (a last one may be `[DONE]`)."""
+    text = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(data)["schema"]}
+    properties = {"data": text, "event": {"type": "string"}, "id": {"type": "string"}}
+    return {"type": "object", "properties": properties, "required": ["data"]}
 
 
 def _body(struct: Schema, upload: bool) -> dict[str, Any]:

@@ -85,7 +85,8 @@ function examples(method, path, operation) {
 }
 
 function content(of, what, name) {
-  return Object.entries(of ?? {}).map(([media, { schema }]) => {
+  return Object.entries(of ?? {}).map(([media, { schema: given }]) => {
+    const schema = given.properties?.data?.contentSchema ?? given; // of an event: its data
     const whole = follow(schema);
     const shown = name && whole.properties ? fields(`Body of ${name}, ${media}`, whole) : null;
     return [el("p", {}, `${what}, ${media}: `, kind(schema)), shown];
