@@ -51,6 +51,8 @@ $(STAMP): pyproject.toml constraints.txt tests/clients.txt
 
 $(HARNESS): $(STAMP) tests/harness.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt -r tests/harness.txt
+	@# The older client of OpenAI's API, beside the one that most tests use.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/openai1 'openai<2'
 	@touch $@
 
 check: venv

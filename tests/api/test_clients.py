@@ -137,6 +137,65 @@ async def test_litellm(api: Api) -> None:
     assert json.loads(output.splitlines()[-1]) == [*[CALL] * 5, ASKED.model_dump()]
 
 
+OLD_OPENAI = """
+import json, sys, time
+import openai
+
+assert openai.__version__.startswith("1."), openai.__version__
+url, messages, tools, schema, rows = map(json.loads, sys.argv[1:])
+client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+asked = {"model": "fake", "messages": messages}
+told = [client.chat.completions.create(**asked).choices[0].message.content]
+stream = client.chat.completions.create(stream=True, **asked)
+told.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+told.append(client.completions.create(model="fake", prompt="hi", max_tokens=99).choices[0].text)
+told.append(client.responses.create(model="fake", input="hi").output_text)
+format = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema, "strict": True}}
+told.append(client.chat.completions.create(response_format=format, **asked).choices[0].message.content)
+(call,) = client.chat.completions.create(tools=tools, **asked).choices[0].message.tool_calls
+assert [model.id for model in client.models.list()] == ["fake"]
+try:
+    client.chat.completions.create(model="fake", messages=messages, temperature=-1)
+except openai.BadRequestError as error:
+    assert error.param == "temperature", error
+file = client.files.create(file=("rows.jsonl", rows.encode()), purpose="fine-tune")
+job = client.fine_tuning.jobs.create(model="fake", training_file=file.id, suffix="old")
+assert client.fine_tuning.jobs.retrieve(job.id).training_file == file.id
+assert job.id in [one.id for one in client.fine_tuning.jobs.list()]
+line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": asked}
+file = client.files.create(file=("batch.jsonl", json.dumps(line).encode()), purpose="batch")
+batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+while (batch := client.batches.retrieve(batch.id)).status != "completed":
+    time.sleep(0.05)
+answered = json.loads(client.files.content(batch.output_file_id).text)
+told.append(answered["response"]["body"]["choices"][0]["message"]["content"])
+print(json.dumps([told, call.function.name, json.loads(call.function.arguments)]))
+"""
+OLD_SITE = Path(sys.prefix) / "openai1"
+"""`make test-all` installs the older client there, beside the one that other tests use."""
+
+
+@on_days(0)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_openai_of_version_1(api: Api) -> None:
+    if not OLD_SITE.exists():
+        pytest.skip("openai 1.x is not installed")
+    says(api, CALL)
+    tools = [{"type": "function", "function": {"name": "Weather", "parameters": Weather.model_json_schema()}}]
+    rows = "\n".join([json.dumps({"messages": [*CHAT, {"role": "assistant", "content": "No."}]})] * 10)
+    arguments = map(json.dumps, (url_of(api), CHAT, tools, Weather.model_json_schema(), rows))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", OLD_OPENAI, *arguments),
+        env=os.environ | {"PYTHONPATH": str(OLD_SITE)},
+        stdout=PIPE,
+        stderr=PIPE,
+    )
+    output, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    told, name, called = json.loads(output.splitlines()[-1])
+    assert set(told) == {CALL} and (name, called) == ("Weather", ASKED.model_dump())
+
+
 @on_days(2)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_guidellm(api: Api, tmp_path: Path) -> None:
