@@ -127,9 +127,10 @@ def run(
     command += ["-H", f"Authorization: Bearer {KEY}", "--suppress-health-check", "all", "--warnings", "off"]
     command += ["--request-timeout", "120", "--generation-database", "none", "--no-color", "--report", "json,ndjson"]
     command += ["--max-time", str(seconds)] if seconds else []
+    root = root.resolve()  # its folder, since it keeps what it found there
     command += ["--report-json-path", str(root / "report.json"), "--report-ndjson-path", str(root / "events.ndjson")]
     with (root / "schemathesis.log").open("w") as log:
-        done = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT)
+        done = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT, cwd=root)
     if done.returncode > 1:
         raise SystemExit(f"schemathesis failed:\n{(root / 'schemathesis.log').read_text()[-3000:]}")
     statuses = Counter[int]()

@@ -80,7 +80,7 @@ def main() -> None:
     load = Load(64, 16, 256, sampling=SamplingParams(temperature=1.0, logit_bias=ends))
     load = replace(load, requests=4, output=6) if options.tiny else load
     grammars = Grammars(lambda: tokenizer, shape.vocab)
-    grammars.matcher(SCHEMA)
+    grammars.compiled(SCHEMA)
     bench = Bench(make_base(shape), shape, grammars=grammars)
     bench.capture()
     plain, masked = asyncio.run(measure(bench, load, 1 if options.tiny else REPEATS))

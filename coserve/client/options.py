@@ -55,6 +55,8 @@ class GenerateOptions(SamplingOptions, total=False):
     stop: str | list[str]
     include_stop_str_in_output: bool
     stop_token_ids: list[int]
+    bad_words: list[str]
+    allowed_token_ids: list[int] | None
     logprobs: int
     prompt_logprobs: int
     return_prompt_ids: bool

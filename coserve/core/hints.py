@@ -224,9 +224,8 @@ UNSUPPORTED = frozenset(
         # of OpenAI
         *("prediction", "web_search_options"),
         # of vLLM
-        *("allowed_token_ids", "bad_words", "chat_template", "documents", "guided_choice"),
-        *("guided_grammar", "guided_json", "guided_regex", "kv_transfer_params", "logits_processors"),
-        *("mm_processor_kwargs", "prompt_embeds", "request_id", "structured_outputs", "vllm_xargs"),
+        *("chat_template", "documents", "kv_transfer_params", "logits_processors", "mm_processor_kwargs"),
+        *("prompt_embeds", "request_id", "vllm_xargs"),
     }
 )
 """Fields of other servers that coserve lacks. They are refused as unsupported, not as misspelt."""

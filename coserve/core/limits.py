@@ -9,6 +9,8 @@ from msgspec import Meta
 
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 16
+MAX_BAD_WORDS: Final = 256
+MAX_ALLOWED_TOKENS: Final = 1 << 15
 MAX_LOGPROBS: Final = 20
 MAX_PROMPT_LOGPROBS: Final = 1 << 18
 """Maximum log-probabilities of one prompt: its tokens times `prompt_logprobs + 1`."""
@@ -65,6 +67,8 @@ TrainedTokens = Annotated[
 """Ids of tokens by module."""
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
+BadWords = Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)]
+AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOPS)]
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 """Number of most likely tokens that are returned with each token."""

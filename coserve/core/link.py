@@ -34,8 +34,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Generate(Message, frozen=True):
-    """Generate one sequence. The answers are `Tokens` messages, the last with `finished` set, or one
-    `RequestFailed`."""
+    """Generate one sequence: answered by `Tokens`, the last with `finished` set, or by one `RequestFailed`."""
 
     id: str
     prompt: tuple[int, ...]
@@ -47,13 +46,14 @@ class Generate(Message, frozen=True):
     digests: AdapterDigests | None = None
     """Expected digests of the adapter's files, checked when they are read."""
     arrived: float | None = None
-    """Arrival at the API, host-wide monotonic seconds; deadlines count from it, since a slice may delay the receipt.
-    None: deadlines count from the receipt."""
+    """Arrival at the API, host-wide monotonic seconds, from which deadlines count; None: from the receipt."""
     grammar: Grammar | None = None
     """Grammar that the text follows."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Tokens that may be sampled (None: all), and token sequences that the output must not have."""
     choices: tuple[str, ...] = ()
-    """Ids of the call's other sequences (choices of its prompts); set on the call's last sequence only. If it is shed,
-    all are. It is shed for lateness only while all of them wait."""
+    """Ids of the call's other sequences; set on its last one only. If it is shed, all are, and only while all wait."""
 
 
 class CancelRequest(Message, frozen=True):
@@ -80,8 +80,7 @@ class CancelJob(Message, frozen=True):
 
 
 class DropAdapter(Message, frozen=True):
-    """Drop an adapter version from memory because its files will be deleted. Requests that use it keep it until they
-    end."""
+    """Drop an adapter version from memory, for its files will be deleted. Requests that use it keep it to their end."""
 
     ref: AdapterRef
 

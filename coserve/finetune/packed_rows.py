@@ -29,6 +29,9 @@ class TargetValues:
     weights_K: Tensor | None = None  # noqa: N815
     sampled_K: Tensor | None = None  # noqa: N815
     advantages_K: Tensor | None = None  # noqa: N815
+    ratio_mask_K: Tensor | None = None  # noqa: N815
+    first_K: Tensor | None = None  # noqa: N815
+    """Index of the first target of each target's sequence (int64); only with `ratio_mask_K`."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,10 @@ def pack_jobs(batches: Sequence[Batch], device: torch.device, tokens_in_all: int
     paired = all(batch.pairs for batch in batches)
     if paired:
         arrays.append(np.pad(np.repeat(np.arange(len(examples)), lengths), (0, missing)))
+    masked = all(example.ratio_mask_K is not None for example in examples)
+    if masked:
+        counts = [len(example.after_K) for example in examples]
+        arrays.append(np.repeat(np.cumsum(counts) - counts, counts))
     moved = _moved(arrays, device)
     return PackedRows(
         tokens_T=moved[0],
@@ -109,6 +116,8 @@ def pack_jobs(batches: Sequence[Batch], device: torch.device, tokens_in_all: int
             _values([example.weights_K for example in examples], device),
             _values([example.sampled_K for example in examples], device),
             _values([example.advantages_K for example in examples], device),
+            _values([example.ratio_mask_K for example in examples], device),
+            moved[-1] if masked else None,
         ),
     )
 

@@ -31,6 +31,9 @@ def allowed_tokens(request: Generate, spec: BaseSpec, prefix: int = 0) -> int:
     _check_ids(request.prompt, spec.vocab, "prompt")
     _check_ids(sampling.stop_token_ids, spec.vocab, "stop_token_ids")
     _check_ids(tuple(sampling.logit_bias), spec.vocab, "logit_bias")
+    _check_ids(request.allowed_token_ids or (), spec.vocab, "allowed_token_ids")
+    for word in request.bad_words:
+        _check_ids(word, spec.vocab, "bad_words")
     if prompt + prefix >= spec.context:
         beside = f", {prefix} of which the adapter's prefix takes" if prefix else ""
         raise PromptTooLong(
@@ -63,7 +66,7 @@ def check_fits_pool(request: Generate, max_tokens: int, kv: KvCache, *, adapter_
 def no_token_error(request: Request, reason: NoToken) -> RequestError:
     """The error for a request for which no token can be sampled."""
     if reason is NoToken.NONE_LEFT:
-        return InvalidRequest("logit_bias, penalties and min_tokens leave no token to choose")
+        return InvalidRequest("what the request allows (grammar, tokens, words, biases) leaves no token to choose")
     whose = f"the adapter {request.adapter}" if request.adapter else "the base without an adapter"
     return NonFiniteLogits(
         f"expected finite logits, got NaN or infinity from {whose} at token {len(request.tokens)}",

@@ -81,8 +81,7 @@ class Generator:
         """`executor`: runs the steps; `step_tokens`: token budget of a step; `max_running`: most requests in the batch,
         of which no more hold pages than a step has tokens; `max_queue`, `fair`: see `InferenceQueue`; `prefix_cache`:
         share pages of common prefixes between sequences of one adapter version; `scored_tokens`: most tokens of a step
-        in prompts that are scored; `lengths`: lengths of past answers; `grammars`: None: requests
-        with a grammar are refused."""
+        in prompts that are scored; `lengths`: of past answers; `grammars`: None: no request may have a constraint."""
         assert max_running > 0 < step_tokens, f"expected at least 1 each, got {max_running=}, {step_tokens=}"
         self._base, self._store, self._kv = base, store, kv
         store.use_pool(kv.buffer, self._evicted)
@@ -176,10 +175,10 @@ class Generator:
         message = request.message
         request.max_tokens = allowed_tokens(message, self._base.spec)
         check_fits_pool(message, request.max_tokens, self._kv, adapter_pages=0)
-        if message.grammar is not None:
-            if self._grammars is None:
-                raise InvalidRequest("expected no grammar: this engine enforces none")
-            request.constraint = self._grammars.matcher(message.grammar)
+        if self._grammars is not None:
+            request.constraint = self._grammars.matcher(message)
+        elif message.grammar is not None or message.allowed_token_ids is not None or message.bad_words:
+            raise InvalidRequest("expected no grammar, allowed_token_ids or bad_words: this engine enforces none")
         if message.adapter is not None:
             self._acquire(message.adapter, request)
         ends = () if message.sampling.ignore_eos else self._base.spec.eos_token_ids
@@ -270,8 +269,7 @@ class Generator:
         return found
 
     def _choose(self, launched: list[_Launched]) -> list[RequestFailed]:
-        """Compute the masks of launched requests with a grammar, whose earlier tokens are all collected, and have their
-        tokens chosen. An error ends the step's requests."""
+        """Have the tokens of constrained requests chosen, by masks. An error ends the step's requests."""
         requests = [share.request for launch in launched for share in launch.shares]
         sampled = {number for launch in launched for number in launch.samples}
         masked = [each for each in requests if each.constraint is not None and each.number in sampled]

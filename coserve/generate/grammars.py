@@ -1,4 +1,5 @@
-"""Grammars of requests: compiled on threads, cached, and matched token by token on the CPU.
+"""Constraints on the tokens of requests: their grammars, compiled on threads, cached, and matched token by token on the
+CPU, and their token rules.
 
 A matcher knows which tokens may follow the tokens that it accepted. A step's masks are computed after the previous
 step's tokens were collected, while the device runs the step's forward: only the choice of tokens waits for them.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
@@ -17,8 +18,10 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from coserve.core.errors import InvalidRequest, UnsupportedBase
 from coserve.core.grammar import Grammar
+from coserve.core.link import Generate
 from coserve.data.grammar import limits, llguidance_grammar, plain_reason
 from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.generate.token_rules import WORD, TokenRules, Words, set_bits
 from coserve.queues.request import Request
 
 CACHED = 64
@@ -28,25 +31,35 @@ PLAIN = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{PLAIN}{{1,{most}}}" for most in (1, 2, 3, 4, 6, 8, 10, 20, 30)), f"{PLAIN}+"]
 """Sets of tokens whose masks are computed once. The short ones are those that still fit into a string near its greatest
 length: without them such a mask walks the whole vocabulary, which takes milliseconds."""
-WORD = 32
-"""Tokens per word of a mask."""
 
 
 class Matcher:
-    """Follows one request's tokens through its grammar. Implements `queues.request.Constraint`."""
+    """Follows one request's tokens through its grammar and its token rules. Implements `queues.request.Constraint`."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.state = matcher
+    def __init__(self, state: LLMatcher | None, rules: TokenRules | None) -> None:
+        """`state`: of the grammar; None: any text."""
+        self.state, self.rules = state, rules
 
     def accept(self, token: int) -> bool:
         """See `Constraint`."""
+        if self.rules is not None:
+            self.rules.accept(token)
+        if self.state is None:
+            return False
         self.state.consume_token(token)
         return self.state.is_stopped()
 
     @property
     def error(self) -> str:
         """See `Constraint`."""
-        return self.state.get_error()
+        return "" if self.state is None else self.state.get_error()
+
+    def finish_mask(self, words_W: Words, ends: Iterable[int]) -> None:
+        """Add what the grammar's mask lacks: the request's own `ends`, where the grammar may end, and its rules."""
+        if self.state is not None and self.state.is_accepting():
+            set_bits(words_W, tuple(ends), allowed=True)
+        if self.rules is not None:
+            self.rules.apply(words_W)
 
 
 class Grammars:
@@ -70,24 +83,28 @@ class Grammars:
         """Whether `matcher` would not wait. If it would, start to compile the grammar."""
         return self._begin(grammar).done()
 
-    def matcher(self, grammar: Grammar) -> Matcher:
-        """Return a new matcher. Waits for the grammar to be compiled. Raises `InvalidRequest`."""
-        return Matcher(self._begin(grammar).result().deep_copy())
+    def compiled(self, grammar: Grammar) -> LLMatcher:
+        """Wait for a grammar to be compiled; return its first matcher, to be copied. Raises `InvalidRequest`."""
+        return self._begin(grammar).result()
+
+    def matcher(self, request: Generate) -> Matcher | None:
+        """Return a new matcher; None: nothing constrains the request. Waits for its grammar to be compiled. Raises
+        `InvalidRequest`."""
+        state = None if request.grammar is None else self.compiled(request.grammar).deep_copy()
+        ruled = request.allowed_token_ids is not None or request.bad_words
+        rules = TokenRules(request.allowed_token_ids, request.bad_words, self.words) if ruled else None
+        return None if state is None and rules is None else Matcher(state, rules)
 
     def masks(self, requests: Sequence[Request]) -> dict[int, bytes]:
-        """Return the mask of each request with a grammar, by number: bit i of the int32 words is token i, 1 if it may
-        come next."""
+        """Return the mask of each constrained request, by number: bit i of the int32 words is token i, 1 if it may come
+        next."""
         rows = [(request, one) for request in requests if isinstance(one := request.constraint, Matcher)]
-        if not rows:
-            return {}
-        bits = np.zeros((len(rows), self.words), dtype=np.uint32)
-        self._executor.unsafe_compute_mask_ptr(
-            [(one.state, row) for row, (_, one) in enumerate(rows)], bits.ctypes.data, 4 * self.words, len(rows)
-        )
+        bits = np.full((len(rows), self.words), ~np.uint32(0), dtype=np.uint32)
+        states = [(one.state, row) for row, (_, one) in enumerate(rows) if one.state is not None]
+        if states:
+            self._executor.unsafe_compute_mask_ptr(states, bits.ctypes.data, 4 * self.words, len(rows))
         for row, (request, one) in enumerate(rows):
-            if one.state.is_accepting():  # the request's own ends may follow, too
-                for token in request.stop_ids:
-                    bits[row, token // WORD] |= np.uint32(1 << token % WORD)
+            one.finish_mask(bits[row], request.stop_ids)
         return {request.number: bits[row].tobytes() for row, (request, _) in enumerate(rows)}
 
     def _begin(self, grammar: Grammar) -> Future[LLMatcher]:

@@ -106,3 +106,21 @@ async def test_the_engine_gets_the_grammar_as_plain_data(api: Api) -> None:
     assert isinstance(sent, Generate)
     assert sent.grammar is not None
     assert (sent.grammar.kind, sent.grammar.text) == ("choice", '["a"]')
+
+
+async def test_tokens_and_words_that_a_request_excludes_are_not_in_its_answer(real: Api) -> None:
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{real.port}/v1", api_key="x", timeout=120) as client:
+        asked = {"model": "bundled", "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+        free = (await client.completions.create(**asked)).choices[0].text
+        word = free.split()[1]
+        other = (await client.completions.create(**asked, extra_body={"bad_words": [word]})).choices[0].text
+        assert word in free and word not in other.split()
+        only = {"allowed_token_ids": [5, 6, 7], "return_token_ids": True}
+        (choice,) = (await client.completions.create(**asked, extra_body=only)).choices
+        assert set(choice.token_ids) <= {5, 6, 7}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(**asked, extra_body={"allowed_token_ids": [1 << 30]})
+        assert caught.value.param == "allowed_token_ids"
+    async with AsyncClient(f"http://127.0.0.1:{real.port}") as native:
+        found = await native.generate("Once upon a time", max_tokens=12, temperature=0, bad_words=[word])
+        assert found.choices[0].text == other

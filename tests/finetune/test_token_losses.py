@@ -13,7 +13,7 @@ from torch import Tensor
 from coserve.core.errors import InvalidRequest
 from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import Batch, Example
-from coserve.finetune.losses.loss import Cispo, CrossEntropy, Dro, ImportanceSampling, Loss, Ppo, TokenLoss
+from coserve.finetune.losses.loss import Cispo, CrossEntropy, Dro, Gspo, ImportanceSampling, Loss, Ppo, TokenLoss
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows, pack_jobs
@@ -39,11 +39,35 @@ def cispo(p: Tensor, w: Tensor, q: Tensor, a: Tensor) -> Tensor:
     return -(torch.where(r > 1.05, 1.05, r).detach() * p * a).sum()
 
 
+TARGETS = (3, 18, 1)
+"""Of each row of `batch_of`."""
+
+
+def gspo(p: Tensor, w: Tensor, q: Tensor, a: Tensor) -> Tensor:
+    """GSPO-token, one target after another."""
+    loss = p.new_zeros(())
+    for own_p, own_q, own_a, marked in zip(*(x.split(TARGETS) for x in (p, q, a)), map(mask, TARGETS), strict=True):
+        s = (own_p - own_q)[torch.tensor(marked) != 0].mean().exp().detach()
+        for own, advantage in zip(own_p, own_a, strict=True):
+            s_t = s * own.exp() / own.exp().detach()
+            loss = loss - torch.minimum(s_t * advantage, s_t.clamp(0.9, 1.5) * advantage)
+    return loss
+
+
+def whole(p: Tensor, w: Tensor, q: Tensor, a: Tensor) -> Tensor:
+    """GSPO with one advantage for each sequence, its first, times its length."""
+    return -sum(
+        len(own_p) * (own_p - own_q).mean().exp() * own_a[0]
+        for own_p, own_q, own_a in zip(*(x.split(TARGETS) for x in (p, q, a)), strict=True)
+    )  # type: ignore[return-value]
+
+
 LOSSES: dict[str, tuple[TokenLoss, Formula]] = {
     "cross_entropy": (CrossEntropy(), lambda p, w, q, a: -(w * p).sum()),
     "importance_sampling": (ImportanceSampling(), lambda p, w, q, a: -((p - q).exp() * a).sum()),
     "ppo": (Ppo(), ppo),
     "cispo": (Cispo(high=1.05), cispo),
+    "gspo": (Gspo(low=0.9, high=1.5), gspo),
     "dro": (Dro(beta=0.1), lambda p, w, q, a: -(p * a - 0.05 * (p - q) ** 2).sum()),
 }
 
@@ -57,6 +81,11 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+def mask(targets: int) -> np.ndarray:
+    """All but the second of three targets."""
+    return (np.arange(targets) % 3 != 1).astype(np.float32)
+
+
 def example(seed: int, tokens: int, after: tuple[int, ...], candidates: int | None = None) -> Example:
     random = np.random.default_rng(seed)
     shape = (len(after),) if candidates is None else (len(after), candidates)
@@ -67,6 +96,7 @@ def example(seed: int, tokens: int, after: tuple[int, ...], candidates: int | No
         weights_K=drawn(*shape, seed=seed),
         sampled_K=drawn(len(after), seed=seed + 1) - 6,
         advantages_K=drawn(len(after), seed=seed + 2),
+        ratio_mask_K=mask(len(after)),
     )
 
 
@@ -149,12 +179,28 @@ def test_on_the_policy_all_gradients_are_those_of_weighted_log_probabilities(bas
         for one, own in zip(batch.examples, p, strict=True)
     ]
     expected = Found(base, Batch(tuple(examples)), CrossEntropy()).gradients
-    for loss in (ImportanceSampling(), Ppo(), Cispo(), Dro()):
+    for loss in (ImportanceSampling(), Ppo(), Cispo(), Dro(), Gspo()):
         assert_gradients(Found(base, Batch(tuple(examples)), loss).gradients, expected)
     squares = [replace(one, weights_K=-2 * own.numpy()) for one, own in zip(batch.examples, p, strict=True)]
     custom = Found(base, Batch(tuple(squares)), CrossEntropy())
     _, gradients = autograd(base, custom.optimizer, custom.rows, lambda p, *_: (p**2).sum())
     assert_gradients(custom.gradients, gradients)
+
+
+def test_tokens_of_one_advantage_have_the_gradient_of_the_sequences_ratio(base: Base) -> None:
+    """The identity of GSPO-token and GSPO, arXiv 2507.18071, section 4.3."""
+    rows = [
+        replace(
+            one,
+            advantages_K=np.full_like(one.sampled_K, one.advantages_K[0]),
+            ratio_mask_K=np.ones_like(one.sampled_K),
+        )
+        for one in batch_of().examples
+    ]
+    found = Found(base, Batch(tuple(rows)), Gspo(low=0.0, high=100.0))
+    expected, gradients = autograd(base, found.optimizer, found.rows, whole)
+    assert found.loss == pytest.approx(expected, rel=1e-5)
+    assert_gradients(found.gradients, gradients)
 
 
 ONE = example(1, 6, (0, 2))
@@ -165,6 +211,8 @@ ONE = example(1, 6, (0, 2))
     [
         (replace(ONE, weights_K=None), CrossEntropy(), "expected weights of each target"),
         (replace(ONE, sampled_K=None, advantages_K=None), Ppo(), "expected sampled and advantages of each target"),
+        (replace(ONE, ratio_mask_K=None), Gspo(), "expected ratio_mask of each target"),
+        (replace(ONE, ratio_mask_K=np.zeros(2, np.float32)), Gspo(), "got only 0"),
         (replace(ONE, advantages_K=drawn(3)), Ppo(), r"expected finite advantages of shape \(2,\), got \(3,\)"),
         (replace(ONE, weights_K=drawn(2) * np.nan), CrossEntropy(), "expected finite weights"),
         (replace(ONE, after_K=np.array([2, 2])), CrossEntropy(), "ascending order"),

@@ -106,6 +106,50 @@ def test_a_request_may_end_by_its_own_tokens_only_where_the_grammar_may(
     assert re.fullmatch("[0-9]{4,9}", tokenizer.decode(tokens[:-1]))
 
 
+def has(tokens: Sequence[int], word: Sequence[int]) -> bool:
+    return any(tuple(tokens[i : i + len(word)]) == tuple(word) for i in range(len(tokens)))
+
+
+@pytest.mark.parametrize("executor", [eager, ahead])
+def test_tokens_that_are_not_allowed_and_bad_words_are_never_sampled(
+    base: Base, tokenizer: Tokenizer, grammars: Grammars, executor: Callable[[Base, KvCache], StepExecutor]
+) -> None:
+    kv = KvCache.for_base(base, 512, 16)
+    plain = request("r", tuple(tokenizer.encode("Once upon a time")), SamplingParams(max_tokens=12, temperature=0.0))
+
+    def answer(**changed: Any) -> list[int]:
+        asked = msgspec.structs.replace(plain, **changed)
+        return collect(generator(base, kv, executor(base, kv), grammars), [asked])["r"][0]
+
+    free = answer()
+    assert answer(bad_words=((free[0], free[0], 5),), allowed_token_ids=tuple(range(base.spec.vocab))) == free
+    word = tuple(free[3:6])
+    found = answer(bad_words=(word,))
+    assert found[:5] == free[:5] and not has(found, word), "only its last token is forbidden"
+    assert free[3] not in answer(bad_words=((free[3],),))
+    some = tuple(sorted(set(free))[:3])
+    assert set(answer(allowed_token_ids=some, bad_words=(some[:1],))) <= set(some[1:])
+    digits = [id for digit in "0123456789" for id in tokenizer.encode(digit, add_special=False)]
+    number = answer(grammar=Grammar("regex", "[0-9]{6}"), allowed_token_ids=tuple(digits[:4]))
+    assert re.fullmatch("[0-3]{6}", tokenizer.decode(number))
+
+
+def test_a_request_that_no_token_satisfies_fails_alone(base: Base, grammars: Grammars) -> None:
+    kv = KvCache.for_base(base, 512, 16)
+    params = SamplingParams(max_tokens=3)
+    asked = [request("r", (5, 6), params), request("none", (5, 6), params)]
+    asked[1] = msgspec.structs.replace(asked[1], allowed_token_ids=(7,), bad_words=((7,),))
+    gen = generator(base, kv, eager(base, kv), grammars)
+    for each in asked:
+        gen.scheduler.arrive(Request(each))
+    messages = []
+    while gen.scheduler.requests:
+        messages += gen.step()
+    (failed,) = [each for each in messages if isinstance(each, RequestFailed)]
+    assert (failed.id, failed.code) == ("none", "invalid_request")
+    assert "leaves no token to choose" in failed.message
+
+
 def test_a_queued_request_waits_for_its_grammar_which_may_fail(base: Base, tokenizer: Tokenizer) -> None:
     kv, grammars = KvCache.for_base(base, 512, 16), Grammars(lambda: tokenizer, base.spec.vocab)
     gen, compiled = generator(base, kv, eager(base, kv), grammars), threading.Semaphore(0)

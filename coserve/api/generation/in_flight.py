@@ -16,7 +16,7 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.output_grammar import output_grammar
 from coserve.api.generation.output_queue import EngineOutput
 from coserve.api.generation.prompt_group import PromptGroup
-from coserve.api.generation.prompts import check_generate, encode_prompt, sampling_params
+from coserve.api.generation.prompts import bad_word_ids, check_generate, encode_prompt, sampling_params
 from coserve.api.generation.request_state import RequestState, new_request_id, new_state
 from coserve.api.generation.stop_tokens import stop_tokens
 from coserve.api.generation.targets import targets_of
@@ -123,6 +123,9 @@ class InFlightRequests:
         try:
             check_generate(request, self._engine.spec)
             grammar = await output_grammar(request)
+            bad_words: tuple[tuple[int, ...], ...] = ()
+            if request.bad_words:
+                bad_words = await asyncio.to_thread(bad_word_ids, request.bad_words, self._tokenizer)
             prompt = await encode_prompt(request, self._engine.spec, self._async_tokenizer)
             if read_prompt is not None:
                 read_prompt(prompt)
@@ -140,7 +143,7 @@ class InFlightRequests:
                 self.in_use.add(adapter)
                 if snapshot is None:
                     self.warm_set.used(adapter)
-            messages = self._messages(request, state, digests, slo, grammar)
+            messages = self._messages(request, state, digests, slo, grammar, bad_words)
             await self._send(state, messages, group or PromptGroup())
             while state.decoders.keys() & self._states.keys():
                 message = await state.outputs.get()
@@ -185,10 +188,12 @@ class InFlightRequests:
         digests: AdapterDigests | None,
         slo: Slo,
         grammar: Grammar | None,
+        bad_words: tuple[tuple[int, ...], ...],
     ) -> list[Generate]:
         """Return one engine message for each choice, each a sequence."""
         max_new_tokens = max(1, self._engine.max_model_len - len(state.prompt))
         stops = stop_tokens(request, self._tokenizer)
+        allowed = None if request.allowed_token_ids is None else tuple(request.allowed_token_ids)
         return [
             Generate(
                 id=sequence,
@@ -200,6 +205,8 @@ class InFlightRequests:
                 digests=digests,
                 arrived=state.arrived,
                 grammar=grammar,
+                allowed_token_ids=allowed,
+                bad_words=bad_words,
             )
             for index, sequence in enumerate(state.decoders)
         ]

@@ -11,6 +11,7 @@ from coserve.core.messages import Chat, characters
 from coserve.core.sampling import SamplingFields
 from coserve.core.schemas import GenerateRequest
 from coserve.core.types import BaseSpec, SamplingParams
+from coserve.data.pretrained.tokenizer import Tokenizer
 
 LONGEST_TOKEN = 256
 """Characters of the longest token. A text longer than this times the context is refused before it is tokenised."""
@@ -40,9 +41,17 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
         ("prompt", prompt),
         ("stop_token_ids", request.stop_token_ids),
         ("logit_bias", request.logit_bias),
+        ("allowed_token_ids", request.allowed_token_ids),
     ):
         if tokens and max(tokens) >= spec.vocab:
             raise InvalidRequest(f"expected token ids below {spec.vocab}, got {max(tokens)}", field=field)
+
+
+def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word, within another word and at the beginning of one, as vLLM does. On any thread."""
+    forms = (form for word in words for form in (word.lstrip(), f" {word.lstrip()}"))
+    found = dict.fromkeys(tuple(tokenizer.encode_continuation(form)) for form in forms)
+    return tuple(ids for ids in found if ids)
 
 
 async def encode_prompt(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenizer) -> tuple[int, ...]:

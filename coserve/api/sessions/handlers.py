@@ -105,8 +105,8 @@ def _examples(body: schemas.ComputeRequest) -> list[Example]:
         if len(after) != len(one.labels):
             got = len(one.labels)
             raise InvalidRequest(f"example {number}: expected {len(after)} labels, got {got}", field="labels")
-        given = {"weights_K": one.weights, "sampled_K": one.sampled, "advantages_K": one.advantages}
-        values = {name: np.array(each, np.float32) for name, each in given.items() if each is not None}
+        given = {name: getattr(one, name) for name in ("weights", "sampled", "advantages", "ratio_mask")}
+        values = {f"{name}_K": np.array(each, np.float32) for name, each in given.items() if each is not None}
         tokens, labels = np.array(one.tokens, np.int32), np.array(one.labels, np.int64)
         found.append(Example(tokens, np.array(after, np.int64), labels, **values))
     return found

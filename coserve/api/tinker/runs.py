@@ -35,7 +35,12 @@ from coserve.state.session_states import read_state
 
 ALPHA = 32.0
 """`lora_alpha` of all ranks, as Tinker has it."""
-INPUTS = {"weights": "weights_K", "logprobs": "sampled_K", "advantages": "advantages_K"}
+INPUTS = {
+    "weights": "weights_K",
+    "logprobs": "sampled_K",
+    "advantages": "advantages_K",
+    "sequence_ratio_mask": "ratio_mask_K",
+}
 """Fields of examples by the names of `loss_fn_inputs`."""
 
 

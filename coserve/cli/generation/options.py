@@ -20,6 +20,7 @@ OPTIONS = (
     "max_tokens",
     *(name for name in SamplingFields.__struct_fields__ if name != "logit_bias"),
     "stop",
+    "bad_words",
     "seed",
     "slo_class",
 )

@@ -8,6 +8,8 @@ from msgspec import Meta
 
 from coserve.core.limits import (
     MAX_MESSAGES,
+    AllowedTokenIds,
+    BadWords,
     CacheSalt,
     Choices,
     LogprobCount,
@@ -45,6 +47,10 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, omit_defaults=
     """Keep the stop string in the text."""
     stop_token_ids: StopTokenIds = []
     """Token ids that end the choice."""
+    bad_words: BadWords = []
+    """Texts whose tokens, at the beginning of a word or within one, are not sampled one after another."""
+    allowed_token_ids: AllowedTokenIds | None = None
+    """Only these tokens are sampled; the end of a sequence, only if it is among them."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     response_format: ResponseFormat | None = None

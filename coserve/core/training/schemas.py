@@ -52,6 +52,8 @@ class SessionExample(Wire, frozen=True, omit_defaults=True):
     sampled: Numbers | None = None
     """Log-probabilities with which the labels were sampled, for the policy gradients."""
     advantages: Numbers | None = None
+    ratio_mask: Numbers | None = None
+    """For `gspo`: not 0 for the targets whose ratios make the sequence's."""
 
 
 class ComputeRequest(Wire, frozen=True, omit_defaults=True):
@@ -59,9 +61,9 @@ class ComputeRequest(Wire, frozen=True, omit_defaults=True):
 
     examples: Annotated[list[SessionExample], Meta(min_length=1, max_length=16384)]
     loss: Annotated[str, Meta(max_length=64)] = "cross_entropy"
-    """`cross_entropy`, `importance_sampling`, `ppo`, `cispo` or `dro`."""
+    """`cross_entropy`, `importance_sampling`, `ppo`, `cispo`, `dro` or `gspo`."""
     config: Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=16)] = {}
-    """`clip_low_threshold` and `clip_high_threshold` of `ppo` and `cispo`, `beta` of `dro`."""
+    """`clip_low_threshold` and `clip_high_threshold` of `ppo`, `cispo` and `gspo`, `beta` of `dro`."""
 
 
 class ComputeResult(Wire, frozen=True):

@@ -36,6 +36,8 @@ class Example:
     """Log-probability (nats) with which each label was sampled. Like `advantages_K`, read by the policy-gradient
     losses."""
     advantages_K: Floats | None = None  # noqa: N815
+    ratio_mask_K: Floats | None = None  # noqa: N815
+    """Not 0: the target counts in the sequence's ratio. Read by `Gspo`."""
 
     def check(self, vocab: int) -> None:
         """Raise `InvalidRequest` unless shapes fit together and tokens are below `vocab`."""
@@ -57,6 +59,7 @@ class Example:
             ("weights", self.weights_K, labels.shape),
             ("sampled", self.sampled_K, after.shape),
             ("advantages", self.advantages_K, after.shape),
+            ("ratio_mask", self.ratio_mask_K, after.shape),
         ):
             if values is not None and (values.shape != shape or not np.isfinite(values).all()):
                 raise InvalidRequest(f"expected finite {name} of shape {shape}, got {values.shape}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from msgspec import Struct
 from torch import Tensor
@@ -73,9 +74,27 @@ class Dro(Struct, frozen=True, tag=True):
         return 0.5 * self.beta * off_K.square() - p_K * _given(values.advantages_K)
 
 
-TokenLoss = CrossEntropy | ImportanceSampling | Ppo | Cispo | Dro
-"""A loss that is a function of each target's log-probability p (nats) and of numbers given with it. A call returns each
-target's loss (K), differentiable; `reads` names the fields of `Example` and `TargetValues` that it reads."""
+class Gspo(Struct, frozen=True, tag=True):
+    """-min(s A, clip(s, low, high) A): GSPO-token (arXiv 2507.18071, equations 13 to 17). The value of s is the
+    geometric mean of the ratios r over those targets of the sequence that `ratio_mask` marks; its gradient is that of
+    the target's own p. Default bounds: the paper's."""
+
+    reads: ClassVar[tuple[str, ...]] = ("sampled_K", "advantages_K", "ratio_mask_K")
+    low: float = 0.9997
+    high: float = 1.0004
+
+    def __call__(self, p_K: Tensor, values: TargetValues) -> Tensor:
+        first_K, marked_K = _given(values.first_K), (_given(values.ratio_mask_K) != 0).to(p_K.dtype)
+        off_K = (p_K.detach() - _given(values.sampled_K)) * marked_K
+        sums_K, counts_K = (torch.zeros_like(off_K).index_add_(0, first_K, each) for each in (off_K, marked_K))
+        ratio_K = ((sums_K / counts_K)[first_K] + p_K - p_K.detach()).exp()
+        advantages_K = _given(values.advantages_K)
+        return -torch.minimum(ratio_K * advantages_K, ratio_K.clamp(self.low, self.high) * advantages_K)
+
+
+TokenLoss = CrossEntropy | ImportanceSampling | Ppo | Cispo | Dro | Gspo
+"""A loss that is a function of the targets' log-probabilities p (nats) and of numbers given with them. A call returns
+each target's loss (K), differentiable; `reads` names the fields of `Example` and `TargetValues` that it reads."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +131,8 @@ class Loss:
                 raise InvalidRequest(f"expected {' and '.join(missing)} of each target")
             if example.labels_K.ndim > 1 and not isinstance(self.tokens, CrossEntropy):
                 raise InvalidRequest("expected one label for each target: only cross-entropy takes several")
+            if isinstance(self.tokens, Gspo) and not np.any(example.ratio_mask_K):
+                raise InvalidRequest("expected ratio_mask to mark some of the targets, got only 0")
 
 
 def _given(values: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.training.calls import Compute
 from coserve.data.corpus.batch import Batch, Example, examples_in
 from coserve.data.corpus.packing import pack
-from coserve.finetune.losses.loss import Cispo, CrossEntropy, Dro, ImportanceSampling, Loss, Ppo, TokenLoss
+from coserve.finetune.losses.loss import Cispo, CrossEntropy, Dro, Gspo, ImportanceSampling, Loss, Ppo, TokenLoss
 from coserve.finetune.memory_limits import MicroBatches
 from coserve.finetune.passes.mixing import BatchLimits
 
@@ -21,6 +21,7 @@ LOSSES: dict[str, type[TokenLoss]] = {
     "ppo": Ppo,
     "cispo": Cispo,
     "dro": Dro,
+    "gspo": Gspo,
 }
 """Losses by the Tinker SDK's names."""
 RENAMED = {"clip_low_threshold": "low", "clip_high_threshold": "high"}

@@ -182,6 +182,18 @@ def test_an_rl_loop_finds_its_reward(training: tinker.TrainingClient, daemon: Da
     assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.1, rewards
 
 
+def test_on_the_policy_a_sequences_ratio_changes_nothing(service: tinker.ServiceClient) -> None:
+    """GSPO takes the ratio over the tokens of `sequence_ratio_mask`, as the cookbook's `rl_loop` sends it."""
+    plain, gspo = trained(service), trained(service)
+    own = log_probs(plain, BATCH[:1]).astype(np.float32)
+    given = {"logprobs": own, "advantages": np.linspace(-1, 1, own.size, dtype=np.float32)}
+    plain.forward_backward([datum(0, own.size, **given)], "importance_sampling").result()
+    masked = datum(0, own.size, **given, sequence_ratio_mask=(np.arange(own.size) > 4).astype(np.float32))
+    gspo.forward_backward([masked], "gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}).result()
+    norms = [each.optim_step(ADAM).result().metrics["grad_norm"] for each in (plain, gspo)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
 def test_a_custom_loss_is_that_of_its_client(service: tinker.ServiceClient) -> None:
     """DPO needs no loss of its own: its derivatives are weights."""
     custom, weighted = trained(service), trained(service)
@@ -197,7 +209,10 @@ def test_a_custom_loss_is_that_of_its_client(service: tinker.ServiceClient) -> N
 
 
 WRONG: dict[str, tuple[Callable[[tinker.TrainingClient], object], str]] = {
-    "a loss": (lambda one: one.forward_backward(BATCH, "gspo"), "expected one of cross_entropy, importance_sampling"),
+    "a loss": (
+        lambda one: one.forward_backward(BATCH, "stable_reinforce"),
+        "expected one of cross_entropy, importance_sampling",
+    ),
     "a setting": (lambda one: one.forward_backward(BATCH, "cross_entropy", {"beta": 1.0}), "has no beta"),
     "a long row": (lambda one: one.forward([datum(0, LIMIT + 1)], "cross_entropy"), f"expected at most {LIMIT} tokens"),
     "no weights": (
