@@ -25,7 +25,7 @@ class EndPass:
     def __init__(self, base: Base, cut: LayerCut, lora: LoraBatch | None, *, learns: bool) -> None:
         self._base, self._cut, self._lora = base, cut, lora
         self._entering_1TD: Tensor | None = None
-        """What entered the first layer, if the embedding learns."""
+        """The input of the first layer, if the embedding learns."""
         found = [] if lora is None else [(name, pair) for one in lora.adapters for name, pair in one.ends.items()]
         self.changes = bool(found)
         """Whether an adapter changes an end."""

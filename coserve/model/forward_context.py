@@ -88,7 +88,7 @@ class ForwardContext:
     packed: bool = False
     """Whether linear modules use their packed weights (`model.packed`)."""
     ends: Ends | None = None
-    """What adapters change at the input embedding and the head."""
+    """Changes of adapters at the input embedding and the head."""
 
 
 class GraphCall(NamedTuple):

@@ -44,7 +44,7 @@ class LoraWeights:
 
     @cached_property
     def ends(self) -> dict[str, LoraPair]:
-        """What changes the input embedding and the head: pairs, and replaced rows (K, D) of names with `TOKEN_ROWS` or
+        """Changes of the input embedding and the head: pairs, and replaced rows (K, D) of names with `TOKEN_ROWS` or
         `WHOLE_COPY`, as the `a_RD` of a pair whose `b_OR` is empty."""
         return {name: self.sites[name] for name in self.sites if is_end(name)}
 

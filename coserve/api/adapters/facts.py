@@ -1,4 +1,4 @@
-"""What the registry knows of a version beside its record: labels, pin and aliases."""
+"""Facts that the registry has of a version beside its record: labels, pin and aliases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Facts:
 
 
 NEW: Final = Facts(Labels(), pinned=False, aliases=())
-"""Of a version that was just published."""
+"""Facts of a version that was just published."""
 
 
 class FactsReader:

@@ -1,4 +1,4 @@
-"""What an outside trainer calls at vLLM to publish an adapter: `/v1/load_lora_adapter` (the tensors may also come in
+"""The routes of vLLM by which an outside trainer publishes an adapter: `/v1/load_lora_adapter` (the tensors may come in
 the body), `/v1/unload_lora_adapter`, `/server_info`, `/pause` and `/resume`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a PEFT file holds for the model's input embedding and head, besides LoRA pairs: replaced rows. No torch.
+"""Tensors of a PEFT file for the model's input embedding and head, besides LoRA pairs: replaced rows. No torch.
 
 - `embed_tokens.token_adapter.trainable_tokens_delta` (K, D): rows of the tokens in `trainable_token_indices`. The name
   is wrong: they replace the base's rows.

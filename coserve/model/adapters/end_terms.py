@@ -1,4 +1,4 @@
-"""What a step's adapters change at the ends of the model: its input embedding and its head.
+"""Changes of a step's adapters at the ends of the model: its input embedding and its head.
 
     embedding:  e = W[token] + scaling B A[:, token]        head:  y = x Wᵀ + scaling (x Aᵀ) Bᵀ
 
