@@ -53,6 +53,7 @@ DOCS = {
     "docs/guide/page.md": "the web page at /",
     "docs/guide/tinker.md": "training sessions, by the Tinker SDK",
     "docs/guide/operate.md": "start, readiness, probes, stopping",
+    "docs/guide/latency-targets.md": "targets of requests, and what they cost fine-tuning",
     "docs/guide/several-gpus.md": "the base on several GPUs",
     "docs/guide/bdlora.md": "LoRA in blocks, for tensor parallelism",
     "docs/guide/memory.md": "which GPU a base needs, room for adapters, and how jobs are admitted by memory",
