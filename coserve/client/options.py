@@ -170,7 +170,7 @@ def _lora_request(given: LoraRequest | Mapping[str, Any]) -> LoraRequest:
     for field in ("cartridge", "modules_to_save"):
         if getattr(lora, field):
             raise InvalidRequest(f"expected the shape of an adapter to train, got one with {field}", field="lora")
-    return msgspec.convert(lora, LoraRequest, from_attributes=True)
+    return LoraRequest(**{field: getattr(lora, field) for field in LoraRequest.__struct_fields__})
 
 
 class DocumentOptions(TypedDict, total=False):
