@@ -95,6 +95,8 @@ def daemon(root: Path) -> Iterator[str]:
             process.wait(120)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        process.stdout.close()
 
 
 async def _ready(url: str) -> None:
