@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from coserve.api.access.quotas import Quotas
-from coserve.api.openai.batches import runner as batches_runner
 from coserve.api.openai.batches.runner import Answer, BatchRunner
 from coserve.api.openai.batches.store import BatchRecord, BatchStore
 from coserve.core.access.schemas import Quota
@@ -249,9 +248,7 @@ async def test_each_request_of_a_batch_counts_in_the_quota_and_waits_for_it(tmp_
             now[0] += error.retry_after
             raise QuotaExceeded(error.message, retry_after=0.001) from error
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches_runner, "RETRY", 0.001)
-        found, answered = await run_alone(tmp_path, answer, [f"n{i}" for i in range(6)], admit)
+    found, answered = await run_alone(tmp_path, answer, [f"n{i}" for i in range(6)], admit)
     assert (found.status, len(answered)) == ("completed", 6)
     assert len(refused) == 4, "two of six came at once"
     assert now[0] == pytest.approx(4 * 30)

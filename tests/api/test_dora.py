@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -12,27 +11,10 @@ import pytest
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_FILES
 from coserve.core.types import AdapterRef
 from coserve.lora.files.tensorfile import read_json
-from tests.support.api_server import Api
+from tests.support.real_jobs import text, train
 from tests.support.real_server import serve_real
 
 LORA = {"plain": {"r": 4}, "dora": {"r": 3, "use_dora": True, "dropout": 0.1}}
-
-
-async def train(api: Api, name: str, **settings: object) -> dict[str, Any]:
-    """The job, succeeded."""
-    training = {"steps": 4, "batch_tokens": 64, "learning_rate": 0.02}
-    body = {"adapter": name, "data": [{"prompt": "Today we", "completion": " sighted land."}], "training": training}
-    status, job = await api.call("POST", "/finetune", json=body | settings)
-    assert status == 202, job
-    return await api.job_until(job["id"], "succeeded")
-
-
-async def text(api: Api, adapter: str | None) -> str:
-    body = {"prompt": "Today we", "max_tokens": 8, "temperature": 0, "adapter": adapter}
-    status, answer = await api.call("POST", "/generate", json=body)
-    assert status == 200, answer
-    found: str = answer["choices"][0]["text"]
-    return found
 
 
 @pytest.mark.slow

