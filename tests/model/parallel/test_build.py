@@ -40,7 +40,7 @@ def _parameters(base: Base) -> int:
     ("family", "overrides", "size", "reason"),
     [
         ("opt", {}, 2, "opt has no plan for tensor parallelism"),
-        ("mixtral", {}, 2, "no plan"),
+        ("olmoe", {}, 2, "no plan"),
         ("llama", {}, 8, "number of query heads"),
         ("llama", {"intermediate_size": 50}, 4, "features of the MLP"),
         (
