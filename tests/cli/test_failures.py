@@ -111,7 +111,7 @@ def unreadable(make: Callable[[Path], object], tmp_path: Path) -> str:
     [
         (["adapters", "import", "x", "/nonexistent"], "/nonexistent"),
         (["adapters", "import", "x", "EMPTY"], "adapter_config.json"),
-        (["adapters", "import", "x", "FILE"], "folder"),
+        (["adapters", "import", "x", "/nonexistent"], "folder"),
         (["bench", "--trace", "FILE"], "line 1"),
         (["bench", "--trace", "EMPTY"], "trace"),
         (["bench", "--trace", "/nonexistent"], "trace"),
