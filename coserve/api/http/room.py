@@ -10,6 +10,8 @@ from aiohttp import web
 from coserve.core.errors import QuotaExceeded
 
 RETRY_AFTER = 60.0
+STEP_BYTES, STEP_SHARE = 1 << 20, 1 / 64
+"""A body is checked again after so many bytes, or after this share of the quota: each check reads the database."""
 
 
 class Room:
@@ -18,7 +20,8 @@ class Room:
 
     def __init__(self, project: str, limit: int, used: Callable[[], Awaitable[int]], arriving: Counter[str]) -> None:
         self._project, self._limit, self._used, self._arriving = project, limit, used, arriving
-        self._arrived = 0
+        self._arrived = self._checked = 0
+        """Bytes of the body that have arrived, and how many of them had when it was last checked."""
 
     async def check(self, more: int = 0) -> None:
         """Raise `QuotaExceeded` if what is stored, what is arriving, and `more` bytes exceed the quota."""
@@ -28,10 +31,12 @@ class Room:
             raise QuotaExceeded(f"{why}: delete some", retry_after=RETRY_AFTER)
 
     async def arrived(self, total: int) -> None:
-        """Count `total` bytes of the body, those before included. Raises as `check`."""
+        """Count `total` bytes of the body, those before included. Raises as `check`, a step late at most."""
         self._arriving[self._project] += total - self._arrived
         self._arrived = total
-        await self.check()
+        if total - self._checked >= min(STEP_BYTES, self._limit * STEP_SHARE):
+            self._checked = total
+            await self.check()
 
     def leave(self) -> None:
         """Count the body no more: it has been stored, or dropped."""
