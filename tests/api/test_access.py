@@ -257,6 +257,28 @@ async def test_quotas_of_jobs_and_bytes(shared: Api) -> None:
     assert (await ask(shared, key, "POST", "/v1/files", data=rows_file(b"x" * 1200)))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/adapters", {"name": "mine", "path": "mine"}),
+        ("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": "mine"}),
+    ],
+)
+async def test_a_quota_of_bytes_holds_for_files_of_the_daemons_machine(
+    tmp_path: Path, route: str, body: dict[str, str]
+) -> None:
+    root = tmp_path / "root"
+    async with serve_api(tmp_path / "data", api_key=OWNER, data_root=root) as api:
+        write_peft(root / "mine", api.base, rank=2, value=1.0)
+        _, key = await new_key(api, "copies", "train")
+        size = sum(path.stat().st_size for path in (root / "mine").iterdir())
+        await quota(api, "copies", bytes=size - 1)
+        assert (await ask(api, key, "POST", route, json=body))[0] == 429
+        await quota(api, "copies", bytes=size)
+        by_path = {"name": "mine", "path": "mine"}
+        assert (await ask(api, key, "POST", "/adapters", json=by_path))[0] == 201
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_quota_of_bytes_holds_while_bodies_arrive(shared: Api) -> None:
     """No body tells its size: each chunk counts, with those of the project's other bodies."""

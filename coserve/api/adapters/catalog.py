@@ -10,7 +10,7 @@ import logging
 import shutil
 import stat
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -90,11 +90,13 @@ class AdapterCatalog:
 
     # ---- import
 
-    async def import_files(self, request: ImportRequest, upload: Path | None) -> Adapter:
+    async def import_files(
+        self, request: ImportRequest, upload: Path | None, check: Callable[[Path], Awaitable[None]]
+    ) -> Adapter:
         """Import PEFT files as the next version of `request.name`; durable when this returns.
 
-        Raises `AdapterError` leaves, `AdapterTooLarge`, `ForbiddenPath`, `InvalidRequest`, `StorageFull`,
-        `EngineUnavailable`.
+        `check` is called with the folder that `request.path` names; it may raise. Raises `AdapterError` leaves,
+        `AdapterTooLarge`, `ForbiddenPath`, `InvalidRequest`, `StorageFull`, `EngineUnavailable`.
         """
         if (request.path is None) == (upload is None):
             got = "none" if upload is None else "both"
@@ -103,6 +105,8 @@ class AdapterCatalog:
         source = upload or local_path(str(request.path), self._config.data_root)
         if not source.is_dir():
             raise InvalidRequest("expected a folder with PEFT files", field="path")
+        if upload is None:
+            await check(source)
         refuse_base_name(request.name, spec, field="name")
         return await self.install(source, request.name, spec, origin="import")
 

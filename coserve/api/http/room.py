@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 
 from coserve.core.errors import QuotaExceeded
+from coserve.core.names import ADAPTER_FILES
 
 RETRY_AFTER = 60.0
 STEP_BYTES, STEP_SHARE = 1 << 20, 1 / 64
@@ -52,3 +55,13 @@ def leave_room(request: web.Request) -> None:
     """Count the request's body no more."""
     if (room := request.get(ROOM)) is not None:
         room.leave()
+
+
+async def check_copy(request: web.Request, folder: Path) -> None:
+    """Raise `QuotaExceeded` if the request's project has no room for a copy of the PEFT files in `folder`."""
+    if (room := request.get(ROOM)) is not None:
+        await room.check(await asyncio.to_thread(_bytes_in, folder))
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum((folder / name).stat().st_size for name in ADAPTER_FILES if (folder / name).is_file())

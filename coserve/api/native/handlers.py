@@ -16,6 +16,7 @@ from coserve.api.generation.full_response import collect_native
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import decode_dialect, decode_json, decode_last, page, ref_from_path
 from coserve.api.http.responses import NATIVE_ERRORS, error_response, json_response
+from coserve.api.http.room import check_copy
 from coserve.api.http.sse import EventStream
 from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.jobs.preparation import submission_events
@@ -153,10 +154,12 @@ class NativeApi:
     async def import_adapter(self, request: web.Request) -> web.StreamResponse:
         if not is_upload(request):
             body = await self._bodies.read(request, ImportRequest)
-            return json_response(await self._service.adapters.import_files(body, None), status=201)
+            imported = await self._service.adapters.import_files(body, None, partial(check_copy, request))
+            return json_response(imported, status=201)
         upload = self._uploads.read(request, ImportRequest, self._staging, ADAPTER_FILES)
         async with self._service.stopping.read(upload) as (settings, folder):
-            return json_response(await self._service.adapters.import_files(settings, folder), status=201)
+            imported = await self._service.adapters.import_files(settings, folder, partial(check_copy, request))
+            return json_response(imported, status=201)
 
     async def list_adapters(self, request: web.Request) -> web.StreamResponse:
         after, limit = page(request.query, FILTERS)

@@ -10,6 +10,7 @@ from aiohttp import web
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import local_path
 from coserve.api.http.responses import json_response
+from coserve.api.http.room import check_copy
 from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.openai.schemas import (
     LoadLoraRequest,
@@ -38,7 +39,9 @@ class LoraApi:
             body = await self._bodies.read(request, LoadLoraRequest, dialect=True)
             if body.lora_path is None:
                 raise InvalidRequest("expected a lora_path, or files in a multipart body", field="lora_path")
-            return await self._load(body, self._folder(body.lora_path))
+            folder = self._folder(body.lora_path)
+            await check_copy(request, folder)
+            return await self._load(body, folder)
         upload = self._uploads.read(request, LoadLoraRequest, self._service.folder.staging, ADAPTER_FILES)
         async with self._service.stopping.read(upload) as (settings, folder):
             if settings.lora_path is not None:
