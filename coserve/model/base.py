@@ -208,10 +208,11 @@ class Base:
         sites = {}
         with torch.no_grad(), torch.cuda.stream(self._side_stream):  # None: no effect
             for name, pair in found.sites.items():
-                if pair.magnitude_O is None:
+                whole = weights.sites[name]
+                if whole.magnitude_O is None:
                     sites[name] = pair
                     continue
-                weight, whole = site_weight(self.model.get_submodule(name)), weights.sites[name]
+                weight = site_weight(self.model.get_submodule(name))
                 scale_O = rank_scale(name, weight, whole.to(self.device, self.dtype), self.sharding)
                 sites[name] = replace(pair, scale_O=scale_O.to(pair.a_RD.device), magnitude_O=None)
         return LoraWeights(weights.settings, sites)
