@@ -13,7 +13,7 @@ import pytest
 from transformers import TrainingArguments
 
 from coserve.cli.finetuning.settings import FLAGS
-from coserve.core.types import TrainingRequest
+from coserve.core.training.settings import TrainingRequest
 from tests.support.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).resolve().parent.parent

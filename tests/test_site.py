@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from coserve.core.schemas import FinetuneRequest
-from coserve.core.types import LoraRequest, TrainingRequest
+from coserve.core.training.settings import TrainingRequest
+from coserve.core.types import LoraRequest
 from tests.support.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -40,7 +40,9 @@ from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
 from benchmarks.common.summary import entry, update_summary
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import BaseSpec, JobSpec, LoraSettings, Schedule, TrainingSettings
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.settings import Schedule, TrainingSettings
+from coserve.core.types import BaseSpec, LoraSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.rows import Row

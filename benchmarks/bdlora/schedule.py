@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.bdlora.plan import Load
-from coserve.core.types import AdapterRef, SamplingParams
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef
 from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepExecutor, StepInFlight, StepInput
 from coserve.generate.sampling.choices import Choice
 from coserve.generate.sampling.rows import SamplingRow

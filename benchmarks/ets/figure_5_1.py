@@ -51,8 +51,9 @@ from benchmarks.ets.figure_5_1_shape import (
     Shape,
 )
 from benchmarks.ets.figure_5_1_trainer import trained_jobs
-from coserve.core.link import Generate, RequestFailed
-from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.core.link.generation import Generate, RequestFailed
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor

@@ -24,8 +24,12 @@ from coserve.config import Config
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import JobOutOfMemory, UnsupportedBase
 from coserve.core.gpu_memory import Kept
-from coserve.core.link import FromEngine, JobFailed, JobNote, JobProgress
-from coserve.core.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
+from coserve.core.link.jobs import JobFailed, JobNote, JobProgress
+from coserve.core.link.link import FromEngine
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.data.corpus.tokenized import Corpus
 from coserve.engine.parts import EngineParts
 from coserve.finetune.trainer import Trainer

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.ets.figure_5_1 import synchronize
 from benchmarks.ets.figure_5_1_trainer import Jobs, trained_jobs
 from benchmarks.finetuning.cases import RANK, RECOMPUTED, SEED, Case, Shape
-from coserve.core.types import MicroStep
+from coserve.core.training.micro_step import MicroStep
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 

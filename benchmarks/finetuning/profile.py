@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.ets.figure_5_1_trace import Kernel, busy, traced
 from benchmarks.ets.figure_5_1_trainer import Jobs
-from coserve.core.types import MicroStep
+from coserve.core.training.micro_step import MicroStep
 from coserve.model.base import Base
 
 EVERYTHING = 1 << 20

@@ -41,7 +41,8 @@ from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
 from benchmarks.common.summary import entry, update_summary
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.data.corpus.lr_schedule import learning_rate
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter

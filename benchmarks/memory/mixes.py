@@ -44,7 +44,10 @@ from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_ba
 from coserve.admission.recompute_plan import JobMemory, Option, job_memory
 from coserve.admission.shapes import lora_shapes
 from coserve.core.gpu_memory import LinearBytes, MemoryModel, TrainingCosts
-from coserve.core.types import JobSpec, LoraSettings, MicroStep, TrainingSettings
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryMeter, MemoryProfiler
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end

@@ -25,8 +25,10 @@ from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results, Target
 from benchmarks.common.summary import entry, update_summary
 from coserve.core.errors import UnsupportedBase
-from coserve.core.link import Generate, Tokens
-from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo, TrainingSettings
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end

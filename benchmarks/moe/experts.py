@@ -31,7 +31,8 @@ from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.ets.figure_5_1_trainer import random_corpus
 from benchmarks.serving.case import SEED, Bench, Load, Shape, hardware, synchronize
-from coserve.core.types import AdapterRef, LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows

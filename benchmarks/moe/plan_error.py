@@ -18,8 +18,9 @@ import statistics
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results, Target
-from coserve.core.link import Generate
-from coserve.core.types import AdapterRef, SamplingParams, Slo
+from coserve.core.link.generation import Generate
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, Slo
 from coserve.generate.schedule import Scheduler
 from coserve.queues.request import Request
 from coserve.workloads.popularity import Popularity, Shape, choices, shares

@@ -13,7 +13,8 @@ import msgspec
 
 from benchmarks.peers.processes import Trainer
 from coserve.client import AsyncClient
-from coserve.core.types import JobState, TrainingSettings
+from coserve.core.training.jobs import JobState
+from coserve.core.training.settings import TrainingSettings
 from coserve.workloads.scenario import Scenario
 
 JOBS = 5

@@ -20,8 +20,9 @@ from collections.abc import Callable
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
-from coserve.core.link import Generate
-from coserve.core.types import SamplingParams, Slo
+from coserve.core.link.generation import Generate
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import Slo
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.schedule import Scheduler
 from coserve.queues.request import Request

@@ -23,8 +23,10 @@ from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results, Target
 from coserve.config import Config
-from coserve.core.link import Generate, Tokens
-from coserve.core.types import AdapterRef, MicroStep, SamplingParams, Slo
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import AdapterRef, Slo
 from coserve.engine.views import Views
 from coserve.generate.schedule import Scheduler
 from coserve.queues.finetune import JobQueue

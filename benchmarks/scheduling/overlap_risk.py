@@ -23,18 +23,12 @@ from statistics import median
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
 from benchmarks.scheduling.slack_risk import LEAD, LOADS, MICRO_SECONDS, SECONDS, Recording, step_seconds, workload
-from coserve.core.link import (
-    EngineStopped,
-    FromEngine,
-    Generate,
-    LocalLink,
-    RequestFailed,
-    Shutdown,
-    StartJob,
-    ToEngine,
-    Tokens,
-)
-from coserve.core.types import MicroStep, Slo
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.link.jobs import StartJob
+from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import Slo
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.policies.overlap import Overlap

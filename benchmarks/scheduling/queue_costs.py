@@ -18,8 +18,10 @@ from collections.abc import Callable, Sequence
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
-from coserve.core.link import Generate, RequestFailed
-from coserve.core.types import AdapterRef, MicroStep, SamplingParams, Slo
+from coserve.core.link.generation import Generate, RequestFailed
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import AdapterRef, Slo
 from coserve.engine.reception import Reception
 from coserve.engine.views import Views
 from coserve.generate.schedule import Scheduler

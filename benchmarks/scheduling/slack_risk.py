@@ -26,18 +26,13 @@ from msgspec import structs
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
-from coserve.core.link import (
-    EngineStopped,
-    FromEngine,
-    Generate,
-    LocalLink,
-    RequestFailed,
-    Shutdown,
-    StartJob,
-    ToEngine,
-    Tokens,
-)
-from coserve.core.types import AdapterRef, MicroStep, SamplingParams, Slo
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.link.jobs import StartJob
+from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import AdapterRef, Slo
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.queues.policies.slack import Slack
 from coserve.queues.shapes import StepShape

@@ -16,8 +16,11 @@ from statistics import mean, quantiles
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
-from coserve.core.link import Generate, JobProgress, StartJob, ToEngine, Tokens
-from coserve.core.types import SamplingParams, Slo
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.jobs import JobProgress, StartJob
+from coserve.core.link.link import ToEngine
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import Slo
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import JobPlan, Prices
 from tests.support.scenario import Outcome, Scenario, job_spec, play

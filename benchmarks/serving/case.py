@@ -18,23 +18,15 @@ from benchmarks.common.llama import llama_config
 from coserve.admission.recompute_plan import RecomputePlan
 from coserve.config import Config
 from coserve.core.cancellation import Cancellation
-from coserve.core.link import (
-    FromEngine,
-    Generate,
-    JobCheckpoint,
-    JobNote,
-    JobSnapshot,
-    JobStarted,
-    JobSucceeded,
-    JobWaiting,
-    RequestFailed,
-    Shutdown,
-    ToEngine,
-    Tokens,
-    TrainingBatches,
-    local_pair,
-)
-from coserve.core.types import AdapterRef, JobSpec, LoraSettings, MicroStep, SamplingParams, Slo
+from coserve.core.link.engine import Shutdown
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.link.jobs import JobCheckpoint, JobNote, JobSnapshot, JobStarted, JobSucceeded, JobWaiting
+from coserve.core.link.link import FromEngine, ToEngine, local_pair
+from coserve.core.link.stats import TrainingBatches
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.engine.engine import Engine
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor

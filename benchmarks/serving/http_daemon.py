@@ -133,8 +133,11 @@ def load(
 async def offline(size: Size, model: Path, root: Path) -> None:
     """Run the closed loops without HTTP; prints one line of JSON for each."""
     from coserve.config import Config
-    from coserve.core.link import FromEngine, Generate, RequestFailed, Shutdown, Tokens, local_pair
-    from coserve.core.types import AdapterRef, SamplingParams, Slo
+    from coserve.core.link.engine import Shutdown
+    from coserve.core.link.generation import Generate, RequestFailed, Tokens
+    from coserve.core.link.link import FromEngine, local_pair
+    from coserve.core.sampling import SamplingParams
+    from coserve.core.types import AdapterRef, Slo
     from coserve.engine.worker import build_engine
     from coserve.model.base import load_base
     from coserve.state.folder import DataFolder

@@ -34,9 +34,10 @@ from benchmarks.serving.http_report import HTTP_TARGET, closed_row
 from coserve.api.app import make_app, make_runner
 from coserve.api.service import Service
 from coserve.config import Config
-from coserve.core.channel import api_end, engine_end
 from coserve.core.gpu_memory import PoolShape
-from coserve.core.link import Admitted, CancelRequest, EngineReady, Generate, Tokens
+from coserve.core.link.channel import api_end, engine_end
+from coserve.core.link.engine import EngineReady
+from coserve.core.link.generation import Admitted, CancelRequest, Generate, Tokens
 from coserve.core.types import BaseSpec, FinishReason
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder

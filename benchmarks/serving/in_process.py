@@ -21,7 +21,7 @@ from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.serving import idle as serving_idle
 from benchmarks.serving.case import ADAPTERS, FULL, RANKS, SEED, TINY, Bench, Load, hardware, make_base
-from coserve.core.types import SamplingParams
+from coserve.core.sampling import SamplingParams
 
 DRAWN, TOP_P = SamplingParams(temperature=0.8), SamplingParams(temperature=0.8, top_p=0.95)
 

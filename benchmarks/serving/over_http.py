@@ -42,7 +42,7 @@ from benchmarks.serving.http_case import (
 from benchmarks.serving.http_daemon import Offline, daemon, import_adapter, load, offline, serve_arguments, soon
 from benchmarks.serving.http_report import FILE, closed_row, online_row, summarize
 from coserve.client import Client
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 
 WATCH_INTERVAL = 0.05
 """Seconds between two polls of a job."""

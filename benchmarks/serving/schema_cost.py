@@ -26,7 +26,7 @@ from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, hardware, make_base
 from coserve.core.grammar import Grammar
-from coserve.core.types import SamplingParams
+from coserve.core.sampling import SamplingParams
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.generate.grammars import Grammars
 

@@ -15,7 +15,8 @@ from benchmarks.serving.stall_report import trained_tokens
 from coserve.client import Client
 from coserve.core.errors import WrongJobState
 from coserve.core.schemas.jobs import JobEvent
-from coserve.core.types import JobState, TrainingSettings
+from coserve.core.training.jobs import JobState
+from coserve.core.training.settings import TrainingSettings
 from coserve.workloads.replay import Sample
 
 Events = list[list[tuple[float, str]]]

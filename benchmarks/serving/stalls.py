@@ -62,7 +62,7 @@ from benchmarks.serving.stall_report import (
     worst,
 )
 from coserve.client import Client
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 
 PARTS = ("start.cold", "start.warm", "jobs.r5", "jobs.r20", "churn")
 RATE = 5.0

@@ -44,7 +44,7 @@ from benchmarks.serving.http_case import (
 from benchmarks.serving.http_daemon import daemon, load, serve_arguments, soon
 from benchmarks.serving.over_http import watch_training
 from coserve.client import Client
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 from coserve.workloads.replay import Sample
 
 FILE = "tinker.json"

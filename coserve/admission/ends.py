@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.types import BaseSpec, LoraSettings, TrainingRequest
+from coserve.core.training.settings import TrainingRequest
+from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.ends import end_named
 from coserve.lora.files.targets import targeted_sites
 

@@ -13,7 +13,8 @@ from coserve.admission.ledger import Ledger, Shortage
 from coserve.admission.recompute_plan import JobMemory, Option, RecomputePlan, job_memory, shared_bytes
 from coserve.core.errors import JobTooLarge
 from coserve.core.gpu_memory import JobUse, MemoryModel, TrainingCosts
-from coserve.core.types import BaseSpec, JobSpec
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import BaseSpec
 
 MARGIN = 512 << 20
 """Bytes kept free for kernel workspaces and fragmentation."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.types import Optimizer
+from coserve.core.training.settings import Optimizer
 
 ALIGNED = 64
 """Elements. Every tensor in a flat buffer starts at a multiple of it, so kernels read whole cache lines in any dtype of

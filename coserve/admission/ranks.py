@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from coserve.admission.optimizers import check_optimizer
 from coserve.core.errors import InvalidRequest
-from coserve.core.types import BaseSpec, JobSpec, LoraSettings
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import ParallelStyle, blocks_at, parallel_style
 from coserve.lora.files.targets import target_sites
 

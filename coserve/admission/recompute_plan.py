@@ -20,7 +20,8 @@ from coserve.admission.micro_batch import (
 from coserve.admission.padding import padded
 from coserve.admission.shapes import JobState, SiteShape, job_state, lora_shapes, pinned_bytes
 from coserve.core.gpu_memory import Kept, MemoryModel, TrainingCosts
-from coserve.core.types import BaseSpec, JobSpec, LoraSettings
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import BaseSpec, LoraSettings
 from coserve.data.corpus.limits import micro_batch_limit
 
 LAUNCH_BOUND_TOKENS = 2000

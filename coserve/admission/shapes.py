@@ -17,7 +17,8 @@ from coserve.admission.optimizers import (
     paged_kinds,
     state_kinds,
 )
-from coserve.core.types import BaseSpec, LoraSettings, Optimizer, SiteSpec
+from coserve.core.training.settings import Optimizer
+from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
 from coserve.lora.files.bdlora import ParallelStyle, blocks_at, packed_shapes, parallel_style
 from coserve.lora.files.ends import replaced_rows
 from coserve.lora.files.targets import rank_and_scaling, resolve_targets

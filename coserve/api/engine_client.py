@@ -12,7 +12,9 @@ import msgspec
 from coserve.core.errors import EngineUnavailable
 from coserve.core.gpu_memory import MemoryModel, PoolShape
 from coserve.core.health import EngineRanks, EngineStatus, RankInfo, Warming, starting_line
-from coserve.core.link import ALIVE, EngineReady, EngineStats, EngineWarming, FromEngine, Link, SetLogLevel, ToEngine
+from coserve.core.link.engine import ALIVE, EngineReady, EngineWarming, SetLogLevel
+from coserve.core.link.link import FromEngine, Link, ToEngine
+from coserve.core.link.stats import EngineStats
 from coserve.core.types import AdapterRef, BaseSpec
 
 SILENCE = 2 * ALIVE

@@ -36,26 +36,12 @@ from coserve.api.tracking.feed import CLOSING, Tracking
 from coserve.config import Config
 from coserve.core.errors import EngineUnavailable
 from coserve.core.health import BaseInfo, EngineRanks, Health
-from coserve.core.link import (
-    Admitted,
-    EngineNotes,
-    EngineReady,
-    EngineRefused,
-    EngineStats,
-    EngineStopped,
-    EngineWarming,
-    FromEngine,
-    JobCancelled,
-    JobFailed,
-    JobPaused,
-    JobSnapshot,
-    Link,
-    PeerLost,
-    RequestFailed,
-    ToEngine,
-    Tokens,
-)
-from coserve.core.training.messages import CallDone, CallFailed
+from coserve.core.link.engine import EngineNotes, EngineReady, EngineRefused, EngineStopped, EngineWarming
+from coserve.core.link.generation import Admitted, RequestFailed, Tokens
+from coserve.core.link.jobs import JobCancelled, JobFailed, JobPaused, JobSnapshot
+from coserve.core.link.link import FromEngine, Link, PeerLost, ToEngine
+from coserve.core.link.sessions import CallDone, CallFailed
+from coserve.core.link.stats import EngineStats
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.files import FileStore

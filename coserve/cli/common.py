@@ -18,7 +18,7 @@ from coserve.core.errors import CoserveError
 from coserve.core.health import starting_line
 from coserve.core.hints import value_hint
 from coserve.core.limits import PAGE_LIMIT
-from coserve.core.types import Optimizer
+from coserve.core.training.settings import Optimizer
 
 __all__ = [
     "DEFAULT_URL",

@@ -32,7 +32,7 @@ from coserve.client.progress import sample_lines
 from coserve.core.errors import InvalidRequest, WrongJobState
 from coserve.core.limits import PAGE_SIZE
 from coserve.core.schemas import Job, JobEvent, Sample
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 
 jobs_app = typer.Typer(
     cls=CommandGroup,

@@ -62,7 +62,8 @@ from coserve.core.schemas import (
     RowField,
 )
 from coserve.core.training.schemas import Session, SessionRequest
-from coserve.core.types import LoraRequest, TrainingRequest
+from coserve.core.training.settings import TrainingRequest
+from coserve.core.types import LoraRequest
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

@@ -11,7 +11,7 @@ from coserve.client.failures import event_error, job_error
 from coserve.client.progress import progress_for
 from coserve.core.errors import CapacityError, CoserveError, Unreachable
 from coserve.core.schemas import DeletedJob, Job, JobEvent
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 
 
 class AsyncJobHandle:

@@ -29,7 +29,8 @@ from coserve.core.schemas import (
     UserQuestion,
 )
 from coserve.core.schemas.output_format import ResponseFormat, StructuredOutputs
-from coserve.core.types import LoraRequest, LoraSettings, SloClass, TrainingRequest
+from coserve.core.training.settings import TrainingRequest
+from coserve.core.types import LoraRequest, LoraSettings, SloClass
 from coserve.core.validation import explain
 
 MAX_INLINE_BYTES = 8 << 20

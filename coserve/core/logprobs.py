@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens packed as bytes, for the link and for queues in the API process.
+"""Log-probabilities of tokens: one, and many packed as bytes for the link and for queues in the API process.
 
 There may be millions (20 pairs per token). As Python objects, each full garbage collection would visit all of them and
 block the event loop meanwhile.
@@ -11,10 +11,15 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from coserve.core.types import TokenLogprob
-
 _HEAD = struct.Struct("<dH")
 BYTES_PER_TOP = 12
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural-log probability of the chosen token, and `(token, logprob)` of the most likely tokens."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class PackedLogprobs(msgspec.Struct, frozen=True):

@@ -36,6 +36,20 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Added to the logits of these token ids."""
 
 
+class SamplingParams(SamplingFields, frozen=True, kw_only=True):
+    """How to sample tokens. `seed` is always set when the engine gets it.
+
+    Stop strings are handled in the API process, which has the text; the engine knows only `stop_token_ids`.
+    """
+
+    max_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    """Like `logprobs`, for the prompt's tokens. With `max_tokens` 0 the prompt is scored and nothing is generated."""
+    seed: int = 0
+
+
 class SamplingOptions(TypedDict, total=False):
     """`SamplingFields` as keyword arguments."""
 

@@ -10,8 +10,9 @@ from types import coroutine
 from typing import Any, TypeVar
 
 from coserve.admission.recompute_plan import RecomputePlan
-from coserve.core.link import JobCancelled, JobFailed, JobPaused, JobSucceeded
-from coserve.core.types import AdapterRef, JobSpec
+from coserve.core.link.jobs import JobCancelled, JobFailed, JobPaused, JobSucceeded
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import AdapterRef
 
 T = TypeVar("T")
 Awaited = tuple[Future[Any], ...]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from coserve.admission.memory import Hold, MemoryAdmission, Start
 from coserve.core.gpu_memory import MemoryUse, TrainingCosts
-from coserve.core.types import JobSpec
+from coserve.core.training.jobs import JobSpec
 from coserve.memory.allocator import Reading
 
 

@@ -16,27 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from coserve.core.garbage import GarbageCollection
-from coserve.core.link import (
-    ALIVE,
-    Admitted,
-    CancelJob,
-    CancelRequest,
-    DropAdapter,
-    EngineStopped,
-    FromEngine,
-    Generate,
-    Link,
-    PauseJob,
-    PrefetchAdapter,
-    ResumeJob,
-    SetLogLevel,
-    Shutdown,
-    SnapshotDone,
-    StartJob,
-    ToEngine,
-)
-from coserve.core.training.messages import CallSession, OpenSession
-from coserve.core.types import MicroStep
+from coserve.core.link.engine import ALIVE, DropAdapter, EngineStopped, PrefetchAdapter, SetLogLevel, Shutdown
+from coserve.core.link.generation import Admitted, CancelRequest, Generate
+from coserve.core.link.jobs import CancelJob, PauseJob, ResumeJob, SnapshotDone, StartJob
+from coserve.core.link.link import FromEngine, Link, ToEngine
+from coserve.core.link.sessions import CallSession, OpenSession
+from coserve.core.training.micro_step import MicroStep
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.gauges import STATS_INTERVAL, Reports
 from coserve.engine.idle import Idle

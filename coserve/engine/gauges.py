@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from coserve.core.link import EngineStats, FromEngine, Link, ToEngine
+from coserve.core.link.link import FromEngine, Link, ToEngine
+from coserve.core.link.stats import EngineStats
 from coserve.core.logs.throttled import ThrottledLog
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.job_runner import JobRunner

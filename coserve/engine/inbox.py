@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from coserve.core.link import FromEngine, Link, PeerLost, ToEngine
+from coserve.core.link.link import FromEngine, Link, PeerLost, ToEngine
 from coserve.engine.stalls import Stalls
 
 log = logging.getLogger(__name__)

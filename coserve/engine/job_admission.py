@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from coserve.admission.memory import AdmitsAll, Cause, Start
-from coserve.core.link import FromEngine, JobNote, JobWaiting
-from coserve.core.types import JobSpec
+from coserve.core.link.jobs import JobNote, JobWaiting
+from coserve.core.link.link import FromEngine
+from coserve.core.training.jobs import JobSpec
 from coserve.engine.active_job import ActiveJob
 from coserve.engine.ports import AdmitsJobs, Trains
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
-from coserve.core.link import FromEngine, JobCancelled, JobFailed, JobPaused, TrainingBatches
+from coserve.core.link.jobs import JobCancelled, JobFailed, JobPaused
+from coserve.core.link.link import FromEngine
+from coserve.core.link.sessions import CallSession
+from coserve.core.link.stats import TrainingBatches
 from coserve.core.training.calls import SessionSpec
-from coserve.core.training.messages import CallSession
-from coserve.core.types import AdapterRef, JobSpec, MicroStep
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import AdapterRef
 from coserve.engine.active_job import ActiveJob
 from coserve.engine.job_admission import JobAdmission
 from coserve.engine.ports import AdmitsJobs, Trains

@@ -9,18 +9,13 @@ from coserve.admission.memory import Hold, Start
 from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.cancellation import Cancellation
 from coserve.core.gpu_memory import TrainingCosts
-from coserve.core.link import (
-    FromEngine,
-    JobCheckpoint,
-    JobNote,
-    JobSnapshot,
-    JobStarted,
-    JobSucceeded,
-    JobWaiting,
-    RequestFailed,
-    TrainingBatches,
-)
-from coserve.core.types import AdapterDigests, AdapterRef, JobSpec, MicroStep
+from coserve.core.link.generation import RequestFailed
+from coserve.core.link.jobs import JobCheckpoint, JobNote, JobSnapshot, JobStarted, JobSucceeded, JobWaiting
+from coserve.core.link.link import FromEngine
+from coserve.core.link.stats import TrainingBatches
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.generate.plan import Ran, Share
 from coserve.generate.schedule import Scheduler
 from coserve.lora.store.times import LoadTimes

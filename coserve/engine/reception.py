@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import heappop, heappush
 
 from coserve.core.errors import InvalidRequest, Overloaded, QueueFull
-from coserve.core.link import Generate, RequestFailed
+from coserve.core.link.generation import Generate, RequestFailed
 from coserve.engine.views import Views
 from coserve.generate.schedule import Scheduler
 from coserve.queues.request import Request, State

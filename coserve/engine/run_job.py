@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from coserve.admission.memory import Start
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CapacityError, CoserveError, EngineFault, JobOutOfMemory, failure_text
-from coserve.core.link import FromEngine, JobCheckpoint, JobFailed, JobPaused, JobSnapshot, JobStarted, JobSucceeded
-from coserve.core.types import JobSpec
+from coserve.core.link.jobs import JobCheckpoint, JobFailed, JobPaused, JobSnapshot, JobStarted, JobSucceeded
+from coserve.core.link.link import FromEngine
+from coserve.core.training.jobs import JobSpec
 from coserve.engine.active_job import ActiveJob, Samples, Stopped
 from coserve.engine.job_admission import JobAdmission
 from coserve.engine.ports import Trains

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from typing import NoReturn
 
 from coserve.core.errors import CoserveError
+from coserve.core.link.sessions import CallDone, CallFailed, CallSession
 from coserve.core.training.calls import AdamParams, Compute, SaveAdapter, SaveState, SessionSpec, Step
-from coserve.core.training.messages import CallDone, CallFailed, CallSession
 from coserve.engine.active_job import ActiveJob
 from coserve.engine.run_job import JobRun, JobServices
 from coserve.finetune.sessions.calls import Work

@@ -10,7 +10,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 
-from coserve.core.link import STALL_BUCKETS, StallCounts
+from coserve.core.link.stats import STALL_BUCKETS, StallCounts
 from coserve.core.logs.throttled import ThrottledLog
 
 log = logging.getLogger(__name__)

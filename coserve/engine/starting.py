@@ -9,7 +9,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from coserve.core.link import EngineWarming, FromEngine, Link, PeerLost, Shutdown, ToEngine
+from coserve.core.link.engine import EngineWarming, Shutdown
+from coserve.core.link.link import FromEngine, Link, PeerLost, ToEngine
 
 log = logging.getLogger(__name__)
 

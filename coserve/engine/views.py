@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from typing import Protocol
 
-from coserve.core.link import StepCounts
-from coserve.core.types import MicroStep
+from coserve.core.link.stats import StepCounts
+from coserve.core.training.micro_step import MicroStep
 from coserve.generate.plan import Plan
 from coserve.queues.beside import SpeedBeside, Trials
 from coserve.queues.costs import ATTAINMENT, Predictors

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from coserve.core.training.calls import SessionSpec
-from coserve.core.types import JobSpec
+from coserve.core.training.jobs import JobSpec
 
 
 class WaitingJobs:

@@ -18,10 +18,11 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.config import Config
-from coserve.core.channel import engine_end
 from coserve.core.errors import StartupError
 from coserve.core.garbage import GarbageCollection, freeze_and_disable
-from coserve.core.link import EngineReady, EngineRefused, EngineStopped, FromEngine, Link, ToEngine
+from coserve.core.link.channel import engine_end
+from coserve.core.link.engine import EngineReady, EngineRefused, EngineStopped
+from coserve.core.link.link import FromEngine, Link, ToEngine
 from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
 from coserve.data.pretrained.tokenizer import Tokenizer

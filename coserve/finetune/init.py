@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from coserve.core.errors import AdapterNotFound
-from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec, JobSpec, LoraSettings, SiteSpec
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec, LoraSettings, SiteSpec
 from coserve.kernels.attention.interface import AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.types import LoraPair

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coserve.core.link import JobStarted
+from coserve.core.link.jobs import JobStarted
 from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.passes.mixing import Size

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from coserve.core.errors import CheckpointUnreadable
-from coserve.core.link import JobStarted
-from coserve.core.types import BaseSpec, JobSpec
+from coserve.core.link.jobs import JobStarted
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import BaseSpec
 from coserve.finetune.checkpoint import load_checkpoint, prune, save_checkpoint
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.optimizer import AdapterOptimizer

@@ -12,7 +12,8 @@ from torch import Tensor
 from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.errors import NonFiniteLoss
 from coserve.core.step_metrics import Rewards, StepMetrics
-from coserve.core.types import AdapterRef, JobSpec
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import AdapterRef
 from coserve.data.corpus.batch import Batch, corpus_batch
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.lr_schedule import learning_rate

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from coserve.core.gpu_memory import EXTRA_SLOTS, GRAPHS, TrainingCosts
-from coserve.core.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import DEFAULT_RANK, LoraSettings
 from coserve.finetune.costs.training_costs import Phases, measure_costs, site_groups
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.lora_tensors import cast

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coserve.admission.micro_batch import TEACHER_SHARE
 from coserve.core.gpu_memory import Kept
-from coserve.core.types import MicroStep
+from coserve.core.training.micro_step import MicroStep
 from coserve.data.corpus.batch import Batch
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
 from coserve.finetune.ends import EndPass

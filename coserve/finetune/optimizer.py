@@ -18,7 +18,8 @@ from coserve.admission.optimizers import BEST, PIECE, SLICE, WEIGHTS, StateKind,
 from coserve.core.errors import CheckpointUnreadable, NonFiniteLoss
 from coserve.core.names import is_rows
 from coserve.core.training.calls import AdamParams
-from coserve.core.types import BaseSpec, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import BaseSpec
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.finetune.gathered_copy import GatheredCopy
 from coserve.finetune.host_copy import HostCopy

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from coserve.core.errors import JobOutOfMemory, NonFiniteLoss, RequestOutOfMemory, StorageError, StorageFull
-from coserve.core.link import JobNote, JobSnapshot, JobSucceeded, JobWaiting
+from coserve.core.link.jobs import JobNote, JobSnapshot, JobSucceeded, JobWaiting
 from coserve.core.types import AdapterRef
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.lora_tensors import cast, named_tensors

@@ -10,9 +10,13 @@ from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CheckpointUnreadable
 from coserve.core.gpu_memory import TrainingCosts
-from coserve.core.link import FromEngine, JobCheckpoint, JobNote, JobSnapshot, JobStarted, TrainingBatches
+from coserve.core.link.jobs import JobCheckpoint, JobNote, JobSnapshot, JobStarted
+from coserve.core.link.link import FromEngine
+from coserve.core.link.stats import TrainingBatches
 from coserve.core.training.calls import Compute, SaveAdapter, SaveState, SessionSpec
-from coserve.core.types import AdapterRef, JobSpec, MicroStep
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import AdapterRef
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import first_cartridge

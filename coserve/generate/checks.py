@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from coserve.admission.pool import too_large
 from coserve.core.errors import EmptyPrompt, InvalidRequest, NonFiniteLogits, PromptTooLong, RequestError
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 from coserve.core.types import BaseSpec
 from coserve.generate.sampling.choices import NoToken
 from coserve.memory.kv import KvCache

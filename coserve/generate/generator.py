@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 
 from coserve.core.errors import CoserveError, EngineFault, InvalidRequest, RequestOutOfMemory, failure_text
-from coserve.core.link import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
-from coserve.core.logprobs import PackedLogprobs
-from coserve.core.types import AdapterRef, BaseSpec, FinishReason, TokenLogprob
+from coserve.core.link.generation import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
+from coserve.core.logprobs import PackedLogprobs, TokenLogprob
+from coserve.core.types import AdapterRef, BaseSpec, FinishReason
 from coserve.generate.checks import allowed_tokens, check_fits_pool, no_token_error
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
 from coserve.generate.grammars import Grammars

@@ -18,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from coserve.core.errors import InvalidRequest, UnsupportedBase
 from coserve.core.grammar import Grammar
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 from coserve.data.grammar import limits, llguidance_grammar, plain_reason
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.generate.token_rules import WORD, TokenRules, Words, set_bits

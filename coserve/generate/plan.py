@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from coserve.core.link import RequestFailed, Tokens
+from coserve.core.link.generation import RequestFailed, Tokens
 from coserve.core.types import AdapterRef
 from coserve.queues.deadlines import Deadlines
 from coserve.queues.request import Request

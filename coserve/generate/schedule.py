@@ -14,7 +14,7 @@ from sys import maxsize
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.grammar import Grammar
-from coserve.core.link import RequestFailed, Tokens
+from coserve.core.link.generation import RequestFailed, Tokens
 from coserve.generate.line import Line, number_of
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Plan, Room, Share, step_shape

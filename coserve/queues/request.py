@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from coserve.core.link import Generate
-from coserve.core.types import AdapterRef, FinishReason, SamplingParams
+from coserve.core.link.generation import Generate
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, FinishReason
 
 CREDIT = 0.5
 """A token that came early lets the next ones be later, by at most this many TPOTs."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 
-from coserve.core.link import Starving
-from coserve.core.types import MicroStep
+from coserve.core.link.stats import Starving
+from coserve.core.training.micro_step import MicroStep
 from coserve.queues.beside import SpeedBeside
 from coserve.queues.costs import ATTAINMENT, Prediction, Predictors
 from coserve.queues.policy import Train

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from coserve.core.types import TrainingRequest
+from coserve.core.training.settings import TrainingRequest
 
 INTERRUPTED = "the job was interrupted during generation"
 

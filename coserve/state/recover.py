@@ -15,7 +15,8 @@ import msgspec
 from coserve.core.errors import StartupError, StorageError, StorageFailed
 from coserve.core.names import ADAPTER_FILES, CHECKPOINT_STATE
 from coserve.core.schemas import ErrorInfo
-from coserve.core.types import AdapterRef, JobState
+from coserve.core.training.jobs import JobState
+from coserve.core.types import AdapterRef
 from coserve.core.validation import decoder_of
 from coserve.state.durable import read_errors, remove_dir
 from coserve.state.failpoints import failpoint

@@ -15,7 +15,8 @@ from coserve.core.access.principal import principal
 from coserve.core.errors import AdapterBusy, JobNotFound, WrongJobState
 from coserve.core.schemas import DocumentJob, ErrorInfo, EvalResult, EventLevel, EventType, JobEvent, Sample
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import AdapterRef, JobSpec, JobState
+from coserve.core.training.jobs import JobSpec, JobState
+from coserve.core.types import AdapterRef
 from coserve.state.access import AccessTable
 from coserve.state.adapters import AdapterTable
 from coserve.state.missing_samples import missing_notes, passed_step

@@ -15,7 +15,8 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from coserve.core.errors import CoserveError
-from coserve.core.types import JobState, SloClass, Wire
+from coserve.core.training.jobs import JobState
+from coserve.core.types import SloClass, Wire
 from coserve.workloads.gauges import Snapshot
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.trace import FinetuneArrival, PromptArrival, Trace

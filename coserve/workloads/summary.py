@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec.structs import asdict
 
 from coserve.core.errors import Overloaded, QueueFull
-from coserve.core.types import JobState, SloClass, Wire
+from coserve.core.training.jobs import JobState
+from coserve.core.types import SloClass, Wire
 from coserve.workloads.gauges import Snapshot
 from coserve.workloads.metrics import (
     SATISFACTION_LIMIT,

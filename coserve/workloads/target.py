@@ -21,7 +21,9 @@ from coserve.core.errors import (
 )
 from coserve.core.names import NAME_RULE, is_adapter_ref, is_name
 from coserve.core.schemas import Job, JobEvent
-from coserve.core.types import JobState, LoraRequest, TrainingSettings
+from coserve.core.training.jobs import JobState
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraRequest
 from coserve.workloads.gauges import Snapshot, read_snapshot
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.replay import JobUpdate, Usage

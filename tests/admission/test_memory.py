@@ -14,7 +14,9 @@ from coserve.admission.recompute_plan import Option, RecomputePlan, job_memory, 
 from coserve.admission.shapes import flat_elements, job_state, lora_shapes
 from coserve.core.errors import BY_CODE, JobTooLarge
 from coserve.core.gpu_memory import GIB, LinearBytes, MemoryModel
-from coserve.core.types import AdapterRef, DpoLoss, JobSpec, LoraSettings, Optimizer, TrainingSettings
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.settings import DpoLoss, Optimizer, TrainingSettings
+from coserve.core.types import AdapterRef, LoraSettings
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.records import make_spec
 

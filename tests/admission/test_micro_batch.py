@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 from coserve.admission.micro_batch import ROWS, MicroBatchBytes, MicroBatchShape, lora_layers, micro_batch_bytes
 from coserve.admission.shapes import SiteShape, job_state, lora_shapes, role_of
 from coserve.core.gpu_memory import TrainingCosts
-from coserve.core.types import BaseSpec, LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import BaseSpec, LoraSettings
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end

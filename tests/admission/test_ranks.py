@@ -9,7 +9,8 @@ import torch
 
 from coserve.admission.ranks import blocks_fit, check_ranks, unmet_need
 from coserve.core.errors import InvalidRequest
-from coserve.core.types import BaseSpec, LoraSettings, Optimizer, SiteSpec
+from coserve.core.training.settings import Optimizer
+from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.parallel.lora import Strategy, partition_pair
 from coserve.model.parallel.partition import Features, Parallel, SitePartition

@@ -14,7 +14,9 @@ from coserve.admission.padding import padded
 from coserve.admission.recompute_plan import RECOMPUTE_OVERHEAD, Overheads, RecomputePlan, job_memory
 from coserve.admission.shapes import lora_shapes
 from coserve.core.gpu_memory import Kept, LayerTime, LevelCosts, LinearBytes, MemoryModel, TrainingCosts
-from coserve.core.types import JobSpec, LoraSettings, TrainingSettings
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from tests.support.examples import examples
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.records import make_spec

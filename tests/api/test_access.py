@@ -23,7 +23,8 @@ from coserve.api.app import ROUTES
 from coserve.core.access.principal import Scope
 from coserve.core.access.schemas import CreateKey, Quota
 from coserve.core.errors import QuotaExceeded, Unauthorized
-from coserve.core.link import Generate, JobSnapshot
+from coserve.core.link.generation import Generate
+from coserve.core.link.jobs import JobSnapshot
 from coserve.core.types import AdapterRef
 from tests.support.api_server import Api, serve_api
 from tests.support.fake_engine import write_peft

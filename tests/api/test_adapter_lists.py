@@ -8,7 +8,7 @@ import pytest
 
 from coserve.client import AsyncClient
 from coserve.core.errors import BaseMismatch
-from coserve.core.link import PrefetchAdapter
+from coserve.core.link.engine import PrefetchAdapter
 from coserve.core.types import AdapterRef
 from tests.support.api_server import Api, add_adapter
 from tests.support.fake_engine import write_peft

@@ -12,7 +12,7 @@ import pytest
 from coserve.api.adapters.lookup import find_adapter
 from coserve.client import AsyncClient, Client
 from coserve.core.errors import AdapterNotFound
-from coserve.core.link import DropAdapter
+from coserve.core.link.engine import DropAdapter
 from coserve.core.types import AdapterRef
 from coserve.state.registry import Registry
 from coserve.state.thread import RegistryThread

@@ -13,7 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from coserve.core.link import DropAdapter, Generate
+from coserve.core.link.engine import DropAdapter
+from coserve.core.link.generation import Generate
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.types import AdapterRef
 from coserve.state.failpoints import armed

@@ -8,7 +8,7 @@ import pytest
 
 from coserve.client import AsyncClient
 from coserve.core.errors import AdapterBusy, AdapterNotFound, InvalidRequest, NameTaken
-from coserve.core.link import DropAdapter, PrefetchAdapter
+from coserve.core.link.engine import DropAdapter, PrefetchAdapter
 from coserve.core.types import AdapterRef
 from tests.support.api_server import Api, add_adapter
 

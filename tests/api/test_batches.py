@@ -15,7 +15,7 @@ from coserve.api.openai.batches.runner import Answer, BatchRunner
 from coserve.api.openai.batches.store import BatchRecord, BatchStore
 from coserve.core.access.schemas import Quota
 from coserve.core.errors import QueueFull, QuotaExceeded
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 from coserve.state.files import FileStore
 from tests.support.api_server import REPLY, Api, serve_api, with_template
 from tests.support.chat_templates import QWEN3

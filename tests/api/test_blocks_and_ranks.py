@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from coserve.core.link import StartJob
+from coserve.core.link.jobs import StartJob
 from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
 from coserve.lora.files.peft import adapter_config
 from coserve.state.failpoints import armed

@@ -12,8 +12,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from coserve.core.link import CancelJob, StartJob
-from coserve.core.types import AdapterRef, JobState
+from coserve.core.link.jobs import CancelJob, StartJob
+from coserve.core.training.jobs import JobState
+from coserve.core.types import AdapterRef
 from coserve.state.recover import recover
 from coserve.state.registry import Registry
 from tests.support.api_server import Api, serve_api

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 from tests.support.api_server import Api, serve_api, with_template
 from tests.support.chat_templates import PHI_3, QWEN3
 

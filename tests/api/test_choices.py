@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.api.generation.choice_decoder import ChoiceDecoder, StopStrings
-from coserve.core.link import Tokens
+from coserve.core.link.generation import Tokens
 from coserve.core.types import FinishReason
 from tests.support.api_server import tokenizer
 

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from coserve.api.http.limits import OWN_DESCRIPTORS, RESERVE, connection_limit
 from coserve.api.http.server import GRACE, CappedRunner, Connections, quiet_accept
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 from tests.support.api_server import Api, serve_api
 
 LIMIT = 4

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from coserve.cli.app import run as command_line
 from coserve.client import AsyncClient
 from coserve.core.errors import JobNotFound, WrongJobState
-from coserve.core.link import JobSucceeded
-from coserve.core.types import AdapterRef, JobState
+from coserve.core.link.jobs import JobSucceeded
+from coserve.core.training.jobs import JobState
+from coserve.core.types import AdapterRef
 from coserve.state.registry import Registry
 from tests.support.api_server import Api
 from tests.support.records import make_job

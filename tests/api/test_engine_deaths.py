@@ -10,8 +10,8 @@ import pytest
 from coserve.api.jobs.deaths import MAX_DEATHS
 from coserve.client import AsyncClient
 from coserve.core.errors import EngineCrashed
-from coserve.core.link import JobProgress, StartJob
-from coserve.core.types import JobState
+from coserve.core.link.jobs import JobProgress, StartJob
+from coserve.core.training.jobs import JobState
 from tests.support.api_server import Api
 from tests.support.fake_engine import metrics
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from coserve.core.link import CancelRequest, Generate, RequestFailed
+from coserve.core.link.generation import CancelRequest, Generate, RequestFailed
 from coserve.core.types import Slo
 from tests.support.api_server import REPLY, Api, read_events, tokenizer
 from tests.support.fake_engine import write_peft

@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from coserve.core.health import RankInfo
-from coserve.core.link import EngineNotes, Generate, Starving
+from coserve.core.link.engine import EngineNotes
+from coserve.core.link.generation import Generate
+from coserve.core.link.stats import Starving
 from tests.support.api_server import Api, serve_api
 from tests.support.real_server import bundled_base, serve_real
 

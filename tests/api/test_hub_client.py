@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import GenerationError, HfHubHTTPError, OverloadedError, ValidationError
 
-from coserve.core.link import Generate, RequestFailed
+from coserve.core.link.generation import Generate, RequestFailed
 from coserve.core.types import AdapterRef
 from tests.support.api_server import REPLY, Api, add_adapter, tokenizer
 

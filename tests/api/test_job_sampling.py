@@ -11,19 +11,11 @@ from typing import Any
 import pytest
 
 from coserve.core.errors import Overloaded
-from coserve.core.link import (
-    CancelRequest,
-    Generate,
-    JobCancelled,
-    JobProgress,
-    JobSnapshot,
-    JobStarted,
-    JobSucceeded,
-    RequestFailed,
-    SnapshotDone,
-    ToEngine,
-)
-from coserve.core.types import AdapterRef, JobSpec
+from coserve.core.link.generation import CancelRequest, Generate, RequestFailed
+from coserve.core.link.jobs import JobCancelled, JobProgress, JobSnapshot, JobStarted, JobSucceeded, SnapshotDone
+from coserve.core.link.link import ToEngine
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import AdapterRef
 from tests.support.api_server import REPLY, Api, serve_api
 from tests.support.fake_engine import FakeEngine, metrics
 

@@ -17,7 +17,8 @@ from coserve.api.jobs import recorder
 from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.submission import Submission
 from coserve.core.errors import QueueFull
-from coserve.core.link import CancelJob, DropAdapter, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
+from coserve.core.link.engine import DropAdapter
+from coserve.core.link.jobs import CancelJob, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.data.corpus.tokenized import Corpus

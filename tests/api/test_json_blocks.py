@@ -7,10 +7,10 @@ import pytest
 
 from coserve.api.generation.output_queue import MAX_MERGED, OutputQueue
 from coserve.api.http.json_blocks import VALUES_AT_ONCE, JsonListBuilder, count_values, encode_in_chunks
-from coserve.core.link import Tokens
-from coserve.core.logprobs import PackedLogprobs
+from coserve.core.link.generation import Tokens
+from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.schemas import Choice, GenerateResponse, Logprob, PromptLogprob, Timing, Usage
-from coserve.core.types import FinishReason, TokenLogprob
+from coserve.core.types import FinishReason
 
 
 def response(tokens: int, scored: int) -> GenerateResponse:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from coserve.core.gpu_memory import MemoryModel
-from coserve.core.link import JobNote, JobWaiting, StartJob, ToEngine
+from coserve.core.link.jobs import JobNote, JobWaiting, StartJob
+from coserve.core.link.link import ToEngine
 from tests.support.api_server import Api, scrape, serve_api
 from tests.support.fake_engine import FakeEngine
 from tests.support.gpu_memory import COSTS, MIB, USE

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from coserve.core.limits import MAX_SEED
-from coserve.core.link import Generate, RequestFailed
-from coserve.core.types import AdapterRef, SamplingParams
+from coserve.core.link.generation import Generate, RequestFailed
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef
 from tests.support.api_server import REPLY, Api, serve_api, tokenizer
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from coserve.core.link import STALL_BUCKETS, Generate, StallCounts
-from coserve.core.types import MicroStep
+from coserve.core.link.generation import Generate
+from coserve.core.link.stats import STALL_BUCKETS, StallCounts
+from coserve.core.training.micro_step import MicroStep
 from tests.support.api_server import Api, scrape, serve_api
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.api.generation.output_queue import MAX_MERGED, UNMERGED, EngineOutput, OutputQueue
-from coserve.core.link import Admitted, RequestFailed, Tokens
-from coserve.core.logprobs import PackedLogprobs
-from coserve.core.types import FinishReason, TokenLogprob
+from coserve.core.link.generation import Admitted, RequestFailed, Tokens
+from coserve.core.logprobs import PackedLogprobs, TokenLogprob
+from coserve.core.types import FinishReason
 
 
 def tokens(id: str, *ids: int, end: bool = False) -> Tokens:

@@ -7,8 +7,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from coserve.core.link import JobFailed, StartJob
-from coserve.core.types import AdapterRef, JobSpec
+from coserve.core.link.jobs import JobFailed, StartJob
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import AdapterRef
 from coserve.state.failpoints import armed
 from tests.support.api_server import Api, serve_api
 

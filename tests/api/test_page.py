@@ -11,7 +11,7 @@ import pytest
 
 import coserve
 from coserve.api.page.history import POINTS, ReportHistory
-from coserve.core.link import EngineStats
+from coserve.core.link.stats import EngineStats
 from tests.support.api_server import Api, serve_api
 
 FOLDER = Path(coserve.__file__).parent / "assets" / "page"

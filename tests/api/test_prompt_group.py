@@ -10,9 +10,10 @@ import pytest
 from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.request_state import RequestState
 from coserve.core.errors import EngineUnavailable
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
+from coserve.core.sampling import SamplingParams
 from coserve.core.schemas import GenerateRequest
-from coserve.core.types import SamplingParams, Slo
+from coserve.core.types import Slo
 from tests.support.api_server import Api
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 from tests.support.api_server import REPLY, Api, read_events, serve_api, tokenizer
 
 IDS = tokenizer().encode("hello there")

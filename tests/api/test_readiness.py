@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coserve.core.link import EngineNotes, EngineWarming
+from coserve.core.link.engine import EngineNotes, EngineWarming
 from tests.support.api_server import Api, serve_api
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coserve.api.jobs.submission import SMALL_FILE
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.api_server import serve_api
 from tests.support.tokenizers import sentencepiece_like

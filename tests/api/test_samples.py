@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 from tests.support.api_server import Api
 from tests.support.crash_oracle import ROWS, curve_of, digest
 from tests.support.examples import sample

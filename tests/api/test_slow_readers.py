@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from coserve.core.link import Admitted, CancelRequest, Generate, Tokens
+from coserve.core.link.generation import Admitted, CancelRequest, Generate, Tokens
 from tests.support.api_server import Api, serve_api
 from tests.support.fake_engine import FakeEngine
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from coserve.core.link import Generate
-from coserve.core.types import SamplingParams
+from coserve.core.link.generation import Generate
+from coserve.core.sampling import SamplingParams
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.api_server import Api, serve_api, tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coserve.client import AsyncClient
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 from tests.support.api_server import Api, read_events
 from tests.support.real_server import serve_real
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from coserve.core.link import Generate, Tokens
-from coserve.core.logprobs import PackedLogprobs
-from coserve.core.types import FinishReason, SamplingParams, TokenLogprob
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.logprobs import PackedLogprobs, TokenLogprob
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import FinishReason
 from tests.support.api_server import REPLY, Api, read_events, serve_api, tokenizer
 from tests.support.fake_engine import FakeEngine
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from coserve.core.link import Generate, RequestFailed
+from coserve.core.link.generation import Generate, RequestFailed
 from coserve.core.types import AdapterRef
 from tests.support.api_server import REPLY, Api, add_adapter, serve_api, tokenizer
 

@@ -9,10 +9,10 @@ import pytest
 
 from coserve.api.generation.choice_decoder import ChoiceDecoder, ChoiceDelta
 from coserve.api.openai.completions import by_text, logprobs_of
-from coserve.core.link import Tokens
-from coserve.core.logprobs import PackedLogprobs
+from coserve.core.link.generation import Tokens
+from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.schemas import ChosenLogprob, Logprob
-from coserve.core.types import FinishReason, TokenLogprob
+from coserve.core.types import FinishReason
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.api_server import Api, read_events, tokenizer
 from tests.support.tokenizers import byte_level, sentencepiece_like

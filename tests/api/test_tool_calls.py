@@ -17,7 +17,7 @@ from coserve.api.answers.deltas import AnswerDelta
 from coserve.api.answers.families import FAMILIES, tool_family
 from coserve.api.answers.parser import AnswerFormat, AnswerParser
 from coserve.api.answers.typed_arguments import typed
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 from tests.support.api_server import Api, serve_api, tokenizer, with_template
 from tests.support.chat_templates import GPT_OSS, PHI_3, QWEN3, QWEN3_5
 from tests.support.real_server import serve_real

@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from coserve.api.metrics.traces import Traces, open_traces
 from coserve.core.errors import EngineUnavailable
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 from tests.support.api_server import REPLY, Api, add_adapter, serve_api
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

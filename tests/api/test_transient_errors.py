@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.core.link import CancelJob, JobStarted, JobSucceeded
+from coserve.core.link.jobs import CancelJob, JobStarted, JobSucceeded
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.state.failpoints import armed
 from coserve.state.retries import Backoff

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from coserve.api.generation.merge import CHUNKS, merge_streams
 from coserve.api.generation.turns import Turns
-from coserve.core.channel import api_end, engine_end
-from coserve.core.link import Admitted, FromEngine
-from coserve.core.logprobs import PackedLogprobs
+from coserve.core.link.channel import api_end, engine_end
+from coserve.core.link.generation import Admitted
+from coserve.core.link.link import FromEngine
+from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.schemas import GenerateChunk
-from coserve.core.types import TokenLogprob
 
 
 async def test_ready_tasks_run_in_order_a_few_a_turn() -> None:

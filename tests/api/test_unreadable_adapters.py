@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from coserve.core.link import JobCancelled, JobFailed, StartJob
+from coserve.core.link.jobs import JobCancelled, JobFailed, StartJob
 from coserve.state.failpoints import armed
 from tests.support.api_server import Api, serve_api
 

@@ -20,7 +20,8 @@ from benchmarks.bdlora.quality import (
     read_corpus,
     settings_of,
 )
-from coserve.core.types import BaseSpec, LoraSettings, SiteSpec, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
 
 
 def mlp(hidden: int, inner: int) -> BaseSpec:

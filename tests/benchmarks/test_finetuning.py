@@ -31,7 +31,7 @@ from benchmarks.finetuning.profile import by_kind
 from benchmarks.finetuning.report import published, table
 from benchmarks.finetuning.with_peft import ChunkedCrossEntropy, batches
 from benchmarks.peers.trainer import CHUNK
-from coserve.core.types import MicroStep
+from coserve.core.training.micro_step import MicroStep
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ from coserve.cli.app import app
 from coserve.core.errors import AdapterBusy, InvalidRequest
 from coserve.core.schemas import Adapter, ConvertedAdapter, Job
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from tests.support.sdk import job
 
 COMMAND = ["adapters", "convert", "poet@2", "--bd-blocks", "4"]

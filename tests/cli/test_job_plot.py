@@ -15,7 +15,7 @@ from coserve.cli.app import app
 from coserve.cli.job_plot import collect_steps, learned_curves
 from coserve.core.schemas import JobEvent
 from coserve.core.step_metrics import Rewards
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from tests.support.examples import sample
 from tests.support.fake_engine import metrics
 from tests.support.sdk import job

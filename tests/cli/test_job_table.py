@@ -17,7 +17,9 @@ from coserve.cli.job_plot import plot_title
 from coserve.cli.job_table import age, chosen_line, cut_line, job_line, job_notes, job_table
 from coserve.core.schemas import ErrorInfo, Job, JobList, Preparing
 from coserve.core.step_metrics import Rewards
-from coserve.core.types import JobState, LoraSettings, TrainingSettings
+from coserve.core.training.jobs import JobState
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from tests.support.records import make_metrics
 
 METRICS = msgspec.structs.replace(make_metrics(5, 20, 1.2345), token_accuracy=0.375, perplexity=3.4367)

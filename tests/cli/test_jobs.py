@@ -16,7 +16,7 @@ from coserve.cli.app import app, run
 from coserve.cli.failures import USAGE
 from coserve.cli.finetuning import command
 from coserve.core.schemas import JobEvent, Sample
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from tests.support.sdk import job
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from coserve.cli.app import run as run_command
 from coserve.client import RetryPolicy
-from coserve.core.link import EngineWarming
+from coserve.core.link.engine import EngineWarming
 from tests.support.api_server import Api, serve_api
 
 

@@ -22,8 +22,9 @@ from coserve.core.errors import (
     Unreachable,
     WrongJobState,
 )
-from coserve.core.link import CancelRequest, Generate, StartJob
-from coserve.core.types import JobState
+from coserve.core.link.generation import CancelRequest, Generate
+from coserve.core.link.jobs import StartJob
+from coserve.core.training.jobs import JobState
 from tests.support.api_server import REPLY, Api, serve_api
 from tests.support.fake_engine import make_base, write_peft
 

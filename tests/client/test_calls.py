@@ -13,7 +13,8 @@ from coserve.client import AsyncClient, MockTransport, Request, Response, RetryP
 from coserve.core.errors import EngineUnavailable, ForbiddenOrigin, InvalidRequest, TooManyConnections, Unreachable
 from coserve.core.health import Health
 from coserve.core.schemas import Adapter, AdapterList, ChatMessage, DeletedAdapter, JobList
-from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from tests.support.sdk import GENERATED, Daemon, chunk, job, refusal, reply, stream_of
 
 ADAPTER = Adapter(

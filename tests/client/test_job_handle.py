@@ -11,7 +11,7 @@ from coserve.client import AsyncJobHandle, Response, RetryPolicy
 from coserve.client.progress import Lines
 from coserve.core.errors import JobError, JobNotFound, NonFiniteLoss, Unreachable
 from coserve.core.schemas import ErrorInfo, JobEvent, Sample
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from tests.support.sdk import Daemon, job, job_event, refusal, reply, sse, streamed
 
 QUEUED, RUNNING, DONE = job_event(1, JobState.QUEUED), job_event(2, JobState.RUNNING), job_event(5, JobState.SUCCEEDED)

@@ -19,7 +19,8 @@ import pytest
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.schemas import ChatMessage, Distillation
-from coserve.core.types import LoraSettings, Optimizer
+from coserve.core.training.settings import Optimizer
+from coserve.core.types import LoraSettings
 from tests.support.sdk import GENERATED, Daemon, job, reply
 
 EXPECTED = "expected str, int, float, bool, None, list or dict"

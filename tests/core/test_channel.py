@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from coserve.core.channel import api_end, engine_end
-from coserve.core.link import Tokens
+from coserve.core.link.channel import api_end, engine_end
+from coserve.core.link.generation import Tokens
 
 UNREAD = 8 << 20
 """Bytes: more than two sockets and a reader's buffer hold."""

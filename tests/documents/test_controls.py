@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from coserve.core.link import Generate, StartJob
+from coserve.core.link.generation import Generate
+from coserve.core.link.jobs import StartJob
 from tests.support.api_server import Api, serve_api
 
 BODY = {

@@ -7,8 +7,11 @@ import random
 
 import pytest
 
-from coserve.core.link import EngineStopped, FromEngine, Generate, LocalLink, RequestFailed, Shutdown, ToEngine
-from coserve.core.types import SamplingParams, Slo
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.generation import Generate, RequestFailed
+from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import Slo
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, Meter, NoAdapters, Prices

@@ -7,7 +7,9 @@ import random
 
 import pytest
 
-from coserve.core.link import EngineStats, FromEngine, LocalLink, Shutdown, ToEngine
+from coserve.core.link.engine import Shutdown
+from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from coserve.core.link.stats import EngineStats
 from coserve.engine.engine import Engine
 from coserve.engine.gauges import LOGGED_BACKLOG
 from coserve.queues.policies.slack import Slack

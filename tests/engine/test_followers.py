@@ -19,8 +19,11 @@ import torch
 
 from coserve.core.cancellation import Cancellation, Cancelled
 from coserve.core.errors import AdapterNotFound, EngineFault
-from coserve.core.link import FromEngine, Generate, JobFailed, JobNote, JobSucceeded, RequestFailed
-from coserve.core.types import AdapterDigests, AdapterRef, SamplingParams, Slo
+from coserve.core.link.generation import Generate, RequestFailed
+from coserve.core.link.jobs import JobFailed, JobNote, JobSucceeded
+from coserve.core.link.link import FromEngine
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterDigests, AdapterRef, Slo
 from coserve.data.corpus.batch import Batch, Example
 from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
 from coserve.engine.ranks.commands import RunVerb, command_decoder, command_encoder

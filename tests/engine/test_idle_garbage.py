@@ -7,8 +7,11 @@ import random
 from collections.abc import Sequence
 
 from coserve.core.garbage import IDLE, YOUNG_WHEN_IDLE, GarbageCollection
-from coserve.core.link import EngineStopped, Generate, Shutdown, Tokens, local_pair
-from coserve.core.types import SamplingParams, Slo
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.link import local_pair
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import Slo
 from coserve.engine.engine import Engine
 from coserve.generate.plan import Ran, Share
 from coserve.queues.policies.slack import Slack

@@ -18,9 +18,10 @@ from coserve.admission.recompute_plan import JobMemory, RecomputePlan, job_memor
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import JobOutOfMemory
 from coserve.core.gpu_memory import GIB, MemoryModel, MemoryUse
-from coserve.core.link import (
+from coserve.core.link.engine import Shutdown
+from coserve.core.link.generation import Tokens
+from coserve.core.link.jobs import (
     CancelJob,
-    FromEngine,
     JobCancelled,
     JobFailed,
     JobNote,
@@ -30,12 +31,11 @@ from coserve.core.link import (
     JobWaiting,
     PauseJob,
     ResumeJob,
-    Shutdown,
     StartJob,
-    Tokens,
-    local_pair,
 )
-from coserve.core.types import JobSpec, LoraSettings
+from coserve.core.link.link import FromEngine, local_pair
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import LoraSettings
 from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.job_runner import JobRunner

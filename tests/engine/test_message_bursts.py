@@ -6,8 +6,11 @@ import asyncio
 import random
 from itertools import pairwise
 
-from coserve.core.link import DropAdapter, Generate, Shutdown, Tokens, local_pair
-from coserve.core.types import AdapterRef, SamplingParams, Slo
+from coserve.core.link.engine import DropAdapter, Shutdown
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.link import local_pair
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, Slo
 from coserve.engine.engine import Engine
 from coserve.engine.inbox import MESSAGES_AT_ONCE
 from coserve.queues.policies.slack import Slack

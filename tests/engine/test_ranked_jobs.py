@@ -17,8 +17,9 @@ import torch
 
 from coserve.core.cancellation import Cancellation, Cancelled
 from coserve.core.errors import CorruptAdapter, EngineFault, JobOutOfMemory, StorageBusy
-from coserve.core.link import JobFailed, JobNote, JobSnapshot, JobSucceeded, JobWaiting
-from coserve.core.types import AdapterDigests, AdapterRef, JobSpec
+from coserve.core.link.jobs import JobFailed, JobNote, JobSnapshot, JobSucceeded, JobWaiting
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.ranks.commands import LoadIntoPages
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.engine.ranks.followers import RankLost

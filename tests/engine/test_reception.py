@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from coserve.core.link import Generate, RequestFailed
-from coserve.core.types import AdapterRef, MicroStep, SamplingParams, Slo
+from coserve.core.link.generation import Generate, RequestFailed
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import AdapterRef, Slo
 from coserve.engine.reception import Reception
 from coserve.engine.views import Views
 from coserve.generate.schedule import Scheduler

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from coserve.core.link import JobFailed, JobSucceeded, StartJob, local_pair
+from coserve.core.link.jobs import JobFailed, JobSucceeded, StartJob
+from coserve.core.link.link import local_pair
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef
 from coserve.engine.engine import Engine, JobPlaces

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from coserve.core.types import MicroStep
+from coserve.core.training.micro_step import MicroStep
 from coserve.engine.spatial.slices_in_flight import TURNS, Marks, SlicesInFlight
 from coserve.queues.policy import InFlight, Train
 

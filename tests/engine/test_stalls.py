@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.core.link import STALL_BUCKETS, StallCounts
+from coserve.core.link.stats import STALL_BUCKETS, StallCounts
 from coserve.engine.stalls import LOOP, SLEEP, Stalls
 
 

@@ -13,7 +13,8 @@ from coserve.api.engine_client import EngineClient
 from coserve.config import Config
 from coserve.core.errors import UnsupportedBase
 from coserve.core.health import Warming
-from coserve.core.link import EngineWarming, FromEngine, LocalLink, Shutdown, ToEngine, local_pair
+from coserve.core.link.engine import EngineWarming, Shutdown
+from coserve.core.link.link import FromEngine, LocalLink, ToEngine, local_pair
 from coserve.engine.starting import CAPTURING, LOADING, EndedAtStart, StartProgress, until_shutdown
 from coserve.engine.warming.follow import follow
 from coserve.engine.worker import build_engine

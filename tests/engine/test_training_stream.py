@@ -12,10 +12,9 @@ import pytest
 
 from coserve.config import Config
 from coserve.core.errors import EngineFault
-from coserve.core.link import (
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.jobs import (
     CancelJob,
-    EngineStopped,
-    FromEngine,
     JobCancelled,
     JobCheckpoint,
     JobFailed,
@@ -24,9 +23,9 @@ from coserve.core.link import (
     JobSucceeded,
     PauseJob,
     ResumeJob,
-    Shutdown,
 )
-from coserve.core.types import MicroStep
+from coserve.core.link.link import FromEngine
+from coserve.core.training.micro_step import MicroStep
 from coserve.engine.spatial.training_stream import prepare_environment
 from tests.support.fake_ports import JobPlan
 from tests.support.held_device import HeldDevice

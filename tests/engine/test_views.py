@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.core.link import Generate, Tokens
-from coserve.core.types import MicroStep, SamplingParams, Slo
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import Slo
 from coserve.engine.views import FORGET, Views
 from coserve.generate.schedule import Scheduler
 from coserve.queues.beside import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from coserve.config import Config, config_to_json
-from coserve.core.channel import Channel, frame
 from coserve.core.errors import UnsupportedBase
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import Channel, frame
+from coserve.core.link.link import PeerLost
 from coserve.engine.warming import worker
 from coserve.engine.warmup.messages import PartReport, WarmUpTask
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 from coserve.core.errors import MalformedRow
-from coserve.core.types import TrainOn
+from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.rows import parse_row
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.pretrained.tokenizer import Tokenizer

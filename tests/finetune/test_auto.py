@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.types import JobSpec, TrainingRequest, TrainingSettings
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.settings import TrainingRequest, TrainingSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.defaults import MAX_STEPS, choose_learning_rate, choose_training
 from coserve.data.corpus.limits import MAX_EPOCHS, check_training

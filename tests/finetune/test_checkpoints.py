@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from coserve.core.errors import StorageError
-from coserve.core.link import JobCheckpoint, JobProgress
+from coserve.core.link.jobs import JobCheckpoint, JobProgress
 from coserve.core.names import CHECKPOINT_STATE
-from coserve.core.types import JobSpec
+from coserve.core.training.jobs import JobSpec
 from coserve.model.base import Base
 from coserve.state.failpoints import armed
 from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base

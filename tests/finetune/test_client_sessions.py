@@ -12,7 +12,8 @@ from coserve.api.sessions.sessions import session_spec
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CoserveError, NonFiniteLoss, NotFound
 from coserve.core.training.calls import AdamParams, Compute, SaveState, SessionSpec
-from coserve.core.types import LoraSettings, Schedule
+from coserve.core.training.settings import Schedule
+from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import Example, corpus_batch, examples_out
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.sessions.client import Result

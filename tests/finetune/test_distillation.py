@@ -10,7 +10,9 @@ import torch
 
 from coserve.core.errors import AdapterNotFound, CorruptAdapter
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, Teacher, TrainingSettings
+from coserve.core.training.jobs import Teacher
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer

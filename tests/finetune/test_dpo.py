@@ -17,7 +17,9 @@ from torch.nn.functional import logsigmoid
 
 from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.step_metrics import Rewards
-from coserve.core.types import AdapterRef, DpoLoss, LoraSettings, MicroStep, TrainingSettings
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.settings import DpoLoss, TrainingSettings
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from coserve.core.errors import JobOutOfMemory
-from coserve.core.link import JobNote
+from coserve.core.link.jobs import JobNote
 from coserve.model.lora import LoraWeights
 from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.finetune.flat_tensors import ALIGNED, FlatLayout
 from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.init import new_adapter

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.types import DpoLoss, JobState, Schedule, TrainingSettings
+from coserve.core.training.jobs import JobState
+from coserve.core.training.settings import DpoLoss, Schedule, TrainingSettings
 from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan
 from coserve.data.corpus.limits import MAX_EPOCHS, MAX_STEPS, check_training, longest_row
 from coserve.data.corpus.lr_schedule import learning_rate

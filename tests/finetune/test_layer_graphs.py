@@ -11,8 +11,9 @@ import torch
 
 from coserve.admission.padding import padded
 from coserve.admission.recompute_plan import RecomputePlan
-from coserve.core.link import FromEngine, JobSucceeded
-from coserve.core.types import JobSpec
+from coserve.core.link.jobs import JobSucceeded
+from coserve.core.link.link import FromEngine
+from coserve.core.training.jobs import JobSpec
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.layers.graphs import MOST_RELEASES, LayerGraphs
 from coserve.finetune.passes.mixing import BatchLimits

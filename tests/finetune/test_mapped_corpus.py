@@ -12,7 +12,7 @@ import pytest
 
 from coserve.core.cancellation import Cancellation, Cancelled
 from coserve.core.errors import CheckpointUnreadable
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.mapped import file_digest
 from coserve.data.corpus.tokenized import Corpus
@@ -24,7 +24,7 @@ import resource, sys
 from pathlib import Path
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.tokenized import Corpus
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 
 used = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + (48 << 20),) * 2)

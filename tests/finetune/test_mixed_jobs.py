@@ -11,9 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from coserve.core.link import FromEngine, JobCheckpoint, JobFailed, JobNote, JobSucceeded
+from coserve.core.link.jobs import JobCheckpoint, JobFailed, JobNote, JobSucceeded
+from coserve.core.link.link import FromEngine
 from coserve.core.names import ADAPTER_WEIGHTS
-from coserve.core.types import AdapterRef, JobSpec, MicroStep, Schedule, Teacher
+from coserve.core.training.jobs import JobSpec, Teacher
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.settings import Schedule
+from coserve.core.types import AdapterRef
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from coserve.admission.recompute_plan import RecomputePlan
-from coserve.core.link import FromEngine, JobFailed, JobNote, JobSucceeded
+from coserve.core.link.jobs import JobFailed, JobNote, JobSucceeded
+from coserve.core.link.link import FromEngine
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef
 from coserve.finetune.memory_limits import MemoryLimits

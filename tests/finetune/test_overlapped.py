@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coserve.core.link import FromEngine, JobNote, JobProgress, JobSucceeded
-from coserve.core.types import MicroStep
+from coserve.core.link.jobs import JobNote, JobProgress, JobSucceeded
+from coserve.core.link.link import FromEngine
+from coserve.core.training.micro_step import MicroStep
 from coserve.finetune.layers.eager import EagerLayerPass
 from coserve.model.base import Base
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base

@@ -16,9 +16,13 @@ from coserve.admission import optimizers
 from coserve.admission.optimizers import SLICE, check_optimizer
 from coserve.admission.shapes import flat_elements, lora_shapes
 from coserve.core.errors import CheckpointUnreadable, InvalidRequest, JobOutOfMemory
-from coserve.core.link import FromEngine, JobCheckpoint, JobFailed, JobProgress
+from coserve.core.link.jobs import JobCheckpoint, JobFailed, JobProgress
+from coserve.core.link.link import FromEngine
 from coserve.core.names import ADAPTER_WEIGHTS, CHECKPOINT_STATE, CHECKPOINT_TENSORS
-from coserve.core.types import JobSpec, LoraSettings, MicroStep, Optimizer, TrainingSettings
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.settings import Optimizer, TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.update_rules.interface import UpdateRule
 from coserve.finetune.update_rules.make import make_rule

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coserve.core.errors import MalformedRow, NoTargets
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.rows import ChatRow, PreferenceRow, parse_row
 from coserve.data.corpus.tokenize import tokenize_rows

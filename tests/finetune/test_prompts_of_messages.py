@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from coserve.core.errors import MalformedRow, NoTargets
-from coserve.core.types import TrainOn
+from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.rows import ChatRow, CompletionRow, parse_row
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.pretrained.tokenizer import Tokenizer

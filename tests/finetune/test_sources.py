@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from coserve.core.errors import InvalidRequest, MalformedRow, NoTargets, UnreadableCorpus
-from coserve.core.types import TrainOn
+from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.rows import ChatRow, CompletionRow, TextRow, parse_row
 from coserve.data.corpus.sources import Piece, is_jsonl
 from coserve.data.corpus.staging import CorpusPart, TokenizePiece, tokenize_piece

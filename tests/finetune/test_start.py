@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coserve.core.cancellation import Cancellation, Cancelled
-from coserve.core.link import JobSucceeded
+from coserve.core.link.jobs import JobSucceeded
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.model.base import Base

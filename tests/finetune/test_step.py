@@ -11,7 +11,9 @@ import torch
 from peft.optimizers import create_loraplus_optimizer
 
 from coserve.core.names import is_rows
-from coserve.core.types import LoraSettings, MicroStep, TrainingSettings
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors

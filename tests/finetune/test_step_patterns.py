@@ -8,7 +8,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.eager import add_gradients
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end

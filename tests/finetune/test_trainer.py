@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.errors import AdapterNotFound, CheckpointUnreadable, CorruptAdapter, InvalidRequest, StorageFull
-from coserve.core.link import JobCheckpoint, JobFailed, JobProgress, JobSucceeded, JobWaiting
+from coserve.core.link.jobs import JobCheckpoint, JobFailed, JobProgress, JobSucceeded, JobWaiting
 from coserve.core.names import ADAPTER_WEIGHTS, CHECKPOINT_STATE, CHECKPOINT_TENSORS
-from coserve.core.types import AdapterRef, LoraSettings, MicroStep, Schedule
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.settings import Schedule
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.optimizer import AdapterOptimizer

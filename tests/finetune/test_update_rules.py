@@ -17,10 +17,10 @@ from coserve.admission.optimizers import aligned, check_optimizer, paged_kinds, 
 from coserve.admission.shapes import ALLOCATION, flat_elements, job_state, lora_shapes, row_bytes
 from coserve.api.http.parsing import decode_json
 from coserve.core.errors import CheckpointUnreadable, InvalidRequest
-from coserve.core.link import JobCheckpoint
+from coserve.core.link.jobs import JobCheckpoint
 from coserve.core.names import CHECKPOINT_STATE
 from coserve.core.schemas import FinetuneRequest
-from coserve.core.types import Optimizer, TrainingRequest, TrainingSettings
+from coserve.core.training.settings import Optimizer, TrainingRequest, TrainingSettings
 from coserve.data.corpus.defaults import choose_training
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.optimizer import AdapterOptimizer

@@ -12,8 +12,9 @@ from peft import CartridgeConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from coserve.core.errors import BaseMismatch, PromptTooLong, UnsupportedAdapter
-from coserve.core.link import Generate, Tokens
-from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.files.peft import inspect_adapter

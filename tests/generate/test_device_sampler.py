@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.core.link import Generate
-from coserve.core.types import SamplingParams, Slo
+from coserve.core.link.generation import Generate
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import Slo
 from coserve.generate.sampling import device_sampler
 from coserve.generate.sampling.choices import Choice, NoToken, choices
 from coserve.generate.sampling.device_sampler import DeviceSampler

@@ -10,8 +10,9 @@ import torch
 
 from coserve.core.cancellation import Cancelled
 from coserve.core.errors import EngineFault
-from coserve.core.link import Generate, RequestFailed, Tokens
-from coserve.core.types import SamplingParams, Slo
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import Slo
 from coserve.generate.execution import eager as eager_module
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache

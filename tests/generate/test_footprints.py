@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.core.types import AdapterRef, SamplingParams
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
 from coserve.generate.execution.graph_executor import GraphExecutor

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from coserve.core.errors import AdapterNotFound, EmptyPrompt, InvalidRequest, PromptTooLong
-from coserve.core.link import Generate, RequestFailed, Tokens
-from coserve.core.types import AdapterRef, FinishReason, SamplingParams, Slo, TokenLogprob
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.logprobs import TokenLogprob
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, FinishReason, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from coserve.core.grammar import Grammar
-from coserve.core.link import RequestFailed
-from coserve.core.types import FinishReason, SamplingParams
+from coserve.core.link.generation import RequestFailed
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import FinishReason
 from coserve.data.grammar import llguidance_grammar
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.engine.ranks.executor import RankedExecutor

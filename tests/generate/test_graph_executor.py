@@ -9,8 +9,10 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from coserve.core.link import Generate, RequestFailed, Tokens
-from coserve.core.types import AdapterRef, FinishReason, SamplingParams, TokenLogprob
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.logprobs import TokenLogprob
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, FinishReason
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
 from coserve.generate.generator import Generator

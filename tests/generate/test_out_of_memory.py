@@ -13,8 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coserve.core.errors import RequestOutOfMemory
-from coserve.core.link import Generate, RequestFailed, Tokens
-from coserve.core.types import AdapterRef, SamplingParams
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef
 from coserve.generate.execution import eager as eager_module
 from coserve.generate.execution import graph_executor
 from coserve.generate.execution.adapter_slots import AdapterSlots

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from coserve.core.errors import AdapterNotFound, AdapterTooLarge, PromptTooLong
-from coserve.core.link import Generate, RequestFailed, Tokens
-from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair

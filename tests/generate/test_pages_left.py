@@ -15,8 +15,9 @@ from zlib import crc32
 import pytest
 import torch
 
-from coserve.core.link import Generate
-from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.core.link.generation import Generate
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, Slo
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Share
 from coserve.generate.schedule import Scheduler

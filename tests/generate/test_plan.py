@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.core.link import Generate, Tokens
-from coserve.core.types import AdapterRef, SamplingParams, Slo
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, Slo
 from coserve.generate.plan import Share, step_shape
 from coserve.generate.schedule import Scheduler
 from coserve.queues.deadlines import Deadlines

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 import torch
 
-from coserve.core.link import Generate, Tokens
-from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo, TokenLogprob
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.logprobs import TokenLogprob
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.generate.execution.eager import EagerExecutor, EagerStep
 from coserve.generate.execution.interface import StepInput
 from coserve.generate.generator import Generator

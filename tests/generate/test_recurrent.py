@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from coserve.config import Config
-from coserve.core.link import Generate, RequestFailed
-from coserve.core.types import AdapterRef, SamplingParams
+from coserve.core.link.generation import Generate, RequestFailed
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef
 from coserve.engine.parts import choose_threads
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.generator import Generator

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.core.types import SamplingParams
+from coserve.core.sampling import SamplingParams
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.sampling.rows import SamplingRow, uniform
 from coserve.generate.sampling.sampler import choose

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.core.link import Generate
-from coserve.core.types import AdapterRef, FinishReason, SamplingParams, Slo
+from coserve.core.link.generation import Generate
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, FinishReason, Slo
 from coserve.generate.plan import Share
 from coserve.generate.schedule import Scheduler
 from coserve.queues.request import Request

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.link import Generate, RequestFailed, Tokens
-from coserve.core.types import AdapterDigests, AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo, TokenLogprob
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.logprobs import TokenLogprob
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterDigests, AdapterRef, FinishReason, LoraSettings, Slo
 from coserve.generate.generator import Generator
 from coserve.generate.sampling.scoring import PromptScoring, prompt_logprobs
 from coserve.kernels.lora.types import LoraPair

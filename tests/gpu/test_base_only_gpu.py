@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from coserve.core.link import Generate, Tokens
-from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.host import HostBudget

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end

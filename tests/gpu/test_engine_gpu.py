@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.core.link import JobSucceeded
-from coserve.core.types import AdapterRef, SamplingParams
+from coserve.core.link.jobs import JobSucceeded
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments

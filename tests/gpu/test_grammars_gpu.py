@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coserve.core.types import FinishReason, SamplingParams
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import FinishReason
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.generate.grammars import Grammars
 from coserve.memory.kv import KvCache

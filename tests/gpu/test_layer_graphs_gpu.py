@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.graphs import LayerGraphs

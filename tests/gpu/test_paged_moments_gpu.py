@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.core.types import Optimizer
+from coserve.core.training.settings import Optimizer
 from coserve.finetune.optimizer import AdapterOptimizer
 from tests.support.updates import random_update, same_tensors, wide_optimizer
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.core.link import Generate, Tokens
-from coserve.core.types import AdapterRef, LoraSettings, SamplingParams
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.types import LoraPair
 from coserve.memory.kv import KvCache

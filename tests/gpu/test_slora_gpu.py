@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from coserve.core.types import AdapterRef, SamplingParams
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepExecutor, StepInput
 from coserve.generate.sampling.choices import Choice

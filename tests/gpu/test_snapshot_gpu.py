@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coserve.core.types import Optimizer
+from coserve.core.training.settings import Optimizer
 from coserve.finetune.optimizer import AdapterOptimizer
 from tests.support.updates import random_update, same_tensors, wide_optimizer
 

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end

@@ -16,8 +16,10 @@ from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING
 
 from coserve.core.errors import UnsupportedBase
-from coserve.core.link import Generate, Tokens
-from coserve.core.types import AdapterRef, SamplingParams, Slo, TrainingSettings
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import AdapterRef, Slo
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer

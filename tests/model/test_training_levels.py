@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coserve.core.errors import UnsupportedBase
 from coserve.core.gpu_memory import Kept
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 from coserve.finetune import lora_tensors
 from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.compiled import levels_of

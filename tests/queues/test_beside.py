@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from coserve.core.types import MicroStep
+from coserve.core.training.micro_step import MicroStep
 from coserve.queues.beside import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS, WINDOW, SpeedBeside, Trials
 from coserve.queues.policy import Train
 from coserve.queues.slices import Slices

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from coserve.core.errors import QueueFull
-from coserve.core.link import Generate
-from coserve.core.types import AdapterRef, SamplingParams, Slo
+from coserve.core.link.generation import Generate
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, Slo
 from coserve.queues.inference import QUANTUM, InferenceQueue
 from coserve.queues.request import Request
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.core.link import Starving
-from coserve.core.types import MicroStep
+from coserve.core.link.stats import Starving
+from coserve.core.training.micro_step import MicroStep
 from coserve.queues.policy import Overdue, Train
 from coserve.queues.slices import MOST_KINDS, Slices
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.core.link import Generate, StartJob, ToEngine
-from coserve.core.types import SamplingParams, Slo
+from coserve.core.link.generation import Generate
+from coserve.core.link.jobs import StartJob
+from coserve.core.link.link import ToEngine
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import Slo
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import JobPlan, Prices
 from tests.support.scenario import Scenario, job_spec, play

@@ -13,21 +13,12 @@ from dataclasses import dataclass
 import pytest
 
 from coserve.core.errors import AdapterNotFound, StorageBusy
-from coserve.core.link import (
-    Admitted,
-    CancelRequest,
-    DropAdapter,
-    EngineStats,
-    FromEngine,
-    Generate,
-    LocalLink,
-    RequestFailed,
-    Shutdown,
-    ToEngine,
-    Tokens,
-    local_pair,
-)
-from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.core.link.engine import DropAdapter, Shutdown
+from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
+from coserve.core.link.link import FromEngine, LocalLink, ToEngine, local_pair
+from coserve.core.link.stats import EngineStats
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, Slo
 from coserve.engine.engine import Engine
 from coserve.lora.store.entry import State
 from coserve.lora.store.host import HostBudget

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from coserve.core.errors import EngineFault, JobOutOfMemory
-from coserve.core.link import (
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.generation import RequestFailed
+from coserve.core.link.jobs import (
     CancelJob,
-    EngineStopped,
-    FromEngine,
     JobCancelled,
     JobFailed,
     JobPaused,
@@ -22,11 +22,9 @@ from coserve.core.link import (
     JobSucceeded,
     JobWaiting,
     PauseJob,
-    RequestFailed,
     ResumeJob,
-    Shutdown,
-    ToEngine,
 )
+from coserve.core.link.link import FromEngine, ToEngine
 from tests.support.fake_ports import JobPlan
 from tests.support.job_scene import PLANS, Scene, Trouble, ask, ended, said, scene, start
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 
-from coserve.core.link import (
-    EngineStopped,
-    FromEngine,
-    Generate,
-    LocalLink,
-    Shutdown,
-    ToEngine,
-    Tokens,
-    local_pair,
-)
-from coserve.core.types import SamplingParams, Slo
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.link import FromEngine, LocalLink, ToEngine, local_pair
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import Slo
 from coserve.engine.engine import Engine
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices

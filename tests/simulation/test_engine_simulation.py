@@ -11,19 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.link import (
-    Admitted,
-    EngineStats,
-    EngineStopped,
-    Generate,
-    JobProgress,
-    JobStarted,
-    JobSucceeded,
-    RequestFailed,
-    StartJob,
-    ToEngine,
-    Tokens,
-)
+from coserve.core.link.engine import EngineStopped
+from coserve.core.link.generation import Admitted, Generate, RequestFailed, Tokens
+from coserve.core.link.jobs import JobProgress, JobStarted, JobSucceeded, StartJob
+from coserve.core.link.link import ToEngine
+from coserve.core.link.stats import EngineStats
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.spatial import MAX_SLICES
 from tests.support.examples import examples, sample

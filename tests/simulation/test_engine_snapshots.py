@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from coserve.core.link import (
+from coserve.core.link.jobs import (
     CancelJob,
-    FromEngine,
     JobCancelled,
     JobFailed,
     JobPaused,
@@ -20,6 +19,7 @@ from coserve.core.link import (
     ResumeJob,
     SnapshotDone,
 )
+from coserve.core.link.link import FromEngine
 from coserve.core.types import AdapterRef
 from tests.support.job_scene import Scene, ask, ended, said, scene, start
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import pytest
 
 from coserve.core.errors import StorageFull
-from coserve.core.link import (
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.jobs import (
     CancelJob,
-    EngineStopped,
-    FromEngine,
     JobCancelled,
     JobCheckpoint,
     JobFailed,
@@ -22,9 +21,8 @@ from coserve.core.link import (
     JobSucceeded,
     PauseJob,
     ResumeJob,
-    Shutdown,
-    ToEngine,
 )
+from coserve.core.link.link import FromEngine, ToEngine
 from tests.support.job_scene import Scene, ask, ended, said, scene, start
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.core.link import Generate, RequestFailed, Tokens
-from coserve.core.types import AdapterRef, SamplingParams, Slo
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, Slo
 from coserve.queues.inference import QUANTUM
 from tests.support.examples import examples, sample
 from tests.support.fake_ports import Prices

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.core.link import Admitted, Generate, StartJob, Tokens
-from coserve.core.types import AdapterRef, SamplingParams, Slo
+from coserve.core.link.generation import Admitted, Generate, Tokens
+from coserve.core.link.jobs import StartJob
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, Slo
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy

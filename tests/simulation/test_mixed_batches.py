@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.core.link import Generate, JobProgress, JobSucceeded, StartJob, ToEngine
-from coserve.core.types import SamplingParams, Slo
+from coserve.core.link.generation import Generate
+from coserve.core.link.jobs import JobProgress, JobSucceeded, StartJob
+from coserve.core.link.link import ToEngine
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import Slo
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.slack import Slack

@@ -9,18 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from coserve.core.link import (
-    EngineStats,
-    EngineStopped,
-    FromEngine,
-    Generate,
-    LocalLink,
-    Shutdown,
-    StartJob,
-    ToEngine,
-    Tokens,
-)
-from coserve.core.types import MicroStep, SamplingParams, Slo
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.jobs import StartJob
+from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from coserve.core.link.stats import EngineStats
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import Slo
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.costs import ATTAINMENT

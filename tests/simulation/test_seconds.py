@@ -8,18 +8,15 @@ from collections.abc import Callable
 
 import pytest
 
-from coserve.core.link import (
-    EngineStats,
-    EngineStopped,
-    FromEngine,
-    Generate,
-    LocalLink,
-    Shutdown,
-    StartJob,
-    ToEngine,
-    local_pair,
-)
-from coserve.core.types import JobSpec, MicroStep, SamplingParams, Slo
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.generation import Generate
+from coserve.core.link.jobs import StartJob
+from coserve.core.link.link import FromEngine, LocalLink, ToEngine, local_pair
+from coserve.core.link.stats import EngineStats
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import Slo
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.policies.slack import Slack

@@ -7,8 +7,11 @@ import random
 import pytest
 
 from coserve.core.errors import Overloaded
-from coserve.core.link import Generate, RequestFailed, StartJob, ToEngine, Tokens
-from coserve.core.types import AdapterRef, SamplingParams, Slo
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.link.jobs import StartJob
+from coserve.core.link.link import ToEngine
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, Slo
 from coserve.queues.policies.slack import Slack
 from tests.support.examples import sample
 from tests.support.fake_ports import JobPlan, Prices

@@ -9,8 +9,11 @@ from statistics import mean
 
 import pytest
 
-from coserve.core.link import FromEngine, Generate, JobProgress, StartJob, ToEngine, Tokens
-from coserve.core.types import SamplingParams, Slo
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.jobs import JobProgress, StartJob
+from coserve.core.link.link import FromEngine, ToEngine
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import Slo
 from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.spatial import Spatial
 from coserve.queues.policies.temporal_sharing import TemporalSharing, Unit

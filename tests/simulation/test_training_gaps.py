@@ -13,17 +13,14 @@ from itertools import pairwise
 
 import pytest
 
-from coserve.core.link import (
-    EngineStats,
-    EngineStopped,
-    FromEngine,
-    Generate,
-    JobProgress,
-    Shutdown,
-    StartJob,
-    local_pair,
-)
-from coserve.core.types import MicroStep, SamplingParams, Slo
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.generation import Generate
+from coserve.core.link.jobs import JobProgress, StartJob
+from coserve.core.link.link import FromEngine, local_pair
+from coserve.core.link.stats import EngineStats
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import Slo
 from coserve.engine.engine import Engine
 from coserve.queues.policies.slack import Slack
 from coserve.queues.risk import FIRST_GUESS

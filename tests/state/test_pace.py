@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from coserve.state.pace import WINDOW, Pace
 from coserve.state.registry import Registry
 from tests.support.records import make_job, make_metrics

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from coserve.core.errors import DataFolderInUse, ForbiddenPath, StartupError, StorageError
-from coserve.core.types import AdapterRef, JobState
+from coserve.core.training.jobs import JobState
+from coserve.core.types import AdapterRef
 from coserve.state.durable import replace_dir, write_file
 from coserve.state.failpoints import armed
 from coserve.state.folder import DataFolder

@@ -21,7 +21,8 @@ from coserve.core.errors import (
     WrongJobState,
 )
 from coserve.core.schemas import ErrorInfo, Sample
-from coserve.core.types import AdapterDigests, AdapterRef, JobState, Teacher
+from coserve.core.training.jobs import JobState, Teacher
+from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.state.failpoints import armed
 from coserve.state.registry import Registry
 from coserve.state.retries import Backoff

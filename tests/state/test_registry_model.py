@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coserve.core.errors import AdapterBusy, AdapterNotFound, StorageFull, WrongJobState
-from coserve.core.types import AdapterRef, JobState
+from coserve.core.training.jobs import JobState
+from coserve.core.types import AdapterRef
 from coserve.state.failpoints import armed
 from coserve.state.registry import Registry
 from tests.support.examples import examples

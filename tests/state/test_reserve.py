@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coserve.core.errors import StorageFull
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from coserve.state.registry import Registry
 from coserve.state.reserve import BLOCK, Reserve
 from coserve.state.thread import RegistryThread

@@ -27,7 +27,8 @@ from coserve.api.service import Service
 from coserve.api.tokenizer.handlers import MAX_TEXTS
 from coserve.api.tracking.feed import CLOSING
 from coserve.config import Config
-from coserve.core.link import Generate, local_pair
+from coserve.core.link.generation import Generate
+from coserve.core.link.link import local_pair
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from coserve.core.link import Generate, Tokens
-from coserve.core.types import SamplingParams, Slo
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import Slo
 from coserve.generate.generator import Generator
 
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import msgspec
 
-from coserve.core.channel import Channel
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import Channel
+from coserve.core.link.link import PeerLost
 from coserve.core.processes import obey_parent
 from coserve.engine.warmup.messages import PartReport, WarmUpTask
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from coserve.core.link import FromEngine
-from coserve.core.types import MicroStep
+from coserve.core.link.link import FromEngine
+from coserve.core.training.micro_step import MicroStep
 from tests.support.fake_ports import FakeTrainer, JobPlan, Meter
 
 LAUNCH = 0.1

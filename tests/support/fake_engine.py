@@ -14,15 +14,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from coserve.core.gpu_memory import MemoryModel, MemoryUse, PoolShape
-from coserve.core.link import (
-    Admitted,
+from coserve.core.link.engine import EngineReady, EngineStopped, Shutdown
+from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
+from coserve.core.link.jobs import (
     CancelJob,
-    CancelRequest,
-    EngineReady,
-    EngineStats,
-    EngineStopped,
-    FromEngine,
-    Generate,
     JobCancelled,
     JobCheckpoint,
     JobFailed,
@@ -30,22 +25,16 @@ from coserve.core.link import (
     JobProgress,
     JobStarted,
     JobSucceeded,
-    LocalLink,
     PauseJob,
-    PeerLost,
-    RequestFailed,
     ResumeJob,
-    Shutdown,
-    StallCounts,
     StartJob,
-    Starving,
-    StepCounts,
-    ToEngine,
-    Tokens,
 )
-from coserve.core.logprobs import PackedLogprobs
+from coserve.core.link.link import FromEngine, LocalLink, PeerLost, ToEngine
+from coserve.core.link.stats import EngineStats, StallCounts, Starving, StepCounts
+from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import AdapterRef, BaseSpec, FinishReason, JobSpec, LoraSettings, SiteSpec, TokenLogprob
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import AdapterRef, BaseSpec, FinishReason, LoraSettings, SiteSpec
 from coserve.lora.files.peft import adapter_config
 from coserve.state.folder import DataFolder
 

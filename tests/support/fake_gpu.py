@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from coserve.core.types import JobSpec, MicroStep
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.micro_step import MicroStep
 from coserve.generate.plan import Ran, Share
 from coserve.queues.shapes import StepShape
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, Prices

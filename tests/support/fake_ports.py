@@ -18,9 +18,8 @@ from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CheckpointUnreadable, PromptTooLong, failure_text
 from coserve.core.gpu_memory import TrainingCosts
-from coserve.core.link import (
-    FromEngine,
-    Generate,
+from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.link.jobs import (
     JobCheckpoint,
     JobFailed,
     JobNote,
@@ -29,12 +28,13 @@ from coserve.core.link import (
     JobStarted,
     JobSucceeded,
     JobWaiting,
-    RequestFailed,
-    Tokens,
-    TrainingBatches,
 )
+from coserve.core.link.link import FromEngine
+from coserve.core.link.stats import TrainingBatches
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import AdapterDigests, AdapterRef, JobSpec, LoraSettings, MicroStep
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.finetune.passes.mixing import BatchLimits, Size, companions
 from coserve.generate.plan import Ran, Share, step_shape
 from coserve.generate.schedule import Scheduler

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from coserve.core.channel import Channel
+from coserve.core.link.channel import Channel
 from coserve.engine.ranks.commands import Answer, AnyCommand, BuildEngine, MeasurePool, command_decoder
 from coserve.engine.ranks.follower import Follower, FollowerParts
 from coserve.engine.ranks.followers import Followers

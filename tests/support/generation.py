@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
-from coserve.core.link import Generate, RequestFailed
-from coserve.core.types import AdapterRef, FinishReason, LoraSettings, SamplingParams, Slo
+from coserve.core.link.generation import Generate, RequestFailed
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, FinishReason, LoraSettings, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base

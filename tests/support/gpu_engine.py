@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
-from coserve.core.link import Generate, Tokens
-from coserve.core.types import AdapterRef, LoraSettings, SamplingParams, Slo
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair

@@ -8,8 +8,8 @@ import re
 import msgspec
 
 from coserve.core.grammar import Grammar
-from coserve.core.link import Generate
-from coserve.core.types import SamplingParams
+from coserve.core.link.generation import Generate
+from coserve.core.sampling import SamplingParams
 from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.generator import Generator
 from coserve.generate.grammars import Grammars

@@ -10,20 +10,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from coserve.core.cancellation import Cancellation, Cancelled
-from coserve.core.link import (
-    EngineStats,
-    FromEngine,
-    Generate,
-    JobCheckpoint,
-    JobStarted,
-    LocalLink,
-    Shutdown,
-    StartJob,
-    ToEngine,
-    Tokens,
-    local_pair,
-)
-from coserve.core.types import JobSpec, SamplingParams, Slo
+from coserve.core.link.engine import Shutdown
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.jobs import JobCheckpoint, JobStarted, StartJob
+from coserve.core.link.link import FromEngine, LocalLink, ToEngine, local_pair
+from coserve.core.link.stats import EngineStats
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import Slo
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.spatial.slices_in_flight import Mark, Marks

@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from coserve.core.link import Shutdown, local_pair
+from coserve.core.link.engine import Shutdown
+from coserve.core.link.link import local_pair
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.worker import build_engine
 from coserve.model.base import Base, load_base

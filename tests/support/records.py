@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import AdapterRef, JobSpec, JobState, LoraSettings, TrainingSettings
+from coserve.core.training.jobs import JobSpec, JobState
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry
 

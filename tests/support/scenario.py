@@ -8,27 +8,24 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from coserve.core.link import (
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.generation import CancelRequest, Generate, RequestFailed, Tokens
+from coserve.core.link.jobs import (
     CancelJob,
-    CancelRequest,
-    EngineStopped,
-    FromEngine,
-    Generate,
     JobCancelled,
     JobFailed,
     JobSnapshot,
     JobSucceeded,
-    LocalLink,
     PauseJob,
-    RequestFailed,
     ResumeJob,
-    Shutdown,
     SnapshotDone,
     StartJob,
-    ToEngine,
-    Tokens,
 )
-from coserve.core.types import AdapterRef, JobSpec, LoraSettings, SamplingParams, Slo, TrainingSettings
+from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from coserve.core.sampling import SamplingParams
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.policies.ets import Ets

@@ -12,7 +12,9 @@ from coserve.client.caller import Caller
 from coserve.core.errors import CoserveError
 from coserve.core.schemas import STREAM_END, Choice, GenerateChunk, GenerateResponse, Job, JobEvent, Timing, Usage
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import JobState, LoraSettings, TrainingSettings
+from coserve.core.training.jobs import JobState
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 
 USAGE = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
 TIMING = Timing(queue=0.0, ttft=0.1, e2e=0.2)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import cross_entropy
 
-from coserve.core.types import BaseSpec, LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import BaseSpec, LoraSettings
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from coserve.core.cancellation import Cancellation
-from coserve.core.link import JobSucceeded
+from coserve.core.link.jobs import JobSucceeded
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler, NoMeter
 from coserve.memory.plan import Work
 from coserve.model.parallel.mesh import Mesh

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from coserve.core.link import FromEngine
-from coserve.core.types import MicroStep
+from coserve.core.link.link import FromEngine
+from coserve.core.training.micro_step import MicroStep
 from tests.support.fake_gpu import BlockingTrainer, OverlappedGenerator
 from tests.support.fake_ports import JobPlan
 from tests.support.virtual_clock import VirtualClockLoop

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from coserve.admission import optimizers
-from coserve.core.types import LoraSettings, Optimizer, TrainingSettings
+from coserve.core.training.settings import Optimizer, TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.optimizer import AdapterOptimizer

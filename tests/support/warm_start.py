@@ -33,8 +33,11 @@ async def start(settings: str) -> dict[str, object]:
     assert started is not None
     from torch._dynamo.utils import counters
 
-    from coserve.core.link import Generate, Shutdown, Tokens, local_pair
-    from coserve.core.types import SamplingParams, Slo
+    from coserve.core.link.engine import Shutdown
+    from coserve.core.link.generation import Generate, Tokens
+    from coserve.core.link.link import local_pair
+    from coserve.core.sampling import SamplingParams
+    from coserve.core.types import Slo
     from coserve.engine.spatial.training_stream import make_training_stream
     from coserve.engine.warming.compilations import watch_compilations
     from coserve.engine.warming.follow import follow

@@ -25,10 +25,12 @@ import msgspec
 from msgspec.structs import replace
 
 from coserve.core.garbage import freeze_and_collect_young
-from coserve.core.link import MAX_PROMPT_LOGPROBS, Admitted, EngineReady, Generate, Tokens
-from coserve.core.logprobs import PackedLogprobs
+from coserve.core.link.engine import EngineReady
+from coserve.core.link.generation import MAX_PROMPT_LOGPROBS, Admitted, Generate, Tokens
+from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.schemas import JobEvent
-from coserve.core.types import FinishReason, JobState, TokenLogprob
+from coserve.core.training.jobs import JobState
+from coserve.core.types import FinishReason
 from coserve.state.folder import DataFolder
 from tests.support.api_server import serve_api
 from tests.support.fake_engine import FakeEngine

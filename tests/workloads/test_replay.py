@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.core.errors import QueueFull, WrongJobState
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from coserve.workloads.gauges import Snapshot
 from coserve.workloads.replay import JobSample, JobUpdate, ReplayResult, Rest, Sample, Usage, replay
 from coserve.workloads.scenario import Scenario

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from coserve.workloads.gauges import Snapshot
 from coserve.workloads.metrics import Limits, attainment, attains, satisfaction, spread, trained_until
 from coserve.workloads.replay import JobSample, ReplayResult, Sample

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from coserve.workloads.gauges import Snapshot
 from coserve.workloads.metrics import Limits
 from coserve.workloads.replay import JobSample, ReplayResult, Sample

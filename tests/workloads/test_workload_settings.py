@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from coserve.cli import app
 from coserve.core.errors import ConfigError, InvalidRequest
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 from coserve.workloads.arrivals import Pattern, Process
 from coserve.workloads.bundled import bundled_rows
 from coserve.workloads.lengths import Lengths

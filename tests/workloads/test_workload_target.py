@@ -12,7 +12,9 @@ from coserve.client import AsyncClient, MockTransport, Request, Response
 from coserve.core.errors import AdapterNotFound, InvalidRequest, QueueFull, Unreachable
 from coserve.core.schemas import Adapter, DeletedAdapter, ErrorBody, ErrorInfo, GenerateChunk, Job, JobEvent
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import JobState, LoraSettings, TrainingSettings
+from coserve.core.training.jobs import JobState
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.workloads.replay import ReplayResult, Rest, replay
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import summarise

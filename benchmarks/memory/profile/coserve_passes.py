@@ -12,7 +12,8 @@ from torch import Tensor
 
 from benchmarks.memory.profile.passes import Passes, settled
 from benchmarks.memory.profile.request import Kind, Workload
-from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.memory_profiling import MemoryMeter

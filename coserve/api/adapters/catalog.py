@@ -33,7 +33,7 @@ from coserve.core.errors import (
     StorageError,
     UnsafeAdapter,
 )
-from coserve.core.link import DropAdapter, PrefetchAdapter
+from coserve.core.link.engine import DropAdapter, PrefetchAdapter
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.schemas import Adapter, AdapterList, AdapterUpdate, DeletedAdapter, ImportRequest
 from coserve.core.types import AdapterRef, BaseSpec

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from coserve.api.engine_client import EngineClient
 from coserve.core.errors import EngineUnavailable, StorageError
-from coserve.core.link import PrefetchAdapter
+from coserve.core.link.engine import PrefetchAdapter
 from coserve.core.types import AdapterRef
 from coserve.state.records import AdapterRecord
 from coserve.state.registry import Registry

@@ -27,9 +27,9 @@ from coserve.core.errors import (
     WrongJobState,
     failure_text,
 )
-from coserve.core.link import CancelJob, JobNote, JobSnapshot
+from coserve.core.link.jobs import CancelJob, JobNote, JobSnapshot
 from coserve.core.schemas import AnswerScore, DocumentEvaluation, DocumentJob, ErrorInfo
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from coserve.data.corpus.limits import longest_row
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.lessons import Lesson, held_out, lesson_corpus

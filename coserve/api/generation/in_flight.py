@@ -28,7 +28,7 @@ from coserve.config import Config
 from coserve.core.access.principal import cache_salt, principal
 from coserve.core.errors import EngineUnavailable, Overloaded, QueueFull, error_from_code
 from coserve.core.grammar import Grammar
-from coserve.core.link import Admitted, CancelRequest, Generate, RequestFailed, Tokens
+from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.core.logprobs import BYTES_PER_TOP
 from coserve.core.names import split_ref
 from coserve.core.schemas import GenerateChunk, GenerateRequest

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from itertools import chain
 
-from coserve.core.link import MAX_PROMPT_LOGPROBS, Admitted, RequestFailed, Tokens
+from coserve.core.link.generation import MAX_PROMPT_LOGPROBS, Admitted, RequestFailed, Tokens
 from coserve.core.logprobs import PackedLogprobs
 
 MAX_MERGED = MAX_PROMPT_LOGPROBS

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from coserve.api.generation.request_state import RequestState
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 
 
 class PromptGroup:

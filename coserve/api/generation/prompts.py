@@ -8,9 +8,9 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer, check_tokens
 from coserve.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from coserve.core.limits import MAX_PROMPT_LOGPROBS
 from coserve.core.messages import Chat, characters
-from coserve.core.sampling import SamplingFields
+from coserve.core.sampling import SamplingFields, SamplingParams
 from coserve.core.schemas import GenerateRequest
-from coserve.core.types import BaseSpec, SamplingParams
+from coserve.core.types import BaseSpec
 from coserve.data.pretrained.tokenizer import Tokenizer
 
 LONGEST_TOKEN = 256

@@ -15,7 +15,8 @@ from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.core.errors import AdapterNotFound, CapacityError, CoserveError, HelperLost, StorageError
 from coserve.core.schemas import ErrorInfo
-from coserve.core.types import AdapterRef, JobState, LoraSettings
+from coserve.core.training.jobs import JobState
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.state.folder import DataFolder
 from coserve.state.records import AdapterRecord, JobRecord
 from coserve.state.registry import Registry

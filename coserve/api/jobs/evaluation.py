@@ -17,7 +17,7 @@ from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.http.parsing import local_path
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.core.errors import CorpusError, CoserveError, EngineUnavailable, InvalidRequest, RequestError
-from coserve.core.link import JobNote, JobSnapshot
+from coserve.core.link.jobs import JobNote, JobSnapshot
 from coserve.core.schemas import EvalRequest, EvalResult, EvalScore, GenerateRequest
 from coserve.core.schemas.evaluation import MAX_EVAL_ROWS
 from coserve.core.types import AdapterRef, BaseSpec, Wire

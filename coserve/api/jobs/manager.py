@@ -32,9 +32,9 @@ from coserve.api.stopping import Stopping
 from coserve.config import Config
 from coserve.core.access.principal import idempotency_key, principal
 from coserve.core.errors import CoserveError, EngineUnavailable, InvalidRequest, QueueFull, QuotaExceeded, WrongJobState
-from coserve.core.link import CancelJob, PauseJob, ResumeJob, StartJob
+from coserve.core.link.jobs import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.core.schemas import DeletedJob, DocumentJob, FinetuneRequest, Job, JobList
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from coserve.data.corpus.staging import PendingCorpus
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.pending import PendingDocument

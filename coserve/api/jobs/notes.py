@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from coserve.core.errors import CoserveError
-from coserve.core.types import JobSpec
+from coserve.core.training.jobs import JobSpec
 from coserve.data.corpus.findings import count_beginning, count_without
 from coserve.data.corpus.staging import PendingCorpus
 from coserve.data.corpus.tokenized import Corpus

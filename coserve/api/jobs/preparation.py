@@ -21,7 +21,7 @@ import msgspec
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import CorpusError, EmptyCorpus
 from coserve.core.schemas import Job, Preparing, SubmissionEvent
-from coserve.core.types import TrainOn
+from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.rows import LIMITS, CorpusLimits
 from coserve.data.corpus.sources import Piece

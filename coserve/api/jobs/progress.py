@@ -12,7 +12,7 @@ from functools import partial
 from coserve.api.jobs.watchers import JobWatchers
 from coserve.api.metrics.prometheus import Metrics
 from coserve.core.errors import CoserveError, JobNotFound, StorageError, WrongJobState
-from coserve.core.link import JobCheckpoint, JobNote, JobProgress
+from coserve.core.link.jobs import JobCheckpoint, JobNote, JobProgress
 from coserve.core.schemas import Sample
 from coserve.state.registry import Registry
 from coserve.state.retries import Retries

@@ -25,18 +25,11 @@ from coserve.core.errors import (
     StorageError,
     WrongJobState,
 )
-from coserve.core.link import (
-    CancelJob,
-    DropAdapter,
-    JobCancelled,
-    JobFailed,
-    JobPaused,
-    JobStarted,
-    JobSucceeded,
-    JobWaiting,
-)
+from coserve.core.link.engine import DropAdapter
+from coserve.core.link.jobs import CancelJob, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded, JobWaiting
 from coserve.core.schemas import ErrorInfo
-from coserve.core.types import AdapterRef, JobState
+from coserve.core.training.jobs import JobState
+from coserve.core.types import AdapterRef
 from coserve.lora.files.record import record_adapter
 from coserve.state.durable import remove_dir
 from coserve.state.folder import DataFolder

@@ -12,10 +12,11 @@ from coserve.api.generation.in_flight import InFlightRequests
 from coserve.api.jobs.owner import act_as_owner
 from coserve.api.jobs.progress import JobSample, Progress
 from coserve.core.errors import CoserveError, EngineUnavailable
-from coserve.core.link import JobNote, JobSnapshot, SnapshotDone
+from coserve.core.link.jobs import JobNote, JobSnapshot, SnapshotDone
 from coserve.core.messages import ChatMessage
 from coserve.core.schemas import Finish, GenerateRequest, Sample
-from coserve.core.types import JobSpec, TrainingRequest
+from coserve.core.training.jobs import JobSpec
+from coserve.core.training.settings import TrainingRequest
 from coserve.state.missing_samples import without_samples
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry

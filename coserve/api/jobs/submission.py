@@ -37,7 +37,9 @@ from coserve.core.errors import CoserveError, InvalidRequest, RequestError
 from coserve.core.gpu_memory import MemoryModel, PoolShape
 from coserve.core.names import split_ref
 from coserve.core.schemas import FinetuneRequest, Preparing
-from coserve.core.types import AdapterRef, BaseSpec, JobSpec, JobState, LoraSettings, Teacher, TrainingRequest
+from coserve.core.training.jobs import JobSpec, JobState, Teacher
+from coserve.core.training.settings import TrainingRequest
+from coserve.core.types import AdapterRef, BaseSpec, LoraSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.columns import Columns, unused_notes
 from coserve.data.corpus.conversion import is_json_lines

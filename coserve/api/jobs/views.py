@@ -11,7 +11,7 @@ from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.core.errors import EngineUnavailable, QueueFull
 from coserve.core.schemas import Job, JobEvent, JobList
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from coserve.lora.files.targets import with_alpha
 from coserve.state.records import JobRecord
 from coserve.state.registry import Registry

@@ -13,9 +13,11 @@ from prometheus_client.registry import Collector
 from coserve.api.metrics.vllm_names import VllmNames
 from coserve.core.gpu_memory import USES, MemoryUse
 from coserve.core.health import RankInfo
-from coserve.core.link import STALL_BUCKETS, EngineStats, EngineWarming, StallCounts, StepCounts
+from coserve.core.link.engine import EngineWarming
+from coserve.core.link.stats import STALL_BUCKETS, EngineStats, StallCounts, StepCounts
 from coserve.core.step_metrics import LoadSeconds
-from coserve.core.types import FinishReason, JobState
+from coserve.core.training.jobs import JobState
+from coserve.core.types import FinishReason
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from coserve.core.gpu_memory import USES
-from coserve.core.link import EngineStats
+from coserve.core.link.stats import EngineStats
 from coserve.core.schemas import History, HistoryPoint
 
 POINTS = 900

@@ -24,11 +24,14 @@ from coserve.core.errors import (
     error_from_code,
 )
 from coserve.core.limits import MAX_RANK
-from coserve.core.link import CancelJob, DropAdapter, FromEngine, JobCancelled, JobFailed, JobStarted, JobWaiting
+from coserve.core.link.engine import DropAdapter
+from coserve.core.link.jobs import CancelJob, JobCancelled, JobFailed, JobStarted, JobWaiting
+from coserve.core.link.link import FromEngine
+from coserve.core.link.sessions import CallDone, CallFailed, CallSession, OpenSession
 from coserve.core.names import NAME_RULE, is_name
 from coserve.core.training.calls import Call, SaveAdapter, SaveState, SessionSpec
-from coserve.core.training.messages import CallDone, CallFailed, CallSession, OpenSession
-from coserve.core.types import AdapterRef, BaseSpec, LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import AdapterRef, BaseSpec, LoraSettings
 from coserve.lora.files.record import record_adapter
 from coserve.state.durable import remove_dir
 from coserve.state.folder import DataFolder

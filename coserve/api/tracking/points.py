@@ -8,7 +8,7 @@ import msgspec
 
 from coserve.core.schemas import JobEvent
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from coserve.lora.files.targets import with_alpha
 from coserve.state.records import JobRecord
 

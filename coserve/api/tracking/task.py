@@ -11,7 +11,7 @@ import msgspec
 from coserve.api.tracking.points import Point, Run, Text
 from coserve.api.tracking.sinks.interface import OpenSink, Sink
 from coserve.core.errors import TrackingFailed
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from coserve.data.offload.protocol import TaskContext
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,10 @@ from coserve.cli.daemon.one_process import OneProcess
 from coserve.cli.daemon.rank_group import RankGroup
 from coserve.cli.daemon.supervisor import EngineDied
 from coserve.config import Config
-from coserve.core.channel import api_end
 from coserve.core.errors import error_from_code
-from coserve.core.link import EngineReady, EngineRefused, EngineWarming, FromEngine, Link, PeerLost, Shutdown, ToEngine
+from coserve.core.link.channel import api_end
+from coserve.core.link.engine import EngineReady, EngineRefused, EngineWarming, Shutdown
+from coserve.core.link.link import FromEngine, Link, PeerLost, ToEngine
 from coserve.core.logs.format import log_event
 from coserve.core.processes import signal_child
 

@@ -11,7 +11,7 @@ from coserve.cli.daemon.engine_process import EngineProcess
 from coserve.cli.daemon.supervisor import EngineDied
 from coserve.config import Config
 from coserve.core.errors import StartupError
-from coserve.core.link import EngineWarming
+from coserve.core.link.engine import EngineWarming
 
 
 class EngineStarts:

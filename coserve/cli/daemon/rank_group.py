@@ -24,10 +24,10 @@ import msgspec
 from coserve.cli.daemon.rank_watch import WatchedRank, find_loss
 from coserve.cli.daemon.supervisor import how_ended
 from coserve.config import Config, config_to_json
-from coserve.core.channel import AsyncChannel
 from coserve.core.errors import CoserveError, error_from_code
 from coserve.core.health import RankInfo
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import AsyncChannel
+from coserve.core.link.link import PeerLost
 from coserve.core.logs.format import log_event
 from coserve.core.processes import is_stopped, signal_child, start_child
 from coserve.core.ranks import (

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from coserve.core.errors import StartupError
 from coserve.core.health import EngineRanks
-from coserve.core.link import EngineReady, FromEngine, Link, ToEngine
+from coserve.core.link.engine import EngineReady
+from coserve.core.link.link import FromEngine, Link, ToEngine
 
 log = logging.getLogger(__name__)
 

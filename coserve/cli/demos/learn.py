@@ -16,7 +16,8 @@ from rich.table import Table
 
 from coserve.cli.demos.run import daemon
 from coserve.client import AsyncClient
-from coserve.core.types import LoraRequest, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraRequest
 from coserve.data.pretrained.source import check_source
 from coserve.workloads.meetings import Meeting, meetings
 

@@ -25,7 +25,8 @@ from coserve.client import AsyncClient, AsyncJobHandle
 from coserve.core.errors import StartupError
 from coserve.core.processes import signal_child
 from coserve.core.schemas import GenerateResponse, JobEvent
-from coserve.core.types import LoraRequest, Schedule, TrainingSettings
+from coserve.core.training.settings import Schedule, TrainingSettings
+from coserve.core.types import LoraRequest
 from coserve.data.pretrained.source import BUNDLED
 from coserve.workloads.bundled import bundled_prompts
 from coserve.workloads.metrics import Limits

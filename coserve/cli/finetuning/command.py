@@ -15,7 +15,7 @@ from coserve.cli.finetuning.settings import Detach, SetFields, column_names, fie
 from coserve.cli.job_table import chosen_line, cut_line, preparing_line
 from coserve.cli.jobs import follow_job, print_job, print_note
 from coserve.core.schemas import Preparing
-from coserve.core.types import Optimizer
+from coserve.core.training.settings import Optimizer
 
 
 def _finetune(

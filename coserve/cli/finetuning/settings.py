@@ -12,7 +12,8 @@ import typer
 from coserve.api.http.field_docs import field_docs
 from coserve.cli.common import field_option
 from coserve.core.schemas import FinetuneRequest, OnConflict
-from coserve.core.types import LoraRequest, TrainingRequest, TrainOn
+from coserve.core.training.settings import TrainingRequest, TrainOn
+from coserve.core.types import LoraRequest
 from coserve.core.validation import explain
 
 ARGUMENTS = {

@@ -9,7 +9,8 @@ from msgspec import Meta
 from coserve.core.limits import MAX_BLOCKS, MAX_RANK, MAX_ROWS, MAX_TAGS, LocalPath
 from coserve.core.names import MAX_VERSION, AdapterName, AdapterRefText
 from coserve.core.schemas.jobs import ROWS
-from coserve.core.types import TrainingRequest, Wire
+from coserve.core.training.settings import TrainingRequest
+from coserve.core.types import Wire
 
 
 class ImportRequest(Wire, frozen=True, omit_defaults=True):

@@ -13,7 +13,9 @@ from coserve.core.schemas.errors import ErrorInfo
 from coserve.core.schemas.evaluation import EvalRequest, EvalResult
 from coserve.core.schemas.generation import Finish
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import JobState, LoraRequest, LoraSettings, TrainingRequest, TrainingSettings, Wire
+from coserve.core.training.jobs import JobState
+from coserve.core.training.settings import TrainingRequest, TrainingSettings
+from coserve.core.types import LoraRequest, LoraSettings, Wire
 
 ROWS = """Rows, each of one of these formats (docs/guide/data.md says how each is rendered and what of it is learned):
 `{"text": "..."}`;

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from coserve.core.types import AdapterRef, JobSpec
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import AdapterRef
 
 
 class SessionSpec(JobSpec, frozen=True):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from coserve.core.cancellation import unchecked
 from coserve.core.errors import InvalidRequest
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 from coserve.data.corpus.limits import check_training, micro_batch_limit
 from coserve.data.corpus.packing import pack
 

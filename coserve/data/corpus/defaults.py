@@ -24,7 +24,7 @@ import math
 import msgspec
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.types import TrainingRequest, TrainingSettings
+from coserve.core.training.settings import TrainingRequest, TrainingSettings
 
 STEPS_PER_EPOCH = 16
 MIN_BATCH_TOKENS = 64

@@ -7,7 +7,7 @@ import msgspec
 from coserve.core.errors import InvalidRequest
 from coserve.core.limits import below_one
 from coserve.core.messages import characters
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 from coserve.core.validation import check_normal
 
 MAX_STEPS = 1_000_000

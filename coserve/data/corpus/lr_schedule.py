@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from coserve.core.types import Schedule, TrainingSettings
+from coserve.core.training.settings import Schedule, TrainingSettings
 
 
 def learning_rate(training: TrainingSettings, step: int, total_steps: int) -> float:

@@ -14,7 +14,7 @@ import msgspec
 
 from coserve.core.errors import UnreadableCorpus
 from coserve.core.processes import limited
-from coserve.core.types import TrainOn
+from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.conversion import as_json_lines
 from coserve.data.corpus.mapped import file_digest, map_arrays

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coserve.core.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
-from coserve.core.types import TrainOn
+from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.rows import ChatRow, CompletionRow, PreferenceRow, Row, TextRow
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.core.channel import Channel
 from coserve.core.errors import CoserveError, InternalError
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import Channel
+from coserve.core.link.link import PeerLost
 from coserve.core.logs.setup import LogSettings, set_up_logging
 from coserve.core.processes import obey_parent
 from coserve.data.offload.protocol import Call, Reply, Task, TaskContext, failure_of, find

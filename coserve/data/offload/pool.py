@@ -14,9 +14,9 @@ from functools import cached_property
 import msgspec
 
 from coserve.core.cancellation import uncancelled
-from coserve.core.channel import WorkerProcess
 from coserve.core.errors import CoserveError, HelperLost, InvalidRequest
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import WorkerProcess
+from coserve.core.link.link import PeerLost
 from coserve.core.logs.setup import LogSettings
 from coserve.data.offload.protocol import Call, Reply, Task, error_of, name_of
 from coserve.data.pretrained.sandbox import TOO_LONG

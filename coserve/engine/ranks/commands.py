@@ -10,7 +10,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from coserve.core.types import AdapterDigests, AdapterRef, JobSpec
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.data.corpus.batch import arrays_in, arrays_out
 from coserve.finetune.sessions.outcome import Retry
 from coserve.finetune.sessions.verbs import Verb

@@ -12,9 +12,10 @@ from typing import assert_never
 import torch
 
 from coserve.core.cancellation import Cancellation
-from coserve.core.channel import Channel
 from coserve.core.errors import CoserveError, EngineFault, InternalError, RequestOutOfMemory
-from coserve.core.types import AdapterRef, JobSpec
+from coserve.core.link.channel import Channel
+from coserve.core.training.jobs import JobSpec
+from coserve.core.types import AdapterRef
 from coserve.engine.ranks.commands import (
     ENGINE_FAULT,
     AbandonJob,

@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
-from coserve.core.channel import Channel, frame
 from coserve.core.errors import EngineFault, error_from_code
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import Channel, frame
+from coserve.core.link.link import PeerLost
 from coserve.engine.ranks.commands import ENGINE_FAULT, Answer, AnyCommand, AnyQuestion, Stop, command_encoder
 from coserve.engine.ranks.progress import Progress
 

@@ -9,8 +9,8 @@ import time
 
 import msgspec
 
-from coserve.core.channel import Channel
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import Channel
+from coserve.core.link.link import PeerLost
 from coserve.core.ranks import HEARTBEAT, RankReady, RankReport
 from coserve.engine.ranks.progress import Progress
 

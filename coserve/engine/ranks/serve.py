@@ -14,10 +14,10 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.config import Config
-from coserve.core.channel import Channel
 from coserve.core.errors import ConfigError, EngineFault, StartupError
 from coserve.core.garbage import freeze_heap
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import Channel
+from coserve.core.link.link import PeerLost
 from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
 from coserve.core.ranks import JOIN_SECONDS, SILENCE, RankFailed, RankRefused

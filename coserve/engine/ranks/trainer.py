@@ -8,17 +8,9 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CoserveError, EngineFault, RequestOutOfMemory, StorageError
-from coserve.core.link import (
-    FromEngine,
-    JobCheckpoint,
-    JobFailed,
-    JobNote,
-    JobProgress,
-    JobSnapshot,
-    JobSucceeded,
-    JobWaiting,
-)
-from coserve.core.types import JobSpec
+from coserve.core.link.jobs import JobCheckpoint, JobFailed, JobNote, JobProgress, JobSnapshot, JobSucceeded, JobWaiting
+from coserve.core.link.link import FromEngine
+from coserve.core.training.jobs import JobSpec
 from coserve.engine.ranks.commands import (
     AbandonJob,
     Advance,

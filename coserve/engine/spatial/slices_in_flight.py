@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from coserve.core.errors import EngineFault
-from coserve.core.types import MicroStep
+from coserve.core.training.micro_step import MicroStep
 from coserve.queues.policy import InFlight, Train
 from coserve.queues.shapes import StepKind
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from coserve.core.types import LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import LoraSettings
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.kernels.lora.interface import LoraBackend

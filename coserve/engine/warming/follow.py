@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from coserve.core.channel import AsyncChannel
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import AsyncChannel
+from coserve.core.link.link import PeerLost
 from coserve.engine.warmup.messages import Progress, WarmUpTask
 
 log = logging.getLogger(__name__)

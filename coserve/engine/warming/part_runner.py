@@ -12,7 +12,8 @@ import torch
 from coserve.config import Config
 from coserve.core.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
 from coserve.core.gpu_memory import STEP_TOKENS
-from coserve.core.types import DEFAULT_RANK, AdapterRef, LoraSettings, SamplingParams
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import DEFAULT_RANK, AdapterRef, LoraSettings
 from coserve.engine.warming import compiled_terms
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.compiled_terms import CompiledTerms

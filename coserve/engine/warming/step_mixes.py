@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coserve.core.types import SamplingParams
+from coserve.core.sampling import SamplingParams
 from coserve.kernels.lora.segmented.plan import DECODE_ROWS, PREFILL_TILE_ROWS
 
 PROMPTS = (

@@ -15,9 +15,9 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from coserve.config import Config, config_from_json
-from coserve.core.channel import Channel
 from coserve.core.errors import ConfigError, CoserveError
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import Channel
+from coserve.core.link.link import PeerLost
 from coserve.core.logs.setup import set_up_logging
 from coserve.engine.spatial.training_stream import sm_count_setter
 from coserve.engine.warming.compilations import watch_compilations

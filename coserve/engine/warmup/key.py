@@ -25,6 +25,7 @@ LIBRARIES = ("torch", "triton", "transformers")
 SOURCES = (
     "admission",
     "core/gpu_memory.py",
+    "core/training",
     "core/types.py",
     "engine",
     "finetune",

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from coserve.config import Config, config_to_json
-from coserve.core.channel import frame
 from coserve.core.errors import StartupError
+from coserve.core.link.channel import frame
 from coserve.core.processes import spawn_child, usable_cores
 from coserve.engine.warmup.bytecode import cache_bytecode
 from coserve.engine.warmup.gpu import CONTEXT_BYTES, Gpu, find_gpu

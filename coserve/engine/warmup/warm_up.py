@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from coserve.config import config_from_json
-from coserve.core.channel import AsyncChannel
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import AsyncChannel
+from coserve.core.link.link import PeerLost
 from coserve.core.logs.setup import set_up_logging
 from coserve.core.processes import obey_parent
 from coserve.engine.warmup import manifest

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from coserve.core.channel import WorkerProcess
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import WorkerProcess
+from coserve.core.link.link import PeerLost
 from coserve.engine.warmup.messages import PartReport, WarmUpTask
 from coserve.engine.warmup.parts import PartSchedule
 

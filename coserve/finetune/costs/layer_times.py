@@ -12,7 +12,9 @@ from typing import Protocol
 import torch
 
 from coserve.core.gpu_memory import Kept, LayerTime
-from coserve.core.types import DEFAULT_RANK, LoraSettings, MicroStep, TrainingSettings
+from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import DEFAULT_RANK, LoraSettings
 from coserve.finetune.init import zero_adapter
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner

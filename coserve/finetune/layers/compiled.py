@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from coserve.core.gpu_memory import Kept
-from coserve.core.types import JobSpec
+from coserve.core.training.jobs import JobSpec
 from coserve.model.forward_context import ForwardContext
 from coserve.model.training.compiled_layers import CompiledPass
 

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 
 from coserve.core.errors import CoserveError, EngineFault, JobOutOfMemory, failure_text
-from coserve.core.link import FromEngine, JobFailed, JobNote, JobProgress, TrainingBatches
-from coserve.core.types import MicroStep
+from coserve.core.link.jobs import JobFailed, JobNote, JobProgress
+from coserve.core.link.link import FromEngine
+from coserve.core.link.stats import TrainingBatches
+from coserve.core.training.micro_step import MicroStep
 from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.passes.mixing import BatchLimits, companions

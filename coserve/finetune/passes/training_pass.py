@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coserve.core.errors import EngineFault
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import MicroStep
+from coserve.core.training.micro_step import MicroStep
 from coserve.finetune.micro_batch import MicroBatch, MicroBatchRunner, MicroSteps
 from coserve.finetune.packed_rows import pack_jobs
 from coserve.finetune.sessions.trainee import Trainee

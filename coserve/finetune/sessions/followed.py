@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, assert_never
 
 from coserve.core.cancellation import Cancellation
-from coserve.core.types import JobSpec
+from coserve.core.training.jobs import JobSpec
 from coserve.finetune.job_checkpoint import load_last
 from coserve.finetune.losses.loss import Loss
 from coserve.finetune.publication import served_copy

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from coserve.core.training.calls import AdamParams
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 from coserve.finetune.update_rules.interface import WeightRange
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from coserve.admission.optimizers import QUANTIZED
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 from coserve.finetune.update_rules.interface import WeightRange
 
 AT_ONCE = 1 << 23

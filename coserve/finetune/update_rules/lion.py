@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 from coserve.finetune.update_rules.interface import WeightRange
 
 AT_ONCE = 1 << 22

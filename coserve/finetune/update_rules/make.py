@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coserve.core.types import TrainingSettings
+from coserve.core.training.settings import TrainingSettings
 from coserve.finetune.update_rules.adamw import AdamW
 from coserve.finetune.update_rules.eight_bit import EightBit
 from coserve.finetune.update_rules.interface import UpdateRule, WeightRange

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from coserve.core.types import AdapterRef, TokenLogprob
+from coserve.core.logprobs import TokenLogprob
+from coserve.core.types import AdapterRef
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.generate.sampling.sampler import Masks

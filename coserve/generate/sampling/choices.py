@@ -7,7 +7,7 @@ from enum import IntEnum
 
 from torch import Tensor
 
-from coserve.core.types import TokenLogprob
+from coserve.core.logprobs import TokenLogprob
 from coserve.generate.sampling.logprobs import Logprobs
 from coserve.generate.sampling.transfer import fetch
 from coserve.kernels.sampling.constants import NONE_LEFT, NOT_FINITE

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.core.types import TokenLogprob
+from coserve.core.logprobs import TokenLogprob
 from coserve.generate.sampling.transfer import fetch
 
 _CHUNK = 256

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from coserve.core.types import SamplingParams
+from coserve.core.sampling import SamplingParams
 from coserve.generate.sampling.draws import OUTPUT_COUNT, PROMPT_COUNT
 from coserve.kernels.sampling.constants import GREEDY_BELOW
 

@@ -12,7 +12,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from coserve.core.types import TokenLogprob
+from coserve.core.logprobs import TokenLogprob
 
 CHUNK = 64
 """Rows of logits that are normalised at once."""

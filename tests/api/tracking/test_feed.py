@@ -14,7 +14,7 @@ import pytest
 from coserve.api.tracking.libraries import check_trackers
 from coserve.api.tracking.points import run_of
 from coserve.core.errors import ConfigError
-from coserve.core.link import JobProgress, JobStarted
+from coserve.core.link.jobs import JobProgress, JobStarted
 from tests.support.api_server import Api, serve_api
 from tests.support.event_files import read_curve
 from tests.support.fake_engine import metrics

@@ -11,7 +11,7 @@ from coserve.api.tracking.points import Point, Run, Text, values_of
 from coserve.api.tracking.task import CloseAll, Track, close_all, track
 from coserve.core.errors import TrackingFailed
 from coserve.core.step_metrics import Rewards
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 from coserve.data.offload.protocol import TaskContext
 from tests.support.api_server import tokenizer
 from tests.support.event_files import read_curve, read_texts

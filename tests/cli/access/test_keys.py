@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli.app import app
-from coserve.core.link import SetLogLevel
+from coserve.core.link.engine import SetLogLevel
 from tests.support.api_server import serve_api
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.core.link import Generate
+from coserve.core.link.generation import Generate
 from tests.support.api_server import REPLY, Api, read_events, serve_api
 from tests.support.daemon_process import DaemonProcess
 

@@ -12,7 +12,7 @@ from coserve.cli.daemon import engine_starts
 from coserve.cli.daemon.engine_starts import EngineStarts
 from coserve.cli.daemon.supervisor import EngineDied
 from coserve.config import Config
-from coserve.core.link import EngineWarming
+from coserve.core.link.engine import EngineWarming
 
 
 class Engine:

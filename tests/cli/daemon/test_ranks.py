@@ -18,7 +18,8 @@ import pytest
 from coserve.cli.daemon.engine_process import EngineProcess
 from coserve.config import Config
 from coserve.core.errors import UnsupportedBase
-from coserve.core.types import AdapterRef, SamplingParams
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import AdapterRef
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.generate.generator import Generator
 from coserve.lora.store.files import load_adapter

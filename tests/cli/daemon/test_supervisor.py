@@ -16,7 +16,8 @@ from coserve.config import Config
 from coserve.core.errors import StartupError, UnsupportedBase
 from coserve.core.gpu_memory import PoolShape
 from coserve.core.health import EngineRanks
-from coserve.core.link import EngineReady, FromEngine, Link, ToEngine, local_pair
+from coserve.core.link.engine import EngineReady
+from coserve.core.link.link import FromEngine, Link, ToEngine, local_pair
 from tests.support.fake_engine import make_base
 from tests.support.virtual_clock import run_virtual
 

@@ -12,7 +12,7 @@ from coserve.engine.warmup import key
 CODE = [f"{name}/code.py" for name in key.SOURCES if not name.endswith(".py")] + [
     name for name in key.SOURCES if name.endswith(".py")
 ]
-MEANING = ("core/gpu_memory.py", "core/types.py", "admission/code.py", "lora/files/code.py")
+MEANING = ("core/gpu_memory.py", "core/training/code.py", "core/types.py", "admission/code.py", "lora/files/code.py")
 """Where it is said what measured costs mean, which are kept beside the kernels."""
 
 

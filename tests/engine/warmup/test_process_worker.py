@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from coserve.config import Config, config_to_json
-from coserve.core.channel import AsyncChannel, Channel
-from coserve.core.link import PeerLost
+from coserve.core.link.channel import AsyncChannel, Channel
+from coserve.core.link.link import PeerLost
 from coserve.core.processes import spawn_child
 from coserve.engine.warmup import warm_up
 from coserve.engine.warmup.launch import MODULE

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from coserve.admission.shapes import lora_shapes
 from coserve.core.errors import UnsupportedBase
-from coserve.core.types import AdapterRef, BaseSpec, LoraSettings, TrainingSettings
+from coserve.core.training.settings import TrainingSettings
+from coserve.core.types import AdapterRef, BaseSpec, LoraSettings
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from coserve.core.types import SamplingParams
+from coserve.core.sampling import SamplingParams
 from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepInput
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun

@@ -12,7 +12,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from coserve.core.names import ADAPTER_WEIGHTS
-from coserve.core.types import AdapterDigests, AdapterRef, DpoLoss, Teacher
+from coserve.core.training.jobs import Teacher
+from coserve.core.training.settings import DpoLoss
+from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.files.tensorfile import digest_file
 from tests.support import sharded, sharded_jobs
 from tests.support.ranks import Ranks

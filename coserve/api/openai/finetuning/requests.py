@@ -12,7 +12,8 @@ from coserve.api.openai.requests import adapter_of
 from coserve.core.errors import InvalidRequest
 from coserve.core.limits import MAX_SEED
 from coserve.core.schemas import FinetuneRequest
-from coserve.core.types import Auto, BaseSpec, DpoLoss, TrainingRequest
+from coserve.core.training.settings import Auto, DpoLoss, TrainingRequest
+from coserve.core.types import BaseSpec
 from coserve.data.corpus.defaults import choose_training
 
 

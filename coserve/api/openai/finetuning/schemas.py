@@ -8,7 +8,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from coserve.api.openai.schemas import ModelName
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import Auto, LoraRequest, Wire
+from coserve.core.training.settings import Auto
+from coserve.core.types import LoraRequest, Wire
 
 BatchSize = Annotated[int, Meta(ge=1, le=1 << 20)]
 Multiplier = Annotated[float, Meta(gt=0, le=1e6)]

@@ -24,7 +24,8 @@ from coserve.api.openai.finetuning.schemas import (
 from coserve.api.openai.names import ORGANIZATION, model_name
 from coserve.core.schemas import EventLevel, JobEvent
 from coserve.core.step_metrics import StepMetrics
-from coserve.core.types import BaseSpec, JobState
+from coserve.core.training.jobs import JobState
+from coserve.core.types import BaseSpec
 from coserve.state.records import JobOrigin, JobRecord
 
 _LEVELS: dict[EventLevel, Level] = {"info": "info", "warning": "warn", "error": "error"}

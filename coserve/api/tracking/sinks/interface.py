@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from coserve.api.tracking.points import Point, Run, Text
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 
 
 class Sink(Protocol):

@@ -12,7 +12,7 @@ from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from coserve.api.tracking.points import Point, Run, Text
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 
 JOB = "coserve.job"
 """Tag with the job's id, by which a restarted daemon finds the run."""

@@ -11,7 +11,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar, text
 
 from coserve.api.tracking.points import Point, Run, Text
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 
 
 class TensorBoard:

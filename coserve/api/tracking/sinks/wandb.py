@@ -9,7 +9,7 @@ from pathlib import Path
 import wandb
 
 from coserve.api.tracking.points import Point, Run, Text
-from coserve.core.types import JobState
+from coserve.core.training.jobs import JobState
 
 
 class WeightsAndBiases:

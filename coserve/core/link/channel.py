@@ -15,7 +15,7 @@ from typing import Generic
 import msgspec
 
 from coserve.core.cancellation import uncancelled
-from coserve.core.link import FromEngine, InT, OutT, PeerLost, ToEngine
+from coserve.core.link.link import FromEngine, InT, OutT, PeerLost, ToEngine
 from coserve.core.processes import signal_child, start_child
 
 log = logging.getLogger(__name__)

@@ -1,20 +1,19 @@
-"""Messages about clients' training sessions: members of `core.link`'s unions."""
+"""Messages about clients' training sessions."""
 
 from __future__ import annotations
 
-from msgspec import Struct
-
+from coserve.core.link.message import Message
 from coserve.core.training.calls import Call, SessionSpec
 
 
-class OpenSession(Struct, frozen=True, kw_only=True, tag=True):
+class OpenSession(Message, frozen=True, kw_only=True):
     """Queue a client's training session, as a job. Answers: `JobStarted` once it is in memory, `JobWaiting` while it
     waits for memory; its end is `JobFailed` or, after `CancelJob`, `JobCancelled`."""
 
     spec: SessionSpec
 
 
-class CallSession(Struct, frozen=True, kw_only=True, tag=True):
+class CallSession(Message, frozen=True, kw_only=True):
     """A call of a session, behind the earlier ones. The answer is `CallDone` or `CallFailed` with its number."""
 
     id: str
@@ -22,7 +21,7 @@ class CallSession(Struct, frozen=True, kw_only=True, tag=True):
     call: Call
 
 
-class CallDone(Struct, frozen=True, kw_only=True, tag=True):
+class CallDone(Message, frozen=True, kw_only=True):
     """A call of a session was executed. `values`, `metrics`: see the calls."""
 
     id: str
@@ -31,7 +30,7 @@ class CallDone(Struct, frozen=True, kw_only=True, tag=True):
     metrics: dict[str, float] = {}
 
 
-class CallFailed(Struct, frozen=True, kw_only=True, tag=True):
+class CallFailed(Message, frozen=True, kw_only=True):
     """A call of a session failed; the session goes on."""
 
     id: str

@@ -1,0 +1,99 @@
+"""Gauges of the engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from coserve.core.gpu_memory import MemoryUse
+from coserve.core.link.message import Message
+from coserve.core.step_metrics import LoadSeconds
+from coserve.core.types import AdapterRef
+
+STALL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # bounds, in seconds
+
+
+class Starving(msgspec.Struct, frozen=True):
+    """For `seconds`, fine-tuning slices ran only because of `train_patience` or `train_floor`. The last one was
+    predicted to take at most `micro_step` seconds with `slack` seconds of slack (negative: past a deadline)."""
+
+    seconds: float
+    micro_step: float
+    slack: float
+
+
+class StallCounts(msgspec.Struct, frozen=True):
+    """Stalls with one cause since the engine started. `buckets` has a count per bound of `STALL_BUCKETS` and one for
+    longer stalls; `seconds` is the total. See `engine.stalls`."""
+
+    cause: str
+    seconds: float
+    buckets: tuple[int, ...]
+
+
+class TrainingBatches(msgspec.Struct, frozen=True):
+    """Training forwards so far, and the total rows and jobs in them."""
+
+    count: int = 0
+    rows: int = 0
+    jobs: int = 0
+
+
+class StepCounts(msgspec.Struct, frozen=True):
+    """Generation steps so far of one kind (`prefill` or `decode`), and their seconds. `beside`: the device ran training
+    at the same time."""
+
+    kind: str
+    beside: bool
+    count: int
+    seconds: float
+
+
+class EngineStats(Message, frozen=True):
+    """Gauges, sent about once a second and after every change of state."""
+
+    waiting: int
+    running: int
+    jobs: int
+    pages_used: int
+    pages_total: int
+    pages_adapters: int
+    """Pages that hold adapters, in use or not."""
+    memory_planned: int
+    """Bytes of GPU memory that the plan gives to torch, and torch's peak; 0 without a plan."""
+    memory_peak: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    """Prompt tokens looked up in the prefix cache so far, and found there."""
+    resident: tuple[AdapterRef, ...]
+    serve_seconds: float
+    train_seconds: float
+    """Seconds spent so far in generation steps and in fine-tuning slices."""
+    troubles: tuple[str, ...] = ()
+    """Reads and writes that are being retried, and work that runs in smaller chunks since memory ran out; shown in
+    /health."""
+    steps: tuple[StepCounts, ...] = ()
+    batches: TrainingBatches = TrainingBatches()
+    patience_slices: int = 0
+    """Fine-tuning slices so far that ran only because of `train_patience` or `train_floor`."""
+    starving: Starving | None = None
+    request_waits: float = 0.0
+    """Seconds that the oldest queued request has waited; 0: the queue is empty."""
+    training_waits: float = 0.0
+    """Seconds since the last fine-tuning slice while a job could train; 0: no such job."""
+    train_speed_beside: float = 1.0
+    """Training speed while a generation step overlaps it, as a fraction of full speed (`queues/beside.py`); 1 if they
+    do not overlap."""
+    stalls: tuple[StallCounts, ...] = ()
+    cuda_allocs: int = 0
+    cuda_frees: int = 0
+    cuda_alloc_retries: int = 0
+    pinned_allocs: int = 0
+    """See `memory.allocator`."""
+    host_adapter_bytes: int = 0
+    """Host memory that adapters take."""
+    loads: tuple[LoadSeconds, ...] = ()
+    backlog: int = 0
+    """Bytes of earlier messages that the API process has not read."""
+    memory: MemoryUse | None = None
+    """None: memory is not planned."""
