@@ -18,7 +18,7 @@ from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef, SiteSpec
 from coserve.lora.files.packed_header import PACKED_FILE
 from coserve.state.folder import DataFolder
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 
 
 def llama_sites(config: dict[str, int], *, mlp: bool) -> dict[str, SiteSpec]:

@@ -41,7 +41,7 @@ from coserve.core.link.generation import Admitted, CancelRequest, Generate, Toke
 from coserve.core.types import BaseSpec, FinishReason
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 STREAMS = 64

@@ -20,8 +20,8 @@ from benchmarks.serving.http_case import Size, adapter_folders, model_folder
 from coserve.core.types import BaseSpec
 from coserve.lora.files.record import record_adapter
 from coserve.state.folder import DataFolder
-from coserve.state.records import AdapterRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import AdapterRecord
+from coserve.state.registry.registry import Registry
 
 CACHES = ("XDG_CACHE_HOME", "CUDA_CACHE_PATH")
 """Environment variables that name caches besides those in the daemon's cache folder."""

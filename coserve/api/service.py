@@ -46,7 +46,7 @@ from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.files import FileStore
 from coserve.state.folder import DataFolder
-from coserve.state.records import JobRecord
+from coserve.state.registry.records import JobRecord
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from coserve.model.lora import LoraWeights
 from coserve.state.durable import disk_errors, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.state.missing_samples import without_samples
+from coserve.state.registry.missing_samples import without_samples
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ import msgspec
 
 from coserve.core.errors import ConfigError, StorageBusy
 from coserve.core.types import Wire
-from coserve.state.database import database_errors
 from coserve.state.durable import fsync_path, make_folder, move_file, replace_dir, write_errors, write_file
 from coserve.state.folder import DataFolder
-from coserve.state.records import JobRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.database import database_errors
+from coserve.state.registry.records import JobRecord
+from coserve.state.registry.registry import Registry
 
 MARK: Final = "backup.json"
 """Written last: a copy without it is not complete."""

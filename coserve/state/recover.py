@@ -21,8 +21,8 @@ from coserve.core.validation import decoder_of
 from coserve.state.durable import read_errors, remove_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.state.records import JobRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import JobRecord
+from coserve.state.registry.registry import Registry
 
 log = logging.getLogger(__name__)
 

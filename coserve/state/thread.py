@@ -10,8 +10,8 @@ from contextvars import copy_context
 from typing import TypeVar
 
 from coserve.core.errors import StartupError, StorageBusy, StorageFull
-from coserve.state.database import database_errors
-from coserve.state.registry import Registry
+from coserve.state.registry.database import database_errors
+from coserve.state.registry.registry import Registry
 from coserve.state.reserve import Reserve
 from coserve.state.retries import Backoff, Retries
 

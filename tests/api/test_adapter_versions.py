@@ -14,7 +14,7 @@ from coserve.client import AsyncClient, Client
 from coserve.core.errors import AdapterNotFound
 from coserve.core.link.engine import DropAdapter
 from coserve.core.types import AdapterRef
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 from tests.support.api_server import Api
 from tests.support.fake_engine import write_peft

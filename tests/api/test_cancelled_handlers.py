@@ -16,7 +16,7 @@ from coserve.core.link.jobs import CancelJob, StartJob
 from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef
 from coserve.state.recover import recover
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 from tests.support.api_server import Api, serve_api
 from tests.support.cutting import Cutter
 from tests.support.examples import TURN, sample

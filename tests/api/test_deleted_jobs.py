@@ -16,7 +16,7 @@ from coserve.core.errors import JobNotFound, WrongJobState
 from coserve.core.link.jobs import JobSucceeded
 from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 from tests.support.api_server import Api
 from tests.support.records import make_job
 

@@ -26,7 +26,7 @@ from coserve.lora.files.record import record_adapter
 from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.state.records import AdapterRecord
+from coserve.state.registry.records import AdapterRecord
 from tests.support.examples import examples, sample
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, packed, save_peft, tokens_of

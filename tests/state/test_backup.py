@@ -10,7 +10,7 @@ import msgspec
 from coserve.core.schemas import DocumentJob, DocumentSettings
 from coserve.state.backup import back_up
 from coserve.state.folder import DataFolder
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 from tests.support.records import make_job
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from coserve.core.types import AdapterRef
-from coserve.state.database import SCHEMA_VERSION
-from coserve.state.registry import Registry
+from coserve.state.registry.database import SCHEMA_VERSION
+from coserve.state.registry.registry import Registry
 from tests.support.records import import_adapter, make_adapter, make_job
 
 FIRST = """

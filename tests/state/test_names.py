@@ -9,9 +9,9 @@ import pytest
 
 from coserve.core.errors import AdapterBusy, AdapterNotFound, NameTaken
 from coserve.core.types import AdapterRef
-from coserve.state.adapters import HALF_LIFE
-from coserve.state.records import AdapterRecord, AliasRecord, Labels
-from coserve.state.registry import Registry
+from coserve.state.registry.names import HALF_LIFE
+from coserve.state.registry.records import AdapterRecord, AliasRecord, Labels
+from coserve.state.registry.registry import Registry
 
 ONE, TWO, OTHER = AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 1)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from coserve.core.training.jobs import JobState
-from coserve.state.pace import WINDOW, Pace
-from coserve.state.registry import Registry
+from coserve.state.registry.pace import WINDOW, Pace
+from coserve.state.registry.registry import Registry
 from tests.support.records import make_job, make_metrics
 
 

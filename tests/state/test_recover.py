@@ -15,7 +15,7 @@ from coserve.state.durable import replace_dir, write_file
 from coserve.state.failpoints import armed
 from coserve.state.folder import DataFolder
 from coserve.state.recover import drop_unrecorded_checkpoints, recover
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 from tests.support.records import import_adapter, make_adapter, make_job, make_metrics
 
 
@@ -244,6 +244,6 @@ def test_a_registry_that_cannot_be_written_is_refused(
     registry: Registry, folder: DataFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry.close()
-    monkeypatch.setattr("coserve.state.database.os.access", lambda path, mode: False)
+    monkeypatch.setattr("coserve.state.registry.database.os.access", lambda path, mode: False)
     with pytest.raises(StartupError, match="read-only"):
         Registry(folder.database)

@@ -24,7 +24,7 @@ from coserve.core.schemas import ErrorInfo, Sample
 from coserve.core.training.jobs import JobState, Teacher
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.state.failpoints import armed
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 from coserve.state.retries import Backoff
 from coserve.state.thread import RegistryThread
 from tests.support.records import import_adapter, make_adapter, make_job, make_metrics
@@ -380,7 +380,7 @@ async def test_a_read_that_cannot_open_the_file_now_is_tried_again(path: Path, m
             raise error
         return connect(*args, **settings)
 
-    monkeypatch.setattr("coserve.state.database.sqlite3.connect", failing)
+    monkeypatch.setattr("coserve.state.registry.database.sqlite3.connect", failing)
     assert await thread.read(lambda r: r.notes()) == ["before"]
     await thread.close()
 

@@ -16,7 +16,7 @@ from coserve.core.errors import AdapterBusy, AdapterNotFound, StorageFull, Wrong
 from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef
 from coserve.state.failpoints import armed
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 from tests.support.examples import examples
 from tests.support.records import make_adapter, make_job, make_metrics
 

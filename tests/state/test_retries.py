@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from coserve.core.errors import StorageBusy, StorageError, StorageFailed, StorageFull
-from coserve.state.database import database_errors
 from coserve.state.durable import disk_errors
-from coserve.state.registry import Registry
+from coserve.state.registry.database import database_errors
+from coserve.state.registry.registry import Registry
 from coserve.state.retries import Backoff, Retries
 from coserve.state.thread import RegistryThread
 from tests.support.records import make_job

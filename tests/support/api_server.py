@@ -32,8 +32,8 @@ from coserve.core.link.link import local_pair
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
-from coserve.state.records import AdapterRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import AdapterRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.reserve import Reserve
 from coserve.state.retries import Backoff
 from coserve.state.thread import LOCK_BACKOFF, RegistryThread

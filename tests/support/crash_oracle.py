@@ -18,7 +18,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from coserve.state.folder import DataFolder
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 from tests.support.daemon_process import DaemonProcess, Died, Json
 
 KEY = "0123456789abcdef"

@@ -6,8 +6,8 @@ from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec, JobState
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings
-from coserve.state.records import AdapterRecord, JobRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import AdapterRecord, JobRecord
+from coserve.state.registry.registry import Registry
 
 
 def make_spec(

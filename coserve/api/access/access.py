@@ -19,9 +19,9 @@ from coserve.core.access.principal import Principal, Scope, act_as
 from coserve.core.access.schemas import CreateKey, NewKey, Quota
 from coserve.core.errors import EngineUnavailable, MissingScope
 from coserve.core.logs.access import PRINCIPAL
-from coserve.state.access import KeyRecord
 from coserve.state.files import FileStore
-from coserve.state.registry import Registry
+from coserve.state.registry.access import KeyRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 NOBODY = Principal("", frozenset())

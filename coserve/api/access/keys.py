@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from coserve.core.access.principal import DAEMON, Principal, Scope
 from coserve.core.access.schemas import ApiKey, CreateKey
 from coserve.core.errors import InvalidRequest, Unauthorized
-from coserve.state.access import KeyRecord
+from coserve.state.registry.access import KeyRecord
 
 PREFIX = "csk"
 """First part of every secret, by which scanners of leaked secrets find it: `csk-<id>-<random>`."""

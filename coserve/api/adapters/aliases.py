@@ -14,8 +14,8 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.names import split_ref
 from coserve.core.schemas import Alias, AliasList, AliasRequest
 from coserve.core.types import AdapterRef
-from coserve.state.records import AliasRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import AliasRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 

@@ -43,8 +43,8 @@ from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.state.records import LOADED, AdapterRecord, Labels
-from coserve.state.registry import Registry
+from coserve.state.registry.records import LOADED, AdapterRecord, Labels
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)

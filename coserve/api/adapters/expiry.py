@@ -12,7 +12,7 @@ import msgspec
 
 from coserve.core.errors import AdapterBusy, AdapterNotFound, StorageError
 from coserve.core.schemas import DeletedAdapter
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)

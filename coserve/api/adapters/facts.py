@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from coserve.core.types import AdapterRef
-from coserve.state.records import Labels
-from coserve.state.registry import Registry
+from coserve.state.registry.records import Labels
+from coserve.state.registry.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import msgspec
 from coserve.core.errors import InvalidRequest
 from coserve.core.names import ADAPTER_SOURCES
 from coserve.core.types import AdapterRef
-from coserve.state.records import AdapterRecord
+from coserve.state.registry.records import AdapterRecord
 
 FILTERS: Final = ("search", "base", "source", "resident", "tag")
 

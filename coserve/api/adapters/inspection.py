@@ -19,7 +19,7 @@ from coserve.data.offload.protocol import TaskContext
 from coserve.lora.files.peft import inspect_adapter
 from coserve.lora.files.record import record_adapter
 from coserve.lora.files.tensorfile import open_regular
-from coserve.state.records import AdapterRecord
+from coserve.state.registry.records import AdapterRecord
 
 MAX_THREAD_BYTES = 256 << 10
 """Most bytes of JSON (config plus the weights file's header) that a thread reads."""

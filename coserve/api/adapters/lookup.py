@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coserve.core.errors import AdapterNotFound, BaseMismatch
 from coserve.core.types import BaseSpec
-from coserve.state.records import AdapterRecord
+from coserve.state.registry.records import AdapterRecord
 from coserve.state.thread import RegistryThread
 
 

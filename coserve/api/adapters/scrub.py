@@ -13,8 +13,8 @@ from coserve.core.types import AdapterRef
 from coserve.lora.files.packed_header import PACKED_FILE, is_sound
 from coserve.lora.files.tensorfile import check_digest, digest_file
 from coserve.state.folder import DataFolder
-from coserve.state.records import AdapterRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import AdapterRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)

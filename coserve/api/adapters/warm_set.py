@@ -11,8 +11,8 @@ from coserve.api.engine_client import EngineClient
 from coserve.core.errors import EngineUnavailable, StorageError
 from coserve.core.link.engine import PrefetchAdapter
 from coserve.core.types import AdapterRef
-from coserve.state.records import AdapterRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import AdapterRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)

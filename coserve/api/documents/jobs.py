@@ -37,8 +37,8 @@ from coserve.data.documents.pending import read_chunks
 from coserve.data.documents.reading import Chunks
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
-from coserve.state.records import JobRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import JobRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from coserve.core.schemas import ErrorInfo
 from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.state.folder import DataFolder
-from coserve.state.records import AdapterRecord, JobRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import AdapterRecord, JobRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 

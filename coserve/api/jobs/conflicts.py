@@ -6,8 +6,8 @@ from __future__ import annotations
 from coserve.core.errors import AdapterBusy
 from coserve.core.names import split_ref
 from coserve.core.schemas import FinetuneRequest
-from coserve.state.records import JobRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import JobRecord
+from coserve.state.registry.registry import Registry
 
 
 def serialised(request: FinetuneRequest) -> bool:

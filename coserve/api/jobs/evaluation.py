@@ -26,7 +26,7 @@ from coserve.data.corpus.rows import parse_rows
 from coserve.data.evaluation import Match, Question, RowScore, matcher, mean_score, question, row_score
 from coserve.state.durable import read_errors, write_file
 from coserve.state.folder import DataFolder
-from coserve.state.records import JobRecord
+from coserve.state.registry.records import JobRecord
 from coserve.state.thread import RegistryThread
 
 

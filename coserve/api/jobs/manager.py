@@ -44,9 +44,9 @@ from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.state.records import JobOrigin, JobRecord
 from coserve.state.recover import drop_unrecorded_checkpoints, recover
-from coserve.state.registry import Registry
+from coserve.state.registry.records import JobOrigin, JobRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from coserve.data.corpus.findings import count_beginning, count_without
 from coserve.data.corpus.staging import PendingCorpus
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 
 log = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from coserve.core.types import AdapterRef
 from coserve.lora.files.record import record_adapter
 from coserve.state.durable import remove_dir
 from coserve.state.folder import DataFolder
-from coserve.state.records import JobRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import JobRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.retries import FOR_EVER, Retries
 from coserve.state.thread import RegistryThread
 

@@ -11,7 +11,7 @@ import msgspec
 
 from coserve.core.errors import IdempotencyMismatch
 from coserve.core.schemas import FinetuneRequest
-from coserve.state.records import JobRecord
+from coserve.state.registry.records import JobRecord
 
 LENGTH = 16
 """Hexadecimal digits of a digest."""

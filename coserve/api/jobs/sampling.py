@@ -17,9 +17,9 @@ from coserve.core.messages import ChatMessage
 from coserve.core.schemas import Finish, GenerateRequest, Sample
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import TrainingRequest
-from coserve.state.missing_samples import without_samples
-from coserve.state.records import JobRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.missing_samples import without_samples
+from coserve.state.registry.records import JobRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)

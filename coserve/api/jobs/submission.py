@@ -59,8 +59,8 @@ from coserve.lora.files.peft import config_file
 from coserve.lora.files.targets import check_ends, resolve_targets, target_sites
 from coserve.state.durable import disk_errors
 from coserve.state.folder import DataFolder
-from coserve.state.records import AdapterRecord, JobOrigin, JobRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import AdapterRecord, JobOrigin, JobRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 SMALL_FILE = 64 << 10

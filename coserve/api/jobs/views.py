@@ -13,8 +13,8 @@ from coserve.core.errors import EngineUnavailable, QueueFull
 from coserve.core.schemas import Job, JobEvent, JobList
 from coserve.core.training.jobs import JobState
 from coserve.lora.files.targets import with_alpha
-from coserve.state.records import JobRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import JobRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 MAX_WATCHERS = 256

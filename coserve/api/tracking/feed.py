@@ -14,8 +14,8 @@ from coserve.api.tracking.task import CloseAll, Track, close_all, track
 from coserve.core.errors import CoserveError, InvalidRequest, JobNotFound, TrackingFailed
 from coserve.core.schemas import JobEvent
 from coserve.data.offload.pool import HelperPool
-from coserve.state.records import JobRecord
-from coserve.state.registry import Registry
+from coserve.state.registry.records import JobRecord
+from coserve.state.registry.registry import Registry
 from coserve.state.retries import Backoff
 from coserve.state.thread import RegistryThread
 

@@ -10,7 +10,7 @@ from coserve.core.schemas import JobEvent
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobState
 from coserve.lora.files.targets import with_alpha
-from coserve.state.records import JobRecord
+from coserve.state.registry.records import JobRecord
 
 
 class Run(msgspec.Struct, frozen=True):

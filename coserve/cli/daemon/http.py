@@ -26,7 +26,7 @@ from coserve.core.garbage import GarbageCollection, freeze_and_collect_young
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 from coserve.state.reserve import Reserve
 from coserve.state.thread import RegistryThread
 

@@ -14,7 +14,7 @@ from typing import BinaryIO, Final
 from coserve.core.errors import AdapterNotFound
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.lora.files.tensorfile import check_digest, open_regular
-from coserve.state.records import AdapterRecord
+from coserve.state.registry.records import AdapterRecord
 
 CHUNK: Final = 256 << 10
 

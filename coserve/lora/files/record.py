@@ -9,7 +9,7 @@ from coserve.core.names import ADAPTER_CONFIG
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.lora.files.peft import inspect_adapter
 from coserve.lora.files.tensorfile import digest_file
-from coserve.state.records import AdapterRecord
+from coserve.state.registry.records import AdapterRecord
 
 
 def record_adapter(

@@ -16,7 +16,7 @@ from coserve.core.errors import ConfigError
 from coserve.state import backup as copies
 from coserve.state.files import FileStore
 from coserve.state.folder import DataFolder
-from coserve.state.registry import Registry
+from coserve.state.registry.registry import Registry
 from coserve.state.running import RunningDaemon, announced, folder, running
 from tests.support.crash_oracle import STEPS, job_request
 from tests.support.daemon_process import DaemonProcess

@@ -21,7 +21,7 @@ from coserve.api.openai.finetuning.views import checkpoint_objects, event_object
 from coserve.api.openai.lists import list_query
 from coserve.api.service import Service
 from coserve.core.errors import InvalidRequest, NotFound
-from coserve.state.records import JobOrigin
+from coserve.state.registry.records import JobOrigin
 
 
 class FineTuningApi:

@@ -26,7 +26,7 @@ from coserve.core.schemas import EventLevel, JobEvent
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobState
 from coserve.core.types import BaseSpec
-from coserve.state.records import JobOrigin, JobRecord
+from coserve.state.registry.records import JobOrigin, JobRecord
 
 _LEVELS: dict[EventLevel, Level] = {"info": "info", "warning": "warn", "error": "error"}
 

@@ -11,7 +11,7 @@ from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec, JobState
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import AdapterDigests, AdapterRef, Wire
-from coserve.state.pace import Pace
+from coserve.state.registry.pace import Pace
 
 
 class JobOrigin(Wire, frozen=True):

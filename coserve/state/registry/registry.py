@@ -5,34 +5,22 @@ What belongs to a project that the running request's principal does not see is n
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Final, Unpack
+from typing import Unpack
 
 import msgspec
 
 from coserve.core.access.principal import idempotency_key as scoped_key
-from coserve.core.access.principal import principal
-from coserve.core.errors import AdapterBusy, JobNotFound, WrongJobState
-from coserve.core.schemas import DocumentJob, ErrorInfo, EvalResult, EventLevel, EventType, JobEvent, Sample
+from coserve.core.errors import AdapterBusy, WrongJobState
+from coserve.core.schemas import DocumentJob, ErrorInfo, EvalResult, EventLevel, EventType, Sample
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec, JobState
 from coserve.core.types import AdapterRef
-from coserve.state.access import AccessTable
-from coserve.state.adapters import AdapterTable
-from coserve.state.missing_samples import missing_notes, passed_step
-from coserve.state.pace import Pace
-from coserve.state.records import LOADED, AdapterRecord, EventFields, JobRecord
+from coserve.state.registry.access import AccessTable
+from coserve.state.registry.adapters import AdapterTable
+from coserve.state.registry.pace import Pace
+from coserve.state.registry.records import LOADED, AdapterRecord, EventFields, JobRecord
 
-__all__ = ["AdapterRecord", "JobEvent", "JobRecord", "Registry"]
-
-UNFINISHED: Final = tuple(state for state in JobState if not state.terminal)
-MAX_NOTES = 16
-"""Most notes in a job's record."""
-
-# msgpack, unlike JSON, keeps every float exactly.
 _encode = msgspec.msgpack.Encoder().encode
-_job = msgspec.msgpack.Decoder(JobRecord).decode
-_event = msgspec.msgpack.Decoder(JobEvent).decode
 
 
 class Registry(AccessTable, AdapterTable):
@@ -66,106 +54,9 @@ class Registry(AccessTable, AdapterTable):
             )
         return record
 
-    def job_with_key(self, idempotency_key: str) -> JobRecord | None:
-        """Return the job that a request with this key created, if any."""
-        key = scoped_key(idempotency_key)
-        row = self._db.execute("SELECT record FROM jobs WHERE idempotency_key = ?", (key,)).fetchone()
-        return None if row is None else _job(row[0])
-
-    def job(self, id: str) -> JobRecord:
-        """Return one job. Raises `JobNotFound`."""
-        row = self._db.execute("SELECT record, project FROM jobs WHERE id = ?", (id,)).fetchone()
-        if row is None or not principal().sees(row[1]):
-            raise JobNotFound(f"no job {id!r}", field="id")
-        return _job(row[0])
-
-    def jobs(
-        self,
-        *,
-        after: str | None = None,
-        limit: int = 100,
-        states: Collection[JobState] | None = None,
-        everyones: bool = False,
-    ) -> list[JobRecord]:
-        """Return jobs older than `after`, newest first; `everyones`: also those that the principal does not see, which
-        share the daemon's queue and limits. Raises `JobNotFound` for an unknown `after`."""
-        position = None
-        if after is not None:
-            self.job(after)
-            (position,) = self._db.execute("SELECT position FROM jobs WHERE id = ?", (after,)).fetchone()
-        only = None if everyones else principal().only
-        wanted = msgspec.json.encode(sorted(JobState if states is None else states)).decode()
-        rows = self._db.execute(
-            "SELECT record FROM jobs WHERE state IN (SELECT value FROM json_each(?)) AND (? IS NULL OR position < ?) "
-            "AND (? IS NULL OR project = ?) ORDER BY position DESC LIMIT ?",
-            (wanted, position, position, only, only, limit),
-        )
-        return [_job(row[0]) for row in rows]
-
-    def unfinished(self) -> list[JobRecord]:
-        """Return the unfinished jobs of all projects, oldest first."""
-        return self.jobs(limit=-1, states=UNFINISHED, everyones=True)[::-1]
-
     def unfinished_of(self, project: str) -> int:
         """Return the number of a project's unfinished jobs."""
         return sum(self.owner(job.spec.adapter) == project for job in self.unfinished())
-
-    def predecessor(self, job: JobRecord) -> JobRecord:
-        """Return the job whose end decides from which version the waiting `job` continues: the job it waits for. If
-        that job ended without a version while it was itself waiting, the one that it waited for decides, and so on."""
-        return self.job(self._awaited(job)[-1])
-
-    def _awaited(self, job: JobRecord) -> list[str]:
-        """Return the jobs from the one that `job` waits for back to its `predecessor`; empty for a job that does not
-        wait."""
-        found = []
-        while job.after is not None:
-            found.append(job.after)
-            job = self.job(job.after)
-            if not job.state.terminal or job.state is JobState.SUCCEEDED:
-                break
-        return found
-
-    def _save(self, record: JobRecord) -> JobRecord:
-        self._db.execute(
-            "UPDATE jobs SET state = ?, record = ? WHERE id = ?", (record.state, _encode(record), record.spec.id)
-        )
-        return record
-
-    def _append(
-        self,
-        job: str,
-        type: EventType,
-        message: str,
-        *,
-        level: EventLevel = "info",
-        **fields: Unpack[EventFields],
-    ) -> None:
-        (last,) = self._db.execute("SELECT coalesce(max(seq), 0) FROM events WHERE job = ?", (job,)).fetchone()
-        event = JobEvent(
-            seq=last + 1,
-            job=job,
-            created_at=self._clock(),
-            level=level,
-            type=type,
-            message=message,
-            **fields,
-        )
-        of_step = fields.get("sample") or fields.get("metrics")
-        self._db.execute(
-            "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
-            (job, event.seq, type, None if of_step is None else of_step.step, _encode(event)),
-        )
-
-    def _move(self, record: JobRecord, state: JobState) -> JobRecord:
-        """Return `record` in its new state, with its times. Raises `WrongJobState`."""
-        if not record.state.can_become(state):
-            raise WrongJobState(f"job {record.spec.id} is {record.state}: it cannot become {state}")
-        now = self._clock()
-        started = now if state is JobState.RUNNING and record.started_at is None else record.started_at
-        return msgspec.structs.replace(
-            record, state=state, waiting=None, started_at=started, finished_at=now if state.terminal else None
-        )
 
     def set_state(self, id: str, state: JobState, *, error: ErrorInfo | None = None, message: str = "") -> JobRecord:
         """Change a job's state and add an event. Raises `JobNotFound`, `WrongJobState`; for success see `succeed`."""
@@ -214,23 +105,6 @@ class Registry(AccessTable, AdapterTable):
             what = "job resumed" if resumed_from else "job started"
             self._log_on_commit(what, job=id, adapter=record.spec.adapter, step=resumed_from, steps=total_steps)
             return self._save(record)
-
-    def _missing_samples(self, record: JobRecord) -> tuple[str, ...]:
-        """Return the notes of the record's missing samples: see `missing_notes`."""
-        training = record.spec.training
-        step = passed_step(training, record.step)
-        if not step or len(done := self.sampled(record, step)) == len(training.sample_prompts):
-            return ()
-        rows = self._db.execute("SELECT record FROM events WHERE job = ? AND type = 'message'", (record.spec.id,))
-        return missing_notes(training, step, done, (_event(row[0]).message for row in rows))
-
-    def _metrics_until(self, id: str, step: int) -> list[StepMetrics]:
-        """Return the metrics of steps 1 to `step`. A step that ran twice, because of a crash, has its last ones."""
-        rows = self._db.execute(
-            "SELECT record FROM events WHERE job = ? AND type = 'metrics' AND step <= ? ORDER BY seq", (id, step)
-        )
-        by_step = {m.step: m for row in rows if (m := _event(row[0]).metrics) is not None}
-        return [by_step[step] for step in sorted(by_step)]
 
     def record_step(self, id: str, metrics: StepMetrics) -> JobRecord:
         """Record that one optimizer step is done. Raises `JobNotFound`."""
@@ -294,19 +168,6 @@ class Registry(AccessTable, AdapterTable):
                 samples = tuple(sorted([*others, sample], key=lambda each: each.prompt))
                 self._save(msgspec.structs.replace(record, samples=samples))
 
-    def sampled(self, record: JobRecord, step: int) -> frozenset[int]:
-        """Return the numbers of the prompts that have samples at this step."""
-        last = record.samples
-        if not last or step > last[0].step:
-            return frozenset()
-        found = list(last)
-        if step < last[0].step:  # a crash set the job back to an earlier step
-            rows = self._db.execute(
-                "SELECT record FROM events WHERE job = ? AND type = 'sample' AND step = ?", (record.spec.id, step)
-            )
-            found = [sample for row in rows if (sample := _event(row[0]).sample) is not None]
-        return frozenset(sample.prompt for sample in found)
-
     def record_waiting(self, id: str, message: str) -> JobRecord:
         """Record why a job waits: a running one for the disk, a queued one for memory or another daemon. Raises
         `JobNotFound`, `WrongJobState`."""
@@ -327,35 +188,11 @@ class Registry(AccessTable, AdapterTable):
         with self._transaction():
             self._save(self._noted(self.job(id), note))
 
-    def _noted(self, record: JobRecord, note: str) -> JobRecord:
-        """Add an event for the note, and return the record with it."""
-        self._append(record.spec.id, "message", note, level="warning")
-        if note in record.notes:
-            return record
-        return msgspec.structs.replace(record, notes=(*record.notes, note)[-MAX_NOTES:])
-
     def record_message(self, id: str, message: str, *, level: EventLevel = "info", type: EventType = "message") -> None:
         """Add an event to the job. Raises `JobNotFound`."""
         with self._transaction():
             self.job(id)
             self._append(id, type, message, level=level)
-
-    def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-        """Events after `after`, in order. Raises `JobNotFound`."""
-        self.job(id)
-        rows = self._db.execute(
-            "SELECT record FROM events WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?", (id, after, limit)
-        )
-        return [_event(row[0]) for row in rows]
-
-    def latest_events(self, id: str, *, before: int | None = None, limit: int = 100) -> list[JobEvent]:
-        """Events before number `before`, the latest first. Raises `JobNotFound`."""
-        self.job(id)
-        rows = self._db.execute(
-            "SELECT record FROM events WHERE job = ? AND (? IS NULL OR seq < ?) ORDER BY seq DESC LIMIT ?",
-            (id, before, before, limit),
-        )
-        return [_event(row[0]) for row in rows]
 
     def succeed(self, id: str, adapter: AdapterRecord) -> JobRecord:
         """Commit the job's success and its adapter in one transaction. Raises `JobNotFound`, `WrongJobState`."""

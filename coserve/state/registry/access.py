@@ -8,7 +8,7 @@ from coserve.core.access.principal import Scope
 from coserve.core.access.schemas import Quota
 from coserve.core.errors import InvalidRequest, JobNotFound, NotFound
 from coserve.core.types import Wire
-from coserve.state.database import Database
+from coserve.state.registry.database import Database
 
 
 class KeyRecord(Wire, frozen=True):

@@ -1,0 +1,182 @@
+"""The registry's jobs and their events."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final, Unpack
+
+import msgspec
+
+from coserve.core.access.principal import idempotency_key as scoped_key
+from coserve.core.access.principal import principal
+from coserve.core.errors import JobNotFound, WrongJobState
+from coserve.core.schemas import EventLevel, EventType, JobEvent
+from coserve.core.step_metrics import StepMetrics
+from coserve.core.training.jobs import JobState
+from coserve.state.registry.database import Database
+from coserve.state.registry.missing_samples import missing_notes, passed_step
+from coserve.state.registry.records import EventFields, JobRecord
+
+UNFINISHED: Final = tuple(state for state in JobState if not state.terminal)
+MAX_NOTES = 16
+"""Most notes in a job's record."""
+
+# msgpack, unlike JSON, keeps every float exactly.
+_job = msgspec.msgpack.Decoder(JobRecord).decode
+_encode = msgspec.msgpack.Encoder().encode
+_event = msgspec.msgpack.Decoder(JobEvent).decode
+
+
+class JobTable(Database):
+    """Jobs and their events: what is read of them, and the parts of which `Registry` makes its changes."""
+
+    def job_with_key(self, idempotency_key: str) -> JobRecord | None:
+        """Return the job that a request with this key created, if any."""
+        key = scoped_key(idempotency_key)
+        row = self._db.execute("SELECT record FROM jobs WHERE idempotency_key = ?", (key,)).fetchone()
+        return None if row is None else _job(row[0])
+
+    def job(self, id: str) -> JobRecord:
+        """Return one job. Raises `JobNotFound`."""
+        row = self._db.execute("SELECT record, project FROM jobs WHERE id = ?", (id,)).fetchone()
+        if row is None or not principal().sees(row[1]):
+            raise JobNotFound(f"no job {id!r}", field="id")
+        return _job(row[0])
+
+    def jobs(
+        self,
+        *,
+        after: str | None = None,
+        limit: int = 100,
+        states: Collection[JobState] | None = None,
+        everyones: bool = False,
+    ) -> list[JobRecord]:
+        """Return jobs older than `after`, newest first; `everyones`: also those that the principal does not see, which
+        share the daemon's queue and limits. Raises `JobNotFound` for an unknown `after`."""
+        position = None
+        if after is not None:
+            self.job(after)
+            (position,) = self._db.execute("SELECT position FROM jobs WHERE id = ?", (after,)).fetchone()
+        only = None if everyones else principal().only
+        wanted = msgspec.json.encode(sorted(JobState if states is None else states)).decode()
+        rows = self._db.execute(
+            "SELECT record FROM jobs WHERE state IN (SELECT value FROM json_each(?)) AND (? IS NULL OR position < ?) "
+            "AND (? IS NULL OR project = ?) ORDER BY position DESC LIMIT ?",
+            (wanted, position, position, only, only, limit),
+        )
+        return [_job(row[0]) for row in rows]
+
+    def unfinished(self) -> list[JobRecord]:
+        """Return the unfinished jobs of all projects, oldest first."""
+        return self.jobs(limit=-1, states=UNFINISHED, everyones=True)[::-1]
+
+    def predecessor(self, job: JobRecord) -> JobRecord:
+        """Return the job whose end decides from which version the waiting `job` continues: the job it waits for. If
+        that job ended without a version while it was itself waiting, the one that it waited for decides, and so on."""
+        return self.job(self._awaited(job)[-1])
+
+    def _awaited(self, job: JobRecord) -> list[str]:
+        """Return the jobs from the one that `job` waits for back to its `predecessor`; empty for a job that does not
+        wait."""
+        found = []
+        while job.after is not None:
+            found.append(job.after)
+            job = self.job(job.after)
+            if not job.state.terminal or job.state is JobState.SUCCEEDED:
+                break
+        return found
+
+    def _save(self, record: JobRecord) -> JobRecord:
+        self._db.execute(
+            "UPDATE jobs SET state = ?, record = ? WHERE id = ?", (record.state, _encode(record), record.spec.id)
+        )
+        return record
+
+    def _move(self, record: JobRecord, state: JobState) -> JobRecord:
+        """Return `record` in its new state, with its times. Raises `WrongJobState`."""
+        if not record.state.can_become(state):
+            raise WrongJobState(f"job {record.spec.id} is {record.state}: it cannot become {state}")
+        now = self._clock()
+        started = now if state is JobState.RUNNING and record.started_at is None else record.started_at
+        return msgspec.structs.replace(
+            record, state=state, waiting=None, started_at=started, finished_at=now if state.terminal else None
+        )
+
+    def _metrics_until(self, id: str, step: int) -> list[StepMetrics]:
+        """Return the metrics of steps 1 to `step`. A step that ran twice, because of a crash, has its last ones."""
+        rows = self._db.execute(
+            "SELECT record FROM events WHERE job = ? AND type = 'metrics' AND step <= ? ORDER BY seq", (id, step)
+        )
+        by_step = {m.step: m for row in rows if (m := _event(row[0]).metrics) is not None}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def sampled(self, record: JobRecord, step: int) -> frozenset[int]:
+        """Return the numbers of the prompts that have samples at this step."""
+        last = record.samples
+        if not last or step > last[0].step:
+            return frozenset()
+        found = list(last)
+        if step < last[0].step:  # a crash set the job back to an earlier step
+            rows = self._db.execute(
+                "SELECT record FROM events WHERE job = ? AND type = 'sample' AND step = ?", (record.spec.id, step)
+            )
+            found = [sample for row in rows if (sample := _event(row[0]).sample) is not None]
+        return frozenset(sample.prompt for sample in found)
+
+    def _missing_samples(self, record: JobRecord) -> tuple[str, ...]:
+        """Return the notes of the record's missing samples: see `missing_notes`."""
+        training = record.spec.training
+        step = passed_step(training, record.step)
+        if not step or len(done := self.sampled(record, step)) == len(training.sample_prompts):
+            return ()
+        rows = self._db.execute("SELECT record FROM events WHERE job = ? AND type = 'message'", (record.spec.id,))
+        return missing_notes(training, step, done, (_event(row[0]).message for row in rows))
+
+    def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
+        """Events after `after`, in order. Raises `JobNotFound`."""
+        self.job(id)
+        rows = self._db.execute(
+            "SELECT record FROM events WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?", (id, after, limit)
+        )
+        return [_event(row[0]) for row in rows]
+
+    def latest_events(self, id: str, *, before: int | None = None, limit: int = 100) -> list[JobEvent]:
+        """Events before number `before`, the latest first. Raises `JobNotFound`."""
+        self.job(id)
+        rows = self._db.execute(
+            "SELECT record FROM events WHERE job = ? AND (? IS NULL OR seq < ?) ORDER BY seq DESC LIMIT ?",
+            (id, before, before, limit),
+        )
+        return [_event(row[0]) for row in rows]
+
+    def _append(
+        self,
+        job: str,
+        type: EventType,
+        message: str,
+        *,
+        level: EventLevel = "info",
+        **fields: Unpack[EventFields],
+    ) -> None:
+        (last,) = self._db.execute("SELECT coalesce(max(seq), 0) FROM events WHERE job = ?", (job,)).fetchone()
+        event = JobEvent(
+            seq=last + 1,
+            job=job,
+            created_at=self._clock(),
+            level=level,
+            type=type,
+            message=message,
+            **fields,
+        )
+        of_step = fields.get("sample") or fields.get("metrics")
+        self._db.execute(
+            "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
+            (job, event.seq, type, None if of_step is None else of_step.step, _encode(event)),
+        )
+
+    def _noted(self, record: JobRecord, note: str) -> JobRecord:
+        """Add an event for the note, and return the record with it."""
+        self._append(record.spec.id, "message", note, level="warning")
+        if note in record.notes:
+            return record
+        return msgspec.structs.replace(record, notes=(*record.notes, note)[-MAX_NOTES:])
