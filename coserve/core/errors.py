@@ -254,6 +254,11 @@ class HelperLost(CapacityError, code="helper_lost", status=503):
     at host memory."""
 
 
+class LoraServerLost(CapacityError, code="lora_server_lost", status=503):
+    """A LoRA server ended or did not answer, and the adapter does not fit into the engine's pages. Try again once
+    `/health` shows it `ready`; raise `--kv-tokens`."""
+
+
 class RequestOutOfMemory(CapacityError, code="out_of_memory"):
     """A single request does not fit into the free GPU memory. Try again; shorten the prompt, or lower
     `--memory-fraction`."""

@@ -62,6 +62,20 @@ class RankInfo(Wire, frozen=True):
     """Commands that rank 0 has finished and this rank has not."""
 
 
+class LoraServerInfo(Wire, frozen=True):
+    """One LoRA server of an engine (`--lora-server`)."""
+
+    server: int
+    state: Literal["starting", "ready"]
+    """`starting`: at the first start, or after the loss of a server, when all are started again."""
+    starts: int
+    """Starts so far."""
+    adapters: int
+    """Adapters of which it holds pairs."""
+    bytes: int
+    """Bytes of these pairs."""
+
+
 class EngineRanks(Protocol):
     """The processes of an engine under tensor parallelism, one per rank."""
 

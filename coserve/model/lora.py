@@ -16,6 +16,7 @@ from coserve.core.names import is_end
 from coserve.core.types import LoraSettings, SiteSpec
 from coserve.kernels.attention.interface import KvShape
 from coserve.kernels.lora.dora import ScaledLora, with_scales
+from coserve.kernels.lora.experts.interface import RemoteExperts
 from coserve.kernels.lora.experts.terms import expert_lora
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
@@ -33,6 +34,8 @@ class LoraWeights:
 
     settings: LoraSettings
     sites: Mapping[str, LoraPair]
+    remote: int = -1
+    """Slot of its experts' pairs at the LoRA servers, where `sites` lacks them; -1: `sites` has all."""
 
     @cached_property
     def linear(self) -> Mapping[str, LoraPair]:
@@ -76,6 +79,8 @@ class LoraBatch:
     dropout: Dropout | None = None
     kept: KeptLora | None = None
     """Cache of prepared terms, for training batches."""
+    remote: RemoteExperts | None = None
+    """The LoRA servers that hold experts' pairs of adapters; None: there are none."""
 
     def padded(self, rows: int) -> LoraBatch:
         """Return the same batch, padded at its end to `rows` tokens with tokens of no adapter."""
@@ -251,6 +256,9 @@ class LoraSites:
             if kept is not None:
                 kept.put(batch, grouped, lora)
         lora.experts = expert_lora(batch.segments, [adapter.experts for adapter in batch.adapters], self._device)
+        if batch.remote is not None:
+            slots = [adapter.remote for adapter in batch.adapters]
+            lora.remote = batch.remote.step(batch.segments, slots, self._device)
         return ForwardContext(lora, dropout, grouped)
 
 

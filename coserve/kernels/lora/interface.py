@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coserve.core.errors import ConfigError
 from coserve.kernels.gpu.device import interpreted
-from coserve.kernels.lora.experts.interface import ExpertLora
+from coserve.kernels.lora.experts.interface import ExpertLora, RemoteTerms
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
 
@@ -32,6 +32,9 @@ class PreparedLora(ABC):
 
     experts: ExpertLora | None = None
     """Terms of experts' parameters, which are no sites of groups; None: no adapter of the step changes any."""
+
+    remote: RemoteTerms | None = None
+    """Terms of experts' parameters that LoRA servers compute; None: none of the step's."""
 
     @property
     def sums_gradients(self) -> bool:

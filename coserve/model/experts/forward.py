@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from coserve.kernels.lora.experts.interface import ExpertLora
+from coserve.kernels.lora.experts.interface import ExpertLora, RemoteTerms
 from coserve.kernels.lora.experts.rows import ExpertRows, grouped, summed
 from coserve.model.experts.shards import EXPERTS, FIRST, expert_shard, local_experts
 from coserve.model.forward_context import current
@@ -29,22 +29,52 @@ def experts_forward(
     experts, first, absent_S1 = cast(int, module.num_experts), getattr(module, FIRST, None), None
     if first is not None:
         chosen_TK = local_experts(chosen_TK, first, experts)
-    rows = ExpertRows.by_expert(chosen_TK, experts) if lora is None else lora.sorted_rows(chosen_TK, experts)
+    rows = _sorted_rows(lora, chosen_TK, experts)
     if first is not None:
         absent_S1 = _absent(rows.expert_S, experts)
-
-    def product(place: int, x_SD: Tensor) -> Tensor:
-        site = cast("tuple[str, str]", getattr(module, SITES))[place]
-        weight_EOD, bias_EO = _parameters(module, site.rpartition(".")[2])
-        y_SO = grouped(x_SD, weight_EOD, rows.ends_E)
-        if bias_EO is not None:
-            y_SO = y_SO + bias_EO[rows.expert_S.clamp(max=experts - 1)]
-        return y_SO if lora is None else lora.add(site, y_SO, x_SD, rows)
-
-    h_SI = _activation(module, product(0, _without(hidden_TD[rows.token_S], absent_S1)))
-    y_SO = _without(product(1, h_SI), absent_S1)
+    h_SI = _activation(module, _product(module, 0, _without(hidden_TD[rows.token_S], absent_S1), rows, lora))
+    y_SO = _without(_product(module, 1, h_SI, rows, lora), absent_S1)
     y_TO, shard = summed(y_SO, rows.order_S, weights_TK).to(hidden_TD.dtype), expert_shard(module)
     return y_TO if shard is None else shard.sum(y_TO)
+
+
+def remote_forward(
+    module: nn.Module,
+    lora: ExpertLora | None,
+    remote: RemoteTerms,
+    hidden_TD: Tensor,
+    chosen_TK: Tensor,
+    weights_TK: Tensor,
+) -> Tensor:
+    """Return the output (T, D) of a module that is whole, with terms that LoRA servers compute beside the base's
+    products, and those of other adapters (`lora`). Inference only."""
+    sites, tokens_N = cast("tuple[str, str]", getattr(module, SITES)), remote.tokens_N
+    rows = _sorted_rows(lora, chosen_TK, cast(int, module.num_experts))
+    row_TK = torch.empty_like(rows.order_S)
+    row_TK[rows.order_S] = torch.arange(len(row_TK), device=row_TK.device)
+    row_NK = row_TK.view(chosen_TK.shape)[tokens_N]
+    terms = remote.gate_up(sites[0], hidden_TD[tokens_N], chosen_TK[tokens_N])
+    y_SO = _product(module, 0, hidden_TD[rows.token_S], rows, lora)
+    h_SI = _activation(module, y_SO.index_add(0, row_NK.reshape(-1), terms().flatten(0, 1)))
+    terms = remote.down(sites[1], h_SI[row_NK], weights_TK[tokens_N])
+    y_SO = _product(module, 1, h_SI, rows, lora)
+    y_TO = summed(y_SO, rows.order_S, weights_TK).to(hidden_TD.dtype)
+    return y_TO.index_add(0, tokens_N, terms())
+
+
+def _sorted_rows(lora: ExpertLora | None, chosen_TK: Tensor, experts: int) -> ExpertRows:
+    return ExpertRows.by_expert(chosen_TK, experts) if lora is None else lora.sorted_rows(chosen_TK, experts)
+
+
+def _product(module: nn.Module, place: int, x_SD: Tensor, rows: ExpertRows, lora: ExpertLora | None) -> Tensor:
+    """Return the products of the rows with their experts' matrices, biases and this process's LoRA terms added.
+    `place`: 0: gate and up, 1: down."""
+    site = cast("tuple[str, str]", getattr(module, SITES))[place]
+    weight_EOD, bias_EO = _parameters(module, site.rpartition(".")[2])
+    y_SO = grouped(x_SD, weight_EOD, rows.ends_E)
+    if bias_EO is not None:
+        y_SO = y_SO + bias_EO[rows.expert_S.clamp(max=rows.experts - 1)]
+    return y_SO if lora is None else lora.add(site, y_SO, x_SD, rows)
 
 
 def _absent(expert_S: Tensor, experts: int) -> Tensor:
@@ -99,8 +129,7 @@ def _running() -> ExpertLora | None:
 def _order(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Return the order of the rows, by expert and then as the running step's LoRA terms need it, and the ends of the
     experts."""
-    lora = _running()
-    rows = ExpertRows.by_expert(chosen_TK, experts) if lora is None else lora.sorted_rows(chosen_TK, experts)
+    rows = _sorted_rows(_running(), chosen_TK, experts)
     return rows.order_S, rows.ends_E
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from coserve.core.types import SiteSpec
-from coserve.model.experts.forward import SITES, experts_forward, traced_forward
+from coserve.model.experts.forward import SITES, experts_forward, remote_forward, traced_forward
 from coserve.model.experts.parameters import has_experts, leaves, parameter_spec
 from coserve.model.experts.shards import expert_shard
 from coserve.model.forward_context import current
@@ -52,6 +52,8 @@ def _forward(module: nn.Module, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK
     experts = None if lora is None else lora.experts
     if experts is not None and not experts.changes(cast("tuple[str, str]", getattr(module, SITES))):
         experts = None
+    if lora is not None and lora.remote is not None:
+        return remote_forward(module, experts, lora.remote, hidden_TD, chosen_TK, weights_TK)
     if experts is not None or expert_shard(module) is not None:
         return experts_forward(module, experts, hidden_TD, chosen_TK, weights_TK)
     return cast(Tensor, type(module).forward(module, hidden_TD, chosen_TK, weights_TK))

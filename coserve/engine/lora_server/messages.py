@@ -1,0 +1,106 @@
+"""Messages between an engine and a LoRA server, over a socket. Activations and terms go another way: see `transport`.
+
+The socket keeps messages in order, and a server that is started again has a new one. Still each step names the start
+that it belongs to and the version of the table of adapters that it knows, as memory which both write may hold older
+messages.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from coserve.core.logs.setup import LogSettings
+from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec
+
+
+class ToServer(Struct, frozen=True, tag=True, kw_only=True):
+    """Base of the engine's messages."""
+
+
+class StartServer(ToServer, frozen=True, kw_only=True):
+    """The first message: the settings of one server."""
+
+    index: int
+    """Number among the servers of the engine."""
+    servers: int
+    start: int
+    """Number of the start of all servers, from 1."""
+    rendezvous: str
+    """Path of a file that does not exist yet, by which the processes find each other."""
+    deadline: float
+    """Seconds that a message may take."""
+    spec: BaseSpec
+    data_dir: str
+    device: str
+    step_tokens: int
+    """Most tokens of a step."""
+    threads: int
+    logs: LogSettings
+
+
+class LoadPairs(ToServer, frozen=True, kw_only=True):
+    """Read an adapter's files, and put its experts' pairs into a slot: answered by `PairsLoaded` or `PairsRefused`."""
+
+    number: int
+    """Number of this load, unique within a start."""
+    slot: int
+    ref: AdapterRef
+    digests: AdapterDigests | None
+
+
+class DropPairs(ToServer, frozen=True, kw_only=True):
+    """Empty a slot; a load into it that has not ended is void."""
+
+    slot: int
+
+
+class BeginStep(ToServer, frozen=True, kw_only=True):
+    """The adapters of a step's N tokens. Exchanges follow, two for each layer with experts."""
+
+    start: int
+    step: int
+    version: int
+    """Version of the server's table of adapters that the engine knows."""
+    bounds: tuple[int, ...]
+    slots: tuple[int, ...]
+    """Tokens `bounds[i]` to `bounds[i + 1]` are of the adapter in `slots[i]`."""
+
+
+class Exchange(ToServer, frozen=True, kw_only=True):
+    """Inputs of a parameter of experts, which the transport brings as message `number`; it takes the terms back."""
+
+    step: int
+    number: int
+    site: str
+    chosen: int
+    """K: experts chosen by each token."""
+    down: bool
+    """Whether the parameter is that of down: the inputs are (N, K, I), and weights (N, K) come with them. Otherwise
+    they are (N, D), and the numbers of the chosen experts (N, K) come with them."""
+
+
+class FromServer(Struct, frozen=True, tag=True, kw_only=True):
+    """Base of a server's messages."""
+
+
+class ServerReady(FromServer, frozen=True, kw_only=True):
+    """It is about to connect, and can load adapters then."""
+
+
+class PairsLoaded(FromServer, frozen=True, kw_only=True):
+    """The pairs are in their slot. `bytes`: 0 if the adapter changes no experts of this server's layers."""
+
+    number: int
+    bytes: int
+    version: int
+
+
+class PairsRefused(FromServer, frozen=True, kw_only=True):
+    """The pairs are not there: no memory, or unreadable files."""
+
+    number: int
+    message: str
+
+
+AnyToServer = StartServer | LoadPairs | DropPairs | BeginStep | Exchange
+AnyFromServer = ServerReady | PairsLoaded | PairsRefused

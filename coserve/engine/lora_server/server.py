@@ -1,0 +1,143 @@
+"""A LoRA server: it holds adapters' pairs of experts in some layers, and no weights of the base."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from coserve.core.errors import AdapterNotFound
+from coserve.core.link.channel import Channel
+from coserve.core.link.link import PeerLost
+from coserve.core.logs.format import log_event
+from coserve.core.logs.setup import set_up_logging
+from coserve.core.types import AdapterDigests, AdapterRef, SiteSpec
+from coserve.engine.lora_server.connect import SLOTS, connect, layers_of
+from coserve.engine.lora_server.messages import (
+    AnyFromServer,
+    AnyToServer,
+    BeginStep,
+    DropPairs,
+    Exchange,
+    LoadPairs,
+    PairsLoaded,
+    PairsRefused,
+    ServerReady,
+    StartServer,
+)
+from coserve.engine.lora_server.terms import HeldPairs, StepTerms
+from coserve.engine.lora_server.transport import TensorSpec, Transport
+from coserve.kernels.lora.types import LoraPair
+from coserve.lora.store.files import load_adapter
+from coserve.lora.store.store import READERS
+from coserve.state.folder import DataFolder
+
+log = logging.getLogger(__name__)
+
+ServerChannel = Channel[AnyFromServer, AnyToServer]
+ReadPairs = Callable[[AdapterRef, AdapterDigests | None], Mapping[str, LoraPair]]
+"""Reads an adapter's pairs of experts in the server's layers, onto its device."""
+
+
+def serve(channel: ServerChannel) -> None:
+    """Serve until the engine is gone."""
+    try:
+        message = channel.receive()
+        assert isinstance(message, StartServer), f"expected the settings first, got {message}"
+        set_up_logging(f"lora-server-{message.index}", message.logs)
+        torch.set_num_threads(message.threads)
+        sites, device = layers_of(message.spec, message.index, message.servers), torch.device(message.device)
+        pairs, read = HeldPairs(sites, SLOTS, device), partial(_read, message, sites)
+        channel.send(ServerReady())
+        server = LoraServer(channel, connect(message), pairs, read, message.start)
+        server.run(getattr(torch, message.spec.dtype))
+    except PeerLost:
+        log_event(log, "LoRA server stops")
+
+
+def _read(
+    settings: StartServer, sites: Mapping[str, SiteSpec], ref: AdapterRef, digests: AdapterDigests | None
+) -> Mapping[str, LoraPair]:
+    path = DataFolder(Path(settings.data_dir)).adapter(ref)
+    if not path.is_dir():
+        raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
+    dtype: torch.dtype = getattr(torch, settings.spec.dtype)
+    weights = load_adapter(path, settings.spec, device="cpu", dtype=dtype, digests=digests)
+    return {name: pair.to(settings.device) for name, pair in weights.experts.items() if name in sites}
+
+
+class LoraServer:
+    """Carries out an engine's messages, in order; adapters are read on threads."""
+
+    def __init__(
+        self, channel: ServerChannel, transport: Transport, pairs: HeldPairs, read: ReadPairs, start: int
+    ) -> None:
+        self._channel, self._transport, self._pairs, self._read, self._start = channel, transport, pairs, read, start
+        self._wanted: dict[int, int] = {}
+        """The last load's number by slot."""
+        self._table = threading.Lock()
+        """Held while slots change, and while a step begins."""
+        self._threads = ThreadPoolExecutor(READERS, "adapters")
+        self._step: tuple[int, int, StepTerms] | None = None
+        """Number, tokens and terms of the current step."""
+
+    @torch.no_grad()
+    def run(self, dtype: torch.dtype) -> None:
+        """Serve until the engine is gone, which raises `PeerLost`. `dtype`: of activations. Raises `LookupError` for a
+        step or an exchange that does not belong here."""
+        while True:
+            match self._channel.receive():
+                case LoadPairs() as load:
+                    self._wanted[load.slot] = load.number
+                    self._threads.submit(self._load, load)
+                case DropPairs(slot=slot):
+                    with self._table:
+                        self._wanted.pop(slot, None)
+                        self._pairs.clear(slot)
+                case BeginStep() as step:
+                    if step.start != self._start:
+                        raise LookupError(f"expected a step of start {self._start}, got one of {step.start}")
+                    with self._table:
+                        terms = self._pairs.step(step.bounds, step.slots, step.version)
+                    self._step = step.step, step.bounds[-1], terms
+                case Exchange() as exchange:
+                    self._answer(exchange, dtype)
+                case other:
+                    raise LookupError(f"expected no {type(other).__name__} now")
+
+    def _answer(self, exchange: Exchange, dtype: torch.dtype) -> None:
+        if self._step is None or self._step[0] != exchange.step:
+            raise LookupError(f"expected an exchange of the current step, got one of step {exchange.step}")
+        _, tokens, terms = self._step
+        inputs, chosen = self._pairs.sites[exchange.site].in_features, (tokens, exchange.chosen)
+        if exchange.down:
+            specs = TensorSpec((*chosen, inputs), dtype), TensorSpec(chosen, torch.float32)
+            found = terms.down(exchange.site, *self._transport.receive(exchange.number, specs))
+        else:
+            specs = TensorSpec((tokens, inputs), dtype), TensorSpec(chosen, torch.int64)
+            found = terms.gate_up(exchange.site, *self._transport.receive(exchange.number, specs))
+        self._transport.send(exchange.number, [found])
+
+    def _load(self, load: LoadPairs) -> None:
+        """Read an adapter and put it into its slot; on a thread."""
+        try:
+            pairs = self._read(load.ref, load.digests)
+            with self._table:
+                if self._wanted.get(load.slot) != load.number:
+                    raise AdapterNotFound(f"adapter {load.ref} was dropped")
+                self._pairs.clear(load.slot)
+                self._pairs.put(load.slot, pairs)
+                version = self._pairs.version
+            size = sum(matrix.nbytes for pair in pairs.values() for matrix in (pair.a_RD, pair.b_OR))
+            answer: AnyFromServer = PairsLoaded(number=load.number, bytes=size, version=version)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine computes this adapter alone
+            answer = PairsRefused(number=load.number, message=f"{type(error).__name__}: {error}"[:300])
+        try:
+            self._channel.send(answer)
+        except PeerLost:
+            log_event(log, "an adapter was loaded for an engine that is gone", adapter=str(load.ref))

@@ -1,0 +1,219 @@
+"""The LoRA servers of an engine, which are started again when they are lost, and the adapters that they hold."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from coserve.core.errors import LoraServerLost, StartupError
+from coserve.core.health import LoraServerInfo
+from coserve.core.link.link import PeerLost
+from coserve.core.logs.format import log_event
+from coserve.core.types import AdapterDigests, AdapterRef
+from coserve.engine.lora_server.connect import SLOTS
+from coserve.engine.lora_server.messages import DropPairs, LoadPairs, PairsLoaded, PairsRefused
+from coserve.engine.lora_server.running import Answered, RemoteStep, RunningServers
+from coserve.kernels.lora.segments import Segments
+
+log = logging.getLogger(__name__)
+
+PAUSES = 1.0, 30.0
+"""Seconds before the first attempt to start lost servers again, which double, and at most."""
+
+
+@dataclass
+class _Held:
+    """An adapter that servers hold, or are to hold."""
+
+    slot: int
+    digests: AdapterDigests | None
+    waiting: set[int] = field(default_factory=set)
+    """Servers that have not answered."""
+    bytes: dict[int, int] = field(default_factory=dict)
+    """Bytes of its pairs, by server."""
+    refused: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return not (self.waiting or self.refused) and any(self.bytes.values())
+
+
+class LoraServers:
+    """Implements `RemoteExperts`, and `RemotePairs` of the store. A thread of its own starts the servers; all methods
+    may be called on any thread."""
+
+    def __init__(self, count: int, start: Callable[[int, Answered], RunningServers], patience: float) -> None:
+        """`start`: starts `count` servers; its first argument is the number of the start, from 1. `patience`: seconds
+        that `load` waits for servers once the engine has read an adapter."""
+        self._count, self._start, self._patience = count, start, patience
+        self._changed, self._starts = threading.Condition(), 0
+        self._running: RunningServers | None = None
+        self._held: dict[AdapterRef, _Held] = {}
+        self._loads: dict[int, AdapterRef] = {}
+        """Loads of this start that are not answered, by number."""
+        self._numbers, self._free = itertools.count(1), list(range(SLOTS))
+        self._failure: Exception | None = None
+        self._ended = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="lora-servers", daemon=True)
+        self._keeper.start()
+
+    # ---- processes
+
+    def wait(self) -> None:
+        """Wait until the servers have started. Raises `StartupError` if they do not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._running is not None or self._failure is not None)
+        if self._failure is not None:
+            raise StartupError(f"the LoRA servers did not start: {self._failure}")
+
+    def close(self) -> None:
+        """End the servers, and wait for their ends; servers that start end with this process."""
+        self._ended.set()
+        if (running := self._running) is not None:
+            running.lose("the engine stops")
+            self._keeper.join()
+
+    def _keep(self) -> None:
+        """Start the servers, again and again."""
+        pause, longest = PAUSES
+        while not self._ended.is_set():
+            self._starts += 1
+            try:
+                running = self._start(self._starts, self._answered)
+            except (PeerLost, RuntimeError, OSError) as error:
+                log.warning("the LoRA servers did not start", exc_info=error)
+                if self._starts == 1:
+                    with self._changed:
+                        self._failure = error
+                        self._changed.notify_all()
+                    return
+            else:
+                pause = PAUSES[0]
+                self._publish(running)
+                running.wait()
+                self._forget()
+                running.end()
+                if not self._ended.is_set():
+                    log.warning("%s: all LoRA servers are started again", running.why)
+            self._ended.wait(pause)
+            pause = min(2 * pause, longest)
+
+    def _publish(self, running: RunningServers) -> None:
+        """Use these servers from now on; they get all adapters."""
+        with self._changed:
+            self._running = running
+            for ref in self._held:
+                self._ask(running, ref)
+            self._changed.notify_all()
+        log_event(log, "LoRA servers ready", servers=self._count, start=self._starts, adapters=len(self._held))
+
+    def _forget(self) -> None:
+        """Expect nothing of lost servers any more."""
+        with self._changed:
+            self._running = None
+            self._loads.clear()
+            for held in self._held.values():
+                held.waiting, held.bytes = set(range(self._count)), {}
+            self._changed.notify_all()
+
+    # ---- adapters
+
+    def load(self, ref: AdapterRef, digests: AdapterDigests | None) -> Callable[[], None]:
+        """Have the servers read an adapter's pairs, and return a function that waits until they have or are lost, and
+        not much longer than the caller's own read takes: the engine computes the adapter until they have it."""
+        with self._changed:
+            if ref not in self._held and self._free:
+                self._held[ref] = _Held(self._free.pop(), digests, set(range(self._count)))
+                if self._running is not None:
+                    self._ask(self._running, ref)
+
+        def answered() -> bool:
+            held, running = self._held.get(ref), self._running
+            return held is None or not held.waiting or running is None or running.lost
+
+        def wait() -> None:
+            with self._changed:
+                self._changed.wait_for(answered, self._patience)
+
+        return wait
+
+    def dropped(self, ref: AdapterRef) -> None:
+        """Have the servers drop an adapter, if they have it. No later step may use it."""
+        with self._changed:
+            held = self._held.pop(ref, None)
+            if held is None:
+                return
+            self._free.append(held.slot)
+            if self._running is not None:
+                for index in range(self._count):
+                    self._running.send(index, DropPairs(slot=held.slot))
+            self._changed.notify_all()
+
+    def slot(self, ref: AdapterRef) -> int:
+        """Return the slot in which all servers hold the adapter's pairs now; -1: they do not."""
+        held, running = self._held.get(ref), self._running
+        return held.slot if held is not None and held.ready and running is not None and not running.lost else -1
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """Notes on lost servers, and on adapters that they could not take."""
+        with self._changed:
+            refused = [f"{ref}: {held.refused}" for ref, held in self._held.items() if held.refused]
+        notes = [f"LoRA servers do not hold {len(refused)} adapters, such as {refused[0]}"] if refused else []
+        if self._running is None and self._starts > 1:
+            notes.append("the LoRA servers are started again; until then the engine computes experts' adapters itself")
+        return tuple(notes)
+
+    def states(self) -> tuple[LoraServerInfo, ...]:
+        """The state of each server."""
+        running = self._running
+        up = running is not None and not running.lost
+        with self._changed:
+            return tuple(
+                LoraServerInfo(
+                    server=index,
+                    state="ready" if up else "starting",
+                    starts=self._starts,
+                    adapters=sum(bool(held.bytes.get(index)) for held in self._held.values()),
+                    bytes=sum(held.bytes.get(index, 0) for held in self._held.values()),
+                )
+                for index in range(self._count)
+            )
+
+    def _ask(self, running: RunningServers, ref: AdapterRef) -> None:
+        held, number = self._held[ref], next(self._numbers)
+        held.waiting, held.bytes, held.refused = set(range(self._count)), {}, ""
+        self._loads[number] = ref
+        for index in range(self._count):
+            running.send(index, LoadPairs(number=number, slot=held.slot, ref=ref, digests=held.digests))
+
+    def _answered(self, index: int, message: PairsLoaded | PairsRefused) -> None:
+        with self._changed:
+            ref = self._loads.get(message.number)
+            held = None if ref is None else self._held.get(ref)
+            if held is None:
+                return
+            held.waiting.discard(index)
+            if isinstance(message, PairsLoaded):
+                held.bytes[index] = message.bytes
+            else:
+                held.refused = message.message
+            if not held.waiting:
+                del self._loads[message.number]
+            self._changed.notify_all()
+
+    # ---- steps
+
+    def step(self, segments: Segments, slots: Sequence[int], device: torch.device) -> RemoteStep | None:
+        """See `RemoteExperts`."""
+        running = self._running
+        if running is not None:
+            return running.step(segments, slots, device)
+        if any(slot >= 0 for slot in slots):
+            raise LoraServerLost("the LoRA servers are started again")
+        return None

@@ -1,0 +1,79 @@
+"""Transports of activations and terms between an engine and its LoRA servers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TAGS = 1 << 20
+"""Numbers of messages after which tags repeat."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that is to arrive."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Transport(Protocol):
+    """One end of a connection. Both ends know number, shapes and dtypes of a message before it is received: these go
+    over the socket."""
+
+    def send(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """Send a message without waiting. Raises `RuntimeError` if the peer is gone."""
+        ...
+
+    def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        """Receive the message of this number. Raises `RuntimeError` if the peer is gone, or does not send in time."""
+        ...
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if something that was received since the last check did not arrive."""
+        ...
+
+
+class GlooTransport:
+    """Implements `Transport` for CPU tensors, by gloo's messages, whose tag is the message's number."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, deadline: float) -> None:
+        """`deadline`: seconds that a message may take."""
+        self._group, self._peer, self._deadline = group, peer, timedelta(seconds=deadline)
+        self._sent = deque[tuple[dist.Work, Tensor]]()
+        """Messages that may still be on their way."""
+
+    def send(self, number: int, tensors: Sequence[Tensor]) -> None:
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        for place, tensor in enumerate(tensors):
+            own = tensor.contiguous()
+            self._sent.append((self._group.send([own], self._peer, _tag(number, place)), own))
+
+    def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        found = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+        for place, tensor in enumerate(found):
+            self._group.recv([tensor], self._peer, _tag(number, place)).wait(self._deadline)
+        return found
+
+    def check(self) -> None:
+        """See `Transport`: `receive` has raised."""
+
+
+def _tag(number: int, place: int) -> int:
+    return 2 * (number % TAGS) + place
+
+
+def gloo_group(path: str, rank: int, size: int, seconds: float) -> dist.ProcessGroup:
+    """Join a group of processes. `path`: of a file that the first one makes; `seconds`: in which all are to come.
+    Raises `RuntimeError`."""
+    store = dist.FileStore(path, size)  # type: ignore[attr-defined]
+    gloo: object = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+    return cast("dist.ProcessGroup", gloo)  # it has the same methods
