@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -17,8 +16,9 @@ from typing import get_args, get_type_hints
 
 from coserve.core.errors import ConfigError
 from coserve.core.logs.setup import LogSettings
-from coserve.core.options import grouped, option, parse_setting, read_settings, setting_path
+from coserve.core.options import Bounds, check_options, grouped, option
 from coserve.core.processes import usable_cores
+from coserve.core.setting_sources import find_settings
 from coserve.queues.policies.choice import POLICIES, policy_class
 from coserve.queues.policy import NamedPolicy
 
@@ -37,15 +37,6 @@ SECTIONS = {
 
 MIN_SECRET = 16
 """Minimum characters of an API key. A random key of 16 characters cannot be guessed over a network."""
-MIN_READ_TIMEOUT, MAX_READ_TIMEOUT = 0.1, 86400.0
-"""Limits of the read timeout in seconds. A shorter one would close connections of normal clients; a socket takes no
-deadline beyond 24 days."""
-AT_LEAST_ONE = (
-    *("inference_batch_size", "ts_n", "page_tokens", "max_running", "step_tokens", "threads", "kv_tokens", "max_queue"),
-    *("max_jobs", "max_active_jobs", "host_adapter_bytes", "pinned_memory_bytes"),
-    *("max_sessions", "micro_batch_rows", "keep_checkpoints", "tokenizer_workers", "max_connections", "max_body_bytes"),
-)
-"""Whole numbers that must not be 0."""
 GPU_TARGETS = 1.0, 0.05
 CPU_TARGETS = 2.0, 0.2
 """Default TTFT and TPOT targets of interactive requests in seconds: on a GPU, and on a CPU."""
@@ -63,7 +54,7 @@ class Config:
     )
     data_dir: Path = option(Path("coserve-data"), "folder of the registry, the adapters and the checkpoints")
     host: str = option("127.0.0.1", "address to bind; anything but loopback needs --api-key")
-    port: int = option(8000, "TCP port; 0 takes a free one")
+    port: int = option(8000, "TCP port; 0 takes a free one", bounds=Bounds(0, 65535))
     api_key: str | None = option(
         None, "require 'Authorization: Bearer KEY' on every route but /health and /health/ready; at least 16 characters"
     )
@@ -156,6 +147,7 @@ class Config:
         "'slack' and 'overlap': share of answers whose mean time per token is to be kept, above 0 and at most 0.9999; "
         "more means fewer late tokens and less "
         "training. A single step may be slower than planned eight times as often: the next ones take it back",
+        bounds=Bounds(0, 0.9999, open=(True, False)),
     )
     shed: str = option(
         "explicit",
@@ -172,6 +164,7 @@ class Config:
         "'slack' and 'overlap': share, from 0 to 1, that training may use of the time that requests' targets leave; "
         "less means faster answers and "
         "less training",
+        bounds=Bounds(0, 1),
     )
     train_patience: float = option(
         1.0,
@@ -183,6 +176,7 @@ class Config:
         "'slack' and 'overlap': share of the time, from 0 to 0.5, that training has at least, though tokens come late "
         "for it; 0: only what train_patience "
         "gives",
+        bounds=Bounds(0, 0.5),
     )
     overlap_steps: str = option(
         "beside",
@@ -196,6 +190,7 @@ class Config:
         "'spatial': share, between 0 and 1, of the GPU's multiprocessors that training has, rounded up to what the GPU "
         "allows (multiples "
         "of 8 on an H100 or H200); generation has the others",
+        bounds=Bounds(0, 1, open=(True, True)),
     )
 
     kv_tokens: int | None = option(
@@ -203,7 +198,11 @@ class Config:
         "tokens the page pool holds, which adapters in use share (one that leaves no page is refused); default: what "
         "the memory plan leaves on a GPU, 16384 on CPU",
     )
-    memory_fraction: float = option(0.9, "share of the GPU's memory that the engine may take, if kv_tokens is not set")
+    memory_fraction: float = option(
+        0.9,
+        "share of the GPU's memory that the engine may take, if kv_tokens is not set",
+        bounds=Bounds(0, 1, open=(True, False)),
+    )
     page_tokens: int = option(16, "tokens of one page")
     max_running: int = option(256, "most requests that run at once, in one batch; others wait")
     step_tokens: int | None = option(
@@ -238,7 +237,11 @@ class Config:
         "pinned host memory for the state of jobs on a GPU: copies for checkpoints, and paged moments; in bytes; "
         "default: half of the memory that the daemon may use",
     )
-    micro_batch_tokens: int = option(2048, "most tokens of one training forward, of one job or of several together")
+    micro_batch_tokens: int = option(
+        2048,
+        "most tokens of one training forward, of one job or of several together",
+        bounds=Bounds(2),  # a row has at least a token and the next one to predict
+    )
     micro_batch_rows: int | None = option(
         None, "most rows of one training forward; default: as many as micro_batch_tokens holds"
     )
@@ -283,6 +286,7 @@ class Config:
         30.0,
         "deadline in seconds, 0.1 to 86400: for a request's headers, between parts of its body, and for a reader to "
         "take more of an answer",
+        bounds=Bounds(0.1, 86400),  # less would close normal clients' connections; a socket takes at most 24 days
     )
 
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
@@ -291,44 +295,15 @@ class Config:
     config: Path | None = option(None, "TOML file with these settings")
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value, choices = getattr(self, f.name), f.metadata["choices"]
-            for given in value if isinstance(value, tuple) else (value,):
-                if choices and given not in choices:
-                    raise ConfigError(f"{f.name}: expected one of {', '.join(choices)}, got {given!r}")
-        for name in AT_LEAST_ONE:
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.micro_batch_tokens < 2:  # a row has at least a token and the next one to predict
-            raise ConfigError(f"micro_batch_tokens: expected at least 2, got {self.micro_batch_tokens}")
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{f.name}: expected a finite number of at least 0, got {value}")
+        check_options(self)
         if self.tp not in (1, 2, 4, 8):
             raise ConfigError(f"tp: expected 1, 2, 4 or 8, got {self.tp}")
         if self.ep not in (1, self.tp):
             raise ConfigError(f"ep: expected 1, or the number of tp, {self.tp}; got {self.ep}")
         if self.tp > 1 and self.quantization != "none":
             raise ConfigError(f"tp: expected 1 with quantization {self.quantization!r}, got {self.tp}")
-        if not MIN_READ_TIMEOUT <= self.read_timeout <= MAX_READ_TIMEOUT:
-            raise ConfigError(
-                f"read_timeout: expected {MIN_READ_TIMEOUT} to {MAX_READ_TIMEOUT:.0f}, got {self.read_timeout}"
-            )
-        if self.train_weight > 1:
-            raise ConfigError(f"train_weight: expected 0 to 1, got {self.train_weight}")
-        if self.train_floor > 0.5:
-            raise ConfigError(f"train_floor: expected 0 to 0.5, got {self.train_floor}")
-        if not 0 < self.slo_attainment <= 0.9999:
-            raise ConfigError(f"slo_attainment: expected above 0 and at most 0.9999, got {self.slo_attainment}")
-        if not 0 < self.training_sm_share < 1:
-            raise ConfigError(f"training_sm_share: expected above 0 and below 1, got {self.training_sm_share}")
         if self.trains_concurrently and self.tp > 1:
             raise ConfigError(f"tp: expected 1 with policy {self.policy!r}, which shares one GPU, got {self.tp}")
-        if not 0 < self.memory_fraction <= 1:
-            raise ConfigError(f"memory_fraction: expected above 0 and at most 1, got {self.memory_fraction}")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port: expected 0 to 65535, got {self.port}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert: expected both tls_cert and tls_key, got one")
         if self.api_key is not None:
@@ -405,32 +380,14 @@ def load_config(given: Mapping[str, object], environ: Mapping[str, str] = os.env
 
     Raise `ConfigError` for an unknown key or a value of the wrong type.
     """
-    names = {f.name for f in dataclasses.fields(Config)}
-    settings: dict[str, object] = {}
-    path = given.get("config", environ.get("COSERVE_CONFIG"))
-    if path is not None:
-        settings |= read_settings(Config, setting_path(str(path), "config"))
-    for name in names:
-        text = environ.get(f"COSERVE_{name.upper()}")
-        # Kubernetes injects COSERVE_PORT=tcp://... for a Service called coserve.
-        if text is not None and not (name == "port" and text.startswith("tcp://")):
-            settings[name] = parse_setting(Config, name, text)
-    settings |= given
+    settings = {name: value for name, (value, _) in find_settings(Config, given, environ).items()}
     return Config(**settings)  # type: ignore[arg-type]  # names and types were checked above
 
 
 def setting_sources(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return where `load_config` takes each setting from: command line, name of a variable, file, or default."""
-    names = {f.name for f in dataclasses.fields(Config)}
-    sources = dict.fromkeys(names, "default")
-    path = given.get("config", environ.get("COSERVE_CONFIG"))
-    if path is not None:
-        sources |= dict.fromkeys(read_settings(Config, setting_path(str(path), "config")), str(path))
-    for name in names:
-        variable = f"COSERVE_{name.upper()}"
-        if variable in environ and not (name == "port" and environ[variable].startswith("tcp://")):
-            sources[name] = variable
-    return sources | dict.fromkeys(given, "command line")
+    defaults = {f.name: "default" for f in dataclasses.fields(Config)}
+    return defaults | {name: source for name, (_, source) in find_settings(Config, given, environ).items()}
 
 
 def config_to_json(config: Config) -> bytes:

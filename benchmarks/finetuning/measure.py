@@ -66,7 +66,7 @@ from benchmarks.finetuning.report import FILE, publish
 from benchmarks.finetuning.with_peft import PeftSide
 from coserve.config import Config
 from coserve.core.errors import ConfigError, JobOutOfMemory
-from coserve.core.options import parse_setting
+from coserve.core.setting_sources import parse_setting
 from coserve.model.base import Base
 
 SLOWDOWN = Target(0.03, most=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coserve.core.options import parse_setting
+from coserve.core.setting_sources import parse_setting
 from coserve.workloads.presets import PRESETS
 from coserve.workloads.scenario import Scenario, TraceFormat, make_scenario
 from coserve.workloads.unused import all_rules, unused_settings
