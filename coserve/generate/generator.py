@@ -346,7 +346,7 @@ class Generator:
         """End a request whose step raised. Raises `EngineFault` if its pages cannot be freed."""
         try:
             if self._runs(request):  # otherwise it ended in the step, and its last message is lost
-                self.scheduler.disown(request)
+                self.scheduler.active.disown(request)
                 self._end(request)
         except Exception as broken:
             raise EngineFault("the pages of a request that failed cannot be freed") from broken
@@ -419,7 +419,7 @@ class Generator:
 
     def _fail(self, request: Request, reason: NoToken) -> RequestFailed:
         if reason is NoToken.NOT_FINITE:
-            self.scheduler.disown(request)
+            self.scheduler.active.disown(request)
         self._end(request)
         error = no_token_error(request, reason)
         return RequestFailed(id=request.id, code=error.code, message=error.message)

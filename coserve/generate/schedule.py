@@ -7,7 +7,6 @@ recomputation (vLLM, SOSP '23 §4.5), except for tokens found in the prefix cach
 from __future__ import annotations
 
 import logging
-from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from sys import maxsize
@@ -15,7 +14,8 @@ from sys import maxsize
 from coserve.core.errors import InvalidRequest
 from coserve.core.grammar import Grammar
 from coserve.core.link.generation import RequestFailed, Tokens
-from coserve.generate.line import Line, number_of
+from coserve.generate.active import LOADED_BYTES, ActiveRequests
+from coserve.generate.line import Line
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Plan, Room, Share, step_shape
 from coserve.generate.sources import AdapterSource, PageSource, SlotSource
@@ -31,9 +31,6 @@ again later); more --kv-tokens or less --max-running make them rarer"""
 
 SCORED_TOKENS = 512
 """Most tokens of a step in prompts that are scored: each of them keeps its logits, not only the last."""
-
-LOADED_BYTES = 256 << 20
-"""Bytes of adapters copied in a step after which no further one is loaded: some ms, which running sequences wait."""
 
 FEW = 8
 """Most requests of the batch that wait for pages while pages are short. Others stay in the queue, where fairness
@@ -51,11 +48,7 @@ class Scheduler:
     Afterwards it takes pages one at a time. When the pool is empty, the latest active request is preempted and waits
     for pages again, ahead of later requests. A request whose adapter is in no page may be passed, for a bounded time:
     see `Line`. All requests end: the earliest is never preempted, every request fits the pool with its adapter, and
-    after the bounded time none overtakes the first that waits for pages. Only active requests pin adapters in pages;
-    when none is active, all pages are free.
-
-    A full page whose tokens are computed goes into the prefix cache, also after its request ended or was preempted.
-    Cached pages that no request holds count as free.
+    after the bounded time none overtakes the first that waits for pages.
     """
 
     def __init__(
@@ -86,43 +79,38 @@ class Scheduler:
         """`requests` holds all requests that have not ended, in any state."""
         self.budget = StepBudget(step_tokens)
         self.lengths = OutputLengths() if lengths is None else lengths
-        self._pages, self._adapters = pages, adapters
-        self._prepare, self._failed, self._precede = prepare, failed, precede
-        self._states, self._compiled = states, compiled
-        self._max_running, self._scored_tokens, self._loaded_bytes = max_running, scored_tokens, loaded_bytes
+        self._adapters, self._prepare, self._failed, self._compiled = adapters, prepare, failed, compiled
+        self._max_running, self._scored_tokens, self._recurrent = max_running, scored_tokens, states is not None
         # At most a step's tokens: then every decode is in every step, and a prompt under way always advances.
         self._max_active = min(max_running, step_tokens)
         self.loading: list[Request] = []
         """Requests whose adapters are being read, or whose grammars are being compiled."""
         self._line = Line(adapters)
-        self._active: list[Request] = []
+        self.active = ActiveRequests(
+            pages,
+            adapters,
+            states,
+            lengths=self.lengths,
+            loaded_bytes=loaded_bytes,
+            failed=failed,
+            precede=precede,
+        )
         self._entered = 0
         self._plan: Plan | None = None
         """The last plan; None after a change."""
-        self._outgrown: set[int] = set()
-        """Numbers of the requests waiting for pages that were expected to outgrow the pool with the active ones, none
-        of which has ended since."""
-        self._lacks_pages = False
-        """Whether the last request that could have become active found too few pages."""
         self._few = self._max_active
         """Most requests that may wait for pages: `FEW` while pages are short, doubled by each step that leaves none
         waiting."""
-        self._loaded = 0
-        """Bytes of adapters loaded for the step being committed."""
         self.preemptions = 0
-        self.prefix_queries = 0
-        """Tokens of the requests that looked up the prefix cache, each counted when it first became active."""
-        self.prefix_hits = 0
-        """Tokens among them that were found."""
 
     def __len__(self) -> int:
         """Requests in the batch."""
-        return len(self._line) + len(self._active)
+        return len(self._line) + len(self.active)
 
     @property
     def started(self) -> int:
         """Requests in the batch that have been computed in some step."""
-        return sum(request.started for request in chain(self._active, self._line))
+        return sum(request.started for request in chain(self.active, self._line))
 
     @property
     def places(self) -> int:
@@ -178,19 +166,15 @@ class Scheduler:
             if request.adapter is not None and request.awaits_adapter:
                 self._adapters.waited(request.adapter)
         else:
-            (self._active if request.pages else self._line).remove(request)
-            self._release(request)
-            self._outgrown.clear()
+            if request.pages:
+                self.active.leave(request)
+            else:
+                self._line.remove(request)
+            self.active.one_ended()
             if request.generated:
                 self.lengths.ended(request.generated, cut=request.generated >= request.max_tokens)
         request.state, self._plan = State.ENDED, None
         del self.requests[request.id]
-
-    def disown(self, request: Request) -> None:
-        """Remove the request's pages from the prefix cache."""
-        for page in request.pages:
-            self._pages.unlabel(page)
-        request.keys = None
 
     def changed(self) -> None:
         """Drop the cached plan: tokens of active requests were computed, or undone."""
@@ -250,9 +234,9 @@ class Scheduler:
         """Plan the next step, of at most `budget` tokens: decodes, then prompts under way, then new ones. At most
         `scored_tokens` belong to prompts that are scored. If the budget has less than a token for each active request,
         the latest are left out."""
-        blocked = not self._active and self._line.reads
+        blocked = not self.active and self._line.reads
         if self._plan is None or self._plan.blocked != blocked:  # an adapter was evicted, or read again
-            active, waiting = self._active[: self.budget.tokens], self.queue.waiting(self.headroom)
+            active, waiting = self.active.first(self.budget.tokens), self.queue.waiting(self.headroom)
             pending = [(request, request.pending) for request in active]
             shares = [Share(request, 1) for request, tokens in pending if tokens == 1]
             left = self.budget.tokens - len(shares)
@@ -269,7 +253,7 @@ class Scheduler:
                 first_arrival=self.queue.first_arrival,
                 step_tokens=self.budget.tokens,
                 blocked=blocked,
-                deadlines=Deadlines(chain(self._active, self._line), self.budget.tokens),
+                deadlines=Deadlines(chain(self.active, self._line), self.budget.tokens),
                 admitting_nobody=nobody,
                 admitting_all=step_shape(with_new, self._adapters.size) if waiting else nobody,
             )
@@ -282,11 +266,9 @@ class Scheduler:
         for request in self.queue.pop(len(plan.waiting) if admit is None else admit):
             self._leave_queue(request)
         self._plan = None
-        while len(self._active) > self.budget.tokens:
-            self._preempt(self._active[-1])
-        for request in self._active:
-            self._label(request)
-        self._loaded = 0
+        while len(self.active) > self.budget.tokens:
+            self._preempt(self.active.latest)
+        self.active.begin_step()
         before = self.preemptions
         shares = [share for share in plan.shares if self._grow(share.request)]
         if self._line and self.preemptions == before:
@@ -295,7 +277,7 @@ class Scheduler:
             for share in shares:
                 room.take(share)
             shares += self._admit(room, now)
-        if self._line and self._lacks_pages:
+        if self._line and self.active.lacks_pages:
             self._few = FEW
         elif not self._line:
             self._few = min(2 * self._few, self._max_active)
@@ -308,40 +290,33 @@ class Scheduler:
             request.state = State.LOADING
             self.loading.append(request)
 
-    def _grow(self, request: Request) -> bool:
-        """Allocate a page for the next token if needed, preempting the latest requests; False if this one was
-        preempted."""
-        if not request.pages:
-            return False
-        need = self._pages.pages_for(len(request.tokens) + request.in_flight) - len(request.pages)
-        if not need:
-            return True
-        while (pages := self._pages.allocate(need)) is None:
-            victim = self._active[-1]
-            assert victim is not request or len(self._active) > 1, "a sequence alone does not fit the pool"
-            self._preempt(victim)
-            if victim is request:
-                return False
-        request.pages.extend(pages)
-        return True
-
     def recompute(self, requests: Iterable[Request]) -> None:
         """Compute these requests' tokens again from the first if the base has recurrent states: a step that did not
         finish may have advanced them."""
-        if self._states is not None:
+        if self._recurrent:
             for request in requests:
                 if request.pages:
                     self._put_back(request)
 
+    def _grow(self, request: Request) -> bool:
+        """Allocate a page for the next token if needed, preempting the latest requests; False if this one was
+        preempted."""
+        while request.pages:
+            if self.active.grow(request):
+                return True
+            victim = self.active.latest
+            assert victim is not request or len(self.active) > 1, "a sequence alone does not fit the pool"
+            self._preempt(victim)
+        return False
+
     def _put_back(self, request: Request) -> None:
-        self._active.remove(request)
-        self._release(request)
+        self.active.leave(request)
         self._stand_in_line(request)
 
     def _preempt(self, request: Request) -> None:
         self._put_back(request)
         self.preemptions += 1
-        self._lacks_pages = True
+        self.active.lacks_pages = True
         if str(self.preemptions).rstrip("0") == "1":
             log.warning(PREEMPTED, self.preemptions)
 
@@ -353,98 +328,9 @@ class Scheduler:
         """Activate requests that wait for pages, in the line's order, while there are places, tokens and pages."""
         shares = list[Share]()
         for request in self._line.in_turn(now):
-            if len(self._active) >= min(self._max_active, self.budget.tokens) or room.for_prompt(request) <= 0:
+            if len(self.active) >= min(self._max_active, self.budget.tokens) or room.for_prompt(request) <= 0:
                 break
-            if self._become_active(request):
+            if self.active.enter(request):
+                self._line.remove(request)
                 shares.append(room.take(Share(request, room.for_prompt(request))))
         return shares
-
-    def _become_active(self, request: Request) -> bool:
-        """Activate the request if there are enough pages, also for later; return whether."""
-        if request.number in self._outgrown:
-            return False
-        found = self._find(request)
-        others = self._pages.pages_for(len(request.tokens)) - len(found)
-        if not self._activate(request, found, others):
-            self._pages.free(found)
-            return False
-        pages = self._pages.allocate(others)
-        assert pages is not None, "fewer pages are free than were counted"
-        self._line.remove(request)
-        request.pages = found + pages
-        if self._states is not None:
-            slot = self._states.allocate()
-            assert slot is not None, "expected a slot for each active request"
-            request.slot = slot
-        request.labelled = request.shared = len(found)
-        request.computed = len(found) * self._pages.page_tokens
-        if request.keys is not None and not (request.scores_prompt or request.started):
-            self.prefix_queries += len(request.tokens)
-            self.prefix_hits += request.computed
-        if request.prefix > request.computed:
-            self._precede(request, request.computed)
-            request.computed = request.prefix
-            self._label(request)
-        insort(self._active, request, key=number_of)
-        return True
-
-    def _activate(self, request: Request, found: list[int], others: int) -> bool:
-        """Load the request's adapter if there is room for it and for `others` further pages; return whether. The pages
-        in `found` may be renumbered."""
-        ref = request.paged_adapter
-        if ref is not None and (error := self._adapters.failure(ref)) is not None:
-            self._failed(request, error)
-            return False
-        # Checked first: an adapter loaded in vain would evict others, again at every step.
-        if self._loaded >= self._loaded_bytes and ref is not None and self._adapters.to_copy(ref):
-            return False
-        free = self._pages.free_pages - others - (0 if ref is None else self._adapters.needs(ref))
-        lengths, size = self.lengths, self._pages.page_tokens
-        if free >= 0 and self._active and not lengths.fit(self._active, request, others, free, size):
-            self._outgrown.add(request.number)
-        self._lacks_pages = free < 0 or request.number in self._outgrown
-        if self._lacks_pages:
-            if ref is not None:
-                self._adapters.lacks_pages(ref)
-            return False
-        if ref is None:
-            return True
-        self._loaded += self._adapters.to_copy(ref)
-        # An error here is not contained: pages may have moved without the requests' page tables being updated.
-        activated = self._adapters.activate(ref)
-        if activated is None:
-            return False
-        request.holds_adapter = True
-        if activated.moved:
-            for pages in (found, *(other.pages for other in self._active)):
-                pages[:] = [activated.moved.get(page, page) for page in pages]
-        return True
-
-    def _find(self, request: Request) -> list[int]:
-        """Look up the prefix cache for its cartridge, and unless its prompt is scored, all tokens but the last."""
-        if request.keys is None:
-            return []
-        full = (request.prefix if request.scores_prompt else len(request.tokens) - 1) // self._pages.page_tokens
-        return self._pages.find(request.keys.first(full, request.tokens))
-
-    def _label(self, request: Request) -> None:
-        """Publish the full pages in the prefix cache."""
-        full = min(request.computed, len(request.tokens)) // self._pages.page_tokens
-        if request.keys is None or full <= request.labelled:
-            return
-        keys = request.keys.first(full, request.tokens)
-        for page in range(request.labelled, full):
-            self._pages.label(request.pages[page], keys[page])
-        request.labelled = full
-
-    def _release(self, request: Request) -> None:
-        self._label(request)
-        self._pages.free(request.pages)
-        if request.adapter is not None and request.holds_adapter:
-            self._adapters.deactivate(request.adapter)
-        request.holds_adapter = False
-        if self._states is not None and request.pages:
-            self._states.free(request.slot)
-            request.slot = -1
-        request.pages = []
-        request.computed = request.labelled = 0

@@ -76,8 +76,8 @@ def test_a_step_that_raises_ends_its_requests_alone(place: str, monkeypatch: pyt
         assert message.code == "internal_error" and "/some" not in message.message
     assert generator.running == 0 and generator.pages_used == 0
     assert finish(generator, "after") == expected
-    hits = generator.scheduler.prefix_hits
-    assert finish(generator, "again") == expected and generator.scheduler.prefix_hits > hits
+    hits = generator.scheduler.active.prefix_hits
+    assert finish(generator, "again") == expected and generator.scheduler.active.prefix_hits > hits
 
 
 def test_pages_that_cannot_be_given_back_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

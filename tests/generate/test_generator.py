@@ -334,9 +334,9 @@ def test_the_error_names_whose_logits_are_not_finite_and_nobody_finds_the_pages(
     assert ("loud@3" if ref else "the base") in failed.message
     assert gen.pages_used == 0
     collect(gen, [request("again", prompt(70), GREEDY, ref)])
-    assert gen.scheduler.prefix_hits == 0
+    assert gen.scheduler.active.prefix_hits == 0
     collect(gen, [request("good pages stay", prompt(70), GREEDY, ref)])
-    assert gen.scheduler.prefix_hits > 0
+    assert gen.scheduler.active.prefix_hits > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

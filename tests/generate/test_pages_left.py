@@ -263,7 +263,7 @@ def test_ten_thousand_requests_with_cancels_leave_no_page_behind() -> None:
     memory.pool.check_integrity()
     assert memory.pool.cached > PAGES // 2
     assert scheduler.preemptions > 100
-    assert scheduler.prefix_queries > scheduler.prefix_hits > scheduler.prefix_queries // 8
+    assert scheduler.active.prefix_queries > scheduler.active.prefix_hits > scheduler.active.prefix_queries // 8
     assert traffic.cancelled > 500
     assert memory.entered > 5000
     assert memory.moved > 1000, "pages were in adapters' ways"

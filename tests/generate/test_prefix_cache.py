@@ -112,7 +112,7 @@ def test_a_hit_changes_no_bit(family: str) -> None:
     others += [request(f"{ref} whole", shared[:44], ref) for ref in adapters]
     plain = make(base, cached=False)
     expected = {one.id: run(plain, one)[one.id] for one in (*firsts, *others)}
-    assert (plain.scheduler.prefix_queries, plain.scheduler.prefix_hits) == (0, 0)
+    assert (plain.scheduler.active.prefix_queries, plain.scheduler.active.prefix_hits) == (0, 0)
     hits = shared_with_first([*firsts, *others])
     assert hits == 2 * (44 + 40 + 32 + 0 + 40)
     for gen, together in ((make(base), False), (make(base), True), (make(base, step_tokens=13), True)):
@@ -120,8 +120,8 @@ def test_a_hit_changes_no_bit(family: str) -> None:
         for some in [others] if together else [[one] for one in others]:
             got |= run(gen, *some)
         assert got == expected
-        assert gen.scheduler.prefix_hits == hits
-        assert gen.scheduler.prefix_queries == sum(len(one.prompt) for one in (*firsts, *others))
+        assert gen.scheduler.active.prefix_hits == hits
+        assert gen.scheduler.active.prefix_queries == sum(len(one.prompt) for one in (*firsts, *others))
 
 
 class RecordingExecutor(EagerExecutor):
@@ -159,10 +159,10 @@ def test_nobody_hits_the_pages_of_another_version_adapter_or_salt() -> None:
     gen = make(base)
     for one in requests:
         assert run(gen, one)[one.id] == expected[one.id]
-        assert gen.scheduler.prefix_hits == 0, one.id
+        assert gen.scheduler.active.prefix_hits == 0, one.id
     for i, one in enumerate(requests):
         assert run(gen, one)[one.id] == expected[one.id]
-        assert gen.scheduler.prefix_hits == 40 * (i + 1)
+        assert gen.scheduler.active.prefix_hits == 40 * (i + 1)
 
 
 def test_an_answer_is_found_when_it_comes_back_as_part_of_a_prompt() -> None:
@@ -171,7 +171,7 @@ def test_an_answer_is_found_when_it_comes_back_as_part_of_a_prompt() -> None:
     follow_up = request("next", text(10) + tuple(tokens) + text(4, 9))
     expected = run(make(llama(), cached=False), follow_up)
     assert run(gen, follow_up) == expected
-    assert gen.scheduler.prefix_hits == 40, "the last token of an answer is never computed, all before it are"
+    assert gen.scheduler.active.prefix_hits == 40, "the last token of an answer is never computed, all before it are"
 
 
 def test_those_that_run_side_by_side_hold_shared_pages_once() -> None:
@@ -196,7 +196,7 @@ def test_what_is_not_computed_yet_is_not_shared() -> None:
     gen.cancel("early")
     assert gen.pages_used == 0
     assert run(gen, late) == expected
-    assert gen.scheduler.prefix_hits == 8
+    assert gen.scheduler.active.prefix_hits == 8
 
 
 @pytest.mark.slow
@@ -239,11 +239,11 @@ def test_a_scored_prompt_computes_all_its_tokens_and_leaves_its_pages() -> None:
             assert isinstance(message, Tokens)
             count += len(message.prompt_logprobs)
     assert count == 41
-    assert (gen.scheduler.prefix_queries, gen.scheduler.prefix_hits) == (41, 0)
+    assert (gen.scheduler.active.prefix_queries, gen.scheduler.active.prefix_hits) == (41, 0)
     gen = make(base)
     run(gen, scored)
     run(gen, request("second", (*prompt, 8)))
-    assert gen.scheduler.prefix_hits == 40
+    assert gen.scheduler.active.prefix_hits == 40
 
 
 def replace_sampling(one: Generate, **changes: object) -> Generate:

@@ -84,7 +84,7 @@ def test_equal_prompts_share_no_pages() -> None:
     gen = generator("qwen3_5_text")
     expected = collect(gen, [request("first", prompt(40))])["first"]
     assert collect(gen, [request("again", prompt(40))])["again"] == expected
-    assert gen.scheduler.prefix_queries == 0
+    assert gen.scheduler.active.prefix_queries == 0
     assert any("prefix cache: off" in note for note in gen.notes)
 
 

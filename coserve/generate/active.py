@@ -1,0 +1,183 @@
+"""The requests that hold pages, and what they hold: pages, copies of their adapters in pages, recurrent states."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+
+from coserve.generate.line import number_of
+from coserve.generate.output_lengths import OutputLengths
+from coserve.generate.sources import AdapterSource, PageSource, SlotSource
+from coserve.queues.request import Request
+
+LOADED_BYTES = 256 << 20
+"""Bytes of adapters copied in a step after which no further one is loaded: some ms, which running sequences wait."""
+
+
+class ActiveRequests:
+    """Requests with pages, in order of entry into the batch. Only they pin adapters in pages; without any, all pages
+    are free.
+
+    A full page whose tokens are computed goes into the prefix cache, also after its request ended or was preempted.
+    Cached pages that no request holds count as free.
+    """
+
+    def __init__(
+        self,
+        pages: PageSource,
+        adapters: AdapterSource,
+        states: SlotSource | None,
+        *,
+        lengths: OutputLengths,
+        loaded_bytes: int,
+        failed: Callable[[Request, Exception], None],
+        precede: Callable[[Request, int], None],
+    ) -> None:
+        """See `Scheduler`."""
+        self._lengths, self._loaded_bytes = lengths, loaded_bytes
+        self._pages, self._adapters, self._states = pages, adapters, states
+        self._failed, self._precede = failed, precede
+        self._requests: list[Request] = []
+        self._outgrown: set[int] = set()
+        """Numbers of the requests waiting for pages that were expected to outgrow the pool with the active ones, none
+        of which has ended since."""
+        self.lacks_pages = False
+        """Whether the last request that could have become active found too few pages."""
+        self._loaded = 0
+        """Bytes of adapters loaded for the step being committed."""
+        self.prefix_queries = 0
+        """Tokens of the requests that looked up the prefix cache, each counted when it first became active."""
+        self.prefix_hits = 0
+        """Tokens among them that were found."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @property
+    def latest(self) -> Request:
+        """The request that entered the batch last."""
+        return self._requests[-1]
+
+    def first(self, count: int) -> list[Request]:
+        """The first `count` requests."""
+        return self._requests[:count]
+
+    def begin_step(self) -> None:
+        """Publish the computed pages, and allow the loading of adapters again."""
+        self._loaded = 0
+        for request in self._requests:
+            self._label(request)
+
+    def grow(self, request: Request) -> bool:
+        """Allocate a page for the next token if needed; False if none is free."""
+        need = self._pages.pages_for(len(request.tokens) + request.in_flight) - len(request.pages)
+        if not need:
+            return True
+        if (pages := self._pages.allocate(need)) is None:
+            return False
+        request.pages.extend(pages)
+        return True
+
+    def enter(self, request: Request) -> bool:
+        """Activate the request if there are enough pages, also for later; return whether."""
+        if request.number in self._outgrown:
+            return False
+        found = self._find(request)
+        others = self._pages.pages_for(len(request.tokens)) - len(found)
+        if not self._activate(request, found, others):
+            self._pages.free(found)
+            return False
+        pages = self._pages.allocate(others)
+        assert pages is not None, "fewer pages are free than were counted"
+        request.pages = found + pages
+        if self._states is not None:
+            slot = self._states.allocate()
+            assert slot is not None, "expected a slot for each active request"
+            request.slot = slot
+        request.labelled = request.shared = len(found)
+        request.computed = len(found) * self._pages.page_tokens
+        if request.keys is not None and not (request.scores_prompt or request.started):
+            self.prefix_queries += len(request.tokens)
+            self.prefix_hits += request.computed
+        if request.prefix > request.computed:
+            self._precede(request, request.computed)
+            request.computed = request.prefix
+            self._label(request)
+        insort(self._requests, request, key=number_of)
+        return True
+
+    def leave(self, request: Request) -> None:
+        """Free what the request holds."""
+        self._requests.remove(request)
+        self._label(request)
+        self._pages.free(request.pages)
+        if request.adapter is not None and request.holds_adapter:
+            self._adapters.deactivate(request.adapter)
+        request.holds_adapter = False
+        if self._states is not None:
+            self._states.free(request.slot)
+            request.slot = -1
+        request.pages = []
+        request.computed = request.labelled = 0
+
+    def one_ended(self) -> None:
+        """A request of the batch has ended: those that were expected to outgrow the pool are tried again."""
+        self._outgrown.clear()
+
+    def disown(self, request: Request) -> None:
+        """Remove the request's pages from the prefix cache."""
+        for page in request.pages:
+            self._pages.unlabel(page)
+        request.keys = None
+
+    def _activate(self, request: Request, found: list[int], others: int) -> bool:
+        """Load the request's adapter if there is room for it and for `others` further pages; return whether. The pages
+        in `found` may be renumbered."""
+        ref = request.paged_adapter
+        if ref is not None and (error := self._adapters.failure(ref)) is not None:
+            self._failed(request, error)
+            return False
+        # Checked first: an adapter loaded in vain would evict others, again at every step.
+        if self._loaded >= self._loaded_bytes and ref is not None and self._adapters.to_copy(ref):
+            return False
+        free = self._pages.free_pages - others - (0 if ref is None else self._adapters.needs(ref))
+        lengths, size = self._lengths, self._pages.page_tokens
+        if free >= 0 and self._requests and not lengths.fit(self._requests, request, others, free, size):
+            self._outgrown.add(request.number)
+        self.lacks_pages = free < 0 or request.number in self._outgrown
+        if self.lacks_pages:
+            if ref is not None:
+                self._adapters.lacks_pages(ref)
+            return False
+        if ref is None:
+            return True
+        self._loaded += self._adapters.to_copy(ref)
+        # An error here is not contained: pages may have moved without the requests' page tables being updated.
+        activated = self._adapters.activate(ref)
+        if activated is None:
+            return False
+        request.holds_adapter = True
+        if activated.moved:
+            for pages in (found, *(other.pages for other in self._requests)):
+                pages[:] = [activated.moved.get(page, page) for page in pages]
+        return True
+
+    def _find(self, request: Request) -> list[int]:
+        """Look up the prefix cache for its cartridge, and unless its prompt is scored, all tokens but the last."""
+        if request.keys is None:
+            return []
+        full = (request.prefix if request.scores_prompt else len(request.tokens) - 1) // self._pages.page_tokens
+        return self._pages.find(request.keys.first(full, request.tokens))
+
+    def _label(self, request: Request) -> None:
+        """Publish the full pages in the prefix cache."""
+        full = min(request.computed, len(request.tokens)) // self._pages.page_tokens
+        if request.keys is None or full <= request.labelled:
+            return
+        keys = request.keys.first(full, request.tokens)
+        for page in range(request.labelled, full):
+            self._pages.label(request.pages[page], keys[page])
+        request.labelled = full
