@@ -15,18 +15,18 @@ from coserve.core.errors import CoserveError, EngineFault, InvalidRequest, Reque
 from coserve.core.link.generation import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.types import AdapterRef, BaseSpec, FinishReason
-from coserve.generate.checks import allowed_tokens, check_fits_pool, no_token_error
+from coserve.generate.checks import no_token_error
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
 from coserve.generate.grammars import Grammars
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Ran, Share, step_shape
+from coserve.generate.preparation import Preparation
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.schedule import SCORED_TOKENS, Scheduler
 from coserve.generate.step_input import step_input
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.allocator import AllocatorStats, allocator_stats
 from coserve.memory.kv import KvCache
-from coserve.memory.prefix import PageKeys
 from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape
@@ -85,6 +85,7 @@ class Generator:
         assert max_running > 0 < step_tokens, f"expected at least 1 each, got {max_running=}, {step_tokens=}"
         self._base, self._store, self._kv = base, store, kv
         store.use_pool(kv.buffer, self._evicted)
+        preparation = Preparation(base.spec, store, kv, grammars, prefix_cache=prefix_cache)
         self.scheduler = Scheduler(
             kv,
             store,
@@ -95,12 +96,11 @@ class Generator:
             scored_tokens=scored_tokens,
             lengths=lengths,
             compiled=lambda grammar: grammars is None or grammars.ready(grammar),
-            prepare=self._prepare,
+            prepare=preparation.prepare,
             failed=self._refuse,
-            precede=self._precede,
+            precede=preparation.precede,
             states=None if kv.states is None else kv.states.slots,
         )
-        self._prefix_cache = prefix_cache and kv.states is None
         self._grammars = grammars
         self._executor = executor
         self._in_flight: list[_Launched] = []
@@ -170,20 +170,6 @@ class Generator:
         """Drop a request and free its pages; does nothing if it has ended."""
         if (request := self.scheduler.requests.get(id)) is not None:
             self._end(request)
-
-    def _prepare(self, request: Request) -> None:
-        message = request.message
-        request.max_tokens = allowed_tokens(message, self._base.spec)
-        check_fits_pool(message, request.max_tokens, self._kv, adapter_pages=0)
-        if self._grammars is not None:
-            request.constraint = self._grammars.matcher(message)
-        elif message.grammar is not None or message.allowed_token_ids is not None or message.bad_words:
-            raise InvalidRequest("expected no grammar, allowed_token_ids or bad_words: this engine enforces none")
-        if message.adapter is not None:
-            self._acquire(message.adapter, request)
-        ends = () if message.sampling.ignore_eos else self._base.spec.eos_token_ids
-        request.stop_ids = frozenset((*message.sampling.stop_token_ids, *ends))
-        request.keys = self._keys(message) if self._prefix_cache else None
 
     @torch.no_grad()
     def prepare(self) -> bool:
@@ -367,30 +353,6 @@ class Generator:
     def _evicted(self, ref: AdapterRef) -> None:
         """An adapter's GPU copy is gone."""
         self._executor.evicted(ref)
-
-    def _precede(self, request: Request, first: int) -> None:
-        assert request.adapter is not None, "expected the adapter that is the cartridge"
-        self._kv.write_prefix(request.pages, self._store.host_weights(request.adapter).prefix, first)
-
-    def _keys(self, request: Generate) -> PageKeys:
-        return PageKeys(
-            self._kv.page_tokens,
-            base=self._base.spec.fingerprint,
-            adapter=request.adapter,
-            salt=request.cache_salt,
-        )
-
-    def _acquire(self, ref: AdapterRef, request: Request) -> None:
-        prefix, message = self._store.acquire(ref).prefix_tokens, request.message
-        try:
-            if prefix:
-                request.precede(prefix)
-                request.max_tokens = allowed_tokens(message, self._base.spec, prefix)
-            pages = 0 if prefix else self._store.pages(ref)
-            check_fits_pool(message, request.max_tokens, self._kv, adapter_pages=pages, prefix=prefix)
-        except Exception:
-            self._store.release(ref)
-            raise
 
     def _accept(self, running: Sequence[Request], result: StepResult) -> list[Tokens | RequestFailed]:
         """Process a step's result: prompt scores first, then requests that asked for nothing else end, then sampled
