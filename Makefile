@@ -81,6 +81,7 @@ test-long: check-and-compile $(HARNESS)
 reference: venv
 	@PYTHONPATH=. $(BIN)/python -m tools.reference
 	@PYTHONPATH=. $(BIN)/python -m tools.families
+	@PYTHONPATH=. $(BIN)/python -m tools.benchmark_tables
 
 $(DOCS): $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[docs]'

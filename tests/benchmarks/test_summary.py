@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,11 +22,10 @@ from benchmarks.kernels import summary as kernel_summary
 from benchmarks.memory import vram_profile
 from benchmarks.peers import equal_report
 from benchmarks.serving import http_report, stall_report
+from tools.benchmark_tables import PAGE, ROW, SUMMARY, written
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-SUMMARY: dict[str, dict[str, Any]] = json.loads((RESULTS / "summary.json").read_text())
-BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
 ALONE = {
     "adapter_steps.json",
     "adapters_many.json",
@@ -106,53 +104,22 @@ def test_the_summary_follows_from_the_results(tmp_path: Path) -> None:
     assert made == expected
 
 
-def table_rows() -> list[tuple[str, list[str]]]:
-    """Rows of docs/benchmarks.md that begin with a key of the summary: the key, and the other cells."""
-    rows = []
-    for line in BENCHMARKS.splitlines():
-        match = re.match(r"\| `([\w.+]+)`", line)
-        if match and match.group(1) in SUMMARY:
-            rows.append((match.group(1), [cell.strip() for cell in line.strip("|").split("|")][1:]))
-    return rows
+def test_the_page_has_the_numbers_of_the_summary() -> None:
+    """Values, targets and verdicts, in rows that begin with a key: `python -m tools.benchmark_tables` writes them."""
+    page = PAGE.read_text()
+    assert len(re.findall(ROW, page)) > 25
+    assert written(page) == page
 
 
-def first_number(text: str) -> tuple[float, float] | None:
-    """The first number of a cell and half of its last decimal; a percentage as a share."""
-    match = re.search(r"([-+−]?\d[\d,]*(\.\d+)?)(%?)", text)
-    if match is None:
-        return None
-    number, decimals, percent = match.groups()
-    scale = 0.01 if percent else 1.0
-    half = 0.5 * 10.0 ** -(len(decimals) - 1 if decimals else 0)
-    return scale * float(number.replace(",", "").replace("−", "-")), scale * half
-
-
-def test_tables_show_the_values_of_their_keys() -> None:
-    """To the decimals that they show; a share may be a percentage."""
-    rows = table_rows()
-    assert len(rows) > 25
-    wrong = {}
-    for key, cells in rows:
-        shown, value = first_number(cells[0]), SUMMARY[key]["value"]
-        if shown is None:  # such as "not within 74"
-            wrong[key] = cells[0]
-            continue
-        number, half = shown
-        if abs(number - value) > half + 1e-9:
-            wrong[key] = f"{cells[0]}, but {value}"
-    assert not wrong
-
-
-def test_tables_say_whether_targets_are_reached() -> None:
-    for key, cells in table_rows():
-        target = SUMMARY[key]["target"]
-        verdict = " ".join(cells[1:])
-        if target is None or not re.match(r"[<>]= ", target) or not re.search(r"\b(reached|missed)\b", verdict):
-            continue
-        bound, value = float(target[3:]), SUMMARY[key]["value"]
-        reached = value <= bound if target.startswith("<=") else value >= bound
-        reached = reached and "lower bound" not in SUMMARY[key].get("note", "")
-        assert ("reached" in verdict) == reached, key
+def test_numbers_are_written_as_they_were_shown() -> None:
+    key, other = "kernels.train_bwd_overhead", "start.cold.ready_s"
+    overhead, seconds = SUMMARY[key]["value"], SUMMARY[other]["value"]
+    page = f"| `{key}` | 99% | ≤ 1% | missed; by hand: 7 |\n| `{other}` | | | |\n| `no.key` | 1 |\nwords 3"
+    lines = [f"| `{key}` | {overhead:.0%} | ≤ 22% | reached; by hand: 7 |"]
+    lines += [f"| `{other}` | {seconds:.3g} | ≤ 75 | missed |", "| `no.key` | 1 |", "words 3"]
+    assert written(page) == "\n".join(lines)
+    with pytest.raises(ValueError, match=f"{key}: expected a number in 'fast'"):
+        written(f"| `{key}` | fast |")
 
 
 def test_the_readme_shows_one_result() -> None:
