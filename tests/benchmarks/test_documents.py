@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.documents.arms import Row, recovered, right
 from benchmarks.documents.encoder import Encoder, save_cartridge
 from benchmarks.documents.facts import Question, documents
+from benchmarks.documents.measured import Measured
 from benchmarks.documents.quality import articles
 
 
@@ -57,6 +58,20 @@ def test_the_recovered_share_is_of_the_contexts_gain() -> None:
     assert found is not None
     assert found == (pytest.approx(0.5), (0.25, 0.75))
     assert recovered(rows, "cartridge") is None
+
+
+def test_an_interrupted_run_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    """Of the same settings alone."""
+    path, row = tmp_path / "rows.json", Row(0, "a", "floor", "template", 1, 10, 5.0)
+    first = Measured(path, {"people": "3"})
+    first.rows.append(row)
+    first.jobs.append({"name": "a-ce"})
+    first.save()
+    again = Measured(path, {"people": "3"})
+    assert (again.rows, again.jobs) == ([row], [{"name": "a-ce"}])
+    assert again.has(0, "a", "floor") and not again.has(0, "a", "context") and not again.has(1, "a", "floor")
+    with pytest.raises(SystemExit, match="other settings"):
+        Measured(path, {"people": "4"})
 
 
 def test_documents_ask_all_kinds_of_what_they_say() -> None:
