@@ -23,6 +23,7 @@ from coserve.core.gpu_memory import Kept, MemoryModel, TrainingCosts
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.data.corpus.limits import micro_batch_limit
+from coserve.data.documents.encoder import encoded_tokens
 
 LAUNCH_BOUND_TOKENS = 2000
 """Tokens below which an uncompiled micro-batch is launch-bound: a smaller one takes as long. An 8B shape on an H200, at
@@ -137,7 +138,7 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     longest = min(spec.longest or limit, limit)
     # A step has `batch_tokens` tokens plus at most one row; an evaluation fills micro-batches to the limit.
     most = limit if spec.training.held_back else min(limit, spec.training.batch_tokens + longest)
-    most = max(longest, min(most, spec.tokens))
+    most = max(longest, min(most, spec.tokens + encoded_tokens(spec)))
     dropout = spec.lora.dropout > 0
     embedding = any(shape.layer < 0 for shape in shapes)  # then a gradient goes through all layers
     own_layers = dropout or embedding or spec.teacher is not None or any(shape.kept for shape in shapes)

@@ -177,7 +177,7 @@ def _lora_request(given: LoraRequest | Mapping[str, Any]) -> LoraRequest:
 class DocumentOptions(TypedDict, total=False):
     """Options of `learn`: fields of `coserve.core.schemas.DocumentSettings`, with its defaults."""
 
-    recipe: Literal["topk_kd", "ce", "lm", "cartridge"]
+    recipe: Literal["topk_kd", "ce", "lm", "cartridge", "encoder"]
     prefix_tokens: int
     generator: str
     questions: Sequence[UserQuestion | Mapping[str, str]]

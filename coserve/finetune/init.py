@@ -119,7 +119,7 @@ def first_cartridge(spec: JobSpec, base: Base) -> LoraWeights:
     """Return the cartridge that training begins with, fp32 on the CPU: the base's keys and values of the document's
     first tokens (Cartridges, section 3.2). Call it between steps: it runs the base."""
     ids_T = torch.tensor(spec.prefix, device=base.device)
-    seen = _Recording((0, len(spec.prefix)))
+    seen = RecordingAttention((0, len(spec.prefix)))
     with torch.no_grad():
         base.forward(
             ids_T, torch.arange(len(spec.prefix), device=base.device), seen, lora=None, keep=ids_T.new_zeros(1)
@@ -128,7 +128,7 @@ def first_cartridge(spec: JobSpec, base: Base) -> LoraWeights:
     return LoraWeights(spec.lora, found)
 
 
-class _Recording(PackedAttention):
+class RecordingAttention(PackedAttention):
     """Attention that keeps each layer's keys (T, K D) and values (K D, T)."""
 
     def __init__(self, bounds: Sequence[int]) -> None:

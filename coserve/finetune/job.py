@@ -38,7 +38,7 @@ class TrainingJob(Trainee):
 
     @property
     def shared_size(self) -> Size | None:
-        rows = None if self.alone or self.spec.lora.cartridge else self.loop.next_rows
+        rows = None if self.alone or self.spec.prefix else self.loop.next_rows
         return None if rows is None else Size(self.loop.size(rows), len(rows))
 
     @property

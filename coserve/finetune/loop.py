@@ -18,6 +18,8 @@ from coserve.data.corpus.batch import Batch, corpus_batch
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.lr_schedule import learning_rate
 from coserve.data.corpus.tokenized import Corpus
+from coserve.data.documents.encoder import encoded_tokens
+from coserve.finetune.encoder import with_encoder
 from coserve.finetune.losses.formulas import perplexity
 from coserve.finetune.losses.loss import Loss
 from coserve.finetune.memory_limits import MemoryLimits, MicroBatches
@@ -36,7 +38,7 @@ class TrainingLoop:
         self.progress = TrainingProgress()
         self._corpus = corpus
         self._validation_rows = plan.validation()
-        self._limits = MemoryLimits(plan.lengths, len(session.optimizer.trainable))
+        self._limits = MemoryLimits(plan.lengths, len(session.optimizer.trainable), encoded_tokens(spec))
         self._recompute_plan = self._limits.recompute_plan
         """Recompute plan of all micro-batches of the step or evaluation in progress."""
         self._rows_in_progress: tuple[int, ...] | None = None
@@ -120,7 +122,7 @@ class TrainingLoop:
                 self._next = rows
                 await session.next_micro_batch()
                 self._next = None
-            self._rows_in_progress, batch = rows, corpus_batch(self._corpus, rows)
+            self._rows_in_progress, batch = rows, self._batch(rows)
             draw = (step << 32) | micro
             summed += (await session.forward_backward(batch, self._loss, self._recompute_plan, draw=draw)).sums
             tokens += batch.tokens
@@ -211,7 +213,7 @@ class TrainingLoop:
         for micro, rows in enumerate(self._cut(self._validation_rows)):
             if micro:
                 await session.next_micro_batch()
-            self._rows_in_progress, batch = rows, corpus_batch(self._corpus, rows)
+            self._rows_in_progress, batch = rows, self._batch(rows)
             summed += (await session.forward(batch, self._loss, self._recompute_plan)).sums
             targets += batch.targets
             denominator += self._denominator(batch)
@@ -219,6 +221,9 @@ class TrainingLoop:
         means = _means(await session.read(summed), denominator, targets)
         self._check_finite(means[0], "validation loss")
         return means
+
+    def _batch(self, rows: Sequence[int]) -> Batch:
+        return with_encoder(self.spec, corpus_batch(self._corpus, rows))
 
     def _cut(self, micro_batches: MicroBatches) -> MicroBatches:
         """Fix the recompute plan for a step or evaluation, and cut its micro-batches accordingly."""

@@ -26,7 +26,9 @@ from coserve.admission.micro_batch import TEACHER_SHARE
 from coserve.core.gpu_memory import Kept
 from coserve.core.training.micro_step import MicroStep
 from coserve.data.corpus.batch import Batch
+from coserve.data.documents.encoder import memory_ids
 from coserve.finetune.embedding_noise import EmbeddingNoise, add_noise
+from coserve.finetune.encoder import encoded_positions
 from coserve.finetune.ends import EndPass
 from coserve.finetune.layers.compiled import CompiledLayerPass, levels_of, takes
 from coserve.finetune.layers.eager import EagerLayerPass
@@ -46,7 +48,7 @@ from coserve.finetune.losses.loss import Loss, TokenLoss
 from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.attention.prefixed import PrefixedAttention
+from coserve.kernels.attention.prefixed import EncodedAttention, PrefixedAttention
 from coserve.lora.files.cartridge import FROZEN
 from coserve.model.base import Base
 from coserve.model.dropout import DropoutSpec
@@ -262,7 +264,7 @@ class MicroBatchRunner:
         self, inputs: LayerInputs, context: ForwardContext, first: int, levels: Sequence[Kept], *, learns: bool
     ) -> LayerPass | None:
         """Return a pass of compiled layers, with graphs if possible; None: the base's own layers run."""
-        if self._compiled is None or isinstance(inputs.attention, PrefixedAttention):
+        if self._compiled is None or isinstance(inputs.attention, PrefixedAttention | EncodedAttention):
             return None
         if not takes(context, learns=learns):
             return None
@@ -278,11 +280,15 @@ class MicroBatchRunner:
 
     def _embed(self, rows: PackedRows, lora: LoraBatch) -> LayerInputs:
         prefix = lora.adapters[0].prefix
+        if rows.encoded:
+            memory = len(memory_ids(lora.adapters[0].settings))
+            attention = EncodedAttention(rows.bounds, rows.encoded, memory)
+            return self._cut.embed(rows.tokens_T, encoded_positions(rows, memory), attention)
         if not prefix:
             return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))
         assert len(lora.adapters) == 1, "expected a cartridge to train alone"
-        attention = PrefixedAttention(rows.bounds, prefix, FROZEN)
-        return self._cut.embed(rows.tokens_T, rows.positions_T + lora.adapters[0].prefix_tokens, attention)
+        after = PrefixedAttention(rows.bounds, prefix, FROZEN)
+        return self._cut.embed(rows.tokens_T, rows.positions_T + lora.adapters[0].prefix_tokens, after)
 
     def _context(self, lora: LoraBatch | None) -> ForwardContext:
         """The context of forwards; a cartridge is in the attention alone."""

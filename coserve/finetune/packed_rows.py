@@ -17,6 +17,7 @@ from torch import Tensor
 from coserve.core.errors import InvalidRequest
 from coserve.data.corpus.batch import Batch, Example, Floats, corpus_batch
 from coserve.data.corpus.tokenized import Corpus
+from coserve.kernels.lora.segments import Segments
 
 ALIGNED = 16
 """Alignment in int64 elements: 128 bytes."""
@@ -52,6 +53,8 @@ class PackedRows:
     sequences_T: Tensor | None = None  # noqa: N815
     """For pairs: the sequence index of each token."""
     values: TargetValues = TargetValues()
+    encoded: int = 0
+    """Leading sequences that an encoder reads: see `Batch.encoded`. The batch is then of one job."""
 
     @property
     def tokens(self) -> int:
@@ -70,6 +73,13 @@ class PackedRows:
     def segment_bounds(self) -> tuple[int, ...]:
         """`token_bounds`, with padding tokens added to the last job's segment. They get no gradient."""
         return (*self.token_bounds[:-1], self.tokens)
+
+    @property
+    def segments(self) -> Segments:
+        """The tokens of each job's adapter. An encoder's changes the tokens that it reads, and none that is decoded."""
+        if self.encoded:
+            return Segments((0, self.bounds[self.encoded], self.tokens), (0, -1))
+        return Segments(self.segment_bounds, tuple(range(max(1, len(self.jobs)))))
 
     @property
     def job_targets(self) -> tuple[int, ...]:
@@ -119,6 +129,7 @@ def pack_jobs(batches: Sequence[Batch], device: torch.device, tokens_in_all: int
             _values([example.ratio_mask_K for example in examples], device),
             moved[-1] if masked else None,
         ),
+        encoded=batches[0].encoded,
     )
 
 

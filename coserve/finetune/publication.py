@@ -30,15 +30,19 @@ Published = JobSucceeded | JobWaiting
 
 
 def publication(
-    loop: TrainingLoop, base: Base, folder: DataFolder, store: AdapterStore
+    loop: TrainingLoop,
+    base: Base,
+    folder: DataFolder,
+    store: AdapterStore,
+    made: Callable[[], LoraWeights] | None = None,
 ) -> Callable[[], Callable[[], Published]]:
-    """Begin to publish the result of a finished job.
+    """Begin to publish the result of a finished job: its weights, or what was `made` with them.
 
     Call the returned function on a worker thread: it writes the adapter's files durably. Call its result on the
     event-loop thread: it makes the version available in memory. `JobWaiting`: the disk refused the files; begin again
     later. The thread's part raises `NonFiniteLoss` for NaN or infinite weights.
     """
-    id, ref, final = loop.spec.id, loop.result, loop.session.final_weights()
+    id, ref, final = loop.spec.id, loop.result, made or loop.session.final_weights()
 
     def write() -> Callable[[], Published]:
         weights = final()

@@ -19,6 +19,8 @@ from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.tokenized import Corpus
+from coserve.data.documents.encoder import encoded_tokens
+from coserve.finetune.encoder import encode
 from coserve.finetune.init import first_cartridge
 from coserve.finetune.job import LoadedJob, TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
@@ -32,6 +34,7 @@ from coserve.finetune.sessions.sessions import Sessions, TrainerSettings
 from coserve.finetune.sessions.states import load_state, save_state
 from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
+from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
 
 
@@ -194,6 +197,7 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
     def _begin_snapshot(self, job: str) -> Snapshot:
         with self._job_errors():
             step, weights = self._job(job).snapshots.take()
+            weights = self._read_document(job) or weights
         ref = AdapterRef(f"{job}:snapshot", next(self._snapshot_numbers))
         loop = self._job(job).loop
         final, required = loop.finished, loop.finished and loop.spec.evaluated
@@ -216,13 +220,23 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
     def publication(self, job: str) -> Callable[[], Callable[[], Published]]:
         """Begin to publish a finished job: see `finetune.publication`."""
         with self._job_errors():
-            write = publication(self._job(job).loop, self._base, self._folder, self._store)
+            own = self._read_document(job)
+            write = publication(self._job(job).loop, self._base, self._folder, self._store, own)
 
         def run() -> Callable[[], Published]:
             with self._job_errors():
                 return write()
 
         return run
+
+    def _read_document(self, job: str) -> Callable[[], LoraWeights] | None:
+        """Let the job's encoder read its document; the returned function returns the cartridge. None: it has none."""
+        loop = self._job(job).loop
+        if not encoded_tokens(loop.spec):
+            return None
+        weights = loop.session.optimizer.weights()
+        read = encode(loop.spec, self._base, weights, self._settings.lora_backend)
+        return lambda: read
 
     # ---- sessions of clients
 
@@ -281,7 +295,8 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
         corpus = Corpus.load(self._folder.corpus(spec.id), check, digest=spec.corpus_digest)
         if max(int(ids.max()) for ids in (corpus.tokens, corpus.candidates) if ids is not None) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
-        plan = self._make_plan(corpus.lengths, spec.training, self._settings.limits.tokens, check)
+        limit = self._settings.limits.tokens - encoded_tokens(spec)
+        plan = self._make_plan(corpus.lengths, spec.training, limit, check)
         loop = TrainingLoop(spec, corpus, plan, *self._session(spec))
         check()
         checkpoints = JobCheckpoints(self._folder, base.spec, loop, keep=self._settings.keep_checkpoints)

@@ -19,7 +19,7 @@ from coserve.kernels.attention.prefixed import PrefixedAttention
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.seam import ReferenceAttention
 from tests.support.api_server import Api, tokenizer
-from tests.support.documents import SMALL, TEXT
+from tests.support.documents import ASKED, SMALL, TEXT
 from tests.support.real_server import serve_real
 
 TOKENS, TINY = 9, "coserve/assets/tiny"
@@ -31,8 +31,8 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
         yield api
 
 
-async def learn(api: Api, adapter: str, **training: Any) -> dict[str, Any]:
-    document = SMALL | {"recipe": "cartridge", "prefix_tokens": TOKENS}
+async def learn(api: Api, adapter: str, recipe: str, **training: Any) -> dict[str, Any]:
+    document = SMALL | ASKED | {"recipe": recipe, "prefix_tokens": TOKENS}
     body = {"adapter": adapter, "document": document, "training": training}
     status, job = await api.call("POST", "/finetune", json=body)
     assert status == 202, job
@@ -44,7 +44,7 @@ async def learn(api: Api, adapter: str, **training: Any) -> dict[str, Any]:
 async def test_a_document_becomes_a_cartridge(api: Api) -> None:
     """It is trained, evaluated, served, and read by PEFT, which computes what is served. Its first token stays as it
     began: the base's own keys and values of the document's first token."""
-    job = await learn(api, "bridge", steps=10)
+    job = await learn(api, "bridge", "cartridge", steps=10)
     assert job["state"] == "succeeded", job["error"]
     assert job["training"]["learning_rate"] == 0.02
     found = job["document"]["evaluation"]
@@ -70,11 +70,36 @@ async def test_a_document_becomes_a_cartridge(api: Api) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_an_encoder_makes_a_cartridge(api: Api) -> None:
+    """Of its memory tokens of the document's chunk; it is evaluated and served."""
+    job = await learn(api, "read", "encoder", steps=2)
+    assert job["state"] == "succeeded", job["error"]
+    assert job["training"]["learning_rate"] != 0.02
+    assert job["document"]["evaluation"]["adapter"]["nll"] > 0
+    _, adapter = await api.call("GET", "/adapters/read")
+    assert (adapter["cartridge"], adapter["rank"], adapter["targets"]) == (True, TOKENS, [])
+    body = {"prompt": "Where does the bridge stand?", "adapter": "read", "max_tokens": 3}
+    status, answer = await api.call("POST", "/generate", json=body)
+    assert status == 200, answer
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("body", "field"),
     [
         ({"lora": {"r": 4}}, "lora"),
         ({"document": {"prefix_tokens": 4096}}, "document.prefix_tokens"),
+        ({"document": {"recipe": "encoder", "prefix_tokens": 800}}, "document.prefix_tokens"),
+        ({"document": {"recipe": "encoder", "prefix_tokens": 1000}}, "document"),
+        ({"document": {"recipe": "encoder"}, "continue_from": "bridge"}, "continue_from"),
+        (
+            {"document": {"recipe": "encoder"}, "lora": {"trainable_token_indices": {"embed_tokens": [3]}}},
+            "lora.trainable_token_indices",
+        ),
+        (
+            {"document": {"recipe": "encoder"}, "training": {"early_stopping_patience": 1}},
+            "training.early_stopping_patience",
+        ),
     ],
 )
 async def test_settings_that_do_not_fit_are_refused(api: Api, body: dict[str, Any], field: str) -> None:

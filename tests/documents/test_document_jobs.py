@@ -15,7 +15,7 @@ from coserve.cli.app import run
 from coserve.client import AsyncClient
 from coserve.core.errors import InvalidRequest, NotLearned
 from tests.support.api_server import Api
-from tests.support.documents import SMALL, TEXT
+from tests.support.documents import ASKED, SMALL, TEXT
 from tests.support.real_server import serve_real
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -58,7 +58,7 @@ async def test_a_document_goes_through_its_phases_and_is_served(api: Api) -> Non
     assert job["document"]["generated_tokens"] > 0
     status, answer = await api.call("POST", "/generate", json={"prompt": "Where?", "adapter": job["result"]})
     assert status == 200, answer
-    _, second = await learn(api, "second", steps=1, text=TEXT.replace("Orvane", "Selkie"))
+    _, second = await learn(api, "second", steps=1, text=TEXT.replace("Orvane", "Selkie"), **ASKED)
     assert second["document"]["evaluation"]["other_adapter"] == "bridge@1"
     assert second["document"]["evaluation"]["other"]["nll"] > 0
 
@@ -66,10 +66,11 @@ async def test_a_document_goes_through_its_phases_and_is_served(api: Api) -> Non
 @pytest.mark.parametrize(
     "document",
     [
-        {"recipe": "ce", "lm_weight": 0.1},
-        {"recipe": "lm"},
+        ASKED | {"recipe": "ce", "lm_weight": 0.1},
+        ASKED | {"recipe": "lm"},
         {"generator": "none"},
-        {"text": None, "path": "bridge.md", "generator": "adapter:bridge", "chunk_tokens": 64},
+        {"text": None, "path": "bridge.md", "generator": "adapter:bridge"}
+        | {"chunk_tokens": 64, "questions_per_chunk": 2},
         {"questions": [{"question": "How long is it?", "answer": "412 metres"}, {"question": "What colour is it?"}]},
     ],
     ids=["ce", "lm", "none", "path and adapter", "own questions"],
@@ -80,14 +81,16 @@ async def test_recipes_and_generators(api: Api, document: dict[str, Any]) -> Non
     found = job["document"]["evaluation"]
     assert (found["adapter"]["exact_match"] is None) == (document.get("generator") == "none")
     if "questions" in document:
-        assert (job["document"]["questions"], found["questions"]) == (2, 1)
+        asked = len(document["questions"])
+        held = asked if document.get("recipe") == "lm" else asked // 2
+        assert (job["document"]["questions"], found["questions"]) == (asked, held)
     if "path" in document:
         assert job["document"]["chunks"] > 1
         assert job["document"]["settings"]["generator"] == "adapter:bridge@1"
 
 
 async def test_what_has_learned_nothing_is_not_published(api: Api) -> None:
-    body = {"adapter": "nothing", "document": SMALL | {"publish": "if_learned"}}
+    body = {"adapter": "nothing", "document": SMALL | ASKED | {"publish": "if_learned"}}
     body["training"] = {"steps": 1, "learning_rate": 1e-12}
     _, job = await api.call("POST", "/finetune", json=body)
     events = await api.events(job["id"])
@@ -98,7 +101,7 @@ async def test_what_has_learned_nothing_is_not_published(api: Api) -> None:
     assert (await api.call("GET", "/adapters/nothing"))[0] == 404
     await api.settled()
     assert not api.folder.job(job["id"]).exists()
-    _, told = await learn(api, "told", steps=1, questions_per_chunk=2)
+    _, told = await learn(api, "told", steps=1, **ASKED)
     assert any("no better than" in note for note in told["notes"]) is not told["document"]["evaluation"]["learned"]
 
 

@@ -5,3 +5,16 @@ TEXT = (
     "bridge is 412 metres long and is painted green. Its keeper lives in a small house under the north pier."
 )
 SMALL = {"text": TEXT, "questions_per_chunk": 5, "answer_tokens": 8, "replay": 0.2, "publish": "always"}
+ASKED = {
+    "questions": [
+        {"question": text}
+        for text in (
+            "Where does the Orvane Bridge stand?",
+            "Who opened the Orvane Bridge?",
+            "How long is the bridge?",
+            "Which colour is the bridge?",
+            "Who lives under the north pier?",
+        )
+    ]
+}
+"""Questions about the document. The bundled base, which takes seconds to find its own, answers them."""

@@ -32,6 +32,7 @@ from coserve.core.schemas import AnswerScore, DocumentEvaluation, DocumentJob, E
 from coserve.core.training.jobs import JobState
 from coserve.data.corpus.limits import longest_row
 from coserve.data.corpus.tokenized import Corpus
+from coserve.data.documents.encoder import encoded_tokens, prefix_tokens
 from coserve.data.documents.lessons import Lesson, held_out, lesson_corpus
 from coserve.data.documents.pending import read_chunks
 from coserve.data.documents.reading import Chunks
@@ -131,8 +132,9 @@ class DocumentJobs:
     def _corpus(self, record: JobRecord, chunks: Chunks, lessons: Lessons) -> Corpus:
         assert record.document is not None, "expected a document's job"
         settings = record.document.settings
-        context = self._engine.spec.context - len(record.spec.prefix)
-        longest = longest_row(record.spec.training, context, self._config.micro_batch_tokens)
+        spec = record.spec
+        context, limit = self._engine.spec.context - prefix_tokens(spec), self._config.micro_batch_tokens
+        longest = longest_row(spec.training, context, limit - encoded_tokens(spec))
         if len(lessons.taught) < 2:
             raise EmptyCorpus(
                 f"the generator found {len(lessons.taught)} answered questions: expected 2 at least, one of them to "

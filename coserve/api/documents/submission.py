@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.names import split_ref
 from coserve.core.schemas import DocumentJob, DocumentRequest, DocumentSettings, FinetuneRequest
 from coserve.core.types import BaseSpec, LoraSettings
+from coserve.data.documents.encoder import unused_ids
 from coserve.data.documents.pending import PendingDocument
 from coserve.data.documents.prompts import QUESTION_TOKENS
-from coserve.data.documents.reading import Chunks, SplitDocument, split_document
+from coserve.data.documents.reading import Chunks, SplitDocument, first_tokens, split_document
 from coserve.data.offload.pool import HelperPool
+from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.lora.files.targets import resolve_targets
 from coserve.state.thread import RegistryThread
 
@@ -43,6 +46,38 @@ class CheckedDocument:
         """Most tokens of a row to learn, roughly: memory is planned with it until the rows are there."""
         return max(self.chunk_tokens, self.settings.answer_tokens + INSTRUCTION_TOKENS)
 
+    def lora(self, lora: LoraSettings, base: BaseSpec) -> LoraSettings:
+        """Return the settings of the adapter to train; of an encoder's memory tokens only the number is known yet."""
+        return self._with_memory(lora, base, range(self.settings.prefix_tokens))
+
+    def with_prefix(
+        self, lora: LoraSettings, chunks: Chunks, tokenizer: Tokenizer, base: BaseSpec, limit: int
+    ) -> tuple[tuple[int, ...], LoraSettings]:
+        """Return `JobSpec.prefix` of the chunks, and the settings of the adapter to train. `limit`: most tokens of a
+        micro-batch. Raises `InvalidRequest`."""
+        if lora.cartridge:
+            prefix = first_tokens(chunks, lora.r, tokenizer)
+            return prefix, msgspec.structs.replace(lora, r=len(prefix))
+        if self.settings.recipe != "encoder":
+            return (), lora
+        count, rows = self.settings.prefix_tokens, [tokenizer.encode(text) for text in chunks.texts]
+        tokens = sum(map(len, rows)) + count * len(rows)
+        if tokens > limit // 2:
+            what = f"half of micro_batch_tokens ({limit}) for an encoder that reads the document in every step"
+            raise InvalidRequest(f"expected at most {what}, got {tokens} tokens with its memory", field="document")
+        most = _most_prefix(self.settings, base)
+        ids = unused_ids([id for row in rows for id in row], count, base.vocab)
+        if count * len(rows) > most or len(ids) < count:
+            what = f"{most} memory tokens of {len(rows)} chunks, and {len(ids)} of a chunk"
+            raise InvalidRequest(f"expected at most {what}, got {count} of each", field="document.prefix_tokens")
+        return tuple(id for row in rows for id in (*row, *ids)), self._with_memory(lora, base, ids)
+
+    def _with_memory(self, lora: LoraSettings, base: BaseSpec, ids: Sequence[int]) -> LoraSettings:
+        if self.settings.recipe != "encoder":
+            return lora
+        (embedding,) = (name for name, site in base.ends.items() if site.layer < 0)
+        return msgspec.structs.replace(lora, trainable_token_indices={embedding: tuple(ids)})
+
     def job(self, chunks: Chunks) -> DocumentJob:
         return DocumentJob(settings=self.settings, chunks=len(chunks.texts), tokens=chunks.tokens)
 
@@ -64,7 +99,7 @@ class DocumentSubmission:
                 raise InvalidRequest("expected it left out: a document's recipe says it", field=f"training.{name}")
         if request.training.one_row_per_answer:
             raise InvalidRequest("expected it left out beside a document", field="training.one_row_per_answer")
-        most = base.context - asked.answer_tokens - QUESTION_TOKENS - INSTRUCTION_TOKENS
+        most = _most_prefix(asked, base)
         size = asked.chunk_tokens or min(USUAL_CHUNK, base.context // 2)
         if size > most:
             what = f"the base's context of {base.context} tokens, less the prompt and answer_tokens"
@@ -80,6 +115,8 @@ class DocumentSubmission:
         cartridge = None
         if asked.recipe == "cartridge":
             cartridge = _cartridge(request, asked, base)
+        elif asked.recipe == "encoder":
+            _check_encoder(request, base)
         chosen = {field: getattr(asked, field) for field in DocumentSettings.__struct_fields__}
         chosen |= {"chunk_tokens": size, "overlap_tokens": overlap, "generator": generator}
         return CheckedDocument(DocumentSettings(**chosen), size, overlap, cartridge)
@@ -106,12 +143,32 @@ def _given(request: FinetuneRequest) -> DocumentRequest:
     return DocumentRequest(text=document) if isinstance(document, str) else document
 
 
+def _most_prefix(settings: DocumentSettings, base: BaseSpec) -> int:
+    """Return the tokens that may stand before a question."""
+    return base.context - settings.answer_tokens - QUESTION_TOKENS - INSTRUCTION_TOKENS
+
+
+def _check_encoder(request: FinetuneRequest, base: BaseSpec) -> None:
+    """Raise `InvalidRequest` for what an encoder's LoRA cannot be."""
+    resolve_targets(LoraSettings(cartridge=True), base)
+    if request.continue_from is not None:
+        raise InvalidRequest("expected it left out: an encoder begins anew", field="continue_from")
+    if request.lora is not None and request.lora.trainable_token_indices:
+        raise InvalidRequest(
+            "expected it left out: an encoder learns its memory tokens", field="lora.trainable_token_indices"
+        )
+    if request.training.early_stopping_patience is not None:
+        raise InvalidRequest(
+            "expected it left out: an encoder keeps its last weights", field="training.early_stopping_patience"
+        )
+
+
 def _cartridge(request: FinetuneRequest, asked: DocumentRequest, base: BaseSpec) -> LoraSettings:
     """Return the settings of a new cartridge. Raises `InvalidRequest`."""
     for name in ("lora", "continue_from"):
         if getattr(request, name) is not None:
             raise InvalidRequest("expected it left out: a cartridge has no LoRA matrices", field=name)
-    most = base.context - asked.answer_tokens - QUESTION_TOKENS - INSTRUCTION_TOKENS
+    most = _most_prefix(asked, base)
     if asked.prefix_tokens > most:
         what = f"the base's context of {base.context} tokens, less the prompt and answer_tokens"
         raise InvalidRequest(

@@ -45,14 +45,14 @@ from coserve.data.corpus.columns import Columns, unused_notes
 from coserve.data.corpus.conversion import is_json_lines
 from coserve.data.corpus.defaults import choose_training
 from coserve.data.corpus.jsonl import parse_jsonl
-from coserve.data.corpus.limits import check_training, longest_row
+from coserve.data.corpus.limits import check_training, longest_row, micro_batch_limit
 from coserve.data.corpus.rows import ChatRow, PreferenceRow, Row, parse_rows
 from coserve.data.corpus.sources import is_dataset
 from coserve.data.corpus.staging import PendingCorpus
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
+from coserve.data.documents.encoder import encoded_tokens
 from coserve.data.documents.pending import PendingDocument
-from coserve.data.documents.reading import first_tokens
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.lora.files.peft import config_file
@@ -136,9 +136,10 @@ class Submission:
         if document is not None:
             with self._shown(request.adapter, show):
                 corpus = await self._documents.split(request, upload, document)
-            if lora.cartridge:
-                prefix = await asyncio.to_thread(first_tokens, corpus.chunks, lora.r, self._tokenizer)
-                lora = msgspec.structs.replace(lora, r=len(prefix))
+            chunks = corpus.chunks
+            prefix, lora = await asyncio.to_thread(
+                document.with_prefix, lora, chunks, self._tokenizer, spec, micro_batch_limit(asked, limit)
+            )
         else:
             corpus = await self._tokenize(request, self._source(request, upload), columns, longest, show)
         try:
@@ -204,7 +205,8 @@ class Submission:
             cartridge=job.lora.cartridge,
         )
         lengths = await asyncio.to_thread(lambda: arrays.lengths)
-        plan = await asyncio.to_thread(BatchPlan, lengths, training, self._config.micro_batch_tokens)
+        encoded = encoded_tokens(job)
+        plan = await asyncio.to_thread(BatchPlan, lengths, training, self._config.micro_batch_tokens - encoded)
         digest = await asyncio.to_thread(lambda: corpus.digest)
         sized = msgspec.structs.replace(
             job,
@@ -214,7 +216,7 @@ class Submission:
             target_tokens=corpus.target_tokens,
             rows_cut=corpus.rows_cut,
             auto=auto,
-            longest=int(lengths.max()),
+            longest=int(lengths.max()) + encoded,
             corpus_digest=digest,
             soft_targets=arrays.candidates is not None,
         )
@@ -240,6 +242,7 @@ class Submission:
         if request.continue_from is None:
             lora = LoraSettings() if request.lora is None else LoraSettings(**msgspec.structs.asdict(request.lora))
             lora = with_end_names(lora, spec)
+            lora = lora if document is None else document.lora(lora, spec)
             try:
                 await asyncio.to_thread(resolve_targets, lora, spec)
             except InvalidRequest as error:
@@ -392,7 +395,7 @@ def _small(source: Path, columns: Columns) -> bool:
 
 def _own_settings(request: FinetuneRequest, earlier: JobRecord) -> LoraSettings:
     _refuse_lora(request)
-    if earlier.spec.lora.cartridge:
+    if earlier.spec.prefix:
         raise InvalidRequest(NO_CONTINUATION, field="continue_from")
     return earlier.spec.lora
 

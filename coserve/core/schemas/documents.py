@@ -10,7 +10,7 @@ from coserve.core.limits import MAX_MESSAGES, LocalPath, Text
 from coserve.core.names import VERSIONED_NAME
 from coserve.core.types import Wire
 
-Recipe = Literal["topk_kd", "ce", "lm", "cartridge"]
+Recipe = Literal["topk_kd", "ce", "lm", "cartridge", "encoder"]
 Phase = Literal["questions", "answers", "training", "evaluation", "done"]
 Generator = Annotated[str, Meta(pattern=rf"\A(base|none|adapter:{VERSIONED_NAME})\Z")]
 
@@ -35,9 +35,11 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     """`topk_kd`: learn the generator's distribution over its 20 most likely tokens at each token of an answer. `ce`:
     learn the answers' tokens. `lm`: learn the document's own text, token by token; questions are for the evaluation
     only. `cartridge`: learn as `topk_kd` does, not with LoRA but with a KV prefix of `prefix_tokens` tokens, which
-    begins as the document's own first tokens."""
+    begins as the document's own first tokens. `encoder`: train a LoRA to read each chunk into memory tokens, from which
+    the base gives the chunk's text (reconstruction) and the answers; what is published is a cartridge of them all."""
     prefix_tokens: Annotated[int, Meta(ge=2, le=1 << 14)] = 128
-    """Tokens of a `cartridge`; fewer if the document has fewer. Each request with it holds the place of as many."""
+    """Tokens of a `cartridge`, fewer if the document has fewer; memory tokens of each chunk with `encoder`. Each
+    request holds the place of all."""
     generator: Generator = "base"
     """`base`, or `adapter:NAME` or `adapter:NAME@VERSION`: the model that asks and answers. `none`, for bases that
     follow no instructions: the base continues each piece of the text with the text before it in its prompt, and the
@@ -61,7 +63,7 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     """Answers of the bare base to general prompts that the adapter learns, too, so that it forgets less: their number
     as a fraction of the questions'."""
     lm_weight: Annotated[float, Meta(ge=0, le=10)] = 0.0
-    """Weight of the document's own text in the loss, in addition to the answers."""
+    """Weight of the document's own text in the loss, in addition to the answers; 0 is 1 with `encoder`."""
     holdout: Annotated[float, Meta(gt=0, lt=1)] = 0.1
     """Fraction of the questions, at least 4 and at most 64 of them, that is not learned but evaluated."""
     publish: Literal["if_learned", "always"] = "if_learned"

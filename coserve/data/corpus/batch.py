@@ -72,6 +72,8 @@ class Batch:
     examples: tuple[Example, ...]
     pairs: bool = False
     """Whether each two examples are a pair: a prompt with the chosen answer, then with the rejected one."""
+    encoded: int = 0
+    """Leading examples, without targets, that an encoder reads; the others are decoded from its memory tokens."""
 
     @property
     def rows(self) -> int:

@@ -76,10 +76,10 @@ def lesson_corpus(
     """Return the corpus of the lessons to learn, and of the document's own text (token ids, one row a chunk). Rows are
     cut to `longest` tokens.
 
-    `topk_kd`, `cartridge` and a weight of the text make soft targets; otherwise the targets are tokens.
+    `topk_kd`, `cartridge`, `encoder` and a weight of the text make soft targets; otherwise the targets are tokens.
     """
-    lm, kd = settings.recipe == "lm", settings.recipe in ("topk_kd", "cartridge")
-    weight = 1.0 if lm else settings.lm_weight
+    lm, kd = settings.recipe == "lm", settings.recipe in ("topk_kd", "cartridge", "encoder")
+    weight = 1.0 if lm else settings.lm_weight or float(settings.recipe == "encoder")
     soft, columns = kd or (weight > 0 and not lm), TOP_K if kd else 1
     rows: list[_Row] = []
     for lesson in lessons:

@@ -27,8 +27,8 @@ def uncompiled(spec: JobSpec) -> list[str]:
         found.append("its layers run operation by operation: compiled ones do without LoRA dropout")
     if spec.lora.target_parameters:
         found.append("its layers run operation by operation: compiled ones do without adapters of experts")
-    if spec.lora.cartridge:
-        found.append("its layers run operation by operation: compiled ones do without a cartridge")
+    if spec.prefix:
+        found.append("its layers run operation by operation: compiled ones do without a cartridge or an encoder")
     if spec.lora.trainable_token_indices or any(
         "embed" in name or name.endswith("wte") for name in spec.lora.targets or ()
     ):

@@ -20,7 +20,6 @@ from coserve.finetune.micro_batch import MicroBatch, MicroBatchRunner, MicroStep
 from coserve.finetune.packed_rows import pack_jobs
 from coserve.finetune.sessions.trainee import Trainee
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.kernels.lora.segments import Segments
 from coserve.model.dropout import dropout_of
 from coserve.model.faults import contained
 from coserve.model.lora import KeptLora, LoraBatch
@@ -173,9 +172,10 @@ def _compute(
     first = micro_batches[0]
     loss, tokens = first.loss, sum(each.batch.tokens for each in micro_batches)
     graphed = first.learns and all(each.dropout is None and each.loss.teacher is None for each in micro_batches)
+    graphed = graphed and not first.batch.encoded
     in_all = runner.padded_size(tokens) if graphed else tokens
     rows = pack_jobs([each.batch for each in micro_batches], device, in_all)
-    segments = Segments(rows.segment_bounds, tuple(range(len(micro_batches))))
+    segments = rows.segments
     dropout = dropout_of(rows.token_bounds, [each.dropout for each in micro_batches])
     lora = LoraBatch(segments, tuple([each.weights for each in micro_batches]), lora_backend, dropout, kept)
     teacher, reference = (

@@ -1,4 +1,4 @@
-"""Attention inside packed sequences that all begin with one trained KV prefix, for the training of cartridges.
+"""Attention inside packed sequences that all begin with one KV prefix, for the training of cartridges and of encoders.
 
 Letters: T packed rows, S sequences, H query heads, K key-value heads, D head width, P tokens of the prefix.
 """
@@ -17,36 +17,24 @@ from coserve.kernels.attention.packed import PackedAttention, causal, explicit, 
 from coserve.kernels.lora.types import LoraPair
 
 
-class PrefixedAttention(PackedAttention):
-    """Causal attention inside each packed sequence and over the prefix before it; differentiable in the prefix's keys
-    and values. The sequences' positions begin at P.
+class AfterPrefix(PackedAttention):
+    """Causal attention inside each packed sequence and over one prefix before it; differentiable in its keys and
+    values. The sequences' positions begin at P.
 
     On CUDA in 16 bits torch's varlen flash kernel computes all sequences in one launch: it aligns the causal mask to
     the last keys, so a sequence's keys are the prefix and its own. Elsewhere a loop over sequences does.
     """
 
-    def __init__(self, bounds: Sequence[int], prefix: Sequence[LoraPair], frozen: int) -> None:
-        """`prefix`: of each layer (`LoraWeights.prefix`), of whose tokens the first `frozen` get no gradient."""
+    def __init__(self, bounds: Sequence[int], tokens: int) -> None:
+        """`tokens`: P."""
         super().__init__(bounds)
-        self._prefix, self._frozen = prefix, frozen
-        self._tokens = prefix[0].a_RD.shape[0]
+        self._tokens = tokens
 
-    def attend(
-        self,
-        layer: int,
-        q_HTD: Tensor,
-        k_KTD: Tensor,
-        v_KTD: Tensor,
-        params: AttentionParams,
+    def after(
+        self, k_KPD: Tensor, v_KPD: Tensor, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams
     ) -> Tensor:
-        """See `Attention.attend`."""
+        """Return what `attend` returns, with the prefix's keys and values before each sequence's own."""
         assert q_HTD.shape[1] == self._bounds[-1], f"expected {self._bounds[-1]} rows, got {q_HTD.shape[1]}"
-        pair = self._prefix[layer]
-        before = [
-            torch.cat([own[: self._frozen].detach(), own[self._frozen :]]).view(self._tokens, k_KTD.shape[0], -1)
-            for own in (pair.a_RD, pair.b_OR.T)
-        ]
-        k_KPD, v_KPD = (own.transpose(0, 1) for own in before)
         spans = [(start, end) for start, end in pairwise(self._bounds) if start < end]
         keys, values = (
             [torch.cat([first, own[:, start:end]], 1) for start, end in spans]
@@ -94,3 +82,44 @@ class PrefixedAttention(PackedAttention):
         )
         found: Tensor = out
         return found
+
+
+class PrefixedAttention(AfterPrefix):
+    """Attention after a trained prefix."""
+
+    def __init__(self, bounds: Sequence[int], prefix: Sequence[LoraPair], frozen: int) -> None:
+        """`prefix`: of each layer (`LoraWeights.prefix`), of whose tokens the first `frozen` get no gradient."""
+        super().__init__(bounds, prefix[0].a_RD.shape[0])
+        self._prefix, self._frozen = prefix, frozen
+
+    def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
+        """See `Attention.attend`."""
+        pair = self._prefix[layer]
+        k_KPD, v_KPD = (
+            torch.cat([own[: self._frozen].detach(), own[self._frozen :]])
+            .view(self._tokens, k_KTD.shape[0], -1)
+            .transpose(0, 1)
+            for own in (pair.a_RD, pair.b_OR.T)
+        )
+        return self.after(k_KPD, v_KPD, q_HTD, k_KTD, v_KTD, params)
+
+
+class EncodedAttention(PackedAttention):
+    """Attention of an encoder and of what is decoded from it, in one forward. The first `encoded` sequences are read by
+    the encoder, each alone; each ends with `memory` memory tokens. The others are decoded: each attends to itself and,
+    as its prefix, to the memory tokens of all encoded sequences, in their order."""
+
+    def __init__(self, bounds: Sequence[int], encoded: int, memory: int) -> None:
+        super().__init__(bounds)
+        self._end = end = bounds[encoded]
+        self._memory = [at for stop in bounds[1 : encoded + 1] for at in range(stop - memory, stop)]
+        self._reading = PackedAttention(bounds[: encoded + 1])
+        self._decoding = AfterPrefix([bound - end for bound in bounds[encoded:]], len(self._memory))
+
+    def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
+        """See `Attention.attend`."""
+        first, rest = slice(None, self._end), slice(self._end, None)
+        read = self._reading.attend(layer, q_HTD[:, first], k_KTD[:, first], v_KTD[:, first], params)
+        k_KPD, v_KPD = (own[:, self._memory] for own in (k_KTD, v_KTD))
+        decoded = self._decoding.after(k_KPD, v_KPD, q_HTD[:, rest], k_KTD[:, rest], v_KTD[:, rest], params)
+        return torch.cat([read, decoded])
