@@ -12,8 +12,10 @@ Runs with and without the schema take turns.
 from __future__ import annotations
 
 import asyncio
+import cProfile
 import json
 import math
+import pstats
 import random
 import statistics
 import string
@@ -71,6 +73,7 @@ async def measure(bench: Bench, load: Load, repeats: int) -> tuple[list[float], 
 
 def main() -> None:
     parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
+    parser.add_argument("--profile", action="store_true", help="print where the host's time goes in a pair of runs")
     options = parser.parse_args()
     check_tiny(parser, options)
     shape = replace(TINY, vocab=4608) if options.tiny else FULL
@@ -83,6 +86,11 @@ def main() -> None:
     grammars.compiled(SCHEMA)
     bench = Bench(make_base(shape), shape, grammars=grammars)
     bench.capture()
+    if options.profile:
+        with cProfile.Profile() as profile:
+            asyncio.run(measure(bench, load, 0))
+        pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+        return
     plain, masked = asyncio.run(measure(bench, load, 1 if options.tiny else REPEATS))
     results = Results(
         options.out,
