@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.kernels.attention.interface import TokenRun, Window
+from coserve.kernels.attention.interface import E4M3_MAX, TokenRun, Window, as_cached
 from coserve.kernels.attention.triton_paged.decode_steps import FusedStaticAttention
 from coserve.kernels.attention.triton_paged.plan import decode_items, items_for, prefill_tiles
 from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
@@ -46,6 +46,41 @@ def test_a_step(step: tuple[Kind, list[tuple[int, int]], torch.dtype]) -> None:
     case = Case(*step, DEVICE)
     assert worst(attend(FusedPagedAttention(case.pages, case.runs), case), case.expected()) < TOLERANCE[dtype]
     case.check_written()
+
+
+FP8 = {f"group_of_4-{runs}": (KINDS["group_of_4"], RUNS[runs], torch.float32) for runs in ("decodes", "chunks")}
+
+
+@pytest.mark.parametrize("step", [*FP8.values(), *on_gpu(STEPS)])
+def test_a_step_over_a_cache_in_fp8(step: tuple[Kind, list[tuple[int, int]], torch.dtype]) -> None:
+    *_, dtype = step
+    case = Case(*step, DEVICE, cache=torch.float8_e4m3fn)
+    assert worst(attend(FusedPagedAttention(case.pages, case.runs), case), case.expected()) < TOLERANCE[dtype]
+    case.check_written()
+
+
+@pytest.mark.parametrize("runs", ["decodes", pytest.param("chunks", marks=pytest.mark.gpu)])
+def test_what_exceeds_fp8_is_stored_as_its_largest_number(runs: str) -> None:
+    case = Case(KINDS["group_of_4"], RUNS[runs], torch.float32, DEVICE, cache=torch.float8_e4m3fn)
+    case.k_KTD.mul_(1e4)
+    attend(FusedPagedAttention(case.pages, case.runs), case)
+    assert case.pages.keys[0].float().nan_to_num().abs().max() == E4M3_MAX
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("runs", RUNS)
+def test_keys_and_values_are_rounded_to_fp8_as_torch_rounds(runs: str) -> None:
+    """Triton's interpreter rounds otherwise. The newest ones count as they are stored, too."""
+    cases = [
+        Case(KINDS["group_of_4"], RUNS[runs], torch.bfloat16, DEVICE, cache=torch.float8_e4m3fn) for _ in range(2)
+    ]
+    fine = [torch.randn_like(x) for x in (cases[0].k_KTD, cases[0].v_KTD)]
+    rounded = [as_cached(x, torch.float8_e4m3fn).to(x.dtype) for x in fine]
+    outputs = [
+        attend(FusedPagedAttention(case.pages, case.runs), case, case.q_HTD, *new)
+        for case, new in zip(cases, (fine, rounded), strict=True)
+    ]
+    assert torch.equal(*outputs)
 
 
 BUFFERS = {"all": (KINDS["all"], torch.float32), "pages_apart": (KINDS["pages_apart"], torch.float16)}

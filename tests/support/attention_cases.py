@@ -40,22 +40,32 @@ class Kind:
 class Case:
     """Sequences whose earlier positions are in the cache, amid NaN; and the keys and values of all of each, in fp32."""
 
-    def __init__(self, kind: Kind, runs: Sequence[tuple[int, int]], dtype: torch.dtype, device: str, seed: int = 0):
-        """`runs`: (position of its first new token, new tokens) of each sequence."""
+    def __init__(
+        self,
+        kind: Kind,
+        runs: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        device: str,
+        seed: int = 0,
+        cache: torch.dtype | None = None,
+    ):
+        """`runs`: (position of its first new token, new tokens) of each sequence. `cache`: its dtype, if another; it holds
+        keys and values as they are."""
         self.kind, self.dtype, self.device = kind, dtype, torch.device(device)
         g = torch.Generator().manual_seed(seed)
         used = [-(-(position + tokens) // kind.page_tokens) for position, tokens in runs]
         order = torch.randperm(sum(used) + 3, generator=g).tolist()
         shape, widths = (len(order) + 1, kind.page_tokens, kind.kv_heads), (kind.width, kind.value_width)
-        keys, values = (torch.full((*shape, width), float("nan"), dtype=dtype) for width in widths)
+        stored = cache or dtype
+        keys, values = (torch.full((*shape, width), float("nan"), dtype=stored) for width in widths)
         self.runs, self.sequences, new = [], [], []
         for (position, tokens), pages in zip(runs, used, strict=True):
             held = tuple(order.pop() for _ in range(pages))
             total = position + tokens
             q = torch.randn(tokens, kind.heads, kind.width, generator=g).to(dtype)
-            k, v = (torch.randn(total, kind.kv_heads, width, generator=g).to(dtype) for width in widths)
+            k, v = (torch.randn(total, kind.kv_heads, width, generator=g).to(stored).to(dtype) for width in widths)
             slots = self._slots(held, position)
-            keys[slots], values[slots] = k[:position], v[:position]
+            keys[slots], values[slots] = k[:position].to(stored), v[:position].to(stored)
             self.runs.append(TokenRun(tokens, position, held))
             self.sequences.append((q.float(), k.float(), v.float()))
             new.append((q, k[position:], v[position:]))
@@ -108,7 +118,7 @@ class Case:
             assert torch.equal(values[slots], v)
         slots = sum(len(k) for _, k, _ in self.sequences) * self.kind.kv_heads
         for x in (pages.keys[0], pages.values[0]):
-            assert int(_whole(x).isfinite().sum()) == slots * x.shape[3]
+            assert int(_whole(x).float().isfinite().sum()) == slots * x.shape[3]
 
 
 def _whole(cache: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from coserve.kernels.attention.interface import (
 from coserve.kernels.attention.torch_paged.paged import PagedAttention
 from coserve.kernels.attention.torch_paged.static import GatheredMixedAttention, GatheredStaticAttention
 
-FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn})
+"""Types of a cache."""
 
 
 def fused(device: torch.device, dtype: torch.dtype) -> bool:

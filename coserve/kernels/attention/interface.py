@@ -8,9 +8,13 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+import torch
 from torch import Tensor
 
 Positions = TypeVar("Positions", int, NDArray[np.int64], Tensor)
+
+
+E4M3_MAX = 448.0
 
 
 class KvShape(NamedTuple):
@@ -34,6 +38,14 @@ class Pages:
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+
+
+def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round keys or values as a cache of this type stores them. FP8 has no infinity: what exceeds its range becomes its
+    largest number."""
+    if dtype == torch.float8_e4m3fn:
+        x = x.clamp(-E4M3_MAX, E4M3_MAX)
+    return x.to(dtype)
 
 
 class Window(NamedTuple):

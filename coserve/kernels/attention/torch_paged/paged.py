@@ -52,7 +52,7 @@ class PagedAttention:
         softcap, sinks = params.softcap, params.sinks
         keys, values = self._pages.keys[layer], self._pages.values[layer]
         for cache, new_KTD in ((keys, k_KTD), (values, v_KTD)):
-            cache.index_put_(self._new_at, new_KTD.transpose(0, 1).to(cache.dtype))
+            cache.index_put_(self._new_at, as_cached(new_KTD.transpose(0, 1), cache.dtype))
         heads, rows, width = q_HTD.shape
         unit = gcd(keys.stride(0), width, values.shape[3])
         layout = Layout(
@@ -71,6 +71,8 @@ class PagedAttention:
             k_BKLD, v_BKLD = _keys(keys, tile.keys, unit), _keys(values, tile.values, unit)
             if self._exact:
                 q_BKRD, k_BKLD, v_BKLD = (_widen(x.float()) for x in (q_BKRD, k_BKLD, v_BKLD))
+            else:
+                k_BKLD, v_BKLD = k_BKLD.to(q_BKRD.dtype), v_BKLD.to(q_BKRD.dtype)
             out = _weigh(q_BKRD, k_BKLD, v_BKLD, tile.hidden, softcap, tile.sinks(sinks), exact=self._exact)
             outputs.append(out[..., : values.shape[3]].flatten(0, 2))
         return torch.cat(outputs).index_select(0, tiles.back).view(rows, heads, -1).to(q_HTD.dtype)

@@ -9,7 +9,7 @@ its end (programmatic dependent launch).
 
 With few sequences latency dominates, so an item's first keys are requested as early as possible. Loads in the loop have
 no mask: behind the last key that key is read again with weight 0. Page ids are read one step ahead of the keys that
-need them. Each thread keeps a sum of weights of its own until the end.
+need them. Each thread keeps a sum of weights of its own until the end. A cache in FP8 is read as q's type.
 
 q (H, T, D), k (K, T, D), v (K, T, E), any strides but 1 for D and E; keys (pages, PAGE, K, D), values (pages, PAGE, K,
 E), contiguous within a page; out (T, H, E); items (W, 8) int32: column of the table (-1: nothing to do), row of q,
@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coserve.kernels.attention.triton_paged.softmax import LOWEST, offsets, score, with_sinks
+from coserve.kernels.attention.triton_paged.softmax import LOWEST, as_cached, offsets, score, with_sinks
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -103,8 +103,8 @@ def decode(
         return
     q_mask = (g < G)[:, None] & in_d[None, :]
     q = tl.load(q_ptr + at * q_row + heads[:, None] * q_head + d[None, :], mask=q_mask, other=0.0)
-    k_new = tl.load(k_ptr + at * k_row + head * k_head + d, mask=in_d, other=0.0)
-    v_new = tl.load(v_ptr + at * v_row + head * v_head + e, mask=in_e, other=0.0)
+    k_new = as_cached(tl.load(k_ptr + at * k_row + head * k_head + d, mask=in_d, other=0.0), keys_ptr)
+    v_new = as_cached(tl.load(v_ptr + at * v_row + head * v_head + e, mask=in_e, other=0.0), values_ptr)
     top = tl.full([BLOCK_M], LOWEST, dtype=tl.float32)
     totals = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
@@ -114,13 +114,13 @@ def decode(
         n = tl.minimum(start + BLOCK_N + r, last)
         page = tl.load(table_at + n // PAGE * table_stride)
         if D == BLOCK_D:  # noqa: SIM108 - settled when it is compiled
-            k = tl.load(keys_ptr + key_at)
+            k = tl.load(keys_ptr + key_at).to(q.dtype)
         else:
-            k = tl.load(keys_ptr + key_at, mask=in_d[None, :], other=0.0)
+            k = tl.load(keys_ptr + key_at, mask=in_d[None, :], other=0.0).to(q.dtype)
         if E == BLOCK_E:
-            v = tl.load(values_ptr + value_at)
+            v = tl.load(values_ptr + value_at).to(q.dtype)
         else:
-            v = tl.load(values_ptr + value_at, mask=in_e[None, :], other=0.0)
+            v = tl.load(values_ptr + value_at, mask=in_e[None, :], other=0.0).to(q.dtype)
         scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
         scores = tl.where((start + r < old)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))

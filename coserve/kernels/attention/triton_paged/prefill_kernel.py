@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from coserve.kernels.attention.triton_paged.softmax import LOWEST, accumulate, offsets, score, with_sinks
+from coserve.kernels.attention.triton_paged.softmax import LOWEST, accumulate, as_cached, offsets, score, with_sinks
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -64,8 +64,8 @@ def store(
     value_at = offsets(page, page_stride, position + t, K, head, E, PAGE)[:, None] + e[None, :]
     k = tl.load(k_ptr + (first + t)[:, None] * k_row + head * k_head + d[None, :], mask=k_mask)
     v = tl.load(v_ptr + (first + t)[:, None] * v_row + head * v_head + e[None, :], mask=v_mask)
-    tl.store(keys_ptr + key_at, k, mask=k_mask)
-    tl.store(values_ptr + value_at, v, mask=v_mask)
+    tl.store(keys_ptr + key_at, as_cached(k, keys_ptr), mask=k_mask)
+    tl.store(values_ptr + value_at, as_cached(v, values_ptr), mask=v_mask)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -145,13 +145,13 @@ def prefill(
         value_at = offsets(page, page_stride, start + r, K, head, E, PAGE)[:, None] + e[None, :]
         page = tl.load(table_at + tl.minimum(start + BLOCK_N + r, end - 1) // PAGE * table_stride)
         if D == BLOCK_D:  # noqa: SIM108 - settled when it is compiled
-            k = tl.load(keys_ptr + key_at)
+            k = tl.load(keys_ptr + key_at).to(q.dtype)
         else:
-            k = tl.load(keys_ptr + key_at, mask=in_d, other=0.0)
+            k = tl.load(keys_ptr + key_at, mask=in_d, other=0.0).to(q.dtype)
         if E == BLOCK_E:  # noqa: SIM108 - as above
-            v = tl.load(values_ptr + value_at)
+            v = tl.load(values_ptr + value_at).to(q.dtype)
         else:
-            v = tl.load(values_ptr + value_at, mask=in_e, other=0.0)
+            v = tl.load(values_ptr + value_at, mask=in_e, other=0.0).to(q.dtype)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SOFTCAP:
             scores = score(products, scale, cap, SOFTCAP)
@@ -169,8 +169,8 @@ def prefill(
         value_at = offsets(page, page_stride, n, K, head, E, PAGE)[:, None] + e[None, :]
         page = tl.load(table_at + tl.minimum(n + BLOCK_N, end - 1) // PAGE * table_stride)
         real = (n < end)[:, None]
-        k = tl.load(keys_ptr + key_at, mask=real & in_d, other=0.0)
-        v = tl.load(values_ptr + value_at, mask=real & in_e, other=0.0)
+        k = tl.load(keys_ptr + key_at, mask=real & in_d, other=0.0).to(q.dtype)
+        v = tl.load(values_ptr + value_at, mask=real & in_e, other=0.0).to(q.dtype)
         scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
         visible = n[None, :] <= at[:, None]
         if WINDOW:

@@ -29,6 +29,15 @@ def offsets(page, page_stride, n, K, head, WIDTH: tl.constexpr, PAGE: tl.constex
 
 
 @triton.jit
+def as_cached(x, cache_ptr):
+    """Round keys or values as the cache stores them. FP8 has no infinity: what exceeds its range becomes its largest
+    number; NaN stays."""
+    if cache_ptr.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(cache_ptr.dtype.element_ty)
+
+
+@triton.jit
 def accumulate(scores, v, top, total, acc, HOLES: tl.constexpr):
     """Takes a block of keys into the running softmax; `HOLES`: a row may have seen no key yet."""
     new_top = tl.maximum(top, tl.max(scores, 1))
