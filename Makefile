@@ -8,6 +8,8 @@ endif
 MODEL ?= bundled
 BASE ?= bundled
 JOBS ?= 2
+# The slow tests wait for processes of their own half of the time.
+ALL_JOBS ?= 3
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -73,7 +75,7 @@ test: check-and-compile
 	$(PYTEST) -m "not gpu and not slow" --hypothesis-profile fast
 
 test-all: check-and-compile $(HARNESS)
-	$(PYTEST) -m "not gpu and not long"
+	$(PYTEST) -n $(ALL_JOBS) -m "not gpu and not long"
 
 test-long: check-and-compile $(HARNESS)
 	$(PYTEST) -m "not gpu" --hypothesis-profile long

@@ -73,6 +73,11 @@ class Config:
         "loaded: FP8 (fp8), faster on a GPU with FP8 tensor cores, or QLoRA's NF4 (nf4), smallest",
         choices=("none", "fp8", "nf4"),
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of cached keys and values: the base's (auto), or FP8 (e4m3, without scales), which holds twice as many",
+        choices=("auto", "fp8"),
+    )
     tp: int = option(
         1,
         "GPUs that share the base, each with a part of every layer (tensor parallelism): 1, 2, 4 or 8; on CPU, "
@@ -114,11 +119,9 @@ class Config:
     policy: str = option(
         "auto",
         "who runs next: training where the deadlines of requests leave time (slack), or only while no request can be "
-        "served "
-        "(inference-first); both at the same time, each on its own part of the GPU (spatial), or on all of it, with "
-        "steps paced by the "
-        "deadlines (overlap); the ETS paper's Enhanced Temporal Sharing "
-        "(ets) and Temporal Sharing (ts). auto: overlap on one GPU, slack on several and without one",
+        "served (inference-first); both at the same time, each on its own part of the GPU (spatial), or on all of it, "
+        "with steps paced by the deadlines (overlap); the ETS paper's Enhanced Temporal Sharing (ets) and Temporal "
+        "Sharing (ts). auto: overlap on one GPU, slack on several and without one",
         choices=("auto", *POLICIES),
     )
     inference_batch_size: int = option(
@@ -145,25 +148,22 @@ class Config:
     slo_attainment: float = option(
         0.995,
         "'slack' and 'overlap': share of answers whose mean time per token is to be kept, above 0 and at most 0.9999; "
-        "more means fewer late tokens and less "
-        "training. A single step may be slower than planned eight times as often: the next ones take it back",
+        "more means fewer late tokens and less training. A single step may be slower than planned eight times as "
+        "often: the next ones take it back",
         bounds=Bounds(0, 0.9999, open=(True, False)),
     )
     shed: str = option(
         "explicit",
         "which requests get 429 as soon as it is predicted that they cannot keep their targets though training waits "
-        "('spatial': at "
-        "the speed they have beside training): those that ask for slo_ttft, slo_e2e or the class interactive "
-        "(explicit), all, or none "
-        "(off). A request that finds a place in the batch is never refused, nor one with several choices once one of "
-        "them has begun; 'ets' and 'ts' refuse none",
+        "('spatial': at the speed they have beside training): those that ask for slo_ttft, slo_e2e or the class "
+        "interactive (explicit), all, or none (off). A request that finds a place in the batch is never refused, nor "
+        "one with several choices once one of them has begun; 'ets' and 'ts' refuse none",
         choices=("explicit", "all", "off"),
     )
     train_weight: float = option(
         1.0,
         "'slack' and 'overlap': share, from 0 to 1, that training may use of the time that requests' targets leave; "
-        "less means faster answers and "
-        "less training",
+        "less means faster answers and less training",
         bounds=Bounds(0, 1),
     )
     train_patience: float = option(
@@ -174,22 +174,19 @@ class Config:
     train_floor: float = option(
         0.05,
         "'slack' and 'overlap': share of the time, from 0 to 0.5, that training has at least, though tokens come late "
-        "for it; 0: only what train_patience "
-        "gives",
+        "for it; 0: only what train_patience gives",
         bounds=Bounds(0, 0.5),
     )
     overlap_steps: str = option(
         "beside",
         "'overlap': the device computes steps beside training where the targets allow it (beside), or in turns with "
-        "slices that "
-        "were launched ahead (between)",
+        "slices that were launched ahead (between)",
         choices=("beside", "between"),
     )
     training_sm_share: float = option(
         0.5,
         "'spatial': share, between 0 and 1, of the GPU's multiprocessors that training has, rounded up to what the GPU "
-        "allows (multiples "
-        "of 8 on an H100 or H200); generation has the others",
+        "allows (multiples of 8 on an H100 or H200); generation has the others",
         bounds=Bounds(0, 1, open=(True, True)),
     )
 
@@ -215,8 +212,7 @@ class Config:
     fairness: str = option(
         "auto",
         "whose request is admitted next: adapters in turn (drr) or first come first served (fcfs); auto: fcfs under "
-        "the "
-        "paper's policies, drr under the others",
+        "the paper's policies, drr under the others",
         choices=("auto", "drr", "fcfs"),
     )
     max_jobs: int = option(256, "most jobs that wait, run or are paused; more get 429")
@@ -248,8 +244,7 @@ class Config:
     mix_jobs: bool = option(
         True,
         "rows of several jobs train in one forward, which is faster where each has few; off: one job's at a time, so "
-        "that on a GPU, too, a "
-        "job's result does not depend on other jobs to the last bit",
+        "that on a GPU, too, a job's result does not depend on other jobs to the last bit",
     )
     recompute: bool = option(False, "training: keep only each layer's input and compute the layer again")
     keep_checkpoints: int = option(2, "checkpoints kept per job")
@@ -257,8 +252,7 @@ class Config:
     tracker: tuple[str, ...] = option(
         (),
         "where the curves of jobs go besides this API, in a process of its own: TensorBoard event files, Weights & "
-        "Biases or MLflow, "
-        "each set up by its own environment variables; may be repeated",
+        "Biases or MLflow, each set up by its own environment variables; may be repeated",
         choices=("tensorboard", "wandb", "mlflow"),
     )
     tracking_dir: Path | None = option(None, "folder of the trackers' files; default: 'tracking' in the data folder")

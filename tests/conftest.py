@@ -25,6 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Which cases of those that take turns are run by `make test-all`: the same in every worker.
 os.environ.setdefault("TEST_TURN", str(datetime.now(UTC).timetuple().tm_yday))
+from tests.support.examples import marks_on_days  # noqa: E402 - reads it
 
 settings.register_profile("coserve", deadline=None, max_examples=30)
 settings.register_profile("fast", settings.get_profile("coserve"), max_examples=10)
@@ -88,12 +89,12 @@ def two(shared_ranks: Callable[[], Ranks]) -> Ranks:
     scope="module",
     params=[
         2,
-        pytest.param(4, marks=pytest.mark.slow),
+        pytest.param(4, marks=marks_on_days(0)),
         pytest.param(8, marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )
 def ranks(request: pytest.FixtureRequest, shared_ranks: Callable[[], Ranks]) -> Iterator[Ranks]:
-    """Two ranks; in slow tests four, in long ones eight, too."""
+    """Two ranks; in slow tests four on one of three days, in long ones eight, too."""
     if request.param == 2:
         yield shared_ranks()
         return

@@ -1,4 +1,5 @@
-"""What quantising costs a small real base: SmolLM2-135M-Instruct in FP8 and NF4 beside the weights of its file.
+"""What quantising costs a small real base: SmolLM2-135M-Instruct in FP8 and NF4, and with an FP8 KV cache, beside the
+weights of its file.
 
     python -m benchmarks.quant.accuracy --out benchmarks/results          (a CPU, about two minutes)
 
@@ -19,7 +20,8 @@ from torch import Tensor
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
 from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.attention.interface import TokenRun
+from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
 
 MODEL = "smollm2"
@@ -38,11 +40,11 @@ def rows(pages: int, each: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def predict(base: Base, texts: list[Tensor]) -> Tensor:
-    """Log-probabilities of every next token, (tokens, vocabulary)."""
-    found = []
+def predict(base: Base, texts: list[Tensor], kv_cache_dtype: str) -> Tensor:
+    """Log-probabilities of every next token, (tokens, vocabulary), by keys and values from pages."""
+    found, kv = [], KvCache.for_base(base, ROW, ROW, kv_cache_dtype=kv_cache_dtype)
     for ids_T in texts:
-        positions_T, attention = torch.arange(len(ids_T)), PackedAttention((0, len(ids_T)))
+        positions_T, attention = torch.arange(len(ids_T)), kv.attention([TokenRun(len(ids_T), 0, (0,))])
         logits_TV = base.forward(ids_T, positions_T, attention, lora=None, keep=None)
         found.append(logits_TV[:-1].float().log_softmax(-1))
     return torch.cat(found)
@@ -65,9 +67,9 @@ def main() -> None:
         settings={"model": MODEL, "pages": PAGES[: options.pages], "rows": options.rows, "row": ROW},
     )
     expected = Tensor()
-    for kind in ("none", "fp8", "nf4"):
-        base = load_base(MODEL, device="cpu", dtype="float32", quantization=kind)
-        found = predict(base, texts)
+    for kind in ("none", "fp8", "nf4", "kv_fp8"):
+        weights, cache = ("none", "fp8") if kind == "kv_fp8" else (kind, "auto")
+        found = predict(load_base(MODEL, device="cpu", dtype="float32", quantization=weights), texts, cache)
         perplexity = round(float(found.gather(1, targets[:, None]).mean().neg().exp()), 3)
         about: dict[str, object] = {"tokens": len(targets)}
         if kind == "none":

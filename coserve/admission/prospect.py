@@ -40,6 +40,8 @@ class Wish(Wire, frozen=True):
     micro_batch_tokens: int
     fraction: float
     """Fraction of the GPU's memory that the engine may take."""
+    kv_cache_dtype: str = "auto"
+    """As the setting: fp8 keeps a byte of each number."""
 
 
 class Need(Wire, frozen=True):
@@ -97,7 +99,7 @@ def needed(sizes: BaseSizes, wish: Wish) -> Need:
         step=LOGITS * base.vocab * wish.requests
         + STEP_TOKENS["cuda"] * item * (2 * widest + 4 * base.hidden)
         + sizes.expanded,
-        kv=sizes.kv * wish.context * wish.requests,
+        kv=_cached(sizes, wish) * wish.context * wish.requests,
         states=sizes.states * (wish.requests + EXTRA_SLOTS),
         adapters=wish.adapters * item * sum(shape.a + shape.b for shape in shapes),
         jobs=wish.jobs * state.total,
@@ -109,5 +111,10 @@ def fit(sizes: BaseSizes, wish: Wish, gb: int) -> Fit:
     """Return whether the wish fits on a GPU that is sold as one of `gb` GB, and how many requests would."""
     need, budget = needed(sizes, wish), int(GPUS[gb] * wish.fraction * GIB)
     left = max(0, budget - need.fixed - EXTRA_SLOTS * sizes.states)
-    each = sizes.kv * wish.context + sizes.states
+    each = _cached(sizes, wish) * wish.context + sizes.states
     return Fit(gb=gb, budget=budget, fits=need.total <= budget, requests=left // each)
+
+
+def _cached(sizes: BaseSizes, wish: Wish) -> int:
+    """Return the bytes of a token's keys and values."""
+    return sizes.kv if wish.kv_cache_dtype == "auto" else sizes.kv // ITEMSIZE[sizes.spec.dtype]

@@ -189,7 +189,6 @@ NEEDLESS_OPTIONS = {
     "max_model_len": "a request may use the base's whole context, and takes pages as it grows",
     "cuda_graph_sizes": "graphs are captured for all sizes up to --max-running and --step-tokens",
     "quantization": "a quantised base is recognised by its config.json, and dequantised at load",
-    "kv_cache_dtype": "the KV cache has the base's 16 or 32 bits (--dtype)",
 }
 """vLLM's server options without a counterpart, and what to do instead."""
 _ADAMW = (

@@ -178,7 +178,9 @@ class EngineParts:
     def _conditions(self) -> Conditions:
         config = self.config
         work = Work(self.step_tokens, config.micro_batch_tokens, config.max_active_jobs)
-        return Conditions(self.lora_backend, config.recompute, config.batch_requests, config.page_tokens, work)
+        return Conditions(
+            self.lora_backend, config.recompute, config.batch_requests, config.page_tokens, work, config.kv_cache_dtype
+        )
 
     def memory_model(self, pool: PoolSize) -> MemoryModel | None:
         """The model that predicts the memory of jobs; None without a plan."""

@@ -100,7 +100,13 @@ def build_engine(
         times=parts.load_times,
         notes=lambda: parts.packed_files.notes,
     )
-    kv = KvCache.for_base(base, pool.tokens, config.page_tokens, sequences=config.batch_requests)
+    kv = KvCache.for_base(
+        base,
+        pool.tokens,
+        config.page_tokens,
+        sequences=config.batch_requests,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
     progress.loads("loading compiled layers")
     compiled = make_compiled(parts, kv, task, training, progress.captures)
     grammars = Grammars(partial(Tokenizer.load, config.model), base.spec.vocab)
@@ -170,6 +176,8 @@ def _notes(base: Base, generator: Generator, parts: EngineParts) -> tuple[str, .
         notes += (base.spec.context_note,)
     if base.sharding is not None and base.sharding.mesh.note:
         notes += (base.sharding.mesh.note,)
+    if config.kv_cache_dtype != "auto":
+        notes += ("keys and values are cached in FP8 (kv_cache_dtype), so answers differ slightly from the base's own",)
     if config.load_format == "dummy":
         notes += ("the base's weights are random (load_format dummy): its texts mean nothing",)
     if base.device.type == "cpu" and torch.get_num_threads() > EXACT_THREADS:

@@ -30,7 +30,7 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.capture import gc_paused
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
-from coserve.memory.buffer import page_layout
+from coserve.memory.buffer import cache_dtype, page_layout
 from coserve.memory.kv import KvCache
 from coserve.memory.plan import SPARE_GRAPHS, GpuMemory, MemoryPlan, Work, make_plan
 from coserve.memory.profile import (
@@ -63,6 +63,7 @@ class Conditions:
     max_running: int
     page_tokens: int
     work: Work
+    kv_cache_dtype: str = "auto"
 
 
 def plan_memory(
@@ -92,7 +93,8 @@ def plan_memory(
     meter.reset()  # exclude profiling from the peak that is compared with the plan
     free, total = torch.cuda.mem_get_info(base.device)
     page_tokens, work = conditions.page_tokens, conditions.work
-    page_bytes = page_layout(base.kv_shapes, page_tokens, base.dtype).page_bytes
+    cached = cache_dtype(conditions.kv_cache_dtype, base.dtype, base.device)
+    page_bytes = page_layout(base.kv_shapes, page_tokens, cached).page_bytes
     least = -(-work.step_tokens // page_tokens)
     graphs = None if path is None else load_graph_bytes(graphs_path(path), key)
     size = GRAPHS if graphs is None else round(SPARE_GRAPHS * graphs)
@@ -205,7 +207,7 @@ class MemoryProfiler:
         self._base, self._meter = base, meter
         self._lora_backend, self._page_tokens = conditions.lora_backend, conditions.page_tokens
         self._sampled, self._logit_rows = conditions.max_running, conditions.max_running + SCORED_TOKENS
-        self._recompute = conditions.recompute
+        self._recompute, self._kv_cache_dtype = conditions.recompute, conditions.kv_cache_dtype
         self._runner, self._rank = MicroBatchRunner(base, recompute=False, attention=attention, compiled=compiled), rank
         self._blocks, self._updates = bd_blocks, updates
         if warm_up:
@@ -218,7 +220,7 @@ class MemoryProfiler:
         """Peak bytes of a generation step: `tokens` tokens of one adapter, with the most logits that a step may have
         (those of `max_running` sequences, sampled in fp32, and those of scored prompts)."""
         base = self._base
-        kv = KvCache.for_base(base, tokens, self._page_tokens)
+        kv = KvCache.for_base(base, tokens, self._page_tokens, kv_cache_dtype=self._kv_cache_dtype)
         pages = kv.allocate(kv.pages_for(tokens))
         assert pages is not None, "the cache was sized for them"
         batch = LoraBatch(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coserve.kernels.attention.interface import KvShape
+from coserve.kernels.quantized.fp8 import refuse_unusable
 from coserve.memory.pages import PagePool, Span
 
 ALIGNMENT = 128
@@ -40,6 +41,18 @@ def page_layout(kv_shapes: Sequence[KvShape], page_tokens: int, dtype: torch.dty
             offsets.append(at)
             at += aligned(page_tokens * shape.heads * width * dtype.itemsize)
     return PageLayout(at, tuple(keys), tuple(values))
+
+
+def cache_dtype(setting: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type of cached keys and values of a base of `dtype`. `setting`: as `--kv-cache-dtype`.
+
+    Raises:
+        ConfigError: fp8 on a GPU that knows none.
+    """
+    if setting == "auto":
+        return dtype
+    refuse_unusable(device, "kv_cache_dtype")
+    return torch.float8_e4m3fn
 
 
 class PageBuffer:

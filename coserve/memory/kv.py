@@ -24,11 +24,12 @@ from coserve.kernels.attention.interface import (
     Pages,
     StaticPagedAttention,
     TokenRun,
+    as_cached,
 )
 from coserve.kernels.lora.types import LoraPair
 from coserve.kernels.recurrent.interface import StateShape
 from coserve.kernels.recurrent.wrappers import MixedWithRecurrence, StaticWithRecurrence, WithRecurrence
-from coserve.memory.buffer import PageBuffer, page_layout
+from coserve.memory.buffer import PageBuffer, cache_dtype, page_layout
 from coserve.memory.state_pool import StatePool
 
 CPU_TOKENS = 16384
@@ -96,19 +97,21 @@ class KvCache:
         """Keys and values of each layer."""
 
     @classmethod
-    def for_base(cls, base: HasKv, tokens: int, page_tokens: int, *, sequences: int = 1) -> KvCache:
-        """A cache for at least `tokens` tokens, and the recurrent states of `sequences` sequences.
+    def for_base(
+        cls, base: HasKv, tokens: int, page_tokens: int, *, sequences: int = 1, kv_cache_dtype: str = "auto"
+    ) -> KvCache:
+        """A cache for at least `tokens` tokens, and the recurrent states of `sequences` sequences. `kv_cache_dtype`: as
+        the setting; states have the base's type.
 
         Raises:
-            ConfigError: `tokens` is below 1.
+            ConfigError: `tokens` is below 1, or see `cache_dtype`.
         """
         if tokens < 1:
             raise ConfigError(f"expected capacity for at least 1 token in the KV pool, got {tokens}", field="kv_tokens")
         pages = -(-tokens // page_tokens)
         states = StatePool(base.states, slots=sequences, dtype=base.dtype, device=base.device) if base.states else None
-        return cls(
-            base.kv_shapes, pages=pages, page_tokens=page_tokens, dtype=base.dtype, device=base.device, states=states
-        )
+        dtype = cache_dtype(kv_cache_dtype, base.dtype, base.device)
+        return cls(base.kv_shapes, pages=pages, page_tokens=page_tokens, dtype=dtype, device=base.device, states=states)
 
     @property
     def shape(self) -> PoolShape:
@@ -153,8 +156,8 @@ class KvCache:
         page_T, slot_T = torch.tensor(pages, device=device)[at // size], at % size
         for keys, values, pair in zip(self.views.keys, self.views.values, prefix, strict=True):
             k_PW, v_PW = pair.a_RD.to(device, non_blocking=True), pair.b_OR.to(device, non_blocking=True).T
-            keys[page_T, slot_T] = k_PW[first:].view(-1, *keys.shape[2:])
-            values[page_T, slot_T] = v_PW[first:].reshape(-1, *values.shape[2:])
+            keys[page_T, slot_T] = as_cached(k_PW[first:].view(-1, *keys.shape[2:]), keys.dtype)
+            values[page_T, slot_T] = as_cached(v_PW[first:].reshape(-1, *values.shape[2:]), values.dtype)
 
     def label(self, page: int, key: bytes) -> None:
         """See `PagePool.label`. All slots of the page must be written."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coserve.kernels.attention.backend import attention_notes, paged_attention
-from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun
+from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun, as_cached
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.attention.torch_paged.paged import PagedAttention
 from coserve.kernels.attention.torch_paged.tiles import KEY_BLOCK
@@ -105,9 +105,17 @@ class Cache:
         return tuple(self.free.pop() for _ in range(-(-tokens // self.page_tokens)))
 
 
-def in_chunks(kind: Kind, length: int, cuts: Sequence[int], *, page_tokens: int = 16, seed: int = 0) -> Tensor:
-    """One sequence alone, computed in the chunks between `cuts`: (T, H, D)."""
-    cache = Cache(kind, page_tokens=page_tokens)
+def in_chunks(
+    kind: Kind,
+    length: int,
+    cuts: Sequence[int],
+    *,
+    page_tokens: int = 16,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """One sequence alone, computed in the chunks between `cuts`: (T, H, D). `dtype`: the cache's."""
+    cache = Cache(kind, page_tokens=page_tokens, dtype=dtype)
     pages = cache.take(length)
     q, k, v = kind.inputs(length, seed)
     outputs = []
@@ -207,6 +215,17 @@ def test_chunks_do_not_change_a_bit(kind: Kind) -> None:
     for cuts in ([1], [64], [16, 17, 40, 99], list(range(1, length)), list(range(110, length))):
         assert torch.equal(in_chunks(kind, length, cuts), whole), cuts
     assert torch.equal(in_chunks(kind, length, [33], page_tokens=5), whole)
+
+
+@pytest.mark.parametrize("kind", sample(KINDS, "plain", "all", "pages_apart"))
+def test_a_cache_in_fp8_rounds_keys_and_values_alone(kind: Kind) -> None:
+    """In chunks of any size, what a token sees is rounded, its own key and value, too."""
+    length = KEY_BLOCK + 13
+    whole = in_chunks(kind, length, [], dtype=torch.float8_e4m3fn)
+    assert torch.equal(in_chunks(kind, length, [1, 40, 41], dtype=torch.float8_e4m3fn), whole)
+    q, k, v = kind.inputs(length)
+    k, v = (as_cached(x, torch.float8_e4m3fn).to(x.dtype) for x in (k, v))
+    torch.testing.assert_close(whole.double(), reference(kind, q, k, v), atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=examples(25), deadline=None)

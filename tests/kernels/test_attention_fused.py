@@ -71,9 +71,7 @@ def test_what_exceeds_fp8_is_stored_as_its_largest_number(runs: str) -> None:
 @pytest.mark.parametrize("runs", RUNS)
 def test_keys_and_values_are_rounded_to_fp8_as_torch_rounds(runs: str) -> None:
     """Triton's interpreter rounds otherwise. The newest ones count as they are stored, too."""
-    cases = [
-        Case(KINDS["group_of_4"], RUNS[runs], torch.bfloat16, DEVICE, cache=torch.float8_e4m3fn) for _ in range(2)
-    ]
+    cases = [Case(KINDS["group_of_4"], RUNS[runs], torch.bfloat16, DEVICE, cache=torch.float8_e4m3fn) for _ in range(2)]
     fine = [torch.randn_like(x) for x in (cases[0].k_KTD, cases[0].v_KTD)]
     rounded = [as_cached(x, torch.float8_e4m3fn).to(x.dtype) for x in fine]
     outputs = [

@@ -33,6 +33,12 @@ def test_no_room_is_a_typed_error() -> None:
         KvCache.for_base(Shapes(), 0, 16)
 
 
+def test_a_cache_in_fp8_takes_a_byte_of_each_number() -> None:
+    kv = KvCache.for_base(Shapes(), 64, 16, kv_cache_dtype="fp8")
+    assert 4 * kv.shape.page_bytes == KvCache.for_base(Shapes(), 64, 16).shape.page_bytes
+    assert all(view.dtype == torch.float8_e4m3fn for view in (*kv.views.keys, *kv.views.values))
+
+
 def test_pages_for() -> None:
     kv = KvCache.for_base(Shapes(), 64, 16)
     assert [kv.pages_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]

@@ -49,8 +49,8 @@ class Case:
         seed: int = 0,
         cache: torch.dtype | None = None,
     ):
-        """`runs`: (position of its first new token, new tokens) of each sequence. `cache`: its dtype, if another; it holds
-        keys and values as they are."""
+        """`runs`: (position of its first new token, new tokens) of each sequence. `cache`: its dtype, if another; keys
+        and values are numbers that it holds as they are."""
         self.kind, self.dtype, self.device = kind, dtype, torch.device(device)
         g = torch.Generator().manual_seed(seed)
         used = [-(-(position + tokens) // kind.page_tokens) for position, tokens in runs]

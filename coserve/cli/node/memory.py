@@ -20,7 +20,7 @@ from coserve.core.health import starting_line
 from coserve.core.types import DEFAULT_RANK
 
 MIB = 1 << 20
-QUANTIZATIONS = ("none", "fp8", "nf4")
+QUANTIZATIONS, CACHE_DTYPES = ("none", "fp8", "nf4"), ("auto", "fp8")
 USES = {
     "weights": "base and buffers",
     "pages": "page pool: keys, values and adapters",
@@ -50,6 +50,7 @@ def memory(
     ] = 0.9,
     dtype: Annotated[str, typer.Option(help="with MODEL: float32, bfloat16 or float16")] = "bfloat16",
     quantization: Annotated[str, typer.Option(help="with MODEL: none, fp8 or nf4")] = "none",
+    kv_cache_dtype: Annotated[str, typer.Option(help="with MODEL: auto or fp8")] = "auto",
     trust_remote_code: Annotated[bool, typer.Option(help="with MODEL: run code that comes with its config")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
@@ -65,6 +66,8 @@ def memory(
             raise typer.BadParameter(
                 f"--quantization: expected one of {', '.join(QUANTIZATIONS)}, got {quantization!r}"
             )
+        if kv_cache_dtype not in CACHE_DTYPES:
+            raise typer.BadParameter(f"--kv-cache-dtype: expected auto or fp8, got {kv_cache_dtype!r}")
         wish = Wish(
             adapters=adapters,
             rank=rank,
@@ -73,6 +76,7 @@ def memory(
             jobs=jobs,
             micro_batch_tokens=micro_batch_tokens,
             fraction=memory_fraction,
+            kv_cache_dtype=kv_cache_dtype,
         )
         show_prospect(
             model, wish, dtype=dtype, quantization=quantization, trust_remote_code=trust_remote_code, as_json=as_json

@@ -87,7 +87,13 @@ class PartRunner:
         self._processes, self._on_compiled = processes, on_compiled
         self._max_running, self._step_tokens = conditions.max_running, conditions.work.step_tokens
         longest, page_tokens = max(CONTEXTS) + self._step_tokens, conditions.page_tokens
-        self._kv = KvCache.for_base(base, max(longest, 16 * page_tokens), page_tokens, sequences=conditions.max_running)
+        self._kv = KvCache.for_base(
+            base,
+            max(longest, 16 * page_tokens),
+            page_tokens,
+            sequences=conditions.max_running,
+            kv_cache_dtype=conditions.kv_cache_dtype,
+        )
         self._eager = EagerExecutor(base, self._kv, conditions.lora_backend)
         self._mixes = step_mixes(self._max_running, self._step_tokens, min(base.spec.context, longest))
         self._first_mixes = [mix for mix in self._mixes if not mix.position]
@@ -364,5 +370,7 @@ def make_part_runner(
     lora_backend = choose_backend(config.lora_backend, base.device, base.dtype)
     step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
     work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
-    conditions = Conditions(lora_backend, config.recompute, config.batch_requests, config.page_tokens, work)
+    conditions = Conditions(
+        lora_backend, config.recompute, config.batch_requests, config.page_tokens, work, config.kv_cache_dtype
+    )
     return PartRunner(base, conditions, task, processes, on_compiled)

@@ -39,6 +39,7 @@ SOURCES = (
 SHAPE_SETTINGS = (
     "dtype",
     "quantization",
+    "kv_cache_dtype",
     "lora_backend",
     "max_running",
     "page_tokens",

@@ -97,13 +97,11 @@ def dequantize(codes_OD: Tensor, scale_O: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes_OD.to(torch.float32) * scale_O[:, None]).to(dtype)
 
 
-def refuse_unusable(device: torch.device) -> None:
-    """Raise `ConfigError` for a GPU that knows no FP8."""
+def refuse_unusable(device: torch.device, setting: str) -> None:
+    """Raise `ConfigError` for a GPU that knows no FP8. `setting`: the one that asks for it."""
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
         expected = "expected a GPU of compute capability 8.9 or more"
-        raise ConfigError(
-            f"quantization: fp8 {expected}, got {found[0]}.{found[1]}; nf4 needs none", field="quantization"
-        )
+        raise ConfigError(f"{setting}: fp8 {expected}, got {found[0]}.{found[1]}", field=setting)
 
 
 def has_tensor_cores(tensor: Tensor) -> bool:

@@ -42,7 +42,7 @@ class DenseModel:
         settings = {}
         if self.quantization != "none":
             if self.quantization == "fp8":
-                refuse_unusable(self.device)
+                refuse_unusable(self.device, "quantization")
             settings["quantization_config"] = QuantizeAtLoad(self.quantization, self.device)
         model, report = kind.from_pretrained(
             None,

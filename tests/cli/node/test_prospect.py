@@ -65,6 +65,11 @@ def test_activations_are_those_that_an_h100_measured() -> None:
     assert needed(sizes, WISH).training == pytest.approx(layers + head, rel=0.05)
 
 
+def test_a_cache_in_fp8_holds_twice_the_tokens() -> None:
+    sizes = llama(**LLAMA_8B)
+    assert 2 * needed(sizes, msgspec.structs.replace(WISH, kv_cache_dtype="fp8")).kv == needed(sizes, WISH).kv
+
+
 def test_what_a_gpu_has_beside_the_fixed_needs_holds_requests() -> None:
     sizes = llama(**LLAMA_8B)
     assert 14.9 < sizes.weights / (1 << 30) < 15.1  # 8.03e9 parameters of two bytes

@@ -82,6 +82,7 @@ def test_a_job_has_the_losses_and_the_weights_of_one_process(
     check_job(two, folder, strategy, kind)
 
 
+@pytest.mark.slow
 def test_a_job_with_fully_sharded_pairs_has_the_losses_and_the_weights_of_one_process(
     ranks: Ranks, folder: str
 ) -> None:

@@ -189,12 +189,9 @@ def test_an_update_that_fails_on_one_rank_ends_the_job(two: Ranks, base: str, tm
     assert [(one.code, one.retry) for one in found.verdicts] == [(JobOutOfMemory.code, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("points", "code"),
-    [
-        ("capture", CAPTURE_FAILED),
-        pytest.param("memory of a capture", JobOutOfMemory.code, marks=pytest.mark.slow),
-    ],
+    ("points", "code"), [("capture", CAPTURE_FAILED), ("memory of a capture", JobOutOfMemory.code)]
 )
 def test_a_capture_that_fails_on_one_rank_costs_the_step_and_the_graphs_of_all(
     two: Ranks, base: str, tmp_path: Path, points: str, code: str

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun
+from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun, as_cached
 from coserve.kernels.attention.torch_paged.tiles import KEY_BLOCK, Layout, Tiles, plan_tiles
 
 

@@ -113,7 +113,7 @@ def decode(
         value_at = offsets(page, page_stride, n, K, head, E, PAGE)[:, None] + e[None, :]
         n = tl.minimum(start + BLOCK_N + r, last)
         page = tl.load(table_at + n // PAGE * table_stride)
-        if D == BLOCK_D:  # noqa: SIM108 - settled when it is compiled
+        if D == BLOCK_D:
             k = tl.load(keys_ptr + key_at).to(q.dtype)
         else:
             k = tl.load(keys_ptr + key_at, mask=in_d[None, :], other=0.0).to(q.dtype)

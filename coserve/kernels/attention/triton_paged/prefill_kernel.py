@@ -144,11 +144,11 @@ def prefill(
         key_at = offsets(page, page_stride, start + r, K, head, D, PAGE)[:, None] + d[None, :]
         value_at = offsets(page, page_stride, start + r, K, head, E, PAGE)[:, None] + e[None, :]
         page = tl.load(table_at + tl.minimum(start + BLOCK_N + r, end - 1) // PAGE * table_stride)
-        if D == BLOCK_D:  # noqa: SIM108 - settled when it is compiled
+        if D == BLOCK_D:
             k = tl.load(keys_ptr + key_at).to(q.dtype)
         else:
             k = tl.load(keys_ptr + key_at, mask=in_d, other=0.0).to(q.dtype)
-        if E == BLOCK_E:  # noqa: SIM108 - as above
+        if E == BLOCK_E:
             v = tl.load(values_ptr + value_at).to(q.dtype)
         else:
             v = tl.load(values_ptr + value_at, mask=in_e, other=0.0).to(q.dtype)
