@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Which cases of those that take turns are run by `make test-all`: the same in every worker.
 os.environ.setdefault("TEST_TURN", str(datetime.now(UTC).timetuple().tm_yday))
-from tests.support.examples import marks_on_days  # noqa: E402 - reads it
+from tests.support.examples import marks_on_days  # which reads it
 
 settings.register_profile("coserve", deadline=None, max_examples=30)
 settings.register_profile("fast", settings.get_profile("coserve"), max_examples=10)
