@@ -26,7 +26,9 @@ async def test_random_weights_are_owned_up_to(tmp_path: Path, load_format: str, 
 
 async def test_a_cache_in_fp8_is_owned_up_to(tmp_path: Path) -> None:
     async with serve_real(tmp_path, kv_cache_dtype="fp8") as api:
-        status, answer = await api.call("POST", "/generate", {"prompt": "The", "max_tokens": 8, "temperature": 0})
+        status, answer = await api.call(
+            "POST", "/generate", json={"prompt": "The", "max_tokens": 8, "ignore_eos": True}
+        )
         _, health = await api.call("GET", "/health")
     assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
     assert any("FP8" in note for note in health["notes"])
