@@ -1,11 +1,12 @@
 """Cost of a decode step over 1 to 256 sequences and 128 to 32k tokens of context, with and without adapters.
 
-    python -m benchmarks.serving.growth --out benchmarks/results [--budget 200]
+    python -m benchmarks.serving.growth --out benchmarks/results [--budget 200] [--kv-cache-dtype fp8]
     TRITON_INTERPRET=1 python -m benchmarks.serving.growth --tiny --out /tmp/tried
 
 Milliseconds from one step's tokens to the next step's, through the generator and its graphs. Prompts are not
 prefilled: the cache claims to hold them (all but their last tokens) in pages of random numbers, which no two sequences
-share, so a step reads as many pages as usual. Prefilling 16 x 32k tokens would take minutes.
+share, so a step reads as many pages as usual. Prefilling 16 x 32k tokens would take minutes. `of_floor`: the time to
+read the weights and the keys and values once, at `--bandwidth`, over the measured one.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ import torch
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.results import Results
 from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, hardware, make_base, synchronize
+from coserve.memory.buffer import cache_dtype
 from coserve.memory.kv import KvCache
 
 SEQUENCES = (1, 4, 16, 64, 256)
 CONTEXTS = (128, 1024, 4096, 16384, 32768)
 WARM, STEPS = 6, 32
 PAGE_TOKENS = 16
+ONE = 0x38
+"""1.0 as e4m3; smaller bytes are numbers from 0 to 1."""
 BIG = replace(FULL, context=CONTEXTS[-1] + 1024, kv_tokens=600_000)
 SMALL = replace(TINY, context=256)
 Cell = tuple[int, int, int]
@@ -44,7 +48,11 @@ class FullCache(KvCache):
 
     def fill(self, dtype: torch.dtype) -> None:
         """Random keys and values in all pages but the last, which stays zero."""
-        self.buffer.bytes[:-1].view(dtype).normal_()
+        numbers = self.buffer.bytes[:-1]
+        if dtype == torch.float8_e4m3fn:
+            numbers.random_(0, ONE)
+        else:
+            numbers.view(dtype).normal_()
 
 
 def cells(shape: Shape, adapters: Iterable[int]) -> tuple[list[Cell], list[Cell]]:
@@ -76,6 +84,13 @@ def step_ms(bench: Bench, cell: Cell) -> list[float]:
     return times[WARM + 1 :]
 
 
+def floor_ms(bench: Bench, cell: Cell, bandwidth: float) -> float:
+    """Milliseconds to read the weights, but for the embedding, and the context once; without adapters."""
+    embedding = bench.base.model.get_input_embeddings().weight
+    weights = sum(one.nbytes for one in bench.base.model.parameters() if one is not embedding)
+    return (weights + cell[0] * cell[1] * bench.kv.buffer.page_bytes / PAGE_TOKENS) / bandwidth * 1e3
+
+
 def measure(bench: Bench, todo: Iterable[Cell], deadline: float) -> Iterator[tuple[Cell, list[float] | None]]:
     """None: no time was left."""
     for cell in todo:
@@ -86,13 +101,16 @@ def main() -> None:
     parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no cell is begun")
     parser.add_argument("--adapters", default="0,32", help="numbers of adapters, separated by commas")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
+    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second of the GPU's memory")
     options = parser.parse_args()
     check_tiny(parser, options)
     began, shape = time.monotonic(), SMALL if options.tiny else BIG
     base = make_base(shape)
     pages = shape.kv_tokens // PAGE_TOKENS
-    kv = FullCache(base.kv_shapes, pages=pages, page_tokens=PAGE_TOKENS, dtype=base.dtype, device=base.device)
-    kv.fill(base.dtype)
+    cached = cache_dtype(options.kv_cache_dtype, base.dtype, base.device)
+    kv = FullCache(base.kv_shapes, pages=pages, page_tokens=PAGE_TOKENS, dtype=cached, device=base.device)
+    kv.fill(cached)
     bench = Bench(base, shape, kv=kv, prefix_cache=True)
     adapters = [int(count) for count in options.adapters.split(",")]
     if any(adapters):
@@ -105,14 +123,15 @@ def main() -> None:
         hardware=hardware(shape),
         seed=SEED,
         revision=options.commit,
-        settings=vars(shape) | {"warm": WARM, "steps": STEPS},
+        settings=vars(shape) | {"warm": WARM, "steps": STEPS, "bandwidth": options.bandwidth},
     )
     todo, too_large = cells(shape, adapters)
     if too_large:
         print(f"left out, as the pool of {shape.kv_tokens} tokens is too small:", *too_large, flush=True)
     for cell, found in measure(bench, todo, began + options.budget):
         sequences, context, count = cell
-        key = f"serving.step_ms.b{sequences}.c{context}.a{count}"
+        kind = "" if options.kv_cache_dtype == "auto" else f"kv_{options.kv_cache_dtype}."
+        key = f"serving.step_ms.{kind}b{sequences}.c{context}.a{count}"
         if found is None:
             print(f"no time was left for {key}", flush=True)
             continue
@@ -122,6 +141,7 @@ def main() -> None:
             "context": context,
             "adapters": count,
             "tok_s": round(sequences / median * 1e3),
+            "of_floor": round(floor_ms(bench, cell, options.bandwidth) / median, 3),
         }
         results.put(key, round(median, 3), "ms a step", None, found, about)
 
