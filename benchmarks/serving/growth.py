@@ -87,7 +87,7 @@ def step_ms(bench: Bench, cell: Cell) -> list[float]:
 def floor_ms(bench: Bench, cell: Cell, bandwidth: float) -> float:
     """Milliseconds to read the weights, but for the embedding, and the context once; without adapters."""
     embedding = bench.base.model.get_input_embeddings().weight
-    weights = sum(one.nbytes for one in bench.base.model.parameters() if one is not embedding)
+    weights: int = sum(one.nbytes for one in bench.base.model.parameters() if one is not embedding)
     return (weights + cell[0] * cell[1] * bench.kv.buffer.page_bytes / PAGE_TOKENS) / bandwidth * 1e3
 
 
