@@ -1,6 +1,6 @@
 """The part of a decode step that adapters add, on one GPU: many distinct ones, one merged into the base, copies.
 
-    python -m benchmarks.adapters.steps --out benchmarks/results [--only distinct,merged,copies,reads]
+    python -m benchmarks.adapters.steps --out benchmarks/results [--only distinct,merged,copies]
 
 All linear sites of the Llama-3.1-8B shape, adapters of rank 16 (84 MB each), random bf16 values, CUDA graphs of whole
 steps.
@@ -9,17 +9,11 @@ steps.
 adapters in the step over their time. `merged`: the base's products alone, as with one adapter merged into the base
 (S-LoRA's figure 7), and with the terms of one adapter. Attention, norms and sampling are left out, so a whole step
 gains less. Merging itself is timed, too. `copies`: adapters from pinned memory to pages, before a step on its stream as
-the engine does it, and beside the step on a stream of their own. `reads`: pieces of a file in the page cache into
-pinned memory while another thread launches kernels: memory that torch allocates anew (`new`), that it allocated before
-(`kept`), and that is cut from a segment of huge pages which was registered at once (`segment`).
+the engine does it, and beside the step on a stream of their own.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,8 +36,6 @@ GAIN = 1.1
 """What merging must gain to be worth it."""
 LOADED, BLOCK = 3, 8 << 20
 """Adapters that are loaded before one step, and bytes of a copy."""
-READS = 32
-"""Pieces of `BLOCK` bytes that are read in each way."""
 
 
 def stack(tokens: int, adapters: int) -> list[cases.Layer]:
@@ -150,58 +142,6 @@ def copies(results: Results) -> None:
         results.put(key, round(median(added), 3), "ms added to a step by three loads", None, added, about)
 
 
-def reads(results: Results) -> None:
-    began = time.perf_counter()
-    segment = _registered(READS * BLOCK)
-    about = {"register_ms": round(1e3 * (time.perf_counter() - began), 1), "bytes": BLOCK}
-    new = list[torch.Tensor]()
-
-    def allocated(_: int) -> torch.Tensor:
-        new.append(torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True))
-        return new[-1]
-
-    places: dict[str, Callable[[int], torch.Tensor]] = {
-        "new": allocated,
-        "kept": lambda n: new[n],
-        "segment": lambda n: segment[n * BLOCK : (n + 1) * BLOCK],
-    }
-    stop = threading.Event()
-    launching = threading.Thread(target=_launch, args=(stop,))
-    with tempfile.TemporaryFile(buffering=0) as file:
-        file.write(os.urandom(BLOCK))
-        launching.start()
-        for name, place in places.items():
-            times = [_read_ms(file.fileno(), place, n) for n in range(READS)]
-            results.put(f"adapters.read_ms.{name}", round(median(times), 3), "ms a piece", None, times, about)
-        stop.set()
-        launching.join()
-
-
-def _registered(size: int) -> torch.Tensor:
-    """Pinned memory of huge pages, which CUDA pins at once."""
-    memory = mmap.mmap(-1, size)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    segment = torch.frombuffer(memory, dtype=torch.uint8)
-    segment.zero_()
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(segment.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
-    return segment
-
-
-def _launch(stop: threading.Event) -> None:
-    """Launch small kernels one after the other, as a step without a graph does."""
-    x = torch.zeros(1024, device=cases.DEVICE)
-    while not stop.is_set():
-        for _ in range(100):
-            x += 1
-        torch.cuda.synchronize()
-
-
-def _read_ms(file: int, place: Callable[[int], torch.Tensor], n: int) -> float:
-    began = time.perf_counter()
-    os.preadv(file, [place(n).numpy().data], 0)
-    return 1e3 * (time.perf_counter() - began)
-
-
 def _all(calls: list[backends.Call]) -> None:
     for call in calls:
         call()
@@ -219,7 +159,7 @@ def _ms(call: Callable[[], None], rounds: int = 15) -> list[float]:
     return times[3:]
 
 
-PARTS: dict[str, Callable[[Results], None]] = {"merged": merged, "copies": copies, "distinct": distinct, "reads": reads}
+PARTS: dict[str, Callable[[Results], None]] = {"merged": merged, "copies": copies, "distinct": distinct}
 
 
 def main() -> None:

@@ -63,6 +63,7 @@ from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, MainGrads
 from coserve.lora.store.host import HostBudget
+from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
@@ -120,7 +121,8 @@ def serving(base: Base, shape: Shape, method: str) -> Generator:
     """A generator for as many sequences, with as many adapters in memory, as there are in any point."""
     most = max(shape.counts)
     made = {AdapterRef(f"a{i}", 1): make_adapter(base, i) for i in range(max(most, shape.adapters))}
-    store = AdapterStore(lambda ref, digests: made[ref], HostBudget(1 << 40), pinned=shape.device == "cuda")
+    memory = HostMemory(0, for_kernels=True) if shape.device == "cuda" else None
+    store = AdapterStore(lambda ref, digests: made[ref], HostBudget(1 << 40), memory=memory)
     for ref, weights in made.items():
         store.publish(ref, store.host_copy(weights))
     kv = KvCache.for_base(base, shape.kv_tokens, 16)

@@ -33,7 +33,6 @@ from coserve.core.types import LoraSettings
 from coserve.data.corpus.tokenized import Corpus
 from coserve.engine.parts import EngineParts
 from coserve.finetune.trainer import Trainer
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
 from coserve.model.training.compiled_layers import CompiledLayers
@@ -130,7 +129,7 @@ class Jobs:
         parts = EngineParts(base, Config(data_dir=root, **own))
         self._trainer = parts.make_sessions(
             Trainer,
-            AdapterStore(parts.read_adapter, HostBudget(1 << 40)),
+            AdapterStore(parts.read_adapter, budget := parts.host_budget(), memory=parts.host_memory(budget)),
             compiled=_compiled(parts, levels=recomputed > 0),
         )
         self._wanted = batch * length

@@ -39,6 +39,7 @@ from coserve.core.types import AdapterDigests, BaseSpec, LoraSettings, SiteSpec
 from coserve.lora.files.peft import PREFIX, adapter_config, inspect_adapter
 from coserve.lora.files.tensorfile import digest_file
 from coserve.lora.store.files import load_packed
+from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.packing import copied_into, packed_bytes
 
 FILE = "adapter_load.json"
@@ -97,7 +98,9 @@ def make_files(folder: Path, base: BaseSpec, dtype: torch.dtype) -> AdapterDiges
 
 def first_use(folder: Path, base: BaseSpec, digests: AdapterDigests, pages: torch.Tensor | None) -> None:
     """`pages`: of the GPU, uint8; None: there is none."""
-    host = load_packed(folder, base, dtype=torch.bfloat16, digests=digests, pinned=pages is not None)
+    memory = HostMemory(0, for_kernels=True)
+    read = load_packed(folder, base, dtype=torch.bfloat16, digests=digests)
+    host = memory.copy(read, memory.room(packed_bytes(read)))
     if pages is not None:
         copied_into(pages[: packed_bytes(host)], host)
         torch.cuda.synchronize()

@@ -36,6 +36,7 @@ from coserve.generate.grammars import Grammars
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.host import HostBudget
+from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
@@ -219,7 +220,9 @@ class Bench:
         config = Config(max_running=shape.max_running, step_tokens=shape.step_tokens, device=shape.device)
         self._made: dict[AdapterRef, LoraWeights] = {}
         self.store = AdapterStore(
-            lambda ref, digests: self._made[ref], HostBudget(1 << 40), pinned=shape.device == "cuda"
+            lambda ref, digests: self._made[ref],
+            HostBudget(1 << 40),
+            memory=HostMemory(0, for_kernels=True) if shape.device == "cuda" else None,
         )
         self.kv = kv or KvCache.for_base(base, shape.kv_tokens, config.page_tokens)
         options = INDUCTOR | dict.fromkeys(inductor, True)

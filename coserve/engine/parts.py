@@ -38,6 +38,7 @@ from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.lora.store.files import load_adapter, load_packed
 from coserve.lora.store.host import HostBudget
+from coserve.lora.store.host_memory import HostMemory, Unread
 from coserve.lora.store.packed_files import PackedFiles, PackedForm
 from coserve.lora.store.store import AdapterStore
 from coserve.lora.store.times import LoadTimes
@@ -127,7 +128,7 @@ class EngineParts:
         self.load_times = LoadTimes()
         """Times of `read_adapter`, by phase."""
         gpu = base.device.type == "cuda"
-        self._packed_form = PackedForm(base.spec.fingerprint, base.dtype, for_kernels=gpu, pinned=gpu)
+        self._packed_form = PackedForm(base.spec.fingerprint, base.dtype, for_kernels=gpu)
         self.packed_files = PackedFiles(self._packed_form, self.load_times)
 
     def host_budget(self) -> HostBudget:
@@ -135,7 +136,14 @@ class EngineParts:
         most = self.config.host_adapter_bytes
         return HostBudget(max(1, (int(ADAPTER_SHARE * free_memory()) if most is None else most) // self.config.tp))
 
-    def read_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+    def host_memory(self, budget: HostBudget) -> HostMemory:
+        """The host tier's memory. On a GPU a thread begins to pin it."""
+        memory = HostMemory(budget.bytes, for_kernels=self._packed_form.for_kernels)
+        if self.base.device.type == "cuda":
+            memory.pin(partial(torch.cuda.set_device, self.base.device))
+        return memory
+
+    def read_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> Unread | LoraWeights:
         """Read this rank's shard of an adapter: see `lora.store.store.Load`."""
         path = self.folder.adapter(ref)
         if not path.is_dir():
@@ -151,7 +159,6 @@ class EngineParts:
                     spec,
                     dtype=dtype,
                     digests=digests,
-                    pinned=form.pinned,
                     for_kernels=form.for_kernels,
                     times=times,
                 )

@@ -90,15 +90,15 @@ def build_engine(
         pool = replace(pool, tokens=min(pool.tokens, *measured.wait()))
         built = followers.ask(BuildEngine(tokens=pool.tokens))
         read, mirror = load_on_all(read, followers), FollowersCopies(followers)
-    pinned = base.device.type == "cuda"
+    budget = parts.host_budget()
     store = AdapterStore(
         read,
-        budget := parts.host_budget(),
-        pinned=pinned,
+        budget,
+        memory=(memory := parts.host_memory(budget)),
         mirror=mirror,
         placed=base.complete_scales,
         times=parts.load_times,
-        notes=lambda: parts.packed_files.notes,
+        notes=lambda: parts.packed_files.notes + memory.notes,
     )
     kv = KvCache.for_base(
         base,

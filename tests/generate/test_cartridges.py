@@ -47,7 +47,7 @@ def base_of(family: str) -> Base:
 
 
 def read(folder: Path, base: Base) -> LoraWeights:
-    return load_packed(folder, base.spec, dtype=torch.float32, pinned=False, for_kernels=False)
+    return load_packed(folder, base.spec, dtype=torch.float32, for_kernels=False)
 
 
 def lora(base: Base) -> LoraWeights:

@@ -19,6 +19,7 @@ from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.entry import State
 from coserve.lora.store.host import HostBudget
+from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.packing import packed_bytes
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
@@ -83,7 +84,7 @@ class Paged:
         self.store = AdapterStore(
             load,
             HostBudget(capacity * packed_bytes(adapter(base, REFS[len(REFS) // 2]))),
-            pinned=base.device.type == "cuda",
+            memory=HostMemory(0, for_kernels=True) if base.device.type == "cuda" else None,
         )
         self.kv = KvCache.for_base(base, pages * PAGE, PAGE)
         plain = eager(base, self.kv, lora_backend)

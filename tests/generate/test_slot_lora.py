@@ -95,7 +95,7 @@ def test_block_diagonal_adapters_of_the_store_take_no_memory_besides_their_pages
     """The table points into the pages, which the memory plan counts."""
     pair = LoraPair(torch.randn(8, 8), torch.randn(8, 4), 1.0, b_blocks=2)
     adapter = LoraWeights(LoraSettings(r=8, bd_blocks=2), {"q": pair})
-    host = packed(adapter, pinned=False)
+    host = packed(adapter, for_kernels=True)
     pages = torch.zeros(packed_bytes(host), dtype=torch.uint8)
     gpu = copied_into(pages, host)
     assert torch.equal(gpu.sites["q"].b_OR, pair.dense().b_OR)

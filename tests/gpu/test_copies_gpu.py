@@ -8,7 +8,8 @@ import torch
 from coserve.core.types import LoraSettings
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.copying import PageCopies
-from coserve.lora.store.packing import packed
+from coserve.lora.store.host_memory import HostMemory
+from coserve.lora.store.packing import PartedSites, packed, packed_bytes
 from coserve.memory.buffer import PageBuffer
 from coserve.model.lora import LoraWeights
 
@@ -20,7 +21,11 @@ PAGE, LONG = 1 << 20, 400_000_000
 
 def adapter(value: float) -> LoraWeights:
     pair = LoraPair(torch.full((16, 4096), value), torch.full((4096, 16), value), 1.0)
-    return packed(LoraWeights(LoraSettings(r=16), {"site": pair}), pinned=True)
+    memory, weights = (
+        HostMemory(0, for_kernels=True),
+        packed(LoraWeights(LoraSettings(r=16), {"site": pair}), for_kernels=True),
+    )
+    return memory.copy(weights, memory.room(packed_bytes(weights)))
 
 
 def is_there(copy: LoraWeights, value: float) -> bool:
@@ -61,3 +66,20 @@ def test_a_step_in_flight_reads_the_old_content_of_pages_that_are_used_again() -
     new = copies.copy(adapter(2.0), second[0])
     assert bool((read == 1.0).all())
     assert is_there(new, 2.0)
+
+
+def test_memory_of_an_adapter_that_is_gone_is_written_when_its_copy_has_ended() -> None:
+    size = packed_bytes(adapter(1.0))
+    memory, buffer = HostMemory(PAGE, for_kernels=True), PageBuffer(8, PAGE, torch.device("cuda"))
+    memory.pin(lambda: None).join()
+    host = memory.copy(adapter(1.0), memory.room(size))
+    assert isinstance(host.sites, PartedSites) and all(part.is_pinned() for part in host.sites.parts)
+    taken = buffer.allocate_span(1)
+    assert taken is not None
+    torch.cuda._sleep(LONG)  # the copy waits behind it
+    gpu = PageCopies(buffer).copy(host, taken[0])
+    del host
+    assert memory.free_bytes == PAGE
+    second = memory.copy(adapter(2.0), memory.room(size))
+    assert memory.outside == 0
+    assert is_there(gpu, 1.0) and is_there(second, 2.0)

@@ -52,7 +52,9 @@ def on_ranks(mesh: Mesh, folder: str, ep: int) -> tuple[list[Tensor], list[Tenso
     fused, by_slots = FusedBase(base), list[Tensor]()
     fused.check()
     slots = AdapterSlots(fused.groups, 4, base.device, fused.exchanges, base.sites.biases, [*base.spec.experts])
-    found = slots.place({AdapterRef(str(i), 1): packed(one, pinned=False) for i, one in enumerate(adapters_of(base))})
+    found = slots.place(
+        {AdapterRef(str(i), 1): packed(one, for_kernels=True) for i, one in enumerate(adapters_of(base))}
+    )
     for bounds, chosen in CASES:
         lora = slot_lora(slots, Segments(bounds, tuple(found[i] if i >= 0 else -1 for i in chosen)))
         got = fused.forward(*inputs(bounds, base.device), PackedAttention(bounds), lora=lora, keep=None)

@@ -47,7 +47,7 @@ def test_compiled_steps_over_slots_are_as_near_to_float32_as_plain_torch(family:
     fused = FusedBase(base)
     fused.check()
     slots = AdapterSlots(fused.groups, 4, DEVICE, fused.exchanges, base.sites.biases, [*base.spec.experts])
-    host = [packed(one, pinned=True) for one in adapters_of(base)]
+    host = [packed(one, for_kernels=True) for one in adapters_of(base)]
     there = [copied_into(torch.zeros(packed_bytes(one) + 64, dtype=torch.uint8, device=DEVICE), one) for one in host]
     found = slots.place({AdapterRef(str(i), 1): one for i, one in enumerate(there)})
     for (bounds, chosen), own in zip(CASES, wanted, strict=True):

@@ -9,20 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from coserve.core.errors import StorageBusy
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.types import AdapterDigests, LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.lora.files.packed_header import PACKED_FILE, is_sound
 from coserve.lora.files.tensorfile import digest_file
 from coserve.lora.store.files import load_packed, save_adapter
+from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.packed_files import PackedFiles, PackedForm
-from coserve.lora.store.packing import PackedSites
+from coserve.lora.store.packing import PartedSites, packed_bytes
 from coserve.lora.store.times import LoadTimes
 from coserve.model.lora import LoraWeights
 from tests.support.finetuning import tiny_base
 
 SPEC = tiny_base("llama").spec
-FORM = PackedForm(SPEC.fingerprint, torch.bfloat16, for_kernels=True, pinned=False)
+FORM = PackedForm(SPEC.fingerprint, torch.bfloat16, for_kernels=True)
 
 
 def save(folder: Path, seed: int = 0, **settings: int) -> AdapterDigests:
@@ -36,9 +38,9 @@ def save(folder: Path, seed: int = 0, **settings: int) -> AdapterDigests:
 
 
 def same(one: LoraWeights, other: LoraWeights) -> bool:
-    assert isinstance(one.sites, PackedSites) and isinstance(other.sites, PackedSites)
-    pieces = zip(one.sites.pieces, other.sites.pieces, strict=True)
-    return one.sites.layout.places == other.sites.layout.places and all(torch.equal(*both) for both in pieces)
+    assert isinstance(one.sites, PartedSites) and isinstance(other.sites, PartedSites)
+    parts = zip(one.sites.parts, other.sites.parts, strict=True)
+    return one.sites.layout.places == other.sites.layout.places and all(torch.equal(*both) for both in parts)
 
 
 class Reads:
@@ -48,18 +50,22 @@ class Reads:
         self.folder, self.digests, self.peft = folder, digests, 0
         self.notes: tuple[str, ...] = ()
 
-    def __call__(self, form: PackedForm = FORM) -> LoraWeights:
-        files = PackedFiles(form, LoadTimes())
+    def __call__(self, form: PackedForm = FORM, harm: Callable[[Path], object] = lambda _: None) -> LoraWeights:
+        """`harm`: happens to the folder between opening a file and reading its bytes."""
+        files, memory = PackedFiles(form, LoadTimes()), HostMemory(1 << 20, for_kernels=form.for_kernels)
 
         def read() -> LoraWeights:
             self.peft += 1
-            options = {"pinned": form.pinned, "for_kernels": form.for_kernels}
+            options = {"for_kernels": form.for_kernels}
             return load_packed(self.folder, SPEC, dtype=form.dtype, digests=self.digests, **options)  # type: ignore[arg-type]
 
         found = files.load(self.folder, self.digests, read)
+        harm(self.folder)
+        size = packed_bytes(found) if isinstance(found, LoraWeights) else found.layout.bytes
+        copy = memory.copy(found, memory.room(size))
         files.close()
         self.notes = files.notes
-        return found
+        return copy
 
 
 @pytest.mark.parametrize("settings", [{"r": 8}, {"r": 3}, {"r": 4, "bd_blocks": 2}])
@@ -94,6 +100,15 @@ def test_a_broken_packed_file_is_written_again(tmp_path: Path, harm: Callable[[P
     assert not is_sound(tmp_path)
     assert same(read(), first) and same(read(), first)
     assert read.peft == 2 and is_sound(tmp_path)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_left_for_peft_s(tmp_path: Path) -> None:
+    read = Reads(tmp_path, save(tmp_path, r=8))
+    first = read()
+    with pytest.raises(StorageBusy, match="cut off"):
+        read(harm=cut)
+    assert read.peft == 1
+    assert same(read(), first) and read.peft == 2
 
 
 def test_rot_is_found_by_its_digest(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def test_an_adapter_is_what_its_file_has(
     for name, pair in found.sites.items():
         assert torch.equal(pair.a_RD, tensors[f"{PREFIX}{name}.lora_A.weight"].to(dtype))
         assert torch.equal(pair.b_OR, tensors[f"{PREFIX}{name}.lora_B.weight"].to(dtype))
-    lain = load_packed(tmp_path, SPEC, dtype=dtype, digests=digests(tmp_path), pinned=False)
-    expected = packed(found, pinned=False)
+    lain = load_packed(tmp_path, SPEC, dtype=dtype, digests=digests(tmp_path))
+    expected = packed(found, for_kernels=True)
     assert same(lain, expected)
     assert isinstance(lain.sites, PackedSites) and isinstance(expected.sites, PackedSites)
     assert lain.sites.layout.places == expected.sites.layout.places and lain.sites.layout.for_kernels
@@ -88,7 +88,7 @@ def test_an_adapter_is_what_its_file_has(
         for pair in lain.sites.values():
             out, rank = pair.b_OR.shape
             assert not pair.b_OR.as_strided((out, VECTOR), (VECTOR, 1))[:, rank:].any()
-    assert packed(lain, pinned=False) is lain, "not copied again"
+    assert packed(lain, for_kernels=True) is lain, "not copied again"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -101,7 +101,7 @@ def test_the_first_site_that_is_not_finite_is_named(tmp_path: Path, value: float
     rewrite(tmp_path, tensors)
     for load in (
         lambda: load_adapter(tmp_path, SPEC, device="cpu", dtype=torch.bfloat16, digests=digests(tmp_path)),
-        lambda: load_packed(tmp_path, SPEC, dtype=torch.bfloat16, pinned=False),
+        lambda: load_packed(tmp_path, SPEC, dtype=torch.bfloat16),
     ):
         with pytest.raises(CorruptAdapter, match=f"^{second}: its weights are not finite in bfloat16"):
             load()
@@ -118,7 +118,7 @@ def test_a_file_that_is_not_the_registered_one_is_told_as_such(tmp_path: Path, h
     ].clone()
     rewrite(tmp_path, tensors)
     with pytest.raises(CorruptAdapter, match="the file is not the one that was registered: its SHA-256 differs"):
-        load_packed(tmp_path, SPEC, dtype=torch.float32, digests=registered, pinned=False)
+        load_packed(tmp_path, SPEC, dtype=torch.float32, digests=registered)
 
 
 def test_a_file_that_becomes_shorter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +130,9 @@ def test_a_file_that_becomes_shorter_is_refused(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "preadv", shorter)
     with pytest.raises(CorruptAdapter, match="became shorter"):
-        load_packed(tmp_path, SPEC, dtype=torch.float32, pinned=False)
+        load_packed(tmp_path, SPEC, dtype=torch.float32)
     with pytest.raises(CorruptAdapter, match="SHA-256 differs"):
-        load_packed(tmp_path, SPEC, dtype=torch.float32, digests=AdapterDigests(weights="0" * 64), pinned=False)
+        load_packed(tmp_path, SPEC, dtype=torch.float32, digests=AdapterDigests(weights="0" * 64))
 
 
 @given(st.sampled_from(sorted(KINDS)), st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20), st.data())

@@ -12,7 +12,7 @@ from coserve.core.types import AdapterRef, LoraSettings
 from coserve.kernels.lora.segmented.adapter_table import NO_ENTRY
 from coserve.kernels.lora.types import VECTOR, LoraPair, TableEntry
 from coserve.lora.store.entry import Entry
-from coserve.lora.store.packing import PackedSites, packed, packed_bytes
+from coserve.lora.store.packing import PackedSites, PartedSites, packed, packed_bytes
 from coserve.lora.store.pages import Activated, AdapterPages
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
@@ -65,12 +65,14 @@ def test_matrices_in_pages_are_contiguous_and_begin_at_a_line(dtype: torch.dtype
             assert (matrix.data_ptr() - buffer.bytes.data_ptr()) % ALIGNMENT == 0
 
 
-def test_a_packed_adapter_goes_over_piece_by_piece() -> None:
+@pytest.mark.parametrize("cut", [3 * PAGE, 96])
+def test_a_packed_adapter_goes_over_part_by_part(cut: int) -> None:
+    """Its parts may end anywhere."""
     source = adapter(0, 3, sites=4)
-    whole = packed(source, pinned=False, block=3 * PAGE)
-    assert same(whole, source)
-    assert isinstance(whole.sites, PackedSites)
-    assert len(whole.sites.pieces) > 1
+    packed_too = packed(source, for_kernels=True)
+    assert isinstance(packed_too.sites, PackedSites)
+    whole = LoraWeights(source.settings, PartedSites(packed_too.sites.memory_N.split(cut), packed_too.sites.layout))
+    assert same(whole, source) and same(packed_too, source)
     for pair in whole.sites.values():
         assert pair.b_OR.stride() == (VECTOR, 1)
         assert not pair.b_OR.as_strided((7, VECTOR), (VECTOR, 1))[:, 3:].any(), "rows are padded with zeros"
@@ -83,7 +85,7 @@ def test_a_packed_adapter_goes_over_piece_by_piece() -> None:
 def test_table_entries_are_those_of_the_pairs(rank: int) -> None:
     """Without views of the matrices: there are hundreds, and a step waits."""
     source = adapter(0, rank, sites=3)
-    sites = packed(source, pinned=False).sites
+    sites = packed(source, for_kernels=True).sites
     assert isinstance(sites, PackedSites)
     names = ["site2", "other", "site0"]
     expected = [sites.get(name) for name in names]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.ranks.commands import DropAdapterCopy, LoadIntoPages, ReadAdapter
 from coserve.engine.ranks.followers import Followers
+from coserve.lora.store.host_memory import Unread
 from coserve.lora.store.store import Load
 from coserve.memory.pages import Span
 from coserve.model.lora import LoraWeights
@@ -30,7 +31,7 @@ class FollowersCopies:
 def load_on_all(load: Load, followers: Followers) -> Load:
     """Wrap `load` so that it returns once every follower has its own host copy too. Raises any rank's error."""
 
-    def everywhere(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+    def everywhere(ref: AdapterRef, digests: AdapterDigests | None) -> Unread | LoraWeights:
         answers = followers.ask(ReadAdapter(adapter=ref, digests=digests))
         try:
             weights = load(ref, digests)

@@ -15,7 +15,7 @@ from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CoserveError, EngineFault, InternalError, RequestOutOfMemory
 from coserve.core.link.channel import Channel
 from coserve.core.training.jobs import JobSpec
-from coserve.core.types import AdapterRef
+from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.ranks.commands import (
     ENGINE_FAULT,
     AbandonJob,
@@ -46,7 +46,7 @@ from coserve.finetune.sessions.followed import FollowedSessions, LoadedSession
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
 from coserve.generate.sampling.sampler import Masks
 from coserve.lora.store.packing import copied_into
-from coserve.lora.store.store import READERS, Load
+from coserve.lora.store.store import READERS
 from coserve.memory.kv import KvCache
 from coserve.memory.pages import Span
 from coserve.model.agreement import FailedTogether
@@ -63,8 +63,8 @@ class FollowerParts:
     kv: KvCache
     executor: StepExecutor
     sessions: FollowedSessions
-    read: Load
-    """Reads this rank's shard of an adapter into host memory."""
+    read: Callable[[AdapterRef, AdapterDigests | None], LoraWeights]
+    """Reads this rank's shard of an adapter into host memory. Raises as `store.Load`."""
     placed: Callable[[LoraWeights], None] = lambda _: None
     """Callback like that of rank 0's store: see `AdapterPages`."""
 

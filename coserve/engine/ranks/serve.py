@@ -110,10 +110,13 @@ def follow(config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> None:
 
 def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> Follower:
     parts = EngineParts(base, config)
-    store = AdapterStore(parts.read_adapter, parts.host_budget(), pinned=base.device.type == "cuda")
+    budget = parts.host_budget()
+    store = AdapterStore(parts.read_adapter, budget, memory=parts.host_memory(budget))
 
     def read(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
-        return store.host_copy(parts.read_adapter(ref, digests))
+        shard = parts.read_adapter(ref, digests)
+        assert isinstance(shard, LoraWeights), "shards have no packed files"
+        return store.host_copy(shard)
 
     def build(tokens: int) -> FollowerParts:
         kv = KvCache.for_base(base, tokens, config.page_tokens, kv_cache_dtype=config.kv_cache_dtype)

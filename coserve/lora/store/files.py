@@ -52,7 +52,7 @@ def load_adapter(
         if is_cartridge(config):
             raise UnsupportedAdapter("expected LoRA, got a cartridge", field="peft_type")
         tensors = read_layout(config, file, base, None if digests is None else digests.alphas)
-        found = read_sites(file, tensors, base, dtype, threads, for_kernels=False, pinned=False)
+        found = read_sites(file, tensors, base, dtype, threads, for_kernels=False)
     return LoraWeights(tensors.settings, {name: pair.to(device) for name, pair in found.items()})
 
 
@@ -62,24 +62,23 @@ def load_packed(
     *,
     dtype: torch.dtype,
     digests: AdapterDigests | None = None,
-    pinned: bool,
     for_kernels: bool = True,
     times: LoadTimes | None = None,
 ) -> LoraWeights:
-    """Load as `load_adapter` does, straight into host memory in the layout of `packed` (that of a CPU if not
-    `for_kernels`); DoRA's in another one, as their scales are to be computed (`Base.served`)."""
+    """Load as `load_adapter` does, into new host memory in the layout of `packed`; DoRA's in another one, as
+    their scales are to be computed (`Base.served`)."""
     times = times or LoadTimes()
     with times.during("pack"):
         with _opened(folder, digests, times) as (config, file, threads):
             if is_cartridge(config):
                 prefixes = read_prefixes(config, file, base, dtype)
-                return packed(prefixes, pinned=pinned) if for_kernels else prefixes
+                return packed(prefixes, for_kernels=for_kernels)
             tensors = read_layout(config, file, base, None if digests is None else digests.alphas)
             dense = all(max(shape.a_blocks, shape.b_blocks) == 1 for shape in tensors.sites.values())
             dense = dense and not tensors.magnitudes and for_kernels
-            found = read_sites(file, tensors, base, dtype, threads, for_kernels=dense, pinned=pinned and dense)
+            found = read_sites(file, tensors, base, dtype, threads, for_kernels=dense)
         weights = LoraWeights(tensors.settings, found)
-        return weights if dense or tensors.magnitudes or not for_kernels else packed(weights, pinned=pinned)
+        return weights if tensors.magnitudes else packed(weights, for_kernels=for_kernels)
 
 
 @contextmanager

@@ -1,21 +1,27 @@
-"""Packed files: read into host memory as they are, and written after the first read of PEFT's files."""
+"""Packed files: read into the host tier as they are, and written after the first read of PEFT's files."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from threading import BoundedSemaphore
 
 import torch
+from torch import Tensor
 
-from coserve.core.errors import AdapterError, StorageError
-from coserve.core.types import AdapterDigests
+from coserve.core.errors import AdapterError, StorageBusy, StorageError
+from coserve.core.processes import usable_cores
+from coserve.core.types import AdapterDigests, LoraSettings
 from coserve.kernels.lora.types import VECTOR, LoraPair
 from coserve.lora.files.packed_header import (
     PACKED_FILE,
@@ -27,13 +33,19 @@ from coserve.lora.files.packed_header import (
     stamps,
 )
 from coserve.lora.files.tensorfile import open_regular
-from coserve.lora.store.packing import PackedLayout, PackedSites, SitePlace, host_piece
+from coserve.lora.store.packing import PackedLayout, PackedSites, SitePlace
 from coserve.lora.store.times import LoadTimes
 from coserve.model.lora import LoraWeights
 from coserve.state.durable import disk_errors, write_errors
 
 log = logging.getLogger(__name__)
 
+FILLERS = 4
+"""Threads that read adapters' bytes: one thread copies from the page cache at a fraction of the memory's bandwidth."""
+PIECE = 4 << 20
+"""Most bytes that a thread reads at once."""
+LAYOUTS = 64
+"""Layouts that are kept for further adapters."""
 MAX_WRITES = 4
 """Most packed files that wait to be written; an adapter beyond them is packed after a later read."""
 
@@ -45,7 +57,6 @@ class PackedForm:
     fingerprint: str
     dtype: torch.dtype
     for_kernels: bool
-    pinned: bool
 
     @property
     def vector(self) -> int:
@@ -58,6 +69,7 @@ class PackedFiles:
     def __init__(self, form: PackedForm, times: LoadTimes) -> None:
         self._form, self._times = form, times
         self._writer, self._places = ThreadPoolExecutor(1, "pack"), BoundedSemaphore(MAX_WRITES)
+        self._fillers = ThreadPoolExecutor(min(FILLERS, usable_cores()), "adapter-bytes")
         self._refused: str | None = None
 
     @property
@@ -68,17 +80,19 @@ class PackedFiles:
     def close(self) -> None:
         """Wait until every file is written."""
         self._writer.shutdown()
+        self._fillers.shutdown(wait=False)
 
-    def load(self, folder: Path, digests: AdapterDigests | None, read: Callable[[], LoraWeights]) -> LoraWeights:
-        """Return the adapter of a folder: from its packed file, or by `read` if that is missing, or was made of other
-        files or for another base; then it is written in the background. Raises as `read`."""
+    def load(
+        self, folder: Path, digests: AdapterDigests | None, read: Callable[[], LoraWeights]
+    ) -> PackedFile | LoraWeights:
+        """Return the adapter of a folder: its packed file, or what `read` returns if that is missing, or was made of
+        other files or for another base; then it is written in the background. Raises as `read`."""
         if digests is None or not digests.config:
             return read()
         try:
             with disk_errors():
                 sources = stamps(folder)
-                with self._times.during("read"):
-                    found = self._read(folder, sources, digests)
+                found = self._open(folder, sources, digests)
         except (OSError, AdapterError):  # one of PEFT's files is missing: `read` says so
             found, sources = None, ()
         if found is not None:
@@ -88,8 +102,8 @@ class PackedFiles:
             self._writer.submit(self._write, folder, sources, digests, weights, weights.sites)
         return weights
 
-    def _read(self, folder: Path, sources: tuple[Stamp, ...], digests: AdapterDigests) -> LoraWeights | None:
-        form = self._form
+    def _open(self, folder: Path, sources: tuple[Stamp, ...], digests: AdapterDigests) -> PackedFile | None:
+        form, began = self._form, time.perf_counter()
         if not (folder / PACKED_FILE).exists():
             return None
         with os.fdopen(open_regular(folder, PACKED_FILE), "rb", buffering=0) as file:
@@ -99,17 +113,12 @@ class PackedFiles:
             made_of = header.sources, header.digests, header.fingerprint, header.dtype, header.vector
             if made_of != (sources, _pair(digests), form.fingerprint, str(form.dtype), form.vector):
                 return None
-            layout, pieces = _layout(header, form.dtype), list[torch.Tensor]()
-            if layout.bytes != header.bytes:
-                return None
-            for size in layout.pieces:
-                pieces.append(host_piece(size, pinned=form.pinned))
-                view = pieces[-1].numpy().data
-                while view:
-                    if not (got := os.preadv(file.fileno(), [view], at)):
-                        return None  # it was cut off
-                    view, at = view[got:], at + got
-        return LoraWeights(header.settings, PackedSites(pieces, layout))
+            layout = _layout(header.sites, form.dtype, form.vector)
+            if layout.bytes != header.bytes or os.fstat(file.fileno()).st_size < at + header.bytes:
+                return None  # the file was cut off, or is of another version
+            own = PackedFile(folder, os.dup(file.fileno()), at, header.settings, layout, self._fillers, self._times)
+        own.seconds = time.perf_counter() - began
+        return own
 
     def _write(
         self,
@@ -136,6 +145,50 @@ class PackedFiles:
             self._places.release()
 
 
+class PackedFile:
+    """An open packed file of the right adapter and form: `Unread`. It is closed when the object is gone."""
+
+    def __init__(
+        self,
+        folder: Path,
+        fd: int,
+        begins: int,
+        settings: LoraSettings,
+        layout: PackedLayout,
+        threads: Executor,
+        times: LoadTimes,
+    ) -> None:
+        """`begins`: where the bytes begin. `threads` read them."""
+        self.settings, self.layout = settings, layout
+        self._folder, self._fd, self._begins, self._threads, self._times = folder, fd, begins, threads, times
+        self.seconds = 0.0
+        """Seconds of opening it."""
+        weakref.finalize(self, os.close, fd)
+
+    def write(self, parts: Sequence[Tensor]) -> None:
+        """See `Unread`. A file that cannot be read is deleted, and `StorageBusy` raised: the next attempt reads PEFT's
+        files."""
+        began, at, reads = time.perf_counter(), self._begins, list[Future[None]]()
+        for part in parts:
+            for piece in part.split(PIECE):
+                reads.append(self._threads.submit(self._read, piece, at))
+                at += len(piece)
+        wait(reads)
+        for each in reads:
+            if (error := each.exception()) is not None:
+                with suppress(OSError):
+                    (self._folder / PACKED_FILE).unlink()
+                raise StorageBusy(f"the packed file of an adapter cannot be read: {error}") from error
+        self._times.add("read", self.seconds + time.perf_counter() - began)
+
+    def _read(self, piece: Tensor, at: int) -> None:
+        view = piece.numpy().data
+        while view:
+            if not (got := os.preadv(self._fd, [view], at)):
+                raise OSError(errno.EIO, "it was cut off")
+            view, at = view[got:], at + got
+
+
 def _pair(digests: AdapterDigests) -> tuple[str, str]:
     return digests.weights, digests.config
 
@@ -143,9 +196,6 @@ def _pair(digests: AdapterDigests) -> tuple[str, str]:
 def _header(
     form: PackedForm, sources: tuple[Stamp, ...], digests: AdapterDigests, weights: LoraWeights, sites: PackedSites
 ) -> PackedHeader:
-    sha256 = hashlib.sha256()
-    for piece in sites.pieces:
-        sha256.update(piece.numpy().data)
     return PackedHeader(
         sources=sources,
         digests=_pair(digests),
@@ -155,7 +205,7 @@ def _header(
         settings=weights.settings,
         sites=tuple(_site(name, place) for name, place in sites.layout.places.items()),
         bytes=sites.layout.bytes,
-        sha256=sha256.hexdigest(),
+        sha256=hashlib.sha256(sites.memory_N.numpy().data).hexdigest(),
     )
 
 
@@ -167,14 +217,16 @@ def _site(name: str, place: SitePlace) -> PackedSite:
 def _write(path: Path, header: PackedHeader, sites: PackedSites) -> None:
     with path.open("wb") as file:
         file.write(encode_header(header))
-        for piece in sites.pieces:
-            file.write(piece.numpy().data)
+        file.write(sites.memory_N.numpy().data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _layout(header: PackedHeader, dtype: torch.dtype) -> PackedLayout:
-    def empty(shape: tuple[int, int]) -> torch.Tensor:
+@lru_cache(maxsize=LAYOUTS)
+def _layout(sites: tuple[PackedSite, ...], dtype: torch.dtype, vector: int) -> PackedLayout:
+    """Adapters of the same sites and ranks share one layout, whose hundreds of objects take milliseconds to make."""
+
+    def empty(shape: tuple[int, int]) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     pairs = {
@@ -186,6 +238,6 @@ def _layout(header: PackedHeader, dtype: torch.dtype) -> PackedLayout:
             b_blocks=site.b_blocks,
             experts=site.experts,
         )
-        for site in header.sites
+        for site in sites
     }
-    return PackedLayout(LoraWeights(header.settings, pairs), vector=header.vector)
+    return PackedLayout(pairs, vector)

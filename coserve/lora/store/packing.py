@@ -1,4 +1,4 @@
-"""An adapter's matrices back to back in few large blocks of memory, so that few copies move all of them.
+"""An adapter's matrices back to back in memory, so that few copies move all of them.
 
 Each matrix, and each of DoRA's vectors (fp32), begins at a cache line of the GPU. For the kernels b_OR's rows are
 padded to whole vectors of 8; on a CPU they are not, as its products would differ in the last bits. An adapter has
@@ -8,10 +8,8 @@ table of addresses is the layout's offsets plus one base address.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,20 +22,16 @@ from coserve.model.lora import LoraWeights
 _EMPTY = torch.empty(0)
 VECTORS = ("scale_O", "magnitude_O")
 """Fields of a pair that hold DoRA's vectors."""
-BLOCK = 8 << 20
-"""Bytes of a block of host memory. torch rounds pinned memory up to a power of two, and CUDA calls of other threads
-wait while it is allocated."""
-REST = 0.001
-"""Seconds between two allocations of pinned memory, so that CUDA calls of other threads proceed."""
 
 
 @dataclass(frozen=True)
 class SitePlace:
-    """Location of one pair in a piece of memory. Offsets in elements."""
+    """Location of one pair in the layout's bytes, `first` to `end`."""
 
-    piece: int
+    first: int
+    end: int
     a_at: int
-    """Offset of a_RD in the piece."""
+    """Byte offset of a_RD in the layout."""
     b_at: int
     columns: int
     """Columns of b_OR, padding included."""
@@ -52,63 +46,52 @@ class SitePlace:
 class PackedLayout:
     """Locations of an adapter's matrices, site by site, a_RD before b_OR."""
 
-    def __init__(self, weights: LoraWeights, block: int = BLOCK, vector: int = 1) -> None:
-        """`block`: most bytes of a piece, unless a single pair is larger. b_OR's rows are padded to a multiple of
-        `vector`."""
-        self.for_kernels = vector == VECTOR and all(pair.blocks == 1 for pair in weights.sites.values())
+    def __init__(self, pairs: Mapping[str, LoraPair], vector: int = 1) -> None:
+        """b_OR's rows are padded to a multiple of `vector`."""
+        self.vector = vector
+        self.for_kernels = vector == VECTOR and all(pair.blocks == 1 for pair in pairs.values())
         """Whether the table of compiled generation steps can point at all pairs in place; it holds dense pairs only."""
         self.places: dict[str, SitePlace] = {}
-        self.bounds = [0]
-        """Byte offsets: piece i is `bounds[i]` to `bounds[i + 1]`. A pair lies in one piece."""
-        dtypes = {matrix.dtype for pair in weights.sites.values() for matrix in (pair.a_RD, pair.b_OR)}
+        dtypes = {matrix.dtype for pair in pairs.values() for matrix in (pair.a_RD, pair.b_OR)}
         assert len(dtypes) <= 1, f"expected matrices of one dtype, got {sorted(map(str, dtypes))}"
         self.dtype = dtypes.pop() if dtypes else torch.float32
-        first = at = 0
-        for name, pair in weights.sites.items():
+        at = 0
+        for name, pair in pairs.items():
             columns = -(-pair.b_OR.shape[1] // vector) * vector
-            a_bytes = aligned(pair.a_RD.nbytes)
-            b_bytes = aligned(pair.b_OR.shape[0] * columns * self.dtype.itemsize)
+            b_at = at + aligned(pair.a_RD.nbytes)
+            behind = b_at + aligned(pair.b_OR.shape[0] * columns * self.dtype.itemsize)
             vectors = [field for field in VECTORS if getattr(pair, field) is not None]
             v_bytes = aligned(4 * pair.b_OR.shape[0])
-            size = a_bytes + b_bytes + len(vectors) * v_bytes
-            if at > first and at + size - first > block:
-                self.bounds.append(at)
-                first = at
-            a_at, b_at = ((at + before - first) // self.dtype.itemsize for before in (0, a_bytes))
+            end = behind + len(vectors) * v_bytes
             shapes = (pair.a_RD.shape[0], pair.a_RD.shape[1]), (pair.b_OR.shape[0], pair.b_OR.shape[1])
             scale, magnitude = (_EMPTY if field in vectors else None for field in VECTORS)
             like = replace(pair, a_RD=_EMPTY, b_OR=_EMPTY, main_grads=None, scale_O=scale, magnitude_O=magnitude)
-            behind = at - first + a_bytes + b_bytes
             vectors_at = {field: behind + i * v_bytes for i, field in enumerate(vectors)}
-            self.places[name] = SitePlace(len(self.bounds) - 1, a_at, b_at, columns, *shapes, like, vectors_at)
-            at += size
-        self.bounds.append(at)
+            self.places[name] = SitePlace(at, end, at, b_at, columns, *shapes, like, vectors_at)
+            at = end
+        self.bytes = at
 
-    @property
-    def bytes(self) -> int:
-        return self.bounds[-1]
-
-    @property
-    def pieces(self) -> list[int]:
-        """Bytes of each piece."""
-        return [end - first for first, end in pairwise(self.bounds)]
-
-    def pair(self, name: str, piece: Tensor) -> LoraPair:
-        """The site's pair, as views of its piece (uint8)."""
-        place, memory = self.places[name], piece.view(self.dtype)
-        start, (rows, width), (out, rank) = memory.storage_offset(), place.a_shape, place.b_shape
-        a_RD = memory.as_strided((rows, width), (width, 1), start + place.a_at)
-        b_OR = memory.as_strided((out, rank), (place.columns, 1), start + place.b_at)
+    def pair(self, name: str, memory: Tensor, first: int = 0) -> LoraPair:
+        """The site's pair, as views of memory (uint8) that has the layout's bytes from `first` on."""
+        place, size = self.places[name], self.dtype.itemsize
+        (rows, width), (out, rank) = place.a_shape, place.b_shape
+        typed = memory[place.first - first : place.end - first].view(self.dtype)
+        start = typed.storage_offset()
+        a_RD = typed.as_strided((rows, width), (width, 1), start)
+        b_OR = typed.as_strided((out, rank), (place.columns, 1), start + (place.b_at - place.first) // size)
         if not place.vectors_at:
             return replace(place.like, a_RD=a_RD, b_OR=b_OR)
-        vectors = {field: piece[at : at + 4 * out].view(torch.float32) for field, at in place.vectors_at.items()}
+        vectors = {
+            field: memory[at - first : at - first + 4 * out].view(torch.float32)
+            for field, at in place.vectors_at.items()
+        }
         scale, magnitude = (vectors.get(field) for field in VECTORS)
         return replace(place.like, a_RD=a_RD, b_OR=b_OR, scale_O=scale, magnitude_O=magnitude)
 
     @torch.no_grad()
-    def copy(self, name: str, pair: LoraPair, piece: Tensor) -> None:
-        """Copy the site's pair into its piece."""
-        own, columns = self.pair(name, piece), self.places[name].columns
+    def copy(self, name: str, pair: LoraPair, memory: Tensor) -> None:
+        """Copy the site's pair into its place in memory that has all of the layout's bytes."""
+        own, columns = self.pair(name, memory), self.places[name].columns
         own.a_RD.copy_(pair.a_RD)
         if columns > own.b_OR.shape[1]:
             own.b_OR.as_strided((own.b_OR.shape[0], columns), (columns, 1)).zero_()
@@ -118,17 +101,17 @@ class PackedLayout:
 
 
 class PackedSites(Mapping[str, LoraPair]):
-    """A mapping from sites to an adapter's pairs, as views of pieces of memory."""
+    """A mapping from sites to an adapter's pairs, as views of one run of memory."""
 
-    def __init__(self, pieces: Sequence[Tensor], layout: PackedLayout) -> None:
-        """`pieces`: uint8, one for each piece of the layout."""
-        self.pieces, self.layout = tuple(pieces), layout
+    def __init__(self, memory_N: Tensor, layout: PackedLayout) -> None:
+        """`memory_N`: uint8, all of the layout's bytes."""
+        self.memory_N, self.layout = memory_N, layout
         self._pairs: dict[str, LoraPair] = {}
 
     def __getitem__(self, name: str) -> LoraPair:
         pair = self._pairs.get(name)
         if pair is None:
-            pair = self._pairs[name] = self.layout.pair(name, self.pieces[self.layout.places[name].piece])
+            pair = self._pairs[name] = self.layout.pair(name, self.memory_N)
         return pair
 
     def __iter__(self) -> Iterator[str]:
@@ -139,31 +122,45 @@ class PackedSites(Mapping[str, LoraPair]):
 
     def entries(self, names: Sequence[str]) -> list[TableEntry]:
         """Return the kernels' table entries of these sites, in order. Makes no views."""
-        addresses, size, found = (
-            [piece.data_ptr() for piece in self.pieces],
-            self.layout.dtype.itemsize,
-            list[TableEntry](),
-        )
+        at, found = self.memory_N.data_ptr(), list[TableEntry]()
         for name in names:
             place = self.layout.places.get(name)
             if place is None:
                 found.append(NO_ENTRY)
             else:
-                at = addresses[place.piece]
-                a, b = at + place.a_at * size, at + place.b_at * size
                 scale = at + place.vectors_at["scale_O"] if "scale_O" in place.vectors_at else 0
+                a, b = at + place.a_at, at + place.b_at
                 found.append(TableEntry(a, b, 0, 0, place.b_shape[1], place.like.scaling, scale))
         return found
 
-    def lies_as_packed(self, *, pinned: bool) -> bool:
-        """Whether the pairs are on the host, laid out as `packed` does."""
-        on_host = all(piece.device.type == "cpu" and piece.is_pinned() == pinned for piece in self.pieces)
-        return self.layout.for_kernels and on_host
-
     def fill(self, source: Mapping[str, LoraPair]) -> None:
         """Copy all pairs from `source`."""
-        for name, place in self.layout.places.items():
-            self.layout.copy(name, source[name], self.pieces[place.piece])
+        for name in self.layout.places:
+            self.layout.copy(name, source[name], self.memory_N)
+
+
+class PartedSites(Mapping[str, LoraPair]):
+    """The pairs of an adapter whose bytes lie in several parts of memory, cut anywhere. A pair is read as a copy."""
+
+    def __init__(
+        self, parts: Sequence[Tensor], layout: PackedLayout, copied: Callable[[], None] = lambda: None
+    ) -> None:
+        """`parts`: uint8, together the layout's bytes. `copied`: called when a copy from them to a GPU has been put on
+        the current stream."""
+        self.parts, self.layout, self.copied = tuple(parts), layout, copied
+
+    def __getitem__(self, name: str) -> LoraPair:
+        place, at, found = self.layout.places[name], 0, list[Tensor]()
+        for part in self.parts:
+            found.append(part[max(0, place.first - at) : max(0, place.end - at)])
+            at += len(part)
+        return self.layout.pair(name, torch.cat(found), place.first)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.places)
+
+    def __len__(self) -> int:
+        return len(self.layout.places)
 
 
 def packed_bytes(weights: LoraWeights) -> int:
@@ -173,29 +170,25 @@ def packed_bytes(weights: LoraWeights) -> int:
 
 def layout_of(weights: LoraWeights) -> PackedLayout:
     """Return the adapter's layout, or the one that it would get."""
-    return weights.sites.layout if isinstance(weights.sites, PackedSites) else PackedLayout(weights)
+    sites = weights.sites
+    return sites.layout if isinstance(sites, PackedSites | PartedSites) else PackedLayout(sites)
 
 
-def host_piece(size: int, *, pinned: bool) -> Tensor:
-    """Allocate host memory (uint8). Allocations of pinned memory pause in between for CUDA calls of other threads."""
-    piece = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    if pinned:
-        time.sleep(REST)
-    return piece
+def packed(weights: LoraWeights, *, for_kernels: bool) -> LoraWeights:
+    """Copy an adapter to host memory in a packed layout: that of the kernels, or of a CPU.
 
-
-def packed(weights: LoraWeights, *, pinned: bool, block: int = BLOCK) -> LoraWeights:
-    """Copy an adapter to host memory in the kernels' layout, in pieces of up to `block` bytes.
-
-    `pinned`: use memory from which a GPU copies asynchronously. Block-diagonal pairs become dense here, as the table of
-    compiled generation steps holds dense ones only. So they live in the page pool, and take no GPU memory that the plan
-    has not counted. An adapter that already has this layout is returned as it is.
+    For the kernels block-diagonal pairs become dense here, as the table of compiled generation steps holds dense ones
+    only. So they live in the page pool, and take no GPU memory that the plan has not counted. An adapter on the host
+    that already has this layout is returned as it is.
     """
-    if isinstance(weights.sites, PackedSites) and weights.sites.lies_as_packed(pinned=pinned):
+    sites = weights.sites
+    if isinstance(sites, PackedSites | PartedSites) and (
+        sites.layout.for_kernels if for_kernels else sites.layout.vector == 1
+    ):
         return weights
-    whole = {name: pair.dense() for name, pair in weights.sites.items()}
-    layout = PackedLayout(LoraWeights(weights.settings, whole), block, VECTOR)
-    copy = PackedSites([host_piece(size, pinned=pinned) for size in layout.pieces], layout)
+    whole = {name: pair.dense() for name, pair in sites.items()} if for_kernels else sites
+    layout = PackedLayout(whole, VECTOR if for_kernels else 1)
+    copy = PackedSites(torch.empty(layout.bytes, dtype=torch.uint8), layout)
     copy.fill(whole)
     return LoraWeights(weights.settings, copy)
 
@@ -203,13 +196,19 @@ def packed(weights: LoraWeights, *, pinned: bool, block: int = BLOCK) -> LoraWei
 def copied_into(bytes_N: Tensor, weights: LoraWeights) -> LoraWeights:
     """Copy an adapter into `bytes_N` (uint8, at least its layout's bytes) and return its views there.
 
-    The copy is asynchronous if the source comes from `packed` and is pinned; torch keeps the source until it ends.
+    The copy is asynchronous if the source lies in pinned memory.
     """
-    layout = layout_of(weights)
-    copy = PackedSites([bytes_N[first:end] for first, end in pairwise(layout.bounds)], layout)
-    if isinstance(weights.sites, PackedSites):
-        for ours, theirs in zip(copy.pieces, weights.sites.pieces, strict=True):
-            ours.copy_(theirs, non_blocking=True)
+    sites, layout = weights.sites, layout_of(weights)
+    copy = PackedSites(bytes_N[: layout.bytes], layout)
+    if isinstance(sites, PackedSites):
+        copy.memory_N.copy_(sites.memory_N, non_blocking=True)
+    elif isinstance(sites, PartedSites):
+        at = 0
+        for part in sites.parts:
+            copy.memory_N[at : at + len(part)].copy_(part, non_blocking=True)
+            at += len(part)
+        if bytes_N.is_cuda:
+            sites.copied()
     else:
-        copy.fill(weights.sites)
+        copy.fill(sites)
     return LoraWeights(weights.settings, copy)

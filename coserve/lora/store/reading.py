@@ -4,7 +4,7 @@ operations release the GIL."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 
 import torch
@@ -17,10 +17,11 @@ from coserve.lora.files.finite import all_finite
 from coserve.lora.files.peft import AdapterTensors
 from coserve.lora.files.tensorfile import TensorEntry, TensorFile
 from coserve.lora.store.experts import expert_matrices
-from coserve.lora.store.packing import PackedLayout, PackedSites, host_piece
+from coserve.lora.store.packing import PackedLayout, PackedSites
 from coserve.model.adapters.end_sites import replaced
-from coserve.model.lora import LoraWeights
 
+RUN = 8 << 20
+"""Bytes of the sites that one thread reads and checks at a time."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 
@@ -33,24 +34,27 @@ def read_sites(
     threads: Executor,
     *,
     for_kernels: bool,
-    pinned: bool,
 ) -> PackedSites:
-    """Read all pairs in `dtype` into host memory. `threads` fill the memory, while this thread allocates more of it.
+    """Read all pairs in `dtype` into new host memory. `threads` fill it, each some sites at a time.
 
     `for_kernels`: use the layout of `packed`; only for adapters without block-diagonal pairs. Raises `StorageError`, or
     `CorruptAdapter` for values that are not finite in `dtype`; if several sites are wrong, the first one's error.
     """
     layout = _layout(tensors, base, dtype, VECTOR if for_kernels else 1)
-    names = [list[str]() for _ in layout.pieces]
-    for name, place in layout.places.items():
-        names[place.piece].append(name)
-    pieces, filled = list[Tensor](), []
-    for own, size in zip(names, layout.pieces, strict=True):
-        pieces.append(host_piece(size, pinned=pinned))
-        filled.append(threads.submit(_fill, file, tensors, base, layout, own, pieces[-1]))
+    memory_N, filled = torch.empty(layout.bytes, dtype=torch.uint8), list[Future[None]]()
+    for names in _runs(layout):
+        filled.append(threads.submit(_fill, file, tensors, base, layout, names, memory_N))
     for each in filled:
         each.result()
-    return PackedSites(pieces, layout)
+    return PackedSites(memory_N, layout)
+
+
+def _runs(layout: PackedLayout) -> list[list[str]]:
+    """The sites in order, in runs of about `RUN` bytes."""
+    runs = dict[int, list[str]]()
+    for name, place in layout.places.items():
+        runs.setdefault(place.first // RUN, []).append(name)
+    return list(runs.values())
 
 
 def _layout(tensors: AdapterTensors, base: BaseSpec, dtype: torch.dtype, vector: int) -> PackedLayout:
@@ -79,7 +83,7 @@ def _layout(tensors: AdapterTensors, base: BaseSpec, dtype: torch.dtype, vector:
         for name, shape in tensors.sites.items()
     }
     pairs |= {name: LoraPair(empty(entry), shaped(0, entry.shape[0]), 1.0) for name, entry in tensors.rows.items()}
-    return PackedLayout(LoraWeights(tensors.settings, pairs), vector=vector)
+    return PackedLayout(pairs, vector)
 
 
 def _fill(
@@ -88,29 +92,29 @@ def _fill(
     base: BaseSpec,
     layout: PackedLayout,
     names: Sequence[str],
-    piece: Tensor,
+    memory_N: Tensor,
 ) -> None:
-    """Read these sites into their piece of memory. Raises as `read_sites`."""
-    size, memory = layout.dtype.itemsize, piece.numpy().data
+    """Read these sites, which are neighbours, into the layout's memory. Raises as `read_sites`."""
+    memory = memory_N.numpy().data
     buffers: tuple[memoryview, memoryview] | None = None
     linear = [name for name in names if name in tensors.a]
     for name in names:
         if name in tensors.rows:
             rows_KD = _tensor(file, tensors.rows[name], _space(tensors.rows[name]))
-            layout.copy(name, replaced(rows_KD), piece)
+            layout.copy(name, replaced(rows_KD), memory_N)
             continue
         if name in tensors.experts:
             of_experts = tensors.experts[name]
             a_RD, b_OR = expert_matrices(
                 of_experts, base.experts[name], lambda entry: _tensor(file, entry, _space(entry))
             )
-            layout.copy(name, replace(layout.places[name].like, a_RD=a_RD, b_OR=b_OR), piece)
+            layout.copy(name, replace(layout.places[name].like, a_RD=a_RD, b_OR=b_OR), memory_N)
             continue
         place, both = layout.places[name], (tensors.a[name], tensors.b[name])
         as_stored = all(_DTYPES[entry.dtype] is layout.dtype for entry in both) and place.columns == place.b_shape[1]
         if as_stored and name not in tensors.magnitudes:
             for entry, at in zip(both, (place.a_at, place.b_at), strict=True):
-                file.read_into(entry, memory[at * size : at * size + entry.end - entry.start])
+                file.read_into(entry, memory[at : at + entry.end - entry.start])
         else:
             buffers = buffers or (_buffer(tensors.a, linear), _buffer(tensors.b, linear))
             a_RD, b_OR = (_tensor(file, entry, buffer) for entry, buffer in zip(both, buffers, strict=True))
@@ -118,12 +122,13 @@ def _fill(
             if name in tensors.magnitudes:
                 own = _buffer(tensors.magnitudes, [name])
                 pair = replace(pair, magnitude_O=_tensor(file, tensors.magnitudes[name], own))
-            layout.copy(name, pair, piece)
+            layout.copy(name, pair, memory_N)
     kind = _KINDS[layout.dtype]
-    if all_finite(piece.numpy(), kind):
+    own_N = memory_N[layout.places[names[0]].first : layout.places[names[-1]].end]
+    if all_finite(own_N.numpy(), kind):
         return
     for name in names:  # or only the gaps between the matrices are not finite
-        pair = layout.pair(name, piece)
+        pair = layout.pair(name, memory_N)
         matrices = [own for own in (pair.a_RD, pair.b_OR, pair.magnitude_O) if own is not None]
         if not all(bool(torch.isfinite(matrix).all()) for matrix in matrices):
             raise CorruptAdapter(f"{name}: its weights are not finite in {str(layout.dtype).removeprefix('torch.')}")

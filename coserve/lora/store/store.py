@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from coserve.core.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.store.entry import Entry, State
 from coserve.lora.store.host import HostBudget, HostCopies
+from coserve.lora.store.host_memory import HostMemory, Room, Unread
 from coserve.lora.store.mirror import CopyMirror, NoMirror
-from coserve.lora.store.packing import packed, packed_bytes
+from coserve.lora.store.packing import packed_bytes
 from coserve.lora.store.pages import Activated, AdapterPages
 from coserve.lora.store.times import LoadTimes
 from coserve.lora.store.turns import ReadTurns
@@ -30,8 +32,8 @@ READ_AHEAD = 16
 """Most adapters that wait to be read before a request's arrival starts no further read."""
 READ_BACKOFF = Backoff(total=10.0)
 
-Load = Callable[[AdapterRef, AdapterDigests | None], LoraWeights]
-"""Reads an adapter's files.
+Load = Callable[[AdapterRef, AdapterDigests | None], Unread | LoraWeights]
+"""Reads an adapter's files, or opens one that `HostMemory.copy` reads.
 
 Raises `AdapterNotFound` if there are none, `StorageError` if they cannot be read now, and another `AdapterError` if
 they do not match the digests or are no adapter of this base.
@@ -53,7 +55,7 @@ class AdapterStore:
         load: Load,
         budget: HostBudget,
         *,
-        pinned: bool = False,
+        memory: HostMemory | None = None,
         backoff: Backoff = READ_BACKOFF,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         mirror: CopyMirror | None = None,
@@ -61,10 +63,10 @@ class AdapterStore:
         times: LoadTimes | None = None,
         notes: Callable[[], tuple[str, ...]] = lambda: (),
     ) -> None:
-        """`pinned`: keep host copies in pinned memory, from which a GPU copies asynchronously. `backoff`: pauses
-        between attempts of a read that raises `StorageError`; `sleep` waits for them. `mirror`: repeats all copies
-        elsewhere. `placed`: see `AdapterPages`. `times`: counts where the time goes; `notes`: those of `load`."""
-        self._load, self._pinned = load, pinned
+        """`memory`: holds the host copies; None: they stay as `load` returns them. `backoff`: pauses between attempts
+        of a read that raises `StorageError`; `sleep` waits for them. `mirror`: repeats all copies elsewhere. `placed`:
+        see `AdapterPages`. `times`: counts where the time goes; `notes`: those of `load`."""
+        self._load, self._memory = load, memory
         self._mirror, self._placed = mirror or NoMirror(), placed
         self._entries: dict[AdapterRef, Entry] = {}  # least recently used first
         self._host = HostCopies(budget)
@@ -161,7 +163,8 @@ class AdapterStore:
             raise AdapterNotFound(f"adapter {ref} was deleted", field="adapter")
         if entry is None or (entry.host is None and not entry.reading):
             try:
-                weights = self._read_files(ref, None if entry is None else entry.digests)
+                found = self._read_files(ref, None if entry is None else entry.digests)
+                weights = self._copy(ref, found, self._room(found))
             except Exception:
                 self._mirror.dropped(ref)
                 raise
@@ -183,9 +186,11 @@ class AdapterStore:
         self._evict()
 
     def host_copy(self, weights: LoraWeights) -> LoraWeights:
-        """Copy an adapter to host memory in the store's layout. Callable on any thread: allocating pinned memory may be
-        slow."""
-        return packed(weights, pinned=True) if self._pinned else weights
+        """Copy an adapter to the host tier's memory, in its layout. Callable on any thread."""
+        if self._memory is None:
+            return weights
+        own = self._memory.packed(weights)
+        return self._memory.copy(own, self._memory.room(packed_bytes(own)))
 
     def publish(self, ref: AdapterRef, weights: LoraWeights, *, temporary: bool = False) -> None:
         """Make an adapter available at once, without reading its files.
@@ -328,18 +333,33 @@ class AdapterStore:
         with self.times.during("queue"):
             await self._turns.take(entry)
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._read_files, entry.ref, entry.digests)
+            loop, ref = asyncio.get_running_loop(), entry.ref
+            found = await loop.run_in_executor(self._threads, self._read_files, ref, entry.digests)
+            return await loop.run_in_executor(self._threads, self._copy, ref, found, self._room(found))
         finally:
             self._turns.give_back()
 
-    def _read_files(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
-        try:
-            return self.host_copy(self._load(ref, digests))
-        except Exception as error:
-            if out_of_memory(error):
-                raise RequestOutOfMemory(f"no host memory for adapter {ref}: {error}") from error
-            raise
+    def _read_files(self, ref: AdapterRef, digests: AdapterDigests | None) -> Unread | LoraWeights:
+        with _memory_errors(ref):
+            found = self._load(ref, digests)
+            return self._memory.packed(found) if self._memory is not None and isinstance(found, LoraWeights) else found
+
+    def _room(self, found: Unread | LoraWeights) -> Room | None:
+        """Return memory for a copy; idle adapters leave if there is none else. None: the store has no memory of its
+        own."""
+        if self._memory is None:
+            return None
+        size = packed_bytes(found) if isinstance(found, LoraWeights) else found.layout.bytes
+        while self._memory.free_bytes < size and self._evict_one():
+            pass
+        return self._memory.room(size)
+
+    def _copy(self, ref: AdapterRef, found: Unread | LoraWeights, room: Room | None) -> LoraWeights:
+        if self._memory is None or room is None:
+            assert isinstance(found, LoraWeights), "a store without memory reads files itself"
+            return found
+        with _memory_errors(ref):
+            return self._memory.copy(found, room)
 
     # ---- entries
 
@@ -362,14 +382,19 @@ class AdapterStore:
 
     def _evict(self, size: int = 0) -> None:
         """Drop host copies of idle adapters until `size` more bytes fit the budget."""
-        while self._host.over(size):
-            ref = self._host.next_to_leave(lambda ref: self._entries[ref].idle)
-            if ref is None:
-                return
-            entry = self._entries[ref]
-            self._host.remove(entry)
-            self._mirror.dropped(ref)
-            self._discard_if_unused(entry)
+        while self._host.over(size) and self._evict_one():
+            pass
+
+    def _evict_one(self) -> bool:
+        """Drop the host copy of the least valuable idle adapter; False: there is none."""
+        ref = self._host.next_to_leave(lambda ref: self._entries[ref].idle)
+        if ref is None:
+            return False
+        entry = self._entries[ref]
+        self._host.remove(entry)
+        self._mirror.dropped(ref)
+        self._discard_if_unused(entry)
+        return True
 
     def _discard_if_unused(self, entry: Entry) -> None:
         """Forget an adapter that no request needs and that has no copy, or was deleted."""
@@ -379,6 +404,17 @@ class AdapterStore:
             self._entries.pop(entry.ref, None)
             if self._pages is not None:
                 self._pages.drop(entry)
+
+
+@contextmanager
+def _memory_errors(ref: AdapterRef) -> Iterator[None]:
+    """Raise errors for lack of memory as `RequestOutOfMemory`."""
+    try:
+        yield
+    except Exception as error:
+        if out_of_memory(error):
+            raise RequestOutOfMemory(f"no host memory for adapter {ref}: {error}") from error
+        raise
 
 
 def _deleted(ref: AdapterRef) -> AdapterNotFound:

@@ -1,0 +1,151 @@
+"""Milliseconds from an adapter's packed file in the page cache to host memory that a GPU copies from.
+
+    python -m benchmarks.adapters.reads --out benchmarks/results [--only host,new]
+
+The Llama-3.1-8B shape: adapters on q, k, v, o of rank 8 and 24, and on all seven sites of rank 16 (84 MB), one at a
+time and four at a time. `host`: the host tier (`lora/store/host_memory.py`), which is pinned once. `new`: one thread
+reads into new blocks of 8 MiB, which on a GPU are pinned each, as the store did before. The floor is `numpy`'s copy of
+as many bytes between two arrays. On a GPU another thread launches kernels meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.adapters.fleet import llama_sites, write_adapter
+from benchmarks.bdlora.plan import SHAPES
+from benchmarks.common.options import make_parser
+from benchmarks.common.provenance import cpu_name, gpu_names
+from benchmarks.common.results import Results
+from benchmarks.serving.adapter_load import base_spec
+from benchmarks.serving.http_case import LLAMA_8B
+from coserve.core.names import ADAPTER_CONFIG
+from coserve.core.types import AdapterDigests, BaseSpec
+from coserve.lora.files.packed_header import PACKED_FILE
+from coserve.lora.files.peft import inspect_adapter
+from coserve.lora.files.tensorfile import digest_file
+from coserve.lora.store.files import load_packed
+from coserve.lora.store.host_memory import HostMemory
+from coserve.lora.store.packed_files import PackedFiles, PackedForm
+from coserve.lora.store.times import LoadTimes
+from coserve.model.lora import LoraWeights
+
+ADAPTERS = {"r8": (8, False), "r24": (24, False), "r16_all": (16, True)}
+"""Rank, and whether also the MLP's sites."""
+AT_ONCE, ROUNDS, BLOCK = (1, 4), 15, 8 << 20
+Read = Callable[[], object]
+
+
+class Adapter:
+    """An adapter's folder with its packed file."""
+
+    def __init__(self, folder: Path, base: BaseSpec, form: PackedForm, rank: int, *, mlp: bool) -> None:
+        write_adapter(folder, llama_sites(LLAMA_8B, mlp=mlp), rank, seed=0)
+        found = inspect_adapter(folder, base)
+        self._digests = AdapterDigests(found.sha256, digest_file(folder, ADAPTER_CONFIG), found.alphas)
+        self._folder, self._base = folder, base
+        writer = PackedFiles(form, LoadTimes())
+        writer.load(folder, self._digests, self._first)
+        writer.close()
+
+    def _first(self) -> LoraWeights:
+        return load_packed(self._folder, self._base, dtype=torch.bfloat16, digests=self._digests)
+
+    @property
+    def bytes(self) -> int:
+        return (self._folder / PACKED_FILE).stat().st_size
+
+    def into(self, memory: HostMemory, files: PackedFiles) -> object:
+        """Read it as a store does."""
+        found = files.load(self._folder, self._digests, self._first)
+        assert not isinstance(found, LoraWeights), "expected the packed file"
+        return memory.copy(found, memory.room(found.layout.bytes))
+
+    def into_new_blocks(self) -> object:
+        with (self._folder / PACKED_FILE).open("rb", buffering=0) as file:
+            blocks = list[torch.Tensor]()
+            for first in range(0, self.bytes, BLOCK):
+                size = min(BLOCK, self.bytes - first)
+                blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
+                file.readinto(blocks[-1].numpy().data)
+        return blocks
+
+
+def ms(read: Read, at_once: int) -> list[float]:
+    """Milliseconds until `at_once` reads that begin together have ended, without the first rounds."""
+    times = list[float]()
+    with ThreadPoolExecutor(at_once) as threads:
+        for _ in range(ROUNDS + 2):
+            began = time.perf_counter()
+            kept = [each.result() for each in [threads.submit(read) for _ in range(at_once)]]
+            times.append(1e3 * (time.perf_counter() - began))
+            del kept
+    return times[2:]
+
+
+def floor_ms(size: int) -> float:
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    return min(ms(lambda: np.copyto(target, source), 1))
+
+
+def launch(stop: threading.Event) -> None:
+    """Launch small kernels one after the other, as a step without a graph does."""
+    x = torch.zeros(1024, device="cuda")
+    while not stop.is_set():
+        for _ in range(100):
+            x += 1
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", default="host,new", help="ways, separated by commas")
+    options, gpu = parser.parse_args(), torch.cuda.is_available()
+    results = Results(
+        options.out,
+        "adapter_reads.json",
+        script="benchmarks.adapters.reads",
+        hardware=gpu_names(False) if gpu else cpu_name(),
+        seed=0,
+        revision=options.commit,
+        settings={"adapters": ADAPTERS, "at_once": AT_ONCE, "rounds": ROUNDS, "cores": os.cpu_count()},
+    )
+    base, stop = base_spec(SHAPES["8b"]), threading.Event()
+    form = PackedForm(base.fingerprint, torch.bfloat16, for_kernels=True)
+    files = PackedFiles(form, LoadTimes())
+    memory = HostMemory(1 << 30, for_kernels=True)
+    if gpu:
+        began = time.perf_counter()
+        memory.pin(lambda: None).join()
+        results.put("adapters.pin_s_gib", round(time.perf_counter() - began, 3), "s to pin 1 GiB of the host tier")
+        threading.Thread(target=launch, args=(stop,)).start()
+    with tempfile.TemporaryDirectory() as scratch:
+        made = {n: Adapter(Path(scratch, n), base, form, rank, mlp=mlp) for n, (rank, mlp) in ADAPTERS.items()}
+        for name, adapter in made.items():
+            floor = floor_ms(adapter.bytes)
+            for at_once in AT_ONCE:
+                ways: dict[str, Read] = {
+                    "host": partial(adapter.into, memory, files),
+                    "new": adapter.into_new_blocks,
+                }
+                for way in options.only.split(","):
+                    times = ms(ways[way], at_once)
+                    about = {"bytes": adapter.bytes, "floor_ms": round(at_once * floor, 2)}
+                    key = f"adapters.read_ms.{way}.{name}.{at_once}"
+                    results.put(key, round(statistics.median(times), 2), "ms until all are read", None, times, about)
+    stop.set()
+
+
+if __name__ == "__main__":
+    main()

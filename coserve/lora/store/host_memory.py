@@ -1,0 +1,193 @@
+"""The host tier's memory: one mapping, cut into pages, that CUDA pins once and not for each adapter.
+
+An adapter lies in any pages, so none is too scattered for it, and it wastes less than one page. Pages are free again
+when the last reference to the adapter's copy is gone and the GPU has read what was copied from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Lock, Thread
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from coserve.core.types import LoraSettings
+from coserve.lora.store.packing import PackedLayout, PackedSites, PartedSites, packed
+from coserve.memory.pages import PagePool
+from coserve.model.lora import LoraWeights
+
+log = logging.getLogger(__name__)
+
+PAGE = 1 << 20
+"""Bytes of a page. Smaller ones waste less, larger ones need fewer copies: 84 MB are at most 81."""
+SLICE = 256 << 20
+"""Bytes that are pinned by one call: CUDA calls of other threads may wait for it. No part crosses a slice's end, as no
+copy may read from two registrations."""
+
+
+class Unread(Protocol):
+    """An adapter that is ready to be written into host memory."""
+
+    @property
+    def settings(self) -> LoraSettings: ...
+    @property
+    def layout(self) -> PackedLayout: ...
+    def write(self, parts: Sequence[Tensor]) -> None:
+        """Write the layout's bytes into parts (uint8). Raises `StorageError`."""
+
+
+@dataclass(eq=False)
+class Room:
+    """Memory for one adapter, which nobody else uses before this object is gone."""
+
+    parts: tuple[Tensor, ...]
+    """uint8, together as many bytes as were asked for."""
+    after: tuple[torch.cuda.Event, ...] = ()
+    """Copies of an earlier adapter that may still read the memory: wait for them before it is written."""
+    read: list[torch.cuda.Event] = field(default_factory=list)
+    """Copies of this adapter that may still read the memory."""
+
+    def copied(self) -> None:
+        """Note that a copy from this memory has been put on the current stream."""
+        self.read[:] = [event for event in self.read if not event.query()]
+        self.read.append(torch.cuda.current_stream().record_event())
+
+
+class _Dropped(NamedTuple):
+    pages: list[int]
+    read: list[torch.cuda.Event]
+
+
+class HostMemory:
+    """Host memory of a fixed size for adapters. Callable on any thread.
+
+    On a GPU it is pinned in the background (`pin`), from the lowest pages on, which are used first. Until then, and if
+    it cannot be pinned, copies from it are slower, as CUDA copies the bytes once more.
+    """
+
+    def __init__(self, size: int, *, for_kernels: bool) -> None:
+        """`size`: bytes; what is left of the last page is not used. `for_kernels`: see `packed`."""
+        self._for_kernels, self._pages = for_kernels, size // PAGE
+        self._lock, self._pool = Lock(), PagePool(max(1, self._pages))
+        if not self._pages:
+            self._pool.allocate(1)  # a pool has a page
+        self._dropped = deque[_Dropped]()
+        """Of rooms that are gone. Any thread appends, at any time."""
+        self._read = list[_Dropped]()
+        """Those whose pages copies may still read."""
+        self._memory = torch.frombuffer(_mapped(max(1, self._pages) * PAGE), dtype=torch.uint8)
+        self._pinned, self._refused, self.outside = 0, "", 0
+        """`outside`: adapters so far that found no room."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why copies of adapters are slow; for /health."""
+        found = (f"adapters are copied slowly, as their host memory cannot be pinned: {self._refused}",)
+        return found if self._refused else ()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes for which `room` finds pages."""
+        with self._lock:
+            self._collect()
+            return PAGE * (self._pool.free_pages + sum(len(each.pages) for each in self._read))
+
+    def room(self, size: int) -> Room:
+        """Return memory of `size` bytes: here if there is room, else outside, allocated for this adapter alone.
+
+        Raises `MemoryError`, `RuntimeError`: there is no memory outside.
+        """
+        wanted, after = -(-size // PAGE), list[torch.cuda.Event]()
+        with self._lock:
+            self._collect()
+            while self._read and self._pool.free_pages < wanted:
+                dropped = self._read.pop(0)
+                self._pool.free(dropped.pages)
+                after += dropped.read
+            pages = self._pool.allocate(wanted)
+            self.outside += pages is None
+        if pages is None:
+            pinned = self._for_kernels and torch.cuda.is_available()
+            return Room((torch.empty(size, dtype=torch.uint8, pin_memory=pinned),), tuple(after))
+        found = Room(tuple(self._parts(pages, size)), tuple(after))
+        weakref.finalize(found, self._dropped.append, _Dropped(pages, found.read)).atexit = False
+        return found
+
+    def copy(self, source: Unread | LoraWeights, room: Room) -> LoraWeights:
+        """Write an adapter into memory of its size. Raises as `Unread.write`."""
+        for event in room.after:
+            event.synchronize()
+        if isinstance(source, LoraWeights):
+            source = _InMemory(self.packed(source))
+        source.write(room.parts)
+        return LoraWeights(source.settings, PartedSites(room.parts, source.layout, room.copied))
+
+    def packed(self, weights: LoraWeights) -> LoraWeights:
+        """Return the adapter in the layout of this memory's copies."""
+        return packed(weights, for_kernels=self._for_kernels)
+
+    def pin(self, start_thread: Callable[[], None]) -> Thread:
+        """Pin the memory on a thread, which first calls `start_thread`. If CUDA refuses it, `notes` says so."""
+        thread = Thread(target=self._pin, args=(start_thread,), name="pin-host-memory", daemon=True)
+        thread.start()
+        return thread
+
+    def _pin(self, start_thread: Callable[[], None]) -> None:
+        start_thread()
+        for first in range(0, self._pages * PAGE, SLICE):
+            own = self._memory[first : min(first + SLICE, self._pages * PAGE)]
+            try:
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(own.data_ptr(), len(own), 0))  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                self._refused = f"{self._pinned >> 20} of {self._pages * PAGE >> 20} MiB are, then: {error}"
+                log.warning("the host memory of adapters cannot be pinned: %s", self._refused)
+                return
+            self._pinned += len(own)
+
+    def _collect(self) -> None:
+        """Free the pages of rooms that are gone and that no copy reads."""
+        while self._dropped:
+            self._read.append(self._dropped.popleft())
+        for each in [each for each in self._read if all(event.query() for event in each.read)]:
+            self._read.remove(each)
+            self._pool.free(each.pages)
+
+    def _parts(self, pages: Sequence[int], size: int) -> list[Tensor]:
+        """Runs of consecutive pages as tensors, in order; the last one is cut to `size` bytes in all."""
+        parts, first, per = list[Tensor](), 0, SLICE // PAGE
+        for i in range(1, len(pages) + 1):
+            if i == len(pages) or pages[i] != pages[i - 1] + 1 or pages[i] % per == 0:
+                at, n = pages[first] * PAGE, min((i - first) * PAGE, size - first * PAGE)
+                parts.append(self._memory[at : at + n])
+                first = i
+        return parts
+
+
+class _InMemory:
+    """A packed adapter in ordinary memory, to be written into a host tier's."""
+
+    def __init__(self, weights: LoraWeights) -> None:
+        assert isinstance(weights.sites, PackedSites | PartedSites), "expected a packed adapter"
+        self.settings, self._sites, self.layout = weights.settings, weights.sites, weights.sites.layout
+
+    def write(self, parts: Sequence[Tensor]) -> None:
+        """See `Unread`."""
+        sources = self._sites.parts if isinstance(self._sites, PartedSites) else (self._sites.memory_N,)
+        whole, at = torch.cat(sources) if len(sources) > 1 else sources[0], 0
+        for part in parts:
+            part.copy_(whole[at : at + len(part)])
+            at += len(part)
+
+
+def _mapped(size: int) -> mmap.mmap:
+    """Memory that is allocated as it is used, in huge pages where the system has them."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -1,0 +1,164 @@
+"""The host tier's memory: no two adapters share a byte, and pages come back when an adapter is gone and not read."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import cast
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coserve.core.errors import CorruptAdapter
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
+from coserve.kernels.lora.types import LoraPair
+from coserve.lora.store.entry import State
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.host_memory import PAGE, HostMemory, Room
+from coserve.lora.store.packing import PartedSites, packed_bytes
+from coserve.lora.store.store import AdapterStore
+from coserve.model.lora import LoraWeights
+from tests.support.examples import examples
+
+PAGES = 6
+
+
+class Copy:
+    """Stands for the event behind a GPU's copy."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def query(self) -> bool:
+        return self.ended
+
+    def synchronize(self) -> None:
+        self.ended = True
+
+
+def taken(size: int) -> int:
+    return -(-size // PAGE)
+
+
+class Machine(RuleBasedStateMachine):
+    """Against a plain count of pages. Each adapter's bytes are marks of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.marks = HostMemory(PAGES * PAGE + 5, for_kernels=True), 0
+        self.held = dict[int, tuple[Room, int, bool]]()
+        self.copies = list[Copy]()
+
+    @rule(size=st.sampled_from([0, 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE - 7, 7 * PAGE]))
+    def take(self, size: int) -> None:
+        fits, outside = size <= self.memory.free_bytes, self.memory.outside
+        running = [copy for copy in self.copies if not copy.ended]
+        room = self.memory.room(size)
+        assert sum(map(len, room.parts)) == size
+        assert (self.memory.outside == outside) == fits
+        for event in room.after:
+            event.synchronize()
+        if fits and taken(size) > PAGES - self.used - self.read:
+            assert any(copy.ended for copy in running), "pages that a copy read are waited for"
+        self.marks += 1
+        self.held[self.marks] = room, size, fits
+        for part in room.parts:
+            part[:: PAGE - 1] = part[-1:] = self.marks % 251
+
+    @property
+    def used(self) -> int:
+        return sum(taken(size) for _, size, inside in self.held.values() if inside)
+
+    @property
+    def read(self) -> int:
+        """Pages that are free as soon as a copy has ended."""
+        return self.memory.free_bytes // PAGE - self.memory._pool.free_pages
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        self.copies.append(own := Copy())
+        self.held[data.draw(st.sampled_from(sorted(self.held)))][0].read.append(cast("torch.cuda.Event", own))
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data())
+    def copy_ends(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.copies)).ended = True
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        del self.held[data.draw(st.sampled_from(sorted(self.held)))]
+
+    @invariant()
+    def each_has_its_own_bytes_and_no_page_is_lost(self) -> None:
+        for mark, (room, _, _) in self.held.items():
+            assert all(int(part[0]) == int(part[-1]) == mark % 251 for part in room.parts if len(part))
+        assert self.memory.free_bytes == (PAGES - self.used) * PAGE
+        self.memory._pool.check_integrity()
+
+
+Machine.TestCase.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
+TestHostMemory = Machine.TestCase
+
+
+def test_memory_without_a_page_holds_nothing() -> None:
+    memory = HostMemory(PAGE - 1, for_kernels=True)
+    assert memory.free_bytes == 0
+    assert [len(part) for part in memory.room(10).parts] == [10] and memory.outside == 1
+
+
+WIDTH = 1 << 14
+
+
+def valued(value: float, rank: int) -> LoraWeights:
+    """128 KiB a rank."""
+    pair = LoraPair(torch.full((rank, WIDTH), value), torch.full((WIDTH, rank), value), 1.0)
+    return LoraWeights(LoraSettings(r=rank), {"q": pair})
+
+
+def has_its_value(store: AdapterStore, ref: AdapterRef) -> bool:
+    sites = store.host_weights(ref).sites
+    assert isinstance(sites, PartedSites)
+    return all(bool((part.view(torch.float32)[::97] == float(ref.id)).all()) for part in sites.parts)
+
+
+async def test_random_loads_evictions_cancels_and_failing_reads_mix_nothing_and_leak_nothing() -> None:
+    chance, refs = random.Random(0), [AdapterRef(str(i), 1) for i in range(9)]
+    memory = HostMemory(2 * PAGES * PAGE, for_kernels=False)
+
+    def load(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        if chance.random() < 0.2:
+            raise CorruptAdapter(f"adapter {ref} is broken for now")
+        return valued(float(ref.id), rank=1 + 6 * int(ref.id) % 20)
+
+    store, changed = AdapterStore(load, HostBudget(2 * PAGES * PAGE), memory=memory), asyncio.Event()
+    store.notify(changed.set)
+    held = list[AdapterRef]()
+    for _ in range(200):
+        ref = chance.choice(refs)
+        if not store.ready(ref):
+            while chance.random() < 0.9 and store.reading(ref):
+                await changed.wait()
+                changed.clear()
+            if store.state(ref) is State.HOST:
+                store.acquire(ref)
+                held.append(ref)
+            store.waited(ref)
+        assert all(has_its_value(store, own) for own in held)
+        while len(held) > 2:
+            store.release(held.pop(chance.randrange(len(held))))
+    for own in held:
+        store.release(own)
+    while any(store.state(ref) is State.READING for ref in refs):
+        await changed.wait()
+        changed.clear()
+    inside = sum(taken(packed_bytes(valued(0.0, 1 + 6 * int(ref.id) % 20))) for ref in store.resident())
+    assert memory.outside == 0, "those that are idle have left for those that came"
+    assert memory.free_bytes == (2 * PAGES - inside) * PAGE
+    for ref in refs:
+        store.drop(ref)
+    assert memory.free_bytes == 2 * PAGES * PAGE and store.host_bytes == 0
+    store.close()
