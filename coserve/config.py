@@ -225,7 +225,7 @@ class Config:
     )
     host_adapter_bytes: int | None = option(
         None,
-        "host memory for adapters that no request uses, in bytes, of all ranks together: those that are used least "
+        "host memory for adapters, in bytes, of all ranks together; on a GPU it is pinned. Those that are used least "
         "leave first; default: a quarter of the memory that is free at the start",
     )
     pinned_memory_bytes: int | None = option(

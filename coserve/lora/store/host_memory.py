@@ -61,6 +61,8 @@ class Room:
 
 
 class _Dropped(NamedTuple):
+    """The pages of a room that is gone, and the copies that may still read them."""
+
     pages: list[int]
     read: list[torch.cuda.Event]
 
@@ -79,9 +81,9 @@ class HostMemory:
         if not self._pages:
             self._pool.allocate(1)  # a pool has a page
         self._dropped = deque[_Dropped]()
-        """Of rooms that are gone. Any thread appends, at any time."""
+        """Rooms that are gone. Any thread appends, at any time."""
         self._read = list[_Dropped]()
-        """Those whose pages copies may still read."""
+        """Rooms that are gone and that copies to a GPU may still read."""
         self._memory = torch.frombuffer(_mapped(max(1, self._pages) * PAGE), dtype=torch.uint8)
         self._pinned, self._refused, self.outside = 0, "", 0
         """`outside`: adapters so far that found no room."""
