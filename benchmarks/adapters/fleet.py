@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -21,7 +22,7 @@ from coserve.state.folder import DataFolder
 from coserve.state.registry.registry import Registry
 
 
-def llama_sites(config: dict[str, int], *, mlp: bool) -> dict[str, SiteSpec]:
+def llama_sites(config: dict[str, Any], *, mlp: bool) -> dict[str, SiteSpec]:
     """The sites of a Llama's layers; without `mlp` those of its attention."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv = (config["head_dim"] * config[name] for name in ("num_attention_heads", "num_key_value_heads"))

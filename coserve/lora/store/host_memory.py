@@ -56,7 +56,7 @@ class Room:
 
     def copied(self) -> None:
         """Note that a copy from this memory has been put on the current stream."""
-        self.read[:] = [event for event in self.read if not event.query()]
+        self.read[:] = [event for event in self.read if not _ended(event)]
         self.read.append(torch.cuda.current_stream().record_event())
 
 
@@ -157,7 +157,7 @@ class HostMemory:
         """Free the pages of rooms that are gone and that no copy reads."""
         while self._dropped:
             self._read.append(self._dropped.popleft())
-        for each in [each for each in self._read if all(event.query() for event in each.read)]:
+        for each in [each for each in self._read if all(map(_ended, each.read))]:
             self._read.remove(each)
             self._pool.free(each.pages)
 
@@ -186,6 +186,10 @@ class _InMemory:
         for part in parts:
             part.copy_(whole[at : at + len(part)])
             at += len(part)
+
+
+def _ended(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def _mapped(size: int) -> mmap.mmap:

@@ -170,9 +170,9 @@ class PackedFile:
         files."""
         began, at, reads = time.perf_counter(), self._begins, list[Future[None]]()
         for part in parts:
-            for piece in part.split(PIECE):
-                reads.append(self._threads.submit(self._read, piece, at))
-                at += len(piece)
+            for first in range(0, len(part), PIECE):
+                reads.append(self._threads.submit(self._read, part[first : first + PIECE], at + first))
+            at += len(part)
         wait(reads)
         for each in reads:
             if (error := each.exception()) is not None:
