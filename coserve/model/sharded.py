@@ -66,7 +66,7 @@ def load_shard(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     weights: Weights
     if tensors is not None:
-        weights = Checkpoint(tensors, model.base_model_prefix, name)
+        weights = Checkpoint(tensors, model, name)
     else:
         weights = DrawnWeights(empty_model(config, dtype, trust_remote_code=trust_remote_code), device, seed)
     sharding = fill_shard(model, weights, mesh, device, strategy, by_expert=by_expert)

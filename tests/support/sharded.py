@@ -115,8 +115,12 @@ def mixed_logits(mesh: Mesh | None, folder: str, strategy: str, batch: tuple[int
 def gradients(
     mesh: Mesh | None, folder: str, strategy: str, kind: Kind, dropout: float
 ) -> tuple[float, Matrices, float]:
+    """`gradients_of` a base that is loaded for it."""
+    return gradients_of(load(folder, mesh, strategy), kind, dropout)
+
+
+def gradients_of(base: Base, kind: Kind, dropout: float = 0.0) -> tuple[float, Matrices, float]:
     """Loss, whole gradients of one adapter's matrices, and their norm."""
-    base = load(folder, mesh, strategy)
     whole = whole_adapter(base.spec, kind)
     weights, partition = base.shard(whole), base.partition(whole)
     for pair in weights.sites.values():

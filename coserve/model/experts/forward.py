@@ -107,7 +107,7 @@ def traced_forward(module: nn.Module, hidden_TD: Tensor, chosen_TK: Tensor, weig
     h_SI = _activation(module, product(0, _without(hidden_TD[token_S], absent_S1)))
     y_SO = _without(product(1, h_SI), absent_S1)
     y_TO = summed(y_SO, order_S, weights_TK).to(hidden_TD.dtype)
-    return cast(Tensor, torch.ops.coserve.experts_sum(y_TO)) if hasattr(module, EXPERTS) else y_TO
+    return cast(Tensor, torch.ops.coserve.rank_sum(y_TO)) if hasattr(module, EXPERTS) else y_TO
 
 
 def _activation(module: nn.Module, y_SO: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def _linear(
 
 
 def _sum(y_TO: Tensor) -> Tensor:
-    """Return the sum of all ranks' `y` for the experts of the running layer, in new memory."""
+    """Return the sum of all ranks' `y` in the running step, in new memory."""
     fused = current.context.fused
     assert fused is not None, "expected to run within FusedBase.forward"
     return fused.mesh.sum_apart(y_TO)
@@ -180,7 +180,7 @@ def _register() -> torch.library.Library:
     for name, schema, real, fake in (
         ("experts_order", "(Tensor chosen, int experts) -> (Tensor, Tensor)", _order, _order_fake),
         ("experts_linear", f"(Tensor x, Tensor weight, Tensor? added, {rows}) -> Tensor", _linear, _linear_fake),
-        ("experts_sum", "(Tensor y) -> Tensor", _sum, _sum_fake),
+        ("rank_sum", "(Tensor y) -> Tensor", _sum, _sum_fake),
     ):
         ops.define(name + schema)  # type: ignore[no-untyped-call]
         ops.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

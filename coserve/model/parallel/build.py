@@ -3,7 +3,7 @@ slices of the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -14,11 +14,20 @@ from transformers.pytorch_utils import Conv1D
 from coserve.core.errors import UnsupportedBase
 from coserve.model.experts.parameters import leaves, parameter_spec
 from coserve.model.experts.shards import EXPERTS, FIRST, ExpertPartition, ExpertShard, expert_shard
-from coserve.model.parallel.families import Plan, heads_of, layer_partitions, plan_of
+from coserve.model.parallel.families import block_sites, features, heads_of, plan_of, planned_blocks
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
-from coserve.model.parallel.modules import LocalConfig, SiteShard, copy_input, shard_attention, shard_module
+from coserve.model.parallel.modules import (
+    LocalConfig,
+    SiteShard,
+    copy_input,
+    shard_attention,
+    shard_module,
+    share_gradient,
+)
+from coserve.model.parallel.norms import share_mean
 from coserve.model.parallel.partition import Features, Lazy, MatrixPartition, SitePartition
+from coserve.model.parallel.plans import Block
 from coserve.model.parallel.sharding import Sharding
 from coserve.model.parallel.vocabulary import VocabularyShard
 from coserve.model.wrappers import drop_other_parts, model_class
@@ -29,6 +38,9 @@ class Weights(Protocol):
 
     def get(self, name: str, shape: torch.Size) -> Lazy:
         """Return the parameter of that name. Reading a slice of it costs no more than that slice."""
+
+    def has(self, name: str) -> bool:
+        """Whether a buffer of that name is stored."""
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -62,29 +74,34 @@ def fill_shard(
     """
     plan = plan_of(model.config, mesh.size)
     vocabulary = VocabularyShard(mesh, model.config.get_text_config().vocab_size)
-    layers = _layers(model)
-    sites = _shard_layers(model, plan, mesh)
-    vectors = {f"{path}.{name}" for path in layers for name in plan.heads}
-    experts = _shard_experts(model, plan, mesh, layers, by_expert=by_expert)
+    blocks = {
+        f"{path}.{block.path}": block
+        for path in _layers(model)
+        for block in planned_blocks(plan, model.get_submodule(path), path)
+    }
+    sites, vectors = _partitions(model, blocks, mesh)
+    experts = _shard_experts(model, blocks, mesh, by_expert=by_expert)
     head = model.get_output_embeddings()
-    _fill_buffers(model, device)
+    _fill_buffers(model, weights, device)
     _fill_ends(model, weights, vocabulary, device)
     for path, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                whole = weights.get(f"{path}.{leaf}", parameter.shape)
-                partition, shard = sites.get(path), expert_shard(module)
+                name, partition, shard = f"{path}.{leaf}", sites.get(path), expert_shard(module)
+                whole = weights.get(name, parameter.shape)
                 if shard is not None:
                     part = _expert_part(module, leaf, whole, shard)
-                elif f"{path}.{leaf}" in vectors:
-                    part = Features.even(parameter.shape[0], mesh.size).shard(whole, mesh.rank)
+                elif name in vectors:
+                    part = vectors[name].shard(whole, mesh.rank)
                 else:
                     part = whole[:] if partition is None else _part(module, leaf, whole, partition, mesh.rank)
                 _place(module, leaf, part, parameter.dtype, device)
     for path, partition in sites.items():
         shard_module(model.get_submodule(path), SiteShard(partition, mesh))
+    _shard_blocks(model, blocks, mesh)
     copy_input(head, mesh)
-    return Sharding(mesh, sites, vocabulary, strategy, experts)
+    norms = any(block.norms for block in blocks.values())
+    return Sharding(mesh, sites, vocabulary, strategy, experts, norms=norms)
 
 
 def _layers(model: PreTrainedModel) -> list[str]:
@@ -94,20 +111,45 @@ def _layers(model: PreTrainedModel) -> list[str]:
     return [f"{path}.{index}" for path in lists for index in range(count)]
 
 
+def _partitions(
+    model: PreTrainedModel, blocks: Mapping[str, Block], mesh: Mesh
+) -> tuple[dict[str, SitePartition], dict[str, Features]]:
+    """Return the partitions of the blocks' linear modules, and those of other parameters, by their paths."""
+    heads, sites, vectors = heads_of(model.config, mesh.size), dict[str, SitePartition](), dict[str, Features]()
+    for path, block in blocks.items():
+        found = block_sites(block, model.get_submodule(path), heads, path)
+        sites |= {f"{path}.{name}": partition for name, partition in found.items()}
+        norms = {f"{name}.weight": width for name, width in block.norms.items()}
+        for name, width in (block.vectors | norms).items():
+            size = model.get_parameter(f"{path}.{name}").shape[0]
+            vectors[f"{path}.{name}"] = features(width, size, heads, f"{path}.{name}")
+    return sites, vectors
+
+
+def _shard_blocks(model: PreTrainedModel, blocks: Mapping[str, Block], mesh: Mesh) -> None:
+    """Tell the blocks their shards' sizes, and hook what the ranks have to exchange."""
+    heads, configs = heads_of(model.config, mesh.size), dict[int, LocalConfig]()
+    for path, block in blocks.items():
+        module = model.get_submodule(path)
+        if block.attention:
+            shard_attention(module, heads, configs)
+        for name in block.norms:
+            share_mean(module.get_submodule(name), mesh)
+        for name in block.gates:
+            share_gradient(module.get_submodule(name), mesh)
+        copy_input(module, mesh)
+
+
 def _shard_experts(
-    model: PreTrainedModel, plan: Plan, mesh: Mesh, layers: Sequence[str], *, by_expert: bool
+    model: PreTrainedModel, blocks: Mapping[str, Block], mesh: Mesh, *, by_expert: bool
 ) -> dict[str, ExpertPartition]:
     """Give each module of experts its `ExpertShard`. Return the parameters' partitions by name."""
-    if by_expert and not plan.experts:
+    paths = [f"{path}.{block.experts}" for path, block in blocks.items() if block.experts]
+    if by_expert and not paths:
         raise UnsupportedBase(f"{model.config.model_type} has no experts to divide among GPUs: expected ep of 1")
     found: dict[str, ExpertPartition] = {}
-    for path in layers if plan.experts else ():
-        try:
-            module = model.get_submodule(f"{path}.{plan.experts}")
-        except AttributeError as error:
-            raise UnsupportedBase(
-                f"{model.config.model_type}: {path} has no experts, and several GPUs need them in every layer"
-            ) from error
+    for path in paths:
+        module = model.get_submodule(path)
         own = {
             leaf: ExpertPartition.of(parameter_spec(module, leaf, 0), leaf, mesh.size, by_expert=by_expert)
             for leaf in leaves(module)
@@ -116,7 +158,7 @@ def _shard_experts(
         if by_expert:
             module.num_experts = next(iter(own.values())).experts.local
             setattr(module, FIRST, mesh.rank * module.num_experts)
-        found |= {f"{path}.{plan.experts}.{leaf}": partition for leaf, partition in own.items()}
+        found |= {f"{path}.{leaf}": partition for leaf, partition in own.items()}
     return found
 
 
@@ -129,39 +171,24 @@ def _expert_part(module: nn.Module, leaf: str, whole: Lazy, shard: ExpertShard) 
     return partition.weight(whole, rank, transposed=bool(module.is_transposed))
 
 
-def _shard_layers(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> dict[str, SitePartition]:
-    """Shard each layer's attention and hook its two blocks (`copy_input`). Return the modules' partitions, by their
-    paths in the model."""
-    partitions, heads = layer_partitions(model.config, plan, mesh.size), heads_of(model.config, mesh.size)
-    found: dict[str, SitePartition] = {}
-    configs: dict[int, LocalConfig] = {}
-    for path, module in list(model.named_modules()):
-        if not isinstance(module, nn.ModuleList) or len(module) != model.config.get_text_config().num_hidden_layers:
-            continue
-        for index, layer in enumerate(module):
-            for name, partition in partitions.items():
-                layer.get_submodule(name)  # raises if the plan does not fit this model
-                found[f"{path}.{index}.{name}"] = partition
-            shard_attention(layer.get_submodule(plan.blocks[0]), heads, configs)
-            for block in plan.blocks:
-                copy_input(layer.get_submodule(block), mesh)
-    return found
+def _fill_buffers(model: PreTrainedModel, weights: Weights, device: torch.device) -> None:
+    """Read the buffers that are stored (biases of routers), and compute the others (rotary frequencies, scales of
+    embeddings) with the family's own code.
 
-
-def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute buffers that are not in files (rotary frequencies, scales of embeddings) with the family's own code.
-
-    Raises `UnsupportedBase` for a buffer that it does not compute.
+    Raises `UnsupportedBase` for a buffer that is neither.
     """
     for path, module in model.named_modules():
         own = list(module.named_buffers(recurse=False))
+        stored = {name for name, _ in own if weights.has(f"{path}.{name}")}
         for name, buffer in own:
             if not buffer.is_floating_point():
                 raise UnsupportedBase(f"{model.config.model_type}: {path}.{name} is a buffer that ranks cannot compute")
-            module.register_buffer(name, torch.full_like(buffer, torch.nan, device=device), persistent=False)
-        if own:
+            module.register_buffer(name, torch.full_like(buffer, torch.nan, device=device), persistent=name in stored)
+        if len(stored) < len(own):
             model._init_weights(module)
         for name, buffer in module.named_buffers(recurse=False):
+            if name in stored:
+                buffer.copy_(weights.get(f"{path}.{name}", buffer.shape)[...])
             if buffer.isnan().any():
                 raise UnsupportedBase(f"{model.config.model_type}: {path}.{name} is a buffer that ranks cannot compute")
 

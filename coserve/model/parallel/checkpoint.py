@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import EllipsisType
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from coserve.core.errors import UnsupportedBase
 from coserve.model.formats.dense import DenseTensor, Tensors
@@ -17,10 +21,18 @@ from coserve.model.parallel.partition import Lazy
 class Checkpoint:
     """Finds a rank's parameters among the tensors of a checkpoint."""
 
-    def __init__(self, tensors: Tensors, prefix: str, name: str) -> None:
-        """`prefix`: name of the decoder in the model (`base_model_prefix`), which the tensors' names may lack. `name`:
-        the base's, for messages."""
-        self._tensors, self._prefix, self._name = tensors, f"{prefix}.", name
+    def __init__(self, tensors: Tensors, model: PreTrainedModel, name: str) -> None:
+        """`model`: gives the names of the parameters. `name`: the base's, for messages."""
+        self._tensors, self._prefix, self._name = tensors, f"{model.base_model_prefix}.", name
+        transforms = get_model_conversion_mapping(model)
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        prefix, known = model.base_model_prefix, model.state_dict()
+        self._names = {rename_source_key(stored, renamings, [], prefix, known)[0]: stored for stored in tensors}
+        """Names in the files by those in the model, as transformers renames them."""
+
+    def has(self, name: str) -> bool:
+        """Whether the files have a tensor of this name."""
+        return self._stored(name) is not None
 
     def get(self, name: str, shape: torch.Size) -> Lazy:
         """Return a parameter; a slice of it reads only that slice, unless it is quantised. Raises `UnsupportedBase` if
@@ -37,10 +49,9 @@ class Checkpoint:
         return found
 
     def _stored(self, name: str) -> Slices | DenseTensor | None:
-        """Return the tensor of this name, or of the one that files of older models have for it."""
-        names = (name, name.replace(".mlp.", ".block_sparse_moe."))
-        every = (own for one in names for own in (one, one.removeprefix(self._prefix)))
-        return next((self._tensors[own] for own in every if own in self._tensors), None)
+        """Return the tensor of this name; it may lack the decoder's prefix."""
+        found = self._names.get(name) or self._names.get(name.removeprefix(self._prefix))
+        return None if found is None else self._tensors[found]
 
     def _experts(self, name: str, shape: torch.Size) -> StackedExperts | None:
         """Return a fused parameter of experts that the files hold expert by expert; None if they do not."""
@@ -76,8 +87,8 @@ class StackedExperts:
     """Rows of each."""
     shape: torch.Size
 
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        given = index if isinstance(index, tuple) else (index,)
+    def __getitem__(self, index: slice | tuple[slice, ...] | EllipsisType) -> Tensor:
+        given = index if isinstance(index, tuple) else () if isinstance(index, EllipsisType) else (index,)
         experts, outputs, inputs = (*given, *[slice(None)] * (3 - len(given)))
         first, last, _ = outputs.indices(self.shape[1])
         found = []

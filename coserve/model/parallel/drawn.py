@@ -35,3 +35,7 @@ class DrawnWeights:
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
             self._model._init_weights(drawn)
         return tensor
+
+    def has(self, name: str) -> bool:
+        """Whether a buffer is stored: none is."""
+        return False

@@ -58,6 +58,14 @@ def sum_shared(x: Tensor, mesh: Mesh) -> Tensor:
     return copy_to_ranks(sum_over_ranks(x, mesh), mesh)
 
 
+def divide_gradient(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return `x`. Backward: divide the gradient by the number of ranks."""
+    if mesh.size == 1 or not _learns(x):
+        return x
+    out: Tensor = _Divide.apply(x, mesh.size)  # type: ignore[no-untyped-call]
+    return out
+
+
 def _learns(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
@@ -95,3 +103,14 @@ class _Gather(Function):
         if ctx.sums:
             gradient = mesh.sum_apart(gradient)
         return gradient.chunk(mesh.size, -1)[mesh.rank], None, None
+
+
+class _Divide(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:  # noqa: ANN401 - torch's own signature
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 - torch's own signature
+        return gradient / ctx.size, None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from coserve.model.parallel.families import Heads
-from coserve.model.parallel.functions import copy_to_ranks, sum_over_ranks
+from coserve.model.parallel.functions import copy_to_ranks, divide_gradient, sum_over_ranks
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.partition import SitePartition
 
@@ -74,6 +74,16 @@ def _copied(
     x = kwargs["hidden_states"]
     assert isinstance(x, Tensor), "expected hidden states"
     return args, kwargs | {"hidden_states": copy_to_ranks(x, mesh)}
+
+
+def share_gradient(module: nn.Module, mesh: Mesh) -> None:
+    """Divide the gradient of a whole module's output by the number of ranks, where every rank has all of it: what
+    comes before adds the ranks' gradients up."""
+
+    def divided(module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
+        return divide_gradient(output, mesh)
+
+    module.register_forward_hook(divided)
 
 
 class LocalConfig:

@@ -24,3 +24,5 @@ class Sharding:
     """Strategy of adapters that are not block-diagonal."""
     experts: Mapping[str, ExpertPartition] = field(default_factory=dict)
     """Partition of each fused parameter of experts, by its name."""
+    norms: bool = False
+    """Whether ranks exchange means of norms (`parallel.norms`)."""

@@ -77,6 +77,8 @@ class CompiledLayers:
             raise UnsupportedBase("its recurrent layers are differentiated by autograd, in plain torch")
         if base.sharding is not None and base.sharding.experts:
             raise UnsupportedBase("the outputs of its experts are summed over the GPUs, which is not traced")
+        if base.sharding is not None and base.sharding.norms:
+            raise UnsupportedBase("means of its norms are summed over the GPUs, which is not traced")
         if not base.sites.shared():
             share_inputs(base)
         self._compile, self._stream, self._device = compile, stream, base.device

@@ -15,8 +15,9 @@ from torch import Tensor
 from coserve.core.errors import UnsupportedBase
 from coserve.model.base import Base, load_base
 from coserve.model.parallel import checkpoint
-from coserve.model.parallel.families import PLANS
+from coserve.model.parallel.families import planned_blocks
 from coserve.model.parallel.mesh import LoneRank, Mesh
+from coserve.model.parallel.plans import PLANS
 from coserve.model.parallel.vocabulary import VocabularyShard
 from tests.support.families import tiny_family
 from tests.support.ranks import Ranks
@@ -40,9 +41,13 @@ def _parameters(base: Base) -> int:
     ("family", "overrides", "size", "reason"),
     [
         ("opt", {}, 2, "opt has no plan for tensor parallelism"),
-        ("olmoe", {}, 2, "no plan"),
         ("llama", {}, 8, "number of query heads"),
-        ("llama", {"intermediate_size": 50}, 4, "features of the MLP"),
+        (
+            "llama",
+            {"intermediate_size": 50},
+            4,
+            "gate_proj: expected a number of features that 4 GPUs divide",
+        ),
         (
             "llama",
             {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3},
@@ -50,7 +55,6 @@ def _parameters(base: Base) -> int:
             "number of key/value heads",
         ),
         ("phi3", {"num_key_value_heads": 1}, 2, "number of key/value heads"),
-        ("cohere", {"use_qk_norm": True}, 2, "use_qk_norm"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(
@@ -58,6 +62,12 @@ def test_what_cannot_be_cut_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedBase, match=reason):
         _load(_save(tmp_path, family, **overrides), size=size)
+
+
+def test_a_layer_with_a_linear_module_outside_of_the_plan_is_refused() -> None:
+    layer = tiny_family("gemma4_text").model.layers[0]
+    with pytest.raises(UnsupportedBase, match=r"layers.0.per_layer_input_gate has no plan"):
+        planned_blocks(PLANS["llama"], layer, "layers.0")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -141,9 +151,9 @@ def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_buffers_that_nobody_computes_are_refused(tmp_path: Path) -> None:
-    """Otherwise they would hold whatever was in memory: Apertus' activation has such."""
+    """Otherwise they would hold whatever was in memory: Apertus' activation has such, which files have."""
     with pytest.raises(UnsupportedBase, match=r"act_fn.* is a buffer that ranks cannot compute"):
-        _load(_save(tmp_path, "llama", hidden_act="xielu"))
+        _load(_save(tmp_path, "llama", hidden_act="xielu"), load_format="dummy")
 
 
 def test_drawn_weights_are_one_base_on_all_ranks(tmp_path: Path) -> None:

@@ -1,38 +1,91 @@
-"""Each family with a plan, cut among ranks, gives the logits of the whole base."""
+"""Each family with a plan, cut among ranks, gives the logits and the gradients of the whole base."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from coserve.model.base import load_base
-from coserve.model.parallel.families import PLANS
-from coserve.model.parallel.mesh import Mesh
+from coserve.core.types import SiteSpec
+from coserve.model.base import Base, load_base
+from coserve.model.fused import FusedBase
+from coserve.model.parallel.adapter import Matrices
+from coserve.model.parallel.mesh import LoneRank, Mesh
+from coserve.model.parallel.norms import MEAN
+from coserve.model.parallel.plans import PLANS
 from tests.support.examples import in_turns
 from tests.support.families import tiny_family
 from tests.support.lora_reference import packed, tokens_of
 from tests.support.ranks import Ranks
+from tests.support.sharded import Kind, gradients_of
 
 LENGTHS = (9, 4)
+ADAPTER = Kind(4, uneven=("q_proj", "v_proj", "up_proj", "shared_expert_gate", "dense", "fc2", "q_a_proj"))
+"""At every linear module; the uneven ones go by `nfs`, as the ranks do not divide their LoRA rank."""
+OF_EACH_KIND = ("gemma2", "gpt2", "olmo2", "qwen2_moe", "deepseek_v3")
 
 
-def _logits(mesh: Mesh, folder: str) -> tuple[Tensor, str, dict[str, object], list[tuple[int, int]], dict[str, int]]:
-    base = load_base(folder, device="cpu", dtype="auto", mesh=mesh)
-    mesh.traffic.clear()
+class Computed(NamedTuple):
+    logits: Tensor
+    gradients: tuple[float, Matrices, float]
+    fingerprint: str
+    sites: dict[str, SiteSpec]
+    kv_shapes: list[tuple[int, int, int]]
+    calls: dict[str, int]
+    """Collectives of one forward."""
+    sums: int
+    """Sums that the plan has."""
+
+
+def _computed(mesh: Mesh | None, folder: str) -> Computed:
+    base = load_base(folder, device="cpu", dtype="auto", mesh=mesh, strategy="slora")
+    traffic = Mesh().traffic if mesh is None else mesh.traffic
+    traffic.clear()
     logits = torch.cat(packed(base, [tokens_of(length, seed) for seed, length in enumerate(LENGTHS)]))
-    return logits, base.spec.fingerprint, dict(base.spec.sites), base.kv_shapes, dict(mesh.traffic.calls)
+    calls, gradients = dict(traffic.calls), gradients_of(base, ADAPTER)
+    if mesh is not None:
+        FusedBase(base, compiled=False).check()
+    spec = base.spec
+    return Computed(logits, gradients, spec.fingerprint, dict(spec.sites), [*base.kv_shapes], calls, _sums(base))
 
 
-@pytest.mark.parametrize("family", in_turns(sorted(PLANS), ("gemma2", "gpt2", "phi3")))
-def test_a_family_cut_in_two_gives_the_same_logits(family: str, two: Ranks, tmp_path: Path) -> None:
-    tiny_family(family).save_pretrained(tmp_path)
-    whole = load_base(str(tmp_path), device="cpu", dtype="auto")
-    expected = torch.cat(packed(whole, [tokens_of(length, seed) for seed, length in enumerate(LENGTHS)]))
-    for logits, fingerprint, sites, kv_shapes, calls in two.run(_logits, str(tmp_path)):
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        assert (fingerprint, sites) == (whole.spec.fingerprint, whole.spec.sites)
-        assert kv_shapes == [(heads // 2, *sizes) for heads, *sizes in whole.kv_shapes]
-        assert calls == {"all_reduce": 2 * whole.spec.layers, "all_gather": 1}
+def _sums(base: Base) -> int:
+    """Row-parallel modules, modules of experts, and norms over all ranks' features."""
+    sites = {} if base.sharding is None else base.sharding.sites
+    norms = sum(hasattr(module, MEAN) for module in base.model.modules())
+    return sum(one.sums for one in sites.values()) + len(base.spec.experts) // 2 + norms
+
+
+@pytest.mark.parametrize("family", in_turns(sorted(PLANS), OF_EACH_KIND))
+def test_a_family_cut_in_two_gives_the_same_logits_and_gradients(family: str, two: Ranks, tmp_path: Path) -> None:
+    model = tiny_family(family)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-1, 1, len(buffer)))  # files have it, though it is no parameter
+    model.save_pretrained(tmp_path)
+    whole = _computed(None, str(tmp_path))
+    loss, gradients, norm = whole.gradients
+    for found in two.run(_computed, str(tmp_path)):
+        torch.testing.assert_close(found.logits, whole.logits, rtol=1e-4, atol=1e-4)
+        assert (found.fingerprint, found.sites) == (whole.fingerprint, whole.sites)
+        assert found.kv_shapes == [(heads // 2, *sizes) for heads, *sizes in whole.kv_shapes]
+        assert found.calls == {"all_reduce": found.sums, "all_gather": 1}
+        assert found.gradients[0] == pytest.approx(loss, rel=1e-4)
+        assert found.gradients[2] == pytest.approx(norm, rel=1e-3)
+        assert found.gradients[1].keys() == gradients.keys()
+        for site, both in gradients.items():
+            for got, expected in zip(found.gradients[1][site], both, strict=True):
+                torch.testing.assert_close(
+                    got, expected, rtol=1e-3, atol=2e-5 * float(expected.abs().max() + 1), msg=site
+                )
+
+
+@pytest.mark.slow
+def test_layers_with_sums_in_the_middle_compile_into_one_graph(tmp_path: Path) -> None:
+    """Traced by torch.compile, without inductor, and without the other rank."""
+    tiny_family("olmo2").save_pretrained(tmp_path)
+    base = load_base(str(tmp_path), device="cpu", dtype="auto", mesh=LoneRank(1, 2))
+    FusedBase(base, backend=lambda module, inputs: module.forward).check()

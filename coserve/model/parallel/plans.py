@@ -1,0 +1,185 @@
+"""The families that can be sharded: Megatron's plan (Shoeybi et al. '19, section 3), as a table of a layer's blocks.
+
+A block is a module whose input every rank needs in full and whose output is a sum over the ranks. Modules of a block
+that its table does not name stay whole: per-head norms, routers, the latents of multi-head latent attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from torch import nn
+
+
+class Width(StrEnum):
+    """How the output or input features of a module are divided."""
+
+    EVEN = "even"
+    """Equal contiguous parts: whole heads, or features of an MLP."""
+    KEY_VALUE = "key_value"
+    """Whole key/value heads."""
+    QKV = "qkv"
+    """Queries, keys and values in one matrix."""
+    TWO = "two"
+    """Two matrices of one size in one, such as gate and up projection."""
+    THREE = "three"
+    """Three matrices of one size in one."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One module of a layer. Paths are those in the block."""
+
+    path: str
+    column: Mapping[str, Width] = field(default_factory=dict)
+    """Linear modules partitioned by output features."""
+    row: Mapping[str, Width] = field(default_factory=dict)
+    """Linear modules partitioned by input features."""
+    experts: str = ""
+    """The module of experts, whose parameters are fused; empty: the block has none."""
+    vectors: Mapping[str, Width] = field(default_factory=dict)
+    """Other parameters that are partitioned along their first dimension."""
+    norms: Mapping[str, Width] = field(default_factory=dict)
+    """RMS norms over features that are partitioned: their mean is one over all ranks (`parallel.norms`)."""
+    gates: tuple[str, ...] = ()
+    """Whole linear modules whose output multiplies a sum over the ranks, so that every rank has its whole gradient."""
+    attention: bool = False
+
+    def fits(self, layer: nn.Module) -> bool:
+        """Whether the layer has the block and all of its modules and parameters."""
+        named = {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
+        own = (*self.column, *self.row, *self.vectors, *self.norms, *self.gates, self.experts)
+        return self.path in named and all(f"{self.path}.{name}" in named for name in own if name)
+
+
+Plan = Sequence[Block]
+"""A family's blocks. Of several for one path, a layer has the first that fits."""
+
+
+def blocks_of(plan: Plan, layer: nn.Module) -> list[Block]:
+    """Return the layer's blocks."""
+    return list({block.path: block for block in reversed(plan) if block.fits(layer)}.values())
+
+
+def _attention(path: str = "self_attn", out: str = "o_proj", **others: Width) -> Block:
+    """`others`: more column-parallel modules."""
+    column = {"q_proj": Width.EVEN, "k_proj": Width.KEY_VALUE, "v_proj": Width.KEY_VALUE} | others
+    return Block(path, column, {out: Width.EVEN}, attention=True)
+
+
+def _mlp(path: str, up: Sequence[str], down: str) -> Block:
+    return Block(path, dict.fromkeys(up, Width.EVEN), {down: Width.EVEN})
+
+
+def _fused_attention(path: str, width: Width, qkv: str, out: str) -> Block:
+    return Block(path, {qkv: width}, {out: Width.EVEN}, attention=True)
+
+
+def _shared(name: str, *gates: str) -> Block:
+    """Return a mixture with a shared expert `name`."""
+    column = dict.fromkeys((f"{name}.gate_proj", f"{name}.up_proj"), Width.EVEN)
+    return Block("mlp", column, {f"{name}.down_proj": Width.EVEN}, experts="experts", gates=gates)
+
+
+_SELF_ATTENTION = _attention()
+_MLP = _mlp("mlp", ("gate_proj", "up_proj"), "down_proj")
+_TWO_IN_ONE = Block("mlp", {"gate_up_proj": Width.TWO}, {"down_proj": Width.EVEN})
+_EXPERTS = Block("mlp", experts="experts")
+_SHARED_EXPERTS = _shared("shared_experts")
+_SHARED_EXPERT = _shared("shared_expert", "shared_expert_gate")
+_WIDE_NORMS = replace(_SELF_ATTENTION, norms={"q_norm": Width.EVEN, "k_norm": Width.KEY_VALUE})
+_LATENT = Block("self_attn", {"q_b_proj": Width.EVEN, "kv_b_proj": Width.EVEN}, {"o_proj": Width.EVEN}, attention=True)
+_WHOLE_QUERY = replace(_LATENT, column={"q_proj": Width.EVEN, "kv_b_proj": Width.EVEN})
+_HEAD_NORMS = replace(_SELF_ATTENTION, vectors={"q_norm.weight": Width.EVEN, "k_norm.weight": Width.KEY_VALUE})
+_SINKS = replace(_SELF_ATTENTION, vectors={"sinks": Width.EVEN})
+_GRANITE_EXPERTS = Block("block_sparse_moe", experts="experts")
+_GRANITE_SHARED = Block("shared_mlp", {"input_linear": Width.TWO}, {"output_linear": Width.EVEN})
+
+_LLAMA = (_SELF_ATTENTION, _MLP)
+_UNGATED = (_SELF_ATTENTION, _mlp("mlp", ("up_proj",), "down_proj"))
+_GLM = (_SELF_ATTENTION, _TWO_IN_ONE)
+_MIXTURE = (_SELF_ATTENTION, _EXPERTS, _MLP)
+_DEEPSEEK = (_LATENT, _WHOLE_QUERY, _SHARED_EXPERTS, _MLP)
+_WITH_SHARED = (_SELF_ATTENTION, _SHARED_EXPERTS, _EXPERTS, _MLP)
+_GRANITE = (_SELF_ATTENTION, _GRANITE_EXPERTS, _GRANITE_SHARED)
+
+PLANS: Mapping[str, Plan] = {
+    "afmoe": (_attention(gate_proj=Width.EVEN), _SHARED_EXPERTS, _EXPERTS, _MLP),
+    "apertus": _UNGATED,
+    "arcee": _UNGATED,
+    "bitnet": (
+        replace(_SELF_ATTENTION, norms={"attn_sub_norm": Width.EVEN}),
+        replace(_MLP, norms={"ffn_sub_norm": Width.EVEN}),
+    ),
+    "cohere": (_HEAD_NORMS, *_LLAMA),
+    "cohere2": _LLAMA,
+    "cwm": _LLAMA,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "dots1": _WITH_SHARED,
+    "ernie4_5": _LLAMA,
+    "ernie4_5_moe": _WITH_SHARED,
+    "exaone4": _LLAMA,
+    "flex_olmo": (_WIDE_NORMS, _EXPERTS),
+    "gemma": _LLAMA,
+    "gemma2": _LLAMA,
+    "gemma3": _LLAMA,
+    "gemma3_text": _LLAMA,
+    "glm": _GLM,
+    "glm4": _GLM,
+    "glm4_moe": _WITH_SHARED,
+    "glm4_moe_lite": _DEEPSEEK,
+    "gpt2": (
+        _fused_attention("attn", Width.QKV, "c_attn", "c_proj"),
+        _mlp("mlp", ("c_fc",), "c_proj"),
+    ),
+    "gpt_neox": (
+        _fused_attention("attention", Width.EVEN, "query_key_value", "dense"),
+        _mlp("mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
+    ),
+    "gpt_oss": (_SINKS, _EXPERTS),
+    "granite": _LLAMA,
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "helium": _LLAMA,
+    "hunyuan_v1_dense": _LLAMA,
+    "hunyuan_v1_moe": (_SELF_ATTENTION, _shared("shared_mlp")),
+    "jais2": _UNGATED,
+    "kimi_k25": _DEEPSEEK,
+    "llama": _LLAMA,
+    "llava": _LLAMA,
+    "minimax_m2": (_WIDE_NORMS, _EXPERTS),
+    "ministral": _LLAMA,
+    "ministral3": _LLAMA,
+    "mistral": _LLAMA,
+    "mistral3": _LLAMA,
+    "mixtral": _MIXTURE,
+    "modernbert-decoder": (_attention("attn", "Wo"), Block("mlp", {"Wi": Width.TWO}, {"Wo": Width.EVEN})),
+    "nanochat": (_SELF_ATTENTION, _mlp("mlp", ("fc1",), "fc2")),
+    "olmo": _LLAMA,
+    "olmo2": (_WIDE_NORMS, _MLP),
+    "olmo3": (_WIDE_NORMS, _MLP),
+    "olmoe": (_WIDE_NORMS, _EXPERTS),
+    "persimmon": (
+        _fused_attention("self_attn", Width.EVEN, "query_key_value", "dense"),
+        _mlp("mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
+    ),
+    "phi": (_attention(out="dense"), _mlp("mlp", ("fc1",), "fc2")),
+    "phi3": (_fused_attention("self_attn", Width.QKV, "qkv_proj", "o_proj"), _TWO_IN_ONE),
+    "phimoe": _MIXTURE,
+    "qwen2": _LLAMA,
+    "qwen2_5_vl": _LLAMA,
+    "qwen2_moe": (_SELF_ATTENTION, _SHARED_EXPERT, _MLP),
+    "qwen3": _LLAMA,
+    "qwen3_moe": _MIXTURE,
+    "qwen3_vl": _LLAMA,
+    "qwen3_vl_moe": _MIXTURE,
+    "seed_oss": _LLAMA,
+    "smollm3": _LLAMA,
+    "solar_open": _WITH_SHARED,
+    "starcoder2": (_SELF_ATTENTION, _mlp("mlp", ("c_fc",), "c_proj")),
+    "vaultgemma": _LLAMA,
+}
+"""Plans by the config's `model_type`. Each is tested: `tests/model/parallel/test_families.py`."""
