@@ -66,7 +66,7 @@ def adapter(spec: BaseSpec, rank: int, names: tuple[str, ...]) -> LoraWeights:
     """Random pairs, the same in every process."""
     g, sites = torch.Generator().manual_seed(rank), {}
     for name, site in (spec.sites | spec.experts).items():
-        if name.endswith(names):
+        if name.endswith(tuple(f".{suffix}" for suffix in names)):
             a = torch.randn(site.experts * rank, site.in_features, generator=g) * 0.3
             b = torch.randn(site.experts * site.out_features, rank, generator=g) * 0.3
             sites[name] = LoraPair(a, b, 0.5, experts=site.experts)
