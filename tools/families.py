@@ -14,7 +14,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from benchmarks.models.families import FILE, key_of
-from coserve.model.parallel.plans import PLANS
+from coserve.model.parallel.families.plans import PLANS
 from tests.support.families import ATTENTION_ONLY, LIMITS, SERVED
 from tests.support.tiny_models import FAMILIES
 

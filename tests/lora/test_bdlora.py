@@ -21,7 +21,7 @@ from coserve.lora.files.peft import inspect_adapter
 from coserve.lora.files.targets import resolve_targets
 from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import wrap_base
-from coserve.model.parallel.plans import PLANS, Width
+from coserve.model.parallel.families.plans import PLANS, Width
 from tests.support.examples import sample
 from tests.support.families import SERVED, tiny_family
 from tests.support.lora_reference import save_peft

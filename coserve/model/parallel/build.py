@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from coserve.core.errors import UnsupportedBase
 from coserve.model.experts.parameters import leaves, parameter_spec
 from coserve.model.experts.shards import EXPERTS, FIRST, ExpertPartition, ExpertShard, expert_shard
-from coserve.model.parallel.families import block_sites, features, heads_of, plan_of, planned_blocks
+from coserve.model.parallel.families.partitions import block_sites, features, heads_of, plan_of, planned_blocks
+from coserve.model.parallel.families.plans import Block
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import (
@@ -27,7 +28,6 @@ from coserve.model.parallel.modules import (
 )
 from coserve.model.parallel.norms import share_mean
 from coserve.model.parallel.partition import Features, Lazy, MatrixPartition, SitePartition
-from coserve.model.parallel.plans import Block
 from coserve.model.parallel.sharding import Sharding
 from coserve.model.parallel.vocabulary import VocabularyShard
 from coserve.model.wrappers import drop_other_parts, model_class

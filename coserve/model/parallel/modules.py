@@ -10,7 +10,7 @@ from typing import cast
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from coserve.model.parallel.families import Heads
+from coserve.model.parallel.families.partitions import Heads
 from coserve.model.parallel.functions import copy_to_ranks, divide_gradient, sum_over_ranks
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.partition import SitePartition

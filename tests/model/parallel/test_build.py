@@ -15,9 +15,9 @@ from torch import Tensor
 from coserve.core.errors import UnsupportedBase
 from coserve.model.base import Base, load_base
 from coserve.model.parallel import checkpoint
-from coserve.model.parallel.families import planned_blocks
+from coserve.model.parallel.families.partitions import planned_blocks
+from coserve.model.parallel.families.plans import PLANS
 from coserve.model.parallel.mesh import LoneRank, Mesh
-from coserve.model.parallel.plans import PLANS
 from coserve.model.parallel.vocabulary import VocabularyShard
 from tests.support.families import tiny_family
 from tests.support.ranks import Ranks

@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from coserve.core.errors import UnsupportedBase
+from coserve.model.parallel.families.plans import PLANS, Block, Plan, Width, blocks_of
 from coserve.model.parallel.partition import Features, Parallel, SitePartition
-from coserve.model.parallel.plans import PLANS, Block, Plan, Width, blocks_of
 
 
 @dataclass(frozen=True)
