@@ -41,6 +41,9 @@ class RandomWeights:
     def get(self, name: str, shape: torch.Size) -> RandomMatrix:
         return RandomMatrix(name, shape, self._device, self._dtype)
 
+    def has(self, name: str) -> bool:
+        return False
+
 
 class RandomMatrix:
     """Implements `parallel.partition.Lazy`: only the slices that are asked for exist."""

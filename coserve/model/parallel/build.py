@@ -119,8 +119,10 @@ def _partitions(
     for path, block in blocks.items():
         found = block_sites(block, model.get_submodule(path), heads, path)
         sites |= {f"{path}.{name}": partition for name, partition in found.items()}
-        norms = {f"{name}.weight": width for name, width in block.norms.items()}
-        for name, width in (block.vectors | norms).items():
+        for name, width in (
+            *block.vectors.items(),
+            *((f"{name}.weight", width) for name, width in block.norms.items()),
+        ):
             size = model.get_parameter(f"{path}.{name}").shape[0]
             vectors[f"{path}.{name}"] = features(width, size, heads, f"{path}.{name}")
     return sites, vectors
@@ -188,7 +190,7 @@ def _fill_buffers(model: PreTrainedModel, weights: Weights, device: torch.device
             model._init_weights(module)
         for name, buffer in module.named_buffers(recurse=False):
             if name in stored:
-                buffer.copy_(weights.get(f"{path}.{name}", buffer.shape)[...])
+                buffer.copy_(weights.get(f"{path}.{name}", buffer.shape)[()])
             if buffer.isnan().any():
                 raise UnsupportedBase(f"{model.config.model_type}: {path}.{name} is a buffer that ranks cannot compute")
 

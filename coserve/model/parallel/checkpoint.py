@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -87,8 +86,8 @@ class StackedExperts:
     """Rows of each."""
     shape: torch.Size
 
-    def __getitem__(self, index: slice | tuple[slice, ...] | EllipsisType) -> Tensor:
-        given = index if isinstance(index, tuple) else () if isinstance(index, EllipsisType) else (index,)
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        given = index if isinstance(index, tuple) else (index,)
         experts, outputs, inputs = (*given, *[slice(None)] * (3 - len(given)))
         first, last, _ = outputs.indices(self.shape[1])
         found = []

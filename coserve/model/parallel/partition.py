@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import EllipsisType
 from typing import Protocol, Self
 
 import torch
@@ -18,7 +17,7 @@ Range = tuple[int, int]
 class Lazy(Protocol):
     """A tensor, or a tensor in a file, where reading a slice reads only that slice."""
 
-    def __getitem__(self, index: slice | tuple[slice, ...] | EllipsisType, /) -> Tensor: ...
+    def __getitem__(self, index: slice | tuple[slice, ...], /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
