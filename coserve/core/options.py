@@ -30,7 +30,7 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        least, most = f"{self.least:g}", f"{self.most:g}"
+        least, most = f"{self.least:g}", f"{self.most:.9g}"
         if self.most == math.inf:
             return f"at least {least}"
         if not any(self.open):

@@ -15,7 +15,7 @@ from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import TrainingRequest, TrainingSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.defaults import MAX_STEPS, choose_learning_rate, choose_training
-from coserve.data.corpus.limits import MAX_EPOCHS, check_training
+from coserve.data.corpus.limits import BOUNDS, check_training
 from tests.support.records import make_job
 
 
@@ -31,7 +31,8 @@ def test_any_corpus_gets_settings_that_pass_and_a_bounded_number_of_steps(
     training, auto = choose_training(TrainingRequest(), rows=len(lengths), tokens=sum(lengths), hidden=hidden)
     check_training(training)
     assert auto == ("batch_tokens", "epochs", "learning_rate")
-    assert training.epochs is not None and 1 <= training.epochs <= MAX_EPOCHS and training.epochs.is_integer()
+    assert training.epochs is not None and training.epochs >= 1 and training.epochs.is_integer()
+    assert training.epochs in BOUNDS["epochs"]
     assert BatchPlan(np.array(lengths), training, 4096).total_steps <= 2 * MAX_STEPS
 
 

@@ -12,7 +12,7 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import DpoLoss, Schedule, TrainingSettings
 from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK, BatchPlan
-from coserve.data.corpus.limits import MAX_EPOCHS, MAX_STEPS, check_training, longest_row
+from coserve.data.corpus.limits import BOUNDS, check_training, longest_row
 from coserve.data.corpus.lr_schedule import learning_rate
 from coserve.data.corpus.packing import pack
 
@@ -126,11 +126,11 @@ def test_learning_rates(warmup: int) -> None:
 
 BAD = [
     ("steps", 0),
-    ("steps", MAX_STEPS + 1),
+    ("steps", BOUNDS["steps"].most + 1),
     ("epochs", 0.0),
     ("epochs", math.nan),
     ("epochs", math.inf),
-    ("epochs", MAX_EPOCHS + 1.0),
+    ("epochs", BOUNDS["epochs"].most + 1.0),
     ("batch_tokens", 0),
     ("micro_batch_tokens", 1),
     ("max_length", 1),

@@ -7,18 +7,41 @@ import msgspec
 from coserve.core.errors import InvalidRequest
 from coserve.core.limits import below_one
 from coserve.core.messages import characters
+from coserve.core.options import Bounds
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.validation import check_normal
 
-MAX_STEPS = 1_000_000
-MAX_EPOCHS = 1000
-MAX_BETA = 100
-MAX_NEFTUNE_ALPHA = 1000
+LEAST = {
+    "batch_tokens": 1,
+    "micro_batch_tokens": 2,
+    "max_length": 2,
+    "warmup_steps": 0,
+    "validation_rows": 0,
+    "max_grad_norm": 0,
+    "weight_decay": 0,
+    "lora_plus_ratio": 1,
+    "early_stopping_patience": 1,
+    "eval_steps": 1,
+    "checkpoint_steps": 1,
+    "seed": 0,
+    "sample_steps": 1,
+}
+"""Least values of settings that must also be below 2^62."""
+BOUNDS = {
+    "steps": Bounds(1, 1_000_000),
+    "epochs": Bounds(0, 1000, open=(True, False)),
+    "learning_rate": Bounds(0, 100, open=(True, False)),
+    "eps": Bounds(0, 1, open=(True, False)),
+    "neftune_alpha": Bounds(0, 1000, open=(True, False)),
+    "sample_max_tokens": Bounds(1, 1024),
+    "sample_temperature": Bounds(0, 100),
+}
+BETA = Bounds(0, 100, open=(True, False))
+"""Beta of a DPO loss."""
 MAX_SAMPLE_PROMPTS = 8
 MAX_SAMPLE_CHARACTERS = 8192
 """Characters of a prompt, or of all messages of a chat: the registry rewrites a job's prompts and samples at each
 step."""
-MAX_SAMPLE_TOKENS = 1024
 
 
 def check_training(training: TrainingSettings) -> None:
@@ -28,38 +51,14 @@ def check_training(training: TrainingSettings) -> None:
     for name, value in msgspec.structs.asdict(training).items():
         if isinstance(value, float):
             check_normal(value, field=f"training.{name}")
-    at_least: dict[str, float] = {
-        "steps": 1,
-        "batch_tokens": 1,
-        "micro_batch_tokens": 2,
-        "max_length": 2,
-        "warmup_steps": 0,
-        "validation_rows": 0,
-        "max_grad_norm": 0,
-        "weight_decay": 0,
-        "lora_plus_ratio": 1,
-        "early_stopping_patience": 1,
-        "eval_steps": 1,
-        "checkpoint_steps": 1,
-        "seed": 0,
-        "sample_steps": 1,
-    }
-    for name, least in at_least.items():
+    for name, least in LEAST.items():
         value = getattr(training, name)
         if value is not None and not least <= value < 2**62:
-            raise InvalidRequest(
-                f"expected at least {least:g} and less than 2^62, got {value}", field=f"training.{name}"
-            )
-    if training.steps is not None and training.steps > MAX_STEPS:
-        raise InvalidRequest(f"expected at most {MAX_STEPS}, got {training.steps}", field="training.steps")
-    if training.epochs is not None and not 0 < training.epochs <= MAX_EPOCHS:
-        raise InvalidRequest(
-            f"expected more than 0 and at most {MAX_EPOCHS}, got {training.epochs}", field="training.epochs"
-        )
-    if not 0 < training.learning_rate <= 100:
-        raise InvalidRequest(
-            f"expected more than 0 and at most 100, got {training.learning_rate}", field="training.learning_rate"
-        )
+            raise InvalidRequest(f"expected at least {least} and less than 2^62, got {value}", field=f"training.{name}")
+    for name, bounds in BOUNDS.items():
+        value = getattr(training, name)
+        if value is not None and value not in bounds:
+            raise InvalidRequest(f"expected {bounds}, got {value}", field=f"training.{name}")
     if training.lora_plus_ratio is not None and training.learning_rate * training.lora_plus_ratio > 100:
         raise InvalidRequest(
             f"expected at most 100 as B's learning rate, got {training.learning_rate} times {training.lora_plus_ratio}",
@@ -69,21 +68,12 @@ def check_training(training: TrainingSettings) -> None:
         got = getattr(training, name)
         if not below_one(got):
             raise InvalidRequest(f"expected at least 0 and, in fp32, less than 1, got {got}", field=f"training.{name}")
-    if not 0 < training.eps <= 1:
-        raise InvalidRequest(f"expected more than 0 and at most 1, got {training.eps}", field="training.eps")
     if training.optimizer.lion and training.eps != TrainingSettings().eps:
         raise InvalidRequest(f"expected no eps with {training.optimizer}, got {training.eps}", field="training.eps")
-    if training.neftune_alpha is not None and not 0 < training.neftune_alpha <= MAX_NEFTUNE_ALPHA:
-        raise InvalidRequest(
-            f"expected more than 0 and at most {MAX_NEFTUNE_ALPHA}, got {training.neftune_alpha}",
-            field="training.neftune_alpha",
-        )
     if training.loss is not None:
         check_normal(training.loss.beta, field="training.loss.beta")
-        if not 0 < training.loss.beta <= MAX_BETA:
-            raise InvalidRequest(
-                f"expected more than 0 and at most {MAX_BETA}, got {training.loss.beta}", field="training.loss.beta"
-            )
+        if training.loss.beta not in BETA:
+            raise InvalidRequest(f"expected {BETA}, got {training.loss.beta}", field="training.loss.beta")
         if training.micro_batch_tokens is not None and training.micro_batch_tokens < 4:
             got = training.micro_batch_tokens
             raise InvalidRequest(f"expected at least 4 for a pair, got {got}", field="training.micro_batch_tokens")
@@ -105,8 +95,7 @@ def check_training(training: TrainingSettings) -> None:
 
 
 def _check_samples(training: TrainingSettings) -> None:
-    count, tokens = len(training.sample_prompts), training.sample_max_tokens
-    if count > MAX_SAMPLE_PROMPTS:
+    if (count := len(training.sample_prompts)) > MAX_SAMPLE_PROMPTS:
         raise InvalidRequest(f"expected at most {MAX_SAMPLE_PROMPTS}, got {count}", field="training.sample_prompts")
     for prompt in training.sample_prompts:
         size = len(prompt) if isinstance(prompt, str) else characters(prompt)
@@ -114,13 +103,6 @@ def _check_samples(training: TrainingSettings) -> None:
             raise InvalidRequest(
                 f"expected at most {MAX_SAMPLE_CHARACTERS} characters, got {size}", field="training.sample_prompts"
             )
-    if not 1 <= tokens <= MAX_SAMPLE_TOKENS:
-        raise InvalidRequest(
-            f"expected at least 1 and at most {MAX_SAMPLE_TOKENS}, got {tokens}", field="training.sample_max_tokens"
-        )
-    if not 0 <= training.sample_temperature <= 100:
-        got = training.sample_temperature
-        raise InvalidRequest(f"expected at least 0 and at most 100, got {got}", field="training.sample_temperature")
 
 
 def longest_row(training: TrainingSettings, context: int, micro_batch_tokens: int) -> int:

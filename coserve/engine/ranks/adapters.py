@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from coserve.core.types import AdapterDigests, AdapterRef
-from coserve.engine.ranks.commands import DropAdapterCopy, LoadIntoPages, ReadAdapter
+from coserve.engine.ranks.commands import DropAdapter, LoadIntoPages, ReadAdapter
 from coserve.engine.ranks.followers import Followers
 from coserve.lora.store.host_memory import Unread
 from coserve.lora.store.store import Load
@@ -25,7 +25,7 @@ class FollowersCopies:
 
     def dropped(self, ref: AdapterRef) -> None:
         """See `CopyMirror`."""
-        self._followers.send(DropAdapterCopy(ref))
+        self._followers.send(DropAdapter(ref))
 
 
 def load_on_all(load: Load, followers: Followers) -> Load:

@@ -81,12 +81,6 @@ class ReadAdapter(Question, frozen=True, kw_only=True):
     digests: AdapterDigests | None
 
 
-class DropAdapterCopy(Command, frozen=True):
-    """Drop the host copy."""
-
-    adapter: AdapterRef
-
-
 class LoadIntoPages(Command, frozen=True):
     """Move the contents of pages (`moved`: from, to), then copy the adapter's host copy into `pages` pages starting at
     `first`."""
@@ -97,10 +91,11 @@ class LoadIntoPages(Command, frozen=True):
     moved: dict[int, int]
 
 
-class EvictAdapter(Command, frozen=True):
-    """Drop the adapter's pages."""
+class DropAdapter(Command, frozen=True):
+    """Drop this rank's copy of an adapter: in pages, or in host memory."""
 
     adapter: AdapterRef
+    in_pages: bool = False
 
 
 # Jobs.
@@ -171,9 +166,8 @@ AnyCommand = (
     | Choose
     | Forget
     | Prepare
-    | DropAdapterCopy
     | LoadIntoPages
-    | EvictAdapter
+    | DropAdapter
     | ReleaseMemory
     | RunVerb
     | AbandonJob

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from coserve.core.errors import EngineFault
 from coserve.core.types import AdapterRef
-from coserve.engine.ranks.commands import Choose, EvictAdapter, Forget, Prepare
+from coserve.engine.ranks.commands import Choose, DropAdapter, Forget, Prepare
 from coserve.engine.ranks.followers import Followers
 from coserve.engine.ranks.page_tables import PageTables
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
@@ -72,7 +72,7 @@ class RankedExecutor:
 
     def evicted(self, adapter: AdapterRef) -> None:
         """See `StepExecutor`."""
-        self._followers.send(EvictAdapter(adapter))
+        self._followers.send(DropAdapter(adapter, in_pages=True))
         self._local.evicted(adapter)
 
     @property

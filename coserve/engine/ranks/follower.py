@@ -25,9 +25,8 @@ from coserve.engine.ranks.commands import (
     BuildEngine,
     Choose,
     CopySnapshot,
-    DropAdapterCopy,
+    DropAdapter,
     DropJob,
-    EvictAdapter,
     Forget,
     Launch,
     LoadIntoPages,
@@ -127,10 +126,10 @@ class Follower:
                     self._parts.executor.prepare()
             case LoadIntoPages():
                 self._load_into_pages(command)
-            case EvictAdapter(adapter):
+            case DropAdapter(adapter, in_pages=True):
                 del self._in_pages[adapter]
                 self._parts.executor.evicted(adapter)
-            case DropAdapterCopy(adapter):
+            case DropAdapter(adapter):
                 self._host.pop(adapter, None)
             case Advance(load=load, micro_steps=micro_steps):
                 found = self._parts.sessions.attempt(self._job(load), micro_steps)

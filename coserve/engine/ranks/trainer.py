@@ -15,7 +15,7 @@ from coserve.engine.ranks.commands import (
     AbandonJob,
     Advance,
     CopySnapshot,
-    DropAdapterCopy,
+    DropAdapter,
     DropJob,
     LoadJob,
     ReadAdapter,
@@ -151,7 +151,7 @@ class RankedTrainer(Trainer):
             return message
 
         def drop() -> None:
-            self._followers.send(DropAdapterCopy(ref))
+            self._followers.send(DropAdapter(ref))
 
         return run
 
@@ -163,7 +163,7 @@ class RankedTrainer(Trainer):
         answers = self._followers.ask(CopySnapshot(load=self._loads[job], adapter=own.ref))
 
         def drop() -> None:
-            self._followers.send(DropAdapterCopy(own.ref))  # on ranks that have one
+            self._followers.send(DropAdapter(own.ref))  # on ranks that have one
 
         def run() -> Callable[[], JobSnapshot | JobNote]:
             try:
