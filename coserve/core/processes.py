@@ -37,23 +37,27 @@ async def start_child(
     module: str,
     end: socket.socket,
     *arguments: str,
-    stdin: int,
+    stdin: bytes | None = None,
     others: Sequence[socket.socket | IO[bytes]] = (),
     environment: Mapping[str, str] | None = None,
 ) -> asyncio.subprocess.Process:
     """Run `python -m MODULE FD ARGUMENTS…`, where FD is `end` of a socket pair. `MODULE` must call `obey_parent` first.
-    The child also inherits `others`. `environment`: additional variables.
+    The child also inherits `others`. `stdin`: its standard input; None: nothing. `environment`: additional variables.
 
     Stop signals are blocked until then: Ctrl-C reaches the whole process group, including an interpreter that just
     starts.
     """
     with _stop_signals_blocked():
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *_command(module, end, *arguments),
-            stdin=stdin,
+            stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
             pass_fds=tuple(sock.fileno() for sock in (end, *others)),
             env=child_environment() | dict(environment or {}),
         )
+    if stdin is not None and process.stdin is not None:
+        process.stdin.write(stdin)
+        process.stdin.close()
+    return process
 
 
 def spawn_child(module: str, end: socket.socket) -> subprocess.Popen[bytes]:

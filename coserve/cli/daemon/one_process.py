@@ -31,11 +31,8 @@ class OneProcess:
 
     async def start(self, config: Config, link: socket.socket) -> None:
         """Start the process. `link`: the engine's end of the link to the API process. After an error, call `kill`."""
-        self._process = await start_child("coserve.engine.process", link, stdin=asyncio.subprocess.PIPE)
+        self._process = await start_child("coserve.engine.process", link, stdin=config_to_json(config))
         self._watching = asyncio.create_task(self._watch(self._process))
-        assert self._process.stdin is not None
-        self._process.stdin.write(config_to_json(config))
-        self._process.stdin.close()
 
     @property
     def leader(self) -> asyncio.subprocess.Process:

@@ -120,10 +120,7 @@ class RankGroup:
         module = "coserve.engine.process" if leads else "coserve.engine.ranks.process"
         end = link if leads else theirs
         others: list[socket.socket | IO[bytes]] = [*([theirs] if leads else []), *commands, board]
-        process = await start_child(module, end, place_to_json(place), stdin=asyncio.subprocess.PIPE, others=others)
-        assert process.stdin is not None
-        process.stdin.write(config_to_json(config))
-        process.stdin.close()
+        process = await start_child(module, end, place_to_json(place), stdin=config_to_json(config), others=others)
         rank = _Rank(place.rank, process, reports, WatchedRank(place.rank))
         self._ranks.append(rank)
         listening = asyncio.create_task(self._listen(rank))

@@ -171,9 +171,7 @@ class WorkerProcess(Generic[OutT, InT]):
         with theirs:
             channel = await AsyncChannel[OutT, InT].open(ours, decoder)
             try:
-                process = await start_child(
-                    module, theirs, *arguments, stdin=asyncio.subprocess.DEVNULL, environment=environment
-                )
+                process = await start_child(module, theirs, *arguments, environment=environment)
             except BaseException:
                 await uncancelled(asyncio.create_task(channel.close()))
                 raise

@@ -16,7 +16,7 @@ from tests.support.daemon_process import DaemonProcess
 
 MODULE = "tests.cli.daemon.test_orphans"
 STARTS = {
-    "start_child": f"asyncio.run(start_child({MODULE!r}, theirs, stdin=asyncio.subprocess.DEVNULL))",
+    "start_child": f"asyncio.run(start_child({MODULE!r}, theirs))",
     "spawn_child": f"spawn_child({MODULE!r}, theirs)",
 }
 SCRIPT = """
