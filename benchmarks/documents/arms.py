@@ -48,6 +48,13 @@ def right(question: Question, text: str) -> bool:
     return not any(found) if question.kind == "unanswerable" else all(found)
 
 
+def in_prompt(question: str, context: str | None) -> str:
+    """Return what is asked: the document stands in the prompt as it does in the generator's."""
+    if context is None:
+        return question
+    return f"Read this text:\n\n{context}\n\nQuestion: {question}\nAnswer in one short sentence."
+
+
 class Arms:
     """Asks one document's questions of a daemon, and keeps the rows."""
 
@@ -63,14 +70,10 @@ class Arms:
                 self._rows.append(Row(self._seed, self._document.name, arm, kind, count, len(own), size))
 
     async def answers(self, adapter: str | None, context: str | None) -> list[tuple[bool, int]]:
-        """Whether each question is answered right, and the tokens of its prompt. The document stands in the prompt as
-        it does in the generator's."""
+        """Whether each question is answered right, and the tokens of its prompt."""
 
         async def one(question: Question) -> tuple[bool, int]:
-            text = question.text
-            if context is not None:
-                text = f"Read this text:\n\n{context}\n\nQuestion: {text}\nAnswer in one short sentence."
-            asked = [{"role": "user", "content": text}]
+            asked = [{"role": "user", "content": in_prompt(question.text, context)}]
             answer = await self._client.generate(
                 messages=asked, adapter=adapter, temperature=0.0, max_tokens=ANSWER_TOKENS, slo_class="batch"
             )

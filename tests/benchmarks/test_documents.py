@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.documents.arms import Row, recovered, right
 from benchmarks.documents.encoder import Encoder, save_cartridge
-from benchmarks.documents.facts import Question, documents
+from benchmarks.documents.facts import FACTS, OTHER_FACTS, Question, documents
 from benchmarks.documents.measured import Measured
 from benchmarks.documents.quality import articles
+from benchmarks.documents.reader import Reader, rows
+from coserve.model.base import load_base
 
 
 def test_articles_of_quality_are_documents_of_choices(tmp_path: Path) -> None:
@@ -58,6 +60,25 @@ def test_the_recovered_share_is_of_the_contexts_gain() -> None:
     assert found is not None
     assert found == (pytest.approx(0.5), (0.25, 0.75))
     assert recovered(rows, "cartridge") is None
+
+
+def test_a_base_that_learned_to_read_is_served(tmp_path: Path) -> None:
+    """Its loss falls on documents that share no fact with the benchmark's, and its folder is a base's."""
+    reader, taught = Reader("coserve/assets/tiny"), rows(OTHER_FACTS, 0, 2)
+    batch = [next(taught) for _ in range(4)]
+    assert not {word for fact in OTHER_FACTS for word in fact.questions} & {q for fact in FACTS for q in fact.questions}
+    optimizer = torch.optim.AdamW(reader.model.parameters(), 1e-3)
+    losses = []
+    for _ in range(3):
+        loss = reader.loss(batch)
+        torch.autograd.backward([loss])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[2] < losses[0]
+    assert 0 <= reader.share(batch[:1]) <= 1
+    reader.save(tmp_path)
+    assert load_base(str(tmp_path), device="cpu", dtype="auto").spec.layers == reader.model.config.num_hidden_layers
 
 
 def test_an_interrupted_run_goes_on_with_what_it_has(tmp_path: Path) -> None:
