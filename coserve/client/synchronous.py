@@ -145,12 +145,34 @@ class _Blocking(Generic[A]):
         self._portal, self._asynchronous = portal, asynchronous
 
 
+class _Closing(_Blocking[A]):
+    """Base of those that are closed at the end of a `with`."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 def _call(method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[_Blocking[A], P], T]:
     """Return the blocking form of a method, with its arguments and docstring."""
+    return _call_for(method, lambda _, found: found)
+
+
+def _call_for(
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, S]], face: Callable[[_Portal, S], T]
+) -> Callable[Concatenate[_Blocking[A], P], T]:
+    """Return the blocking form of a method, with the blocking `face` of what it returns."""
 
     @wraps(method)
     def called(self: _Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._portal.call(method(self._asynchronous, *args, **kwargs))
+        return face(self._portal, self._portal.call(method(self._asynchronous, *args, **kwargs)))
 
     return called
 
@@ -206,7 +228,7 @@ class JobHandle(_Blocking[AsyncJobHandle]):
         return self._asynchronous.info
 
 
-class TrainingSession(_Blocking[AsyncTrainingSession]):
+class TrainingSession(_Closing[AsyncTrainingSession]):
     """A training session; see `AsyncTrainingSession`. Close it, or use it as `with`."""
 
     forward_backward = _call(AsyncTrainingSession.forward_backward)
@@ -215,14 +237,6 @@ class TrainingSession(_Blocking[AsyncTrainingSession]):
     save = _call(AsyncTrainingSession.save)
     publish = _call(AsyncTrainingSession.publish)
     close = _call(AsyncTrainingSession.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return _named_alike(self, self._asynchronous)
@@ -244,7 +258,7 @@ class _QuietClient(AsyncClient):
         pass
 
 
-class Client(_Blocking[AsyncClient]):
+class Client(_Closing[AsyncClient]):
     """A client of a daemon, with the methods of `AsyncClient`. Close it, or use it as `with Client() as client`."""
 
     def __init__(
@@ -258,14 +272,6 @@ class Client(_Blocking[AsyncClient]):
     ) -> None:
         client = _QuietClient(base_url, api_key=api_key, retry=retry, read_timeout=read_timeout, transport=transport)
         super().__init__(_Portal(client.close), client)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @_like(AsyncClient.close)
     def close(self) -> None:
@@ -290,18 +296,9 @@ class Client(_Blocking[AsyncClient]):
             warnings.warn(warning, stacklevel=2)
         return JobHandle(self._portal, handle)
 
-    @_like(AsyncClient.learn)
-    def learn(self, adapter: str, text: str | None = None, **settings: Any) -> JobHandle:  # noqa: ANN401 - its others
-        return JobHandle(self._portal, self._portal.call(self._asynchronous.learn(adapter, text, **settings)))
-
-    @_like(AsyncClient.job)
-    def job(self, id: str) -> JobHandle:
-        return JobHandle(self._portal, self._portal.call(self._asynchronous.job(id)))
-
-    @_like(AsyncClient.training_session)
-    def training_session(self, **settings: Any) -> TrainingSession:  # noqa: ANN401 - the method's arguments
-        return TrainingSession(self._portal, self._portal.call(self._asynchronous.training_session(**settings)))
-
+    learn = _call_for(AsyncClient.learn, JobHandle)
+    job = _call_for(AsyncClient.job, JobHandle)
+    training_session = _call_for(AsyncClient.training_session, TrainingSession)
     generate = _call(AsyncClient.generate)
     stream = _iterate(AsyncClient.stream)
     jobs = _call(AsyncClient.jobs)
