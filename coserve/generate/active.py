@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 
 from coserve.generate.line import number_of
 from coserve.generate.output_lengths import OutputLengths
+from coserve.generate.plan import Share
 from coserve.generate.sources import AdapterSource, PageSource, SlotSource
 from coserve.queues.request import Request
 
@@ -19,7 +21,8 @@ class ActiveRequests:
     are free.
 
     A full page whose tokens are computed goes into the prefix cache, also after its request ended or was preempted.
-    Cached pages that no request holds count as free.
+    Cached pages that no request holds count as free. A request that enters finds the pages, too, that the prompts of
+    the same step write: attention writes all keys and values of a step's prompts before it reads any.
     """
 
     def __init__(
@@ -45,6 +48,10 @@ class ActiveRequests:
         """Whether the last request that could have become active found too few pages."""
         self._loaded = 0
         """Bytes of adapters loaded for the step being committed."""
+        self._written: dict[bytes, tuple[Request, int]] = {}
+        """Pages that prompts of this step write, by their keys: the request, and the place among its pages."""
+        self._readers: set[int] = set()
+        """Numbers of the requests that found such pages."""
         self.prefix_queries = 0
         """Tokens of the requests that looked up the prefix cache, each counted when it first became active."""
         self.prefix_hits = 0
@@ -68,8 +75,25 @@ class ActiveRequests:
     def begin_step(self) -> None:
         """Publish the computed pages, and allow the loading of adapters again."""
         self._loaded = 0
+        self._written.clear()
+        self._readers.clear()
         for request in self._requests:
             self._label(request)
+
+    def writes(self, share: Share) -> None:
+        """The step will compute this share: requests that enter after it find the pages that it fills. Not those of
+        scored prompts, which may be computed apart, and of single tokens, which attention writes last."""
+        request = share.request
+        if request.keys is None or request.scores_prompt or share.tokens == 1:
+            return
+        full = (request.computed + share.tokens) // self._pages.page_tokens
+        for page, key in enumerate(request.keys.first(full, request.tokens)):
+            if page >= request.labelled:
+                self._written.setdefault(key, (request, page))
+
+    def reads_unwritten(self, request: Request) -> bool:
+        """Whether the request has pages that only the step that was committed last writes."""
+        return request.number in self._readers
 
     def grow(self, request: Request) -> bool:
         """Allocate a page for the next token if needed; False if none is free."""
@@ -86,6 +110,7 @@ class ActiveRequests:
         if request.number in self._outgrown:
             return False
         found = self._find(request)
+        found += (unwritten := self._find_unwritten(request, len(found)))
         others = self._pages.pages_for(len(request.tokens)) - len(found)
         if not self._activate(request, found, others):
             self._pages.free(found)
@@ -106,6 +131,8 @@ class ActiveRequests:
             self._precede(request, request.computed)
             request.computed = request.prefix
             self._label(request)
+        if unwritten:
+            self._readers.add(request.number)
         insort(self._requests, request, key=number_of)
         return True
 
@@ -167,10 +194,25 @@ class ActiveRequests:
 
     def _find(self, request: Request) -> list[int]:
         """Look up the prefix cache for its cartridge, and unless its prompt is scored, all tokens but the last."""
-        if request.keys is None:
+        keys = self._wanted(request)
+        return self._pages.find(keys) if keys else []
+
+    def _find_unwritten(self, request: Request, found: int) -> list[int]:
+        """Look up the pages behind the `found` ones among those that this step writes."""
+        if not self._written:
             return []
+        keys = takewhile(self._written.__contains__, self._wanted(request)[found:])
+        pages = [owner.pages[page] for owner, page in map(self._written.__getitem__, keys)]
+        if pages:
+            self._pages.hold(pages)
+        return pages
+
+    def _wanted(self, request: Request) -> Sequence[bytes]:
+        """Return the keys of the pages that the request may share."""
+        if request.keys is None:
+            return ()
         full = (request.prefix if request.scores_prompt else len(request.tokens) - 1) // self._pages.page_tokens
-        return self._pages.find(request.keys.first(full, request.tokens))
+        return request.keys.first(full, request.tokens)
 
     def _label(self, request: Request) -> None:
         """Publish the full pages in the prefix cache."""

@@ -275,7 +275,7 @@ class Scheduler:
             decodes = sum(share.request.pending == 1 for share in shares)
             room = Room(self.budget.tokens, min(self.budget.tokens - decodes, self._scored_tokens))
             for share in shares:
-                room.take(share)
+                self.active.writes(room.take(share))
             shares += self._admit(room, now)
         if self._line and self.active.lacks_pages:
             self._few = FEW
@@ -291,12 +291,11 @@ class Scheduler:
             self.loading.append(request)
 
     def recompute(self, requests: Iterable[Request]) -> None:
-        """Compute these requests' tokens again from the first if the base has recurrent states: a step that did not
-        finish may have advanced them."""
-        if self._recurrent:
-            for request in requests:
-                if request.pages:
-                    self._put_back(request)
+        """Compute tokens of these requests again, whose step did not finish: from the first if the base has recurrent
+        states, which it may have advanced, or if they share pages that it should have written."""
+        for request in requests:
+            if request.pages and (self._recurrent or self.active.reads_unwritten(request)):
+                self._put_back(request)
 
     def _grow(self, request: Request) -> bool:
         """Allocate a page for the next token if needed, preempting the latest requests; False if this one was
@@ -333,4 +332,5 @@ class Scheduler:
             if self.active.enter(request):
                 self._line.remove(request)
                 shares.append(room.take(Share(request, room.for_prompt(request))))
+                self.active.writes(shares[-1])
         return shares

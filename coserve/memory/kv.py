@@ -171,6 +171,10 @@ class KvCache:
         """See `PagePool.find`."""
         return self.pool.find(keys)
 
+    def hold(self, pages: Iterable[int]) -> None:
+        """See `PagePool.hold`."""
+        self.pool.hold(pages)
+
     def attention(self, runs: Sequence[TokenRun]) -> Attention:
         """Attention of one packed step. It writes the step's keys and values into the pages, and comes with the step's
         recurrence if the base has states."""

@@ -143,6 +143,11 @@ class PagePool:
             found.append(page)
         return found
 
+    def hold(self, pages: Iterable[int]) -> None:
+        """Add a reference to each of these single pages, which are in use."""
+        for page in pages:
+            self._references[page] += 1
+
     def allocate_span(self, n: int, evicted: Callable[[], None] = lambda: None) -> tuple[Span, dict[int, int]] | None:
         """Allocate `n` consecutive pages. Return the span, and the pages that moved to make room (old -> new page).
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coserve.core.link.generation import Generate, Tokens
 from coserve.core.logprobs import TokenLogprob
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.generate.execution.eager import EagerExecutor, EagerStep
-from coserve.generate.execution.interface import StepInput
+from coserve.generate.execution.interface import StepInFlight, StepInput, StepResult
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.types import LoraPair
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
-from tests.support.examples import sample
+from tests.support.examples import examples, sample
 from tests.support.executors import eager
 from tests.support.lengths import OneMoreToken
 from tests.support.lora_backends import GROUPED
@@ -184,6 +187,82 @@ def test_those_that_run_side_by_side_hold_shared_pages_once() -> None:
     for i in range(5):
         gen.cancel(f"r{i}")
     assert gen.pages_used == 0
+
+
+@dataclass(frozen=True)
+class NoMemory:
+    """A step that runs out of memory once it computes."""
+
+    sequences: Sequence[int]
+    overlaps: bool = False
+
+    def collect(self) -> StepResult:
+        raise torch.OutOfMemoryError
+
+
+class Counting(EagerExecutor):
+    """Counts tokens, and runs out of memory in the steps of these numbers: odd ones at the launch."""
+
+    def __init__(self, base: Base, kv: KvCache, fails: Sequence[int] = ()) -> None:
+        super().__init__(base, kv, GROUPED)
+        self.tokens, self._fails = list[int](), fails
+
+    def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:  # type: ignore[override]
+        number = len(self.tokens)
+        self.tokens.append(sum(own.run.tokens for own in step.sequences))
+        if number not in self._fails:
+            return super().launch(step, adapters)
+        if number % 2:
+            raise torch.OutOfMemoryError
+        return [NoMemory([own.sequence for own in step.sequences])]
+
+
+@pytest.mark.parametrize("fails", [(), (0,), (0, 1)])
+@pytest.mark.parametrize("ref", [None, REFS[0]])
+def test_prompts_of_one_step_share_the_pages_that_it_writes(ref: AdapterRef | None, fails: tuple[int, ...]) -> None:
+    """And read them only once they are written: if the step fails, they begin again."""
+    base, shared = llama(), text(40)
+    requests = [request(f"r{i}", shared + text(i, i), ref) for i in (1, 3, 0, 9, 1)]
+    requests[-1] = msgspec.structs.replace(requests[-1], id="again")
+    plain = make(base, cached=False)
+    expected = {one.id: run(plain, one)[one.id] for one in requests}
+    kv = KvCache.for_base(base, 2048, 4)
+    executor = Counting(base, kv, fails)
+    gen = Generator(base, shelf(base).store(), kv, executor, max_running=8, step_tokens=256, lengths=OneMoreToken())
+    assert run(gen, *requests) == expected
+    if not fails:
+        assert executor.tokens[0] == 41 + 3 + 4 + 9 + 1
+    assert len(executor.tokens) >= 6 + len(fails)
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(st.data())
+def test_random_prompts_that_begin_alike_keep_every_bit(data: st.DataObject) -> None:
+    """Together, with memory that runs out in some steps, in chunks and in a small pool."""
+    base = llama()
+    starts = [text(37, 1), text(37, 1)[:22] + text(9, 2)]
+    draw = data.draw
+    requests = []
+    for i in range(draw(st.integers(2, 6))):
+        start = draw(st.sampled_from(starts))
+        prompt = start[: draw(st.integers(1, len(start)))] + text(draw(st.integers(0, 6)), i)
+        requests.append(request(f"r{i}", prompt, draw(st.sampled_from((None, REFS[0]))), max_tokens=3))
+    if draw(st.booleans()):
+        requests[0] = replace_sampling(requests[0], prompt_logprobs=1)
+    plain = make(base, cached=False)
+    expected = {one.id: run(plain, one)[one.id] for one in requests}
+    kv = KvCache.for_base(base, draw(st.sampled_from((112, 2048))), 4)
+    executor = Counting(base, kv, draw(st.lists(st.integers(0, 5), max_size=2)))
+    gen = Generator(
+        base,
+        shelf(base).store(),
+        kv,
+        executor,
+        max_running=draw(st.sampled_from((2, 8))),
+        step_tokens=draw(st.sampled_from((13, 64, 256))),
+        lengths=OneMoreToken(),
+    )
+    assert run(gen, *requests) == expected
 
 
 def test_what_is_not_computed_yet_is_not_shared() -> None:

@@ -115,6 +115,9 @@ class Pages:
     def find(self, keys: Iterable[bytes]) -> list[int]:
         raise NotImplementedError
 
+    def hold(self, pages: Iterable[int]) -> None:
+        raise NotImplementedError
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 

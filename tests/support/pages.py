@@ -40,6 +40,9 @@ class BarePages:
     def find(self, keys: Iterable[bytes]) -> list[int]:
         return self.pool.find(keys)
 
+    def hold(self, pages: Iterable[int]) -> None:
+        self.pool.hold(pages)
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 
