@@ -124,6 +124,9 @@ class Memory:
     def find(self, keys: Iterable[bytes]) -> list[int]:
         return self.pool.find(keys)
 
+    def hold(self, pages: Iterable[int]) -> None:
+        self.pool.hold(pages)
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // PAGE_TOKENS)
 
@@ -141,7 +144,8 @@ class Life:
             self.marks.append(hash((before, self.request.tokens[at])) | 1)
         return self.marks[position]
 
-    def compute(self, share: Share, memory: Memory) -> None:
+    def compute(self, share: Share, memory: Memory, readers: list[Request]) -> None:
+        """`readers`: of the same step, of pages that it writes."""
         own, start = self.request, self.request.computed
         if own.adapter is not None:
             assert own.holds_adapter and is_in_pages(own.adapter, memory.store.in_pages(own.adapter))
@@ -149,7 +153,8 @@ class Life:
             self.check(memory)
         for at in range(start, start + share.tokens):
             page = own.pages[at // PAGE_TOKENS]
-            assert memory.pool.references(page) == 1, "a page is written that others read"
+            allowed = sum(page in one.pages for one in readers if one is not own)
+            assert memory.pool.references(page) == 1 + allowed, "a page is written that others read"
             memory.slots[page][at % PAGE_TOKENS] = self.mark(at)
         own.computed += share.tokens
 
@@ -215,9 +220,10 @@ class Traffic:
         self.cancelled += 1
 
     def run(self, shares: list[Share]) -> None:
+        readers = [share.request for share in shares if self.scheduler.active.reads_unwritten(share.request)]
         for share in shares:
             own, life = share.request, self.live[share.request.id]
-            life.compute(share, self.memory)
+            life.compute(share, self.memory, readers)
             if own.pending == 0 and own.push(life.mark(own.computed - 1) // 2 % 50) is not None:
                 assert own.generated == own.sampling.max_tokens or own.tokens[-1] in own.stop_ids
                 life.check(self.memory)
