@@ -8,6 +8,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from coserve.core.limits import PAGE_LIMIT
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef, SiteSpec
 from coserve.lora.files.packed_header import PACKED_FILE
@@ -93,3 +95,49 @@ def load_seconds(url: str) -> dict[str, tuple[float, float]]:
         for name in ("loads", "load_seconds")
     ]
     return {cause: (float(count), float(found[1][cause])) for cause, count in found[0].items()}
+
+
+def post(url: str, body: object = None) -> None:
+    data = b"" if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST")
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        answer.read()
+
+
+def resident(url: str, search: str) -> set[str]:
+    """Names with `search` that are in the daemon's host memory or in pages."""
+    found, after = set[str](), ""
+    while True:
+        query = f"search={search}&resident=true&limit={PAGE_LIMIT}&after={after}"
+        page = json.loads(get(f"{url}/adapters?{query}"))
+        found |= {each["id"] for each in page["data"]}
+        if not page["has_more"]:
+            return found
+        after = page["data"][-1]["id"]
+
+
+def warm(url: str, names: Sequence[str], search: str) -> None:
+    """Have all of them read into host memory, as far as it holds them, and wait until none is read any more."""
+    missing = sorted(set(names) - resident(url, search))
+    before = _reads(url)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda name: post(f"{url}/adapters/{name}/prefetch"), missing))
+    while _reads(url) < before + len(missing):
+        time.sleep(0.1)
+
+
+def _reads(url: str) -> float:
+    return sum(load_seconds(url)[cause][0] for cause in ("read", "pack"))
+
+
+def in_page_cache(path: Path) -> bool:
+    """Whether the whole file is in the page cache."""
+    view, at = memoryview(bytearray(1 << 20)), 0
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        while at < size:
+            try:
+                at += os.preadv(file.fileno(), [view], at, os.RWF_NOWAIT)
+            except BlockingIOError:
+                return False
+    return True

@@ -1,13 +1,16 @@
 """Thousands of adapters over HTTP: throughput at saturation, the first token's time, and what a cold adapter adds.
 
-    python -m benchmarks.adapters.many --out benchmarks/results
+    python -m benchmarks.adapters.many --out benchmarks/results [--host warm]
     python -m benchmarks.adapters.many --tiny --out /tmp/tried
 
 The Llama-3.1-8B shape with random weights, default settings; adapters on q, k, v and o of rank 8 (S-LoRA's S1) or of
 ranks 8, 16, 32 and 64 (S2), lengths uniform from 8 to 512 tokens, as in S-LoRA's table 3 and section 6.2: each
 adapter's own Gamma arrivals of cv 1, popularity a power law of exponent 1, or uniform. Few files are real: the other
 adapters are links to them, so all lie in the page cache, and each is loaded on its own. An adapter's first request
-reads it.
+reads it; with `--host warm` all are read before the clock starts, as far as host memory holds them (S-LoRA, section
+4.1: "we store all LoRA adapters in the main memory"), and the keys end in `.warm`. Each result has the numbers of
+adapters in host memory and in the page cache, and the bytes a second that were read and copied; `floor_requests_s` is
+how many adapters a second the link to the GPU carries (`adapter_steps.json`), which bounds uniform requests.
 
 `sat`: arrivals beyond what is served; output tokens of the window from `SETTLED` seconds on, over the mean length of an
 answer. `ttft`: 70% of that of 5 adapters. `cold`: one request at a time, of an adapter's first one what is more than
@@ -23,14 +26,23 @@ import statistics
 import tempfile
 import time
 import traceback
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adapters.fleet import get, link, llama_sites, load_seconds, wait_ready, write_adapter
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.adapters.fleet import (
+    get,
+    in_page_cache,
+    link,
+    llama_sites,
+    load_seconds,
+    resident,
+    wait_ready,
+    warm,
+    write_adapter,
+)
+from benchmarks.common.options import RESULTS, check_tiny, make_parser
 from benchmarks.common.provenance import gpu_names
 from benchmarks.common.results import Results, Target
 from benchmarks.serving.http_case import FIRST_TOKEN, LLAMA_8B, SEED, TINY, model_folder
@@ -38,6 +50,9 @@ from benchmarks.serving.http_case import FULL as FULL_SIZE
 from benchmarks.serving.http_case import SMALL as SMALL_SIZE
 from benchmarks.serving.http_daemon import LoadProcesses, daemon, import_adapter, soon
 from benchmarks.serving.http_load import LoadRequest
+from coserve.core.types import AdapterRef
+from coserve.lora.files.packed_header import PACKED_FILE
+from coserve.state.folder import DataFolder
 from coserve.workloads.arrivals import Arrivals, Process, arrival_times
 from coserve.workloads.popularity import Popularity, Shape, shares
 from coserve.workloads.replay import Sample
@@ -105,12 +120,26 @@ class Fleet:
             self._linked[kind] = count
         return [f"{kind}-{i:05d}" for i in range(count)]
 
+    def cached(self, kind: str, count: int) -> int:
+        """How many of the first `count` lie in the page cache."""
+        found = [in_page_cache(path) for path in self._packed(kind)]
+        return sum(found[i % len(found)] for i in range(count))
+
+    def bytes(self, kind: str) -> float:
+        """Mean bytes of an adapter in memory."""
+        return statistics.mean(path.stat().st_size for path in self._packed(kind))
+
+    def _packed(self, kind: str) -> list[Path]:
+        folder = DataFolder(self._data)
+        return [folder.adapter(AdapterRef(name, 1)) / PACKED_FILE for name in self._real[kind]]
+
 
 class Run:
     """The parts. Each result is written as soon as it is measured."""
 
-    def __init__(self, case: Case, results: Results, fleet: Fleet, url: str, end: float) -> None:
-        """`end`: monotonic time after which no case is begun."""
+    def __init__(self, case: Case, results: Results, fleet: Fleet, url: str, end: float, *, warm: bool) -> None:
+        """`end`: monotonic time after which no case is begun. `warm`: adapters are in host memory before it."""
+        self._warm, self._suffix = warm, ".warm" if warm else ""
         self._case, self._results, self._fleet, self._url, self._end = case, results, fleet, url, end
         self._served = dict[tuple[int, float, str], float]()
 
@@ -125,8 +154,15 @@ class Run:
     def _saturate(self, key: tuple[int, float, str]) -> None:
         assert time.monotonic() < self._end, f"no time left for {key}"
         count, exponent, kind = key
-        case, before = self._case, load_seconds(self._url)
-        requests = self._requests(self._fleet.names(kind, count), exponent, case.rate)
+        case, names = self._case, self._fleet.names(kind, count)
+        if self._warm:
+            warm(self._url, names, f"{kind}-")
+        tiers = {
+            "in_host_memory": len(resident(self._url, f"{kind}-") & set(names)),
+            "in_page_cache": self._fleet.cached(kind, count),
+        }
+        before = load_seconds(self._url)
+        requests = self._requests(names, exponent, case.rate)
         samples = self._send(requests, case.seconds)
         window = case.seconds - SETTLED
         tokens = sum(SETTLED <= at < case.seconds for sample in samples for at in sample.times)
@@ -141,17 +177,21 @@ class Run:
             "tpot_p50_ms": _ms(gaps, 0.5),
             "tpot_p99_ms": _ms(gaps, 0.99),
             "errors": _errors(samples),
-            "loads": _loads(before, load_seconds(self._url)),
+            "loads": (loads := _loads(before, load_seconds(self._url))),
             "health": _health(self._url),
         }
+        size, link = self._fleet.bytes(kind), link_bytes_s()
+        moved = {"read": loads["read"][0], "copied": loads["copy"][0]}
+        about |= tiers | {f"{name}_gb_s": round(n * size / case.seconds / 1e9, 3) for name, n in moved.items()}
+        about |= {"adapter_bytes": round(size), "floor_requests_s": None if link is None else round(link / size, 1)}
         target = Target(40.0) if key == (2000, 1, "s1") else None
-        self._results.put(f"adapters.requests_s.{name}", round(served, 2), "requests/s", target, about=about)
+        self._put(f"adapters.requests_s.{name}", round(served, 2), "requests/s", target, about=about)
         few = self._served.get((5, 1, "s1"))
         if few and kind == "s1" and exponent and count in TARGETS:
-            self._results.put(f"adapters.flat.{count}", round(served / few, 4), "of 5 adapters", Target(TARGETS[count]))
+            self._put(f"adapters.flat.{count}", round(served / few, 4), "of 5 adapters", Target(TARGETS[count]))
         same = self._served.get((count, exponent, "s1"))
         if kind == "s2" and same:
-            self._results.put("adapters.s2_vs_s1", round(served / same, 4), "of S1", Target(0.9))
+            self._put("adapters.s2_vs_s1", round(served / same, 4), "of S1", Target(0.9))
 
     def ttft(self) -> None:
         most = max(key[0] for key in self._case.cases if key[0] <= 2000)
@@ -169,24 +209,23 @@ class Run:
                 "errors": _errors(samples),
                 "loads": _loads(before, load_seconds(self._url)),
             }
-            self._results.put(f"adapters.ttft_p95_ms.{count}", round(1e3 * found[count], 1), "ms", about=about)
-        self._results.put(
-            f"adapters.ttft_ratio.{most}", round(found[most] / found[5], 3), "of 5 adapters", Target(1.3, True)
+            self._put(f"adapters.ttft_p95_ms.{count}", round(1e3 * found[count], 1), "ms", about=about)
+        self._put(
+            f"adapters.ttft_ratio.{most}",
+            round(found[most] / found[5], 3),
+            "of 5 adapters",
+            Target(1.3, True),
         )
+
+    def _put(
+        self, key: str, value: float, unit: str, target: Target | None = None, about: dict[str, Any] | None = None
+    ) -> None:
+        self._results.put(key + self._suffix, value, unit, target, about=about or {})
 
     def cold(self) -> None:
         names = self._fleet.names("cold", 2 * self._case.cold)
         on_host, on_disk = names[: self._case.cold], names[self._case.cold :]
-        for name in on_host:
-            urllib.request.urlopen(
-                urllib.request.Request(f"{self._url}/adapters/{name}/prefetch", b"", method="POST")
-            ).read()
-        waited = time.monotonic()
-        while len(json.loads(get(f"{self._url}/adapters?search=cold-0&resident=true&limit=100"))["data"]) < len(
-            on_host
-        ):
-            assert time.monotonic() - waited < 60, "the adapters were not read"
-            time.sleep(0.2)
+        warm(self._url, on_host, "cold-0")
         chance, before = random.Random(SEED), load_seconds(self._url)
         order = [name for pair in zip(on_host, on_disk, strict=True) for name in pair for _ in range(2)]
         requests = [
@@ -230,6 +269,13 @@ class Run:
         return LoadProcesses(self._case.processes).run(self._url, requests, start=soon(), until=seconds + rest)
 
 
+def link_bytes_s() -> float | None:
+    """Bytes a second of copies from pinned memory to the GPU, as committed; None: not measured."""
+    path = RESULTS / "adapter_steps.json"
+    row = json.loads(path.read_text())["rows"].get("adapters.copy_added_ms.beside") if path.exists() else None
+    return None if row is None else 1e3 * float(row["bytes"]) / float(row["copy_ms"])
+
+
 def _quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
@@ -262,6 +308,7 @@ def main() -> None:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--budget", type=float, default=290.0, help="seconds after which no case is begun")
+    parser.add_argument("--host", choices=("cold", "warm"), default="cold", help="warm: adapters are in host memory")
     options = parser.parse_args()
     check_tiny(parser, options)
     case, began = (SMALL if options.tiny else FULL), time.monotonic()
@@ -286,7 +333,14 @@ def main() -> None:
         with daemon(served, root / "log.txt") as url:
             wait_ready(url)
             print(f"{time.monotonic() - began:.0f} s: the daemon is ready", flush=True)
-            run = Run(case, results, Fleet(case, root / "data", root, url), url, began + options.budget)
+            run = Run(
+                case,
+                results,
+                Fleet(case, root / "data", root, url),
+                url,
+                began + options.budget,
+                warm=options.host == "warm",
+            )
             for part in options.only.split(","):
                 work: Callable[[], None] = getattr(run, part)
                 try:

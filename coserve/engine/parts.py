@@ -140,7 +140,7 @@ class EngineParts:
         """The host tier's memory. On a GPU a thread begins to pin it."""
         memory = HostMemory(budget.bytes, for_kernels=self._packed_form.for_kernels)
         if self.base.device.type == "cuda":
-            memory.pin(partial(torch.cuda.set_device, self.base.device))
+            memory.pin(partial(torch.cuda.set_device, self.base.device.index or 0))
         return memory
 
     def read_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> Unread | LoraWeights:
