@@ -1,6 +1,6 @@
 """Thousands of adapters over HTTP: throughput at saturation, the first token's time, and what a cold adapter adds.
 
-    python -m benchmarks.adapters.many --out benchmarks/results [--host warm]
+    python -m benchmarks.adapters.many --out benchmarks/results [--host warm] [--without overlap]
     python -m benchmarks.adapters.many --tiny --out /tmp/tried
 
 The Llama-3.1-8B shape with random weights, default settings; adapters on q, k, v and o of rank 8 (S-LoRA's S1) or of
@@ -11,6 +11,8 @@ reads it; with `--host warm` all are read before the clock starts, as far as hos
 4.1: "we store all LoRA adapters in the main memory"), and the keys end in `.warm`. Each result has the numbers of
 adapters in host memory and in the page cache, and the bytes a second that were read and copied; `floor_requests_s` is
 how many adapters a second the link to the GPU carries (`adapter_steps.json`), which bounds uniform requests.
+`--without prefetch`, `--without overlap`: S-LoRA's ablations; the keys end in `.no_prefetch`, `.no_overlap`. The third
+one, memory apart for adapters, has no counterpart here: the pool is one array.
 
 `sat`: arrivals beyond what is served; output tokens of the window from `SETTLED` seconds on, over the mean length of an
 answer. `ttft`: 70% of that of 5 adapters. `cold`: one request at a time, of an adapter's first one what is more than
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -137,9 +140,12 @@ class Fleet:
 class Run:
     """The parts. Each result is written as soon as it is measured."""
 
-    def __init__(self, case: Case, results: Results, fleet: Fleet, url: str, end: float, *, warm: bool) -> None:
-        """`end`: monotonic time after which no case is begun. `warm`: adapters are in host memory before it."""
-        self._warm, self._suffix = warm, ".warm" if warm else ""
+    def __init__(
+        self, case: Case, results: Results, fleet: Fleet, url: str, end: float, *, warm: bool, suffix: str
+    ) -> None:
+        """`end`: monotonic time after which no case is begun. `warm`: adapters are in host memory before it. `suffix`:
+        of all keys but those of `cold`."""
+        self._warm, self._suffix = warm, suffix
         self._case, self._results, self._fleet, self._url, self._end = case, results, fleet, url, end
         self._served = dict[tuple[int, float, str], float]()
 
@@ -309,6 +315,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--budget", type=float, default=290.0, help="seconds after which no case is begun")
     parser.add_argument("--host", choices=("cold", "warm"), default="cold", help="warm: adapters are in host memory")
+    parser.add_argument("--without", choices=("prefetch", "overlap"), help="an ablation: see `ablation/`")
     options = parser.parse_args()
     check_tiny(parser, options)
     case, began = (SMALL if options.tiny else FULL), time.monotonic()
@@ -330,17 +337,16 @@ def main() -> None:
         model = model_folder(root / "model", size)
         served = {"model": model, "data_dir": root / "data", "data_root": root, "device": case.device}
         served |= {"load_format": "dummy", "max_queue": 4096, "shed": "off", "max_connections": 4096}
-        with daemon(served, root / "log.txt") as url:
+        environment = {}
+        if options.without is not None:
+            path = [str(Path(__file__).parent / "ablation"), os.environ.get("PYTHONPATH", "")]
+            environment = {"ABLATION": options.without, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        with daemon(served, root / "log.txt", **environment) as url:
             wait_ready(url)
             print(f"{time.monotonic() - began:.0f} s: the daemon is ready", flush=True)
-            run = Run(
-                case,
-                results,
-                Fleet(case, root / "data", root, url),
-                url,
-                began + options.budget,
-                warm=options.host == "warm",
-            )
+            fleet, warm_host = Fleet(case, root / "data", root, url), options.host == "warm"
+            suffix = (".warm" if warm_host else "") + (f".no_{options.without}" if options.without else "")
+            run = Run(case, results, fleet, url, began + options.budget, warm=warm_host, suffix=suffix)
             for part in options.only.split(","):
                 work: Callable[[], None] = getattr(run, part)
                 try:

@@ -15,7 +15,9 @@ import re
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.adapters.fleet import get, link, wait_ready, write_adapter
 from benchmarks.common.options import make_parser
@@ -29,8 +31,15 @@ ADAPTERS, ROUNDS, RANK, HIDDEN = 10_000, 3, 8, 256
 SITES = {f"model.layers.0.self_attn.{name}_proj": SiteSpec(HIDDEN, HIDDEN, 0) for name in "qo"}
 
 
-def started(data: Path, root: Path) -> tuple[float, float]:
-    """Start and end a daemon; return the seconds until it is ready, and MiB of its API process after a full list."""
+class Cost(NamedTuple):
+    """Seconds until a daemon is ready, and MiB of its API process after a full list."""
+
+    seconds: float
+    mib: float
+
+
+def started(data: Path, root: Path) -> Cost:
+    """Start and end a daemon."""
     began = time.monotonic()
     with daemon({"data_dir": data, "data_root": root, "device": "cpu"}, root / "log.txt") as url:
         wait_ready(url)
@@ -41,7 +50,7 @@ def started(data: Path, root: Path) -> tuple[float, float]:
                 break
             after = page["data"][-1]["id"]
         resident = memory_of_daemon()
-    return seconds, resident
+    return Cost(seconds, resident)
 
 
 def memory_of_daemon() -> float:
@@ -73,26 +82,24 @@ def main() -> None:
                 wait_ready(url)
                 import_adapter(url, "first")
         link(many, ["first"], [f"adapter-{i:05d}" for i in range(ADAPTERS - 1)])
-        found = [(started(few, root), started(many, root)) for _ in range(ROUNDS)]
-        registry = (many / "registry.sqlite3").stat().st_size / 2**20
-    longer = [with_all[0] - with_one[0] for with_one, with_all in found]
-    larger = [with_all[1] - with_one[1] for with_one, with_all in found]
+        registry, found = (many / "registry.sqlite3").stat().st_size / 2**20, list[tuple[Cost, Cost]]()
+        for _ in range(ROUNDS):
+            found.append((started(few, root), started(many, root)))
+            report(results, found, registry)
+
+
+def report(results: Results, found: Sequence[tuple[Cost, Cost]], registry: float) -> None:
+    """Write the medians of the rounds so far. `registry`: MiB of its file."""
+    longer = [with_all.seconds - with_one.seconds for with_one, with_all in found]
+    larger = [with_all.mib - with_one.mib for with_one, with_all in found]
     start = {
-        "start_s_one": [round(one[0], 2) for one, _ in found],
-        "start_s_all": [round(every[0], 2) for _, every in found],
+        "start_s_one": [round(one.seconds, 2) for one, _ in found],
+        "start_s_all": [round(every.seconds, 2) for _, every in found],
     }
-    results.put(
-        f"adapters.start_s.{ADAPTERS}",
-        round(statistics.median(longer), 3),
-        "s longer",
-        Target(1.0, True),
-        longer,
-        start,
-    )
+    seconds, mib = round(statistics.median(longer), 3), round(statistics.median(larger), 1)
+    results.put(f"adapters.start_s.{ADAPTERS}", seconds, "s longer", Target(1.0, True), longer, start)
     about = {"registry_mb": round(registry, 1)}
-    results.put(
-        f"adapters.index_mb.{ADAPTERS}", round(statistics.median(larger), 1), "MiB", Target(50.0, True), larger, about
-    )
+    results.put(f"adapters.index_mb.{ADAPTERS}", mib, "MiB", Target(50.0, True), larger, about)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,9 @@ TestHostMemory = Machine.TestCase
 def test_memory_without_a_page_holds_nothing() -> None:
     memory = HostMemory(PAGE - 1, for_kernels=True)
     assert memory.free_bytes == 0
+    assert memory.notes == ()
     assert [len(part) for part in memory.room(10).parts] == [10] and memory.outside == 1
+    assert "adapters in use fill host_adapter_bytes" in memory.notes[0]
 
 
 WIDTH = 1 << 14

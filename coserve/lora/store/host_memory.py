@@ -31,6 +31,8 @@ SLICE = 256 << 20
 """Bytes that are pinned by one call: CUDA calls of other threads may wait for it. No part crosses a slice's end, as no
 copy may read from two registrations."""
 
+NO_ROOM = "adapters in use fill host_adapter_bytes: others are read into memory that is pinned for each, which is slow"
+
 
 class Unread(Protocol):
     """An adapter that is ready to be written into host memory."""
@@ -90,9 +92,18 @@ class HostMemory:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why copies of adapters are slow; for /health."""
-        found = (f"adapters are copied slowly, as their host memory cannot be pinned: {self._refused}",)
-        return found if self._refused else ()
+        """Why reads and copies of adapters are slow; for /health."""
+        found = list[str]()
+        if self._refused:
+            found.append(f"adapters are copied slowly, as their host memory cannot be pinned: {self._refused}")
+        if self.outside and self._for_kernels:
+            found.append(NO_ROOM)
+        return tuple(found)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pages."""
+        return self._pages * PAGE
 
     @property
     def free_bytes(self) -> int:
@@ -116,6 +127,8 @@ class HostMemory:
             pages = self._pool.allocate(wanted)
             self.outside += pages is None
         if pages is None:
+            if self._for_kernels and self.outside == 1:
+                log.warning("%s", NO_ROOM)
             pinned = self._for_kernels and torch.cuda.is_available()
             return Room((torch.empty(size, dtype=torch.uint8, pin_memory=pinned),), tuple(after))
         found = Room(tuple(self._parts(pages, size)), tuple(after))
@@ -143,12 +156,12 @@ class HostMemory:
 
     def _pin(self, start_thread: Callable[[], None]) -> None:
         start_thread()
-        for first in range(0, self._pages * PAGE, SLICE):
-            own = self._memory[first : min(first + SLICE, self._pages * PAGE)]
+        for first in range(0, self.bytes, SLICE):
+            own = self._memory[first : min(first + SLICE, self.bytes)]
             try:
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(own.data_ptr(), len(own), 0))  # type: ignore[no-untyped-call]
             except RuntimeError as error:
-                self._refused = f"{self._pinned >> 20} of {self._pages * PAGE >> 20} MiB are, then: {error}"
+                self._refused = f"{self._pinned >> 20} of {self.bytes >> 20} MiB are, then: {error}"
                 log.warning("the host memory of adapters cannot be pinned: %s", self._refused)
                 return
             self._pinned += len(own)

@@ -350,7 +350,7 @@ class AdapterStore:
         if self._memory is None:
             return None
         size = packed_bytes(found) if isinstance(found, LoraWeights) else found.layout.bytes
-        while self._memory.free_bytes < size and self._evict_one():
+        while self._memory.bytes >= size > self._memory.free_bytes and self._evict_one():
             pass
         return self._memory.room(size)
 
