@@ -23,6 +23,9 @@ the document). Right is an answer with the expected values in it. `documents.rec
 floor) of the `template` questions, summed over documents; its interval is a bootstrap over documents. The same of
 `cartridge` is `documents.cartridge.recovered`.
 
+`documents.floor`, `documents.context`: shares of right answers to the `template` questions. Where the base hardly reads
+what is in its prompt, `documents.recovered` says little.
+
 `documents.break_even`: requests about a document after which its `topk_kd` adapter has cost less time than the document
 in the prompts would have, found in the prefix cache. Measured at the end, on an idle daemon. No number: the adapter is
 not faster.
@@ -246,6 +249,11 @@ class Run:
     def report(self) -> None:
         """Write all rows, and the keys that can be told of them."""
         self._measured.save()
+        for arm in ("floor", "context"):
+            asked = [row for row in self._measured.rows if row.arm == arm and row.kind in ("template", "choice")]
+            if asked:
+                share = sum(row.right for row in asked) / sum(row.asked for row in asked)
+                self._put(f"documents.{arm}", share, "fraction", {"documents": len(asked)})
         whole = {row.document for row in self._measured.rows if row.arm == "topk_kd"}
         rows = [row for row in self._measured.rows if row.document in whole]
         if not rows:
@@ -262,7 +270,10 @@ class Run:
             self._put("documents.retention_loss", fmean(kept), "fraction", {"most": max(kept)})
 
     def _put(self, key: str, value: float, unit: str, about: dict[str, object]) -> None:
-        key = key.replace("documents.", f"documents.{self._options.label}.") if self._options.label else key
+        if self._options.label:
+            key = key.replace("documents.", f"documents.{self._options.label}.")
+            size = f"{self._options.people} people a document, {self._options.questions} questions"
+            about = about | {"note": f"{self._options.label}: {size}"}
         self._results.put(key, round(value, 4), unit, TARGETS.get(key), about=about)
 
 
