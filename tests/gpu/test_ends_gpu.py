@@ -1,4 +1,4 @@
-"""Adapters of the embedding and the head beside captured graphs, and a job that learns them, on a GPU. Run with
+"""Adapters of the embedding and the head beside captured graphs, and jobs that learn them, on a GPU. Run with
 `pytest -m gpu`."""
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from coserve.core.names import TOKEN_ROWS
+from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings
+from coserve.data.corpus.batch import corpus_batch
+from coserve.finetune.encoder import encode, with_encoder
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import pack_rows
+from coserve.finetune.packed_rows import pack_jobs, pack_rows
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
@@ -28,7 +31,7 @@ from tests.support.generation import collect
 from tests.support.gpu_engine import adapter, gpu_base, prompt, request, texts
 from tests.support.lora_backends import REFERENCE, SEGMENTED
 from tests.support.shelf import Shelf
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import VOCAB, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -73,3 +76,37 @@ def test_a_job_learns_embedding_and_head() -> None:
     assert losses[-1] < losses[0]
     learned = optimizer.masters().sites
     assert all(not torch.equal(pair.a_RD, start.sites[name].a_RD) for name, pair in learned.items())
+
+
+def test_an_encoder_learns_and_changes_no_decoded_token() -> None:
+    """The kernels add LoRA terms to the tokens that it reads alone: the loss and its fall are those of the reference."""
+    base, corpus = gpu_base(tiny_model("llama")), random_corpus()
+    memory = (VOCAB - 1, VOCAB - 2)
+    settings = LoraSettings(r=8, trainable_token_indices={"model.embed_tokens": memory})
+    spec = JobSpec(
+        id="job",
+        adapter="a",
+        version=1,
+        init_from=None,
+        lora=settings,
+        training=TrainingSettings(),
+        rows=3,
+        tokens=0,
+        target_tokens=0,
+        prefix=(5, 6, 7, *memory, 8, 9, *memory),
+    )
+    start = base.begun(new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cuda"))
+    rows = pack_jobs([with_encoder(spec, corpus_batch(corpus, [0, 1, 2]))], DEVICE)
+    runner, losses = MicroBatchRunner(base, recompute=False), list[list[float]]()
+    for backend in (REFERENCE, SEGMENTED):
+        optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(), base.dtype)
+        losses.append([])
+        for _ in range(4):
+            lora = LoraBatch(rows.segments, (optimizer.weights(),), backend)
+            step = runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads)
+            losses[-1].append(float(run_to_end(step)[0, 0]))
+            optimizer.step(targets=rows.targets, learning_rate=1e-2)
+        made = encode(spec, base, optimizer.weights(), backend)
+        assert made.settings.r == 2 * len(memory)
+    assert losses[1][-1] < losses[1][0]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
