@@ -79,7 +79,7 @@ def test_a_job_learns_embedding_and_head() -> None:
 
 
 def test_an_encoder_learns_and_changes_no_decoded_token() -> None:
-    """The kernels add LoRA terms to the tokens that it reads alone: the loss and its fall are those of the reference."""
+    """The kernels add LoRA terms to the tokens that it reads alone: losses are those of the reference."""
     base, corpus = gpu_base(tiny_model("llama")), random_corpus()
     memory = (VOCAB - 1, VOCAB - 2)
     settings = LoraSettings(r=8, trainable_token_indices={"model.embed_tokens": memory})
