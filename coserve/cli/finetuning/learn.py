@@ -22,7 +22,8 @@ def learn(
     recipe: Annotated[
         Recipe | None,
         typer.Option(
-            help="learn distributions over tokens, answers, or the text itself; or a KV prefix", show_default="topk_kd"
+            help="learn distributions over tokens, answers, or the text itself; or a KV prefix, also by an encoder",
+            show_default="topk_kd",
         ),
     ] = None,
     generator: Annotated[
