@@ -250,10 +250,10 @@ class Run:
         """Write all rows, and the keys that can be told of them."""
         self._measured.save()
         for arm in ("floor", "context"):
-            asked = [row for row in self._measured.rows if row.arm == arm and row.kind in ("template", "choice")]
-            if asked:
-                share = sum(row.right for row in asked) / sum(row.asked for row in asked)
-                self._put(f"documents.{arm}", share, "fraction", {"documents": len(asked)})
+            own = [row for row in self._measured.rows if row.arm == arm and row.kind in ("template", "choice")]
+            if own:
+                share = sum(row.right for row in own) / sum(row.asked for row in own)
+                self._put(f"documents.{arm}", share, "fraction", {"documents": len(own)})
         whole = {row.document for row in self._measured.rows if row.arm == "topk_kd"}
         rows = [row for row in self._measured.rows if row.document in whole]
         if not rows:
