@@ -106,9 +106,12 @@ def _part(
     a, b = elements
     if site.experts > 1 and not site.by_expert:
         return (-(-a // ranks), b) if name.endswith("down_proj") else (a, -(-b // ranks))
+    style = parallel_style(name)
+    if fully_sharded and style is None and not site.by_expert:
+        return -(-a // ranks), b  # the module may be whole on every GPU
     if site.by_expert or (blocks > 1 and blocks % ranks == 0) or fully_sharded:
         return -(-a // ranks), -(-b // ranks)
-    match parallel_style(name):
+    match style:
         case ParallelStyle.COLUMN:
             return a, -(-b // ranks)
         case ParallelStyle.ROW:

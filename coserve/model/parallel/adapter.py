@@ -70,8 +70,8 @@ class AdapterPartition:
     def sum_gradients(self, parts: Matrices) -> None:
         """Complete gradients in place: sum those of elements that several ranks hold, over these ranks.
 
-        One collective, or none: `bd` and `slora` have such elements only where ranks share a key/value head. Call it
-        once before an optimizer step.
+        One collective, or none: `bd` and `slora` have such elements only where ranks share a key/value head or a
+        group of Mamba-2. Call it once before an optimizer step.
         """
         shared = list(self._shared(parts))
         if not shared:
@@ -102,7 +102,8 @@ class AdapterPartition:
         by_holders: dict[int, list[Tensor]] = {}
         for name, partition in self.pairs.items():
             for own, tensor in zip((partition.a, partition.b), parts[name], strict=True):
-                by_holders.setdefault(own.holders, []).append(tensor)
+                once = own.first(tensor, self.sharding.mesh.rank) if own.overlaps else tensor
+                by_holders.setdefault(own.holders, []).append(once)
         squares = [
             torch.stack(torch._foreach_norm(tensors)).double().square().sum() / holders
             for holders, tensors in by_holders.items()
@@ -112,7 +113,7 @@ class AdapterPartition:
     def _shared(self, parts: Matrices) -> Iterator[tuple[MatrixPartition, Tensor]]:
         for name, partition in self.pairs.items():
             for own, tensor in zip((partition.a, partition.b), parts[name], strict=True):
-                if own.holders > 1:
+                if own.holders > 1 or own.overlaps:
                     yield own, tensor
 
 

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from coserve.core.errors import UnsupportedBase
 from coserve.model.experts.parameters import leaves, parameter_spec
 from coserve.model.experts.shards import EXPERTS, FIRST, ExpertPartition, ExpertShard, expert_shard
-from coserve.model.parallel.families.partitions import block_sites, features, heads_of, plan_of, planned_blocks
+from coserve.model.parallel.families.partitions import block_sites, block_vectors, heads_of, plan_of, planned_blocks
 from coserve.model.parallel.families.plans import Block
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
@@ -23,6 +23,7 @@ from coserve.model.parallel.modules import (
     SiteShard,
     copy_input,
     shard_attention,
+    shard_mixer,
     shard_module,
     share_gradient,
 )
@@ -119,12 +120,8 @@ def _partitions(
     for path, block in blocks.items():
         found = block_sites(block, model.get_submodule(path), heads, path)
         sites |= {f"{path}.{name}": partition for name, partition in found.items()}
-        for name, width in (
-            *block.vectors.items(),
-            *((f"{name}.weight", width) for name, width in block.norms.items()),
-        ):
-            size = model.get_parameter(f"{path}.{name}").shape[0]
-            vectors[f"{path}.{name}"] = features(width, size, heads, f"{path}.{name}")
+        own = block_vectors(block, model.get_submodule(path), heads, path)
+        vectors |= {f"{path}.{name}": partition for name, partition in own.items()}
     return sites, vectors
 
 
@@ -135,6 +132,8 @@ def _shard_blocks(model: PreTrainedModel, blocks: Mapping[str, Block], mesh: Mes
         module = model.get_submodule(path)
         if block.attention:
             shard_attention(module, heads, configs)
+        if block.recurrent:
+            shard_mixer(module, mesh.size)
         for name in block.norms:
             share_mean(module.get_submodule(name), mesh)
         for name in block.gates:

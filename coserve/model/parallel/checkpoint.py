@@ -72,7 +72,11 @@ def _checked(part: Slices | DenseTensor, sizes: tuple[int, int], name: str) -> S
     return part
 
 
-OF_EXPERTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+OF_EXPERTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
+    "down_proj": (("down_proj",), ("w2",)),
+}
 """By fused parameter, the names of each expert's matrices in files, one above the other."""
 
 

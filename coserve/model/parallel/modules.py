@@ -99,6 +99,19 @@ class LocalConfig:
         return getattr(self.__dict__["_config"], name)
 
 
+def shard_mixer(module: nn.Module, ranks: int) -> None:
+    """Tell a recurrent mixer this rank's numbers of heads, groups and features, under the names that families use."""
+    for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "num_heads", "intermediate_size", "n_groups"):
+        if hasattr(module, name):
+            setattr(module, name, max(1, getattr(module, name) // ranks))  # one group is on every rank
+    for convolution in module.children():
+        if isinstance(convolution, nn.Conv1d):
+            channels = convolution.weight.shape[0]
+            convolution.in_channels = convolution.out_channels = convolution.groups = channels
+            if hasattr(module, "conv_dim"):
+                module.conv_dim = channels
+
+
 def shard_attention(module: nn.Module, heads: Heads, known: dict[int, LocalConfig]) -> None:
     """Tell an attention module this rank's number of heads, under the names that families use.
 

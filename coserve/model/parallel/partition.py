@@ -88,9 +88,22 @@ class MatrixPartition:
 
     @property
     def holders(self) -> int:
-        """Number of ranks that hold the same shard. Different shards do not overlap."""
+        """Number of ranks that hold the same shard. Different shards do not overlap, unless `overlaps`."""
         pairs = list(zip(self.rows.ranks, self.columns.ranks, strict=True))
         return pairs.count(pairs[0])
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether some elements, but not whole shards, are on several ranks, such as those of Mamba-2's only group."""
+        held = self.rows.local * self.columns.local * len(self.rows.ranks) // self.holders
+        return held > self.rows.size * self.columns.size
+
+    def first(self, shard: Tensor, rank: int) -> Tensor:
+        """Return the rank's shard with zeros for elements that a lower rank has, too."""
+        counts = shard.new_zeros(self.rows.size, self.columns.size)
+        for before in range(rank):
+            self.put(torch.ones_like(shard), counts, before)
+        return shard.masked_fill(self.shard(counts, rank) > 0, 0.0)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -8,8 +8,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from coserve.core.types import SiteSpec
+from coserve.kernels.attention.interface import KvShape
+from coserve.memory.state_pool import state_bytes
 from coserve.model.base import Base, load_base
 from coserve.model.fused import FusedBase
 from coserve.model.parallel.adapter import Matrices
@@ -25,7 +28,7 @@ from tests.support.sharded import Kind, gradients_of
 LENGTHS = (9, 4)
 ADAPTER = Kind(4, uneven=("q_proj", "v_proj", "up_proj", "shared_expert_gate", "dense", "fc2", "q_a_proj"))
 """At every linear module; the uneven ones go by `nfs`, as the ranks do not divide their LoRA rank."""
-OF_EACH_KIND = ("gemma2", "gpt2", "olmo2", "qwen2_moe", "deepseek_v3")
+OF_EACH_KIND = ("gemma2", "gpt2", "olmo2", "qwen2_moe", "deepseek_v3", "qwen3_5_text", "nemotron_h", "lfm2")
 
 
 class Computed(NamedTuple):
@@ -33,7 +36,9 @@ class Computed(NamedTuple):
     gradients: tuple[float, Matrices, float]
     fingerprint: str
     sites: dict[str, SiteSpec]
-    kv_shapes: list[tuple[int, int, int]]
+    kv_shapes: list[KvShape]
+    state_bytes: int
+    """Bytes of one sequence's recurrent states."""
     calls: dict[str, int]
     """Collectives of one forward."""
     sums: int
@@ -48,8 +53,9 @@ def _computed(mesh: Mesh | None, folder: str) -> Computed:
     calls, gradients = dict(traffic.calls), gradients_of(base, ADAPTER)
     if mesh is not None:
         FusedBase(base, compiled=False).check()
-    spec = base.spec
-    return Computed(logits, gradients, spec.fingerprint, dict(spec.sites), [*base.kv_shapes], calls, _sums(base))
+    spec, states = base.spec, state_bytes(base.states, base.dtype)
+    shapes = [*base.kv_shapes]
+    return Computed(logits, gradients, spec.fingerprint, dict(spec.sites), shapes, states, calls, _sums(base))
 
 
 def _sums(base: Base) -> int:
@@ -61,17 +67,26 @@ def _sums(base: Base) -> int:
 
 @pytest.mark.parametrize("family", in_turns(sorted(PLANS), OF_EACH_KIND))
 def test_a_family_cut_in_two_gives_the_same_logits_and_gradients(family: str, two: Ranks, tmp_path: Path) -> None:
-    model = tiny_family(family)
+    _compare(tiny_family(family), two, tmp_path)
+
+
+def test_one_group_of_mamba_is_on_both_ranks(two: Ranks, tmp_path: Path) -> None:
+    """As in Granite 4: B and C of every head, and so a part of each shard of `in_proj` and of its adapters."""
+    _compare(tiny_family("granitemoehybrid", mamba_n_groups=1), two, tmp_path)
+
+
+def _compare(model: PreTrainedModel, two: Ranks, folder: Path) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-1, 1, len(buffer)))  # files have it, though it is no parameter
-    model.save_pretrained(tmp_path)
-    whole = _computed(None, str(tmp_path))
+    model.save_pretrained(folder)
+    whole = _computed(None, str(folder))
     loss, gradients, norm = whole.gradients
-    for found in two.run(_computed, str(tmp_path)):
+    for found in two.run(_computed, str(folder)):
         torch.testing.assert_close(found.logits, whole.logits, rtol=1e-4, atol=1e-4)
         assert (found.fingerprint, found.sites) == (whole.fingerprint, whole.sites)
         assert found.kv_shapes == [(heads // 2, *sizes) for heads, *sizes in whole.kv_shapes]
+        assert whole.state_bytes / 2 <= found.state_bytes <= 0.6 * whole.state_bytes, "a half, and one group's inputs"
         assert found.calls == {"all_reduce": found.sums, "all_gather": 1}
         assert found.gradients[0] == pytest.approx(loss, rel=1e-4)
         assert found.gradients[2] == pytest.approx(norm, rel=1e-3)

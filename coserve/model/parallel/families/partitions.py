@@ -86,15 +86,27 @@ def block_sites(block: Block, module: nn.Module, heads: Heads, path: str) -> dic
         whole_in, whole_out = Features.whole(inputs, heads.ranks), Features.whole(outputs, heads.ranks)
         where = f"{path}.{name}"
         if name in block.row:
-            found[name] = SitePartition(Parallel.ROW, features(block.row[name], inputs, heads, where), whole_out)
+            own_in = features(block.row[name], inputs, heads, where, module)
+            found[name] = SitePartition(Parallel.ROW, own_in, whole_out)
         else:
-            own_out = features(block.column[name], outputs, heads, where) if name in block.column else whole_out
+            width = block.column.get(name)
+            own_out = whole_out if width is None else features(width, outputs, heads, where, module)
             found[name] = SitePartition(Parallel.COLUMN, whole_in, own_out)
     return found
 
 
-def features(width: Width, size: int, heads: Heads, where: str) -> Features:
-    """Divide `size` features of the module at `where`. Raises `UnsupportedBase` if the ranks do not divide them."""
+def block_vectors(block: Block, module: nn.Module, heads: Heads, path: str) -> dict[str, Features]:
+    """Return the partition of each other parameter of a block, by its path in it. Raises `UnsupportedBase` as
+    `block_sites`."""
+    widths = block.vectors | {f"{name}.weight": width for name, width in block.norms.items()}
+    widths |= {f"{name.removesuffix('weight')}bias": width for name, width in widths.items() if name.endswith("weight")}
+    sizes = {name: parameter.shape[0] for name, parameter in module.named_parameters() if name in widths}
+    return {name: features(widths[name], size, heads, f"{path}.{name}", module) for name, size in sizes.items()}
+
+
+def features(width: Width, size: int, heads: Heads, where: str, block: nn.Module) -> Features:
+    """Divide `size` features of the module at `where` in a block. Raises `UnsupportedBase` if the ranks do not divide
+    them."""
     query, key_value = heads.query, heads.key_value
     match width:
         case Width.EVEN:
@@ -108,6 +120,15 @@ def features(width: Width, size: int, heads: Heads, where: str) -> Features:
             return _even([size // 2] * 2, heads.ranks, where)
         case Width.THREE:
             return _even([size // 3] * 3, heads.ranks, where)
+        case Width.DELTA:
+            keys, key_heads = _number(block, "key_dim"), _number(block, "num_k_heads")
+            if key_heads % heads.ranks:
+                raise UnsupportedBase(
+                    f"{where}: expected a number of key heads that {heads.ranks} GPUs divide, got {key_heads}"
+                )
+            return _even([keys, keys, size - 2 * keys], heads.ranks, where)
+        case Width.MAMBA:
+            return _mamba(size, block, heads.ranks, where)
 
 
 def _even(sizes: Sequence[int], ranks: int, where: str) -> Features:
@@ -115,3 +136,21 @@ def _even(sizes: Sequence[int], ranks: int, where: str) -> Features:
     if wrong := [size for size in sizes if size % ranks]:
         raise UnsupportedBase(f"{where}: expected a number of features that {ranks} GPUs divide, got {wrong[0]}")
     return Features.joined([Features.even(size, ranks) for size in sizes])
+
+
+def _mamba(size: int, block: nn.Module, ranks: int, where: str) -> Features:
+    """Divide [values, B, C], or [gate, values, B, C, time steps]."""
+    groups, values, steps = (_number(block, name) for name in ("n_groups", "intermediate_size", "num_heads"))
+    if groups % ranks and groups > 1:
+        raise UnsupportedBase(
+            f"{where}: expected one group of heads, or a number that {ranks} GPUs divide, got {groups}"
+        )
+    own, by_group = _even([values], ranks, where), Features.heads(groups, _number(block, "ssm_state_size"), ranks)
+    convolved = Features.joined([own, by_group, by_group])
+    return convolved if size == convolved.size else Features.joined([own, convolved, _even([steps], ranks, where)])
+
+
+def _number(module: nn.Module, name: str) -> int:
+    found = getattr(module, name)
+    assert isinstance(found, int), f"expected {name} of a mixer"
+    return found

@@ -26,6 +26,11 @@ class Width(StrEnum):
     """Two matrices of one size in one, such as gate and up projection."""
     THREE = "three"
     """Three matrices of one size in one."""
+    DELTA = "delta"
+    """Keys twice and values of a gated delta net, by heads."""
+    MAMBA = "mamba"
+    """Mamba-2's values, B and C, with its gate before them and its time steps behind, or without; by heads and groups.
+    A single group is on every rank."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,14 @@ class Block:
     experts: str = ""
     """The module of experts, whose parameters are fused; empty: the block has none."""
     vectors: Mapping[str, Width] = field(default_factory=dict)
-    """Other parameters that are partitioned along their first dimension."""
+    """Other parameters that are partitioned along their first dimension, a bias beside a weight like it."""
     norms: Mapping[str, Width] = field(default_factory=dict)
     """RMS norms over features that are partitioned: their mean is one over all ranks (`parallel.norms`)."""
     gates: tuple[str, ...] = ()
     """Whole linear modules whose output multiplies a sum over the ranks, so that every rank has its whole gradient."""
     attention: bool = False
+    recurrent: bool = False
+    """A mixer with a recurrent state, which is divided as its heads or channels."""
 
     def fits(self, layer: nn.Module) -> bool:
         """Whether the layer has the block and all of its modules and parameters."""
@@ -97,18 +104,42 @@ _SINKS = replace(_SELF_ATTENTION, vectors={"sinks": Width.EVEN})
 _GRANITE_EXPERTS = Block("block_sparse_moe", experts="experts")
 _GRANITE_SHARED = Block("shared_mlp", {"input_linear": Width.TWO}, {"output_linear": Width.EVEN})
 
+_DELTA_NET = Block(
+    "linear_attn",
+    {"in_proj_qkv": Width.DELTA} | dict.fromkeys(("in_proj_z", "in_proj_b", "in_proj_a"), Width.EVEN),
+    {"out_proj": Width.EVEN},
+    vectors={"conv1d.weight": Width.DELTA, "dt_bias": Width.EVEN, "A_log": Width.EVEN},
+    recurrent=True,
+)
+_DELTA_NET_BY_HEAD = replace(_DELTA_NET, column={"in_proj_qkvz": Width.EVEN, "in_proj_ba": Width.EVEN})
+_MAMBA = Block(
+    "mamba",
+    {"in_proj": Width.MAMBA},
+    {"out_proj": Width.EVEN},
+    vectors={"conv1d.weight": Width.MAMBA} | dict.fromkeys(("dt_bias", "A_log", "D"), Width.EVEN),
+    norms={"norm": Width.EVEN},
+    recurrent=True,
+)
+_SHORT_CONVOLUTION = Block(
+    "conv", {"in_proj": Width.THREE}, {"out_proj": Width.EVEN}, vectors={"conv.weight": Width.EVEN}, recurrent=True
+)
+_LFM2_MLP = _mlp("feed_forward", ("w1", "w3"), "w2")
+
 _LLAMA = (_SELF_ATTENTION, _MLP)
 _UNGATED = (_SELF_ATTENTION, _mlp("mlp", ("up_proj",), "down_proj"))
 _GLM = (_SELF_ATTENTION, _TWO_IN_ONE)
 _MIXTURE = (_SELF_ATTENTION, _EXPERTS, _MLP)
 _DEEPSEEK = (_LATENT, _WHOLE_QUERY, _SHARED_EXPERTS, _MLP)
 _WITH_SHARED = (_SELF_ATTENTION, _SHARED_EXPERTS, _EXPERTS, _MLP)
+_LFM2 = (_attention(out="out_proj"), _SHORT_CONVOLUTION, _LFM2_MLP, Block("feed_forward", experts="experts"))
+_QWEN35 = (_DELTA_NET, _DELTA_NET_BY_HEAD, _SELF_ATTENTION, _SHARED_EXPERT, _MLP)
 _GRANITE = (_SELF_ATTENTION, _GRANITE_EXPERTS, _GRANITE_SHARED)
 
 PLANS: Mapping[str, Plan] = {
     "afmoe": (_attention(gate_proj=Width.EVEN), _SHARED_EXPERTS, _EXPERTS, _MLP),
     "apertus": _UNGATED,
     "arcee": _UNGATED,
+    "bamba": (_MAMBA, _SELF_ATTENTION, _mlp("feed_forward", ("gate_proj", "up_proj"), "down_proj")),
     "bitnet": (
         replace(_SELF_ATTENTION, norms={"attn_sub_norm": Width.EVEN}),
         replace(_MLP, norms={"ffn_sub_norm": Width.EVEN}),
@@ -142,12 +173,15 @@ PLANS: Mapping[str, Plan] = {
     "gpt_oss": (_SINKS, _EXPERTS),
     "granite": _LLAMA,
     "granitemoe": _GRANITE,
+    "granitemoehybrid": (_MAMBA, *_GRANITE),
     "granitemoeshared": _GRANITE,
     "helium": _LLAMA,
     "hunyuan_v1_dense": _LLAMA,
     "hunyuan_v1_moe": (_SELF_ATTENTION, _shared("shared_mlp")),
     "jais2": _UNGATED,
     "kimi_k25": _DEEPSEEK,
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
     "llama": _LLAMA,
     "llava": _LLAMA,
     "minimax_m2": (_WIDE_NORMS, _EXPERTS),
@@ -158,6 +192,14 @@ PLANS: Mapping[str, Plan] = {
     "mixtral": _MIXTURE,
     "modernbert-decoder": (_attention("attn", "Wo"), Block("mlp", {"Wi": Width.TWO}, {"Wo": Width.EVEN})),
     "nanochat": (_SELF_ATTENTION, _mlp("mlp", ("fc1",), "fc2")),
+    "nemotron_h": (
+        replace(_MAMBA, path="mixer", vectors=_MAMBA.vectors | {"norm.weight": Width.EVEN}, norms={}),
+        _attention("mixer"),
+        Block(
+            "mixer", {"shared_experts.up_proj": Width.EVEN}, {"shared_experts.down_proj": Width.EVEN}, experts="experts"
+        ),
+        _mlp("mixer", ("up_proj",), "down_proj"),
+    ),
     "olmo": _LLAMA,
     "olmo2": (_WIDE_NORMS, _MLP),
     "olmo3": (_WIDE_NORMS, _MLP),
@@ -173,7 +215,12 @@ PLANS: Mapping[str, Plan] = {
     "qwen2_5_vl": _LLAMA,
     "qwen2_moe": (_SELF_ATTENTION, _SHARED_EXPERT, _MLP),
     "qwen3": _LLAMA,
+    "qwen3_5": _QWEN35,
+    "qwen3_5_moe": _QWEN35,
+    "qwen3_5_moe_text": _QWEN35,
+    "qwen3_5_text": _QWEN35,
     "qwen3_moe": _MIXTURE,
+    "qwen3_next": _QWEN35,
     "qwen3_vl": _LLAMA,
     "qwen3_vl_moe": _MIXTURE,
     "seed_oss": _LLAMA,
