@@ -109,7 +109,7 @@ def shard_mixer(module: nn.Module, ranks: int) -> None:
             channels = convolution.weight.shape[0]
             convolution.in_channels = convolution.out_channels = convolution.groups = channels
             if hasattr(module, "conv_dim"):
-                module.conv_dim = channels
+                vars(module)["conv_dim"] = channels
 
 
 def shard_attention(module: nn.Module, heads: Heads, known: dict[int, LocalConfig]) -> None:

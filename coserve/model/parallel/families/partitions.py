@@ -98,7 +98,7 @@ def block_sites(block: Block, module: nn.Module, heads: Heads, path: str) -> dic
 def block_vectors(block: Block, module: nn.Module, heads: Heads, path: str) -> dict[str, Features]:
     """Return the partition of each other parameter of a block, by its path in it. Raises `UnsupportedBase` as
     `block_sites`."""
-    widths = block.vectors | {f"{name}.weight": width for name, width in block.norms.items()}
+    widths = {**block.vectors, **{f"{name}.weight": width for name, width in block.norms.items()}}
     widths |= {f"{name.removesuffix('weight')}bias": width for name, width in widths.items() if name.endswith("weight")}
     sizes = {name: parameter.shape[0] for name, parameter in module.named_parameters() if name in widths}
     return {name: features(widths[name], size, heads, f"{path}.{name}", module) for name, size in sizes.items()}
