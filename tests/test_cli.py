@@ -58,6 +58,7 @@ SETTINGS = [
     "device",
     "dtype",
     "quantization",
+    "kv_cache_dtype",
     "tp",
     "ep",
     "lora_sharding",
