@@ -3,6 +3,7 @@ slices of the weights."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -45,12 +46,18 @@ class Weights(Protocol):
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the model of a config, with parameters and buffers on torch's `meta` device."""
+    """Return the model of a config, with parameters and buffers on torch's `meta` device. What transformers keeps in
+    fp32 (biases of routers, decays of recurrent layers) is so here, too."""
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config).from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )
     drop_other_parts(model)
+    if kept := model._get_dtype_plan(dtype):
+        pattern = re.compile("|".join(name.replace("*", ".*") for name in kept))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if pattern.search(name):
+                tensor.data = tensor.data.float()
     return model
 
 

@@ -11,14 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from coserve.core.errors import UnsupportedBase
 from coserve.model.base import Base, load_base
 from coserve.model.parallel import checkpoint
+from coserve.model.parallel.build import empty_model
 from coserve.model.parallel.families.partitions import planned_blocks
 from coserve.model.parallel.families.plans import PLANS
 from coserve.model.parallel.mesh import LoneRank, Mesh
 from coserve.model.parallel.vocabulary import VocabularyShard
+from tests.support.examples import sample
 from tests.support.families import tiny_family
 from tests.support.ranks import Ranks
 from tests.support.sharded import KINDS, mixed_logits, save_base, train
@@ -244,3 +247,15 @@ def test_one_shared_head_and_a_vocabulary_that_nobody_divides(two: Ranks, tmp_pa
 
 def test_plans_name_no_family_twice() -> None:
     assert list(PLANS) == sorted(PLANS)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", *sample(["ernie4_5_moe", "nemotron_h", "llama"])])
+@pytest.mark.filterwarnings("ignore")
+def test_what_transformers_keeps_in_fp32_ranks_keep_so(family: str, tmp_path: Path) -> None:
+    tiny_family(family).bfloat16().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    empty = empty_model(loaded.config, torch.bfloat16, trust_remote_code=False)
+    expected = {name: one.dtype for name, one in (*loaded.named_parameters(), *loaded.named_buffers())}
+    found = {name: one.dtype for name, one in (*empty.named_parameters(), *empty.named_buffers())}
+    assert found == expected
+    assert (torch.float32 in found.values()) or family == "llama"
