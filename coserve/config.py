@@ -84,6 +84,16 @@ class Config:
         "processes",
     )
     ep: int = option(1, "GPUs that share out the experts of a mixture: 1 (each has a part of every expert), or --tp")
+    lora_server: int = option(
+        0,
+        "processes on the last GPUs, or on CPU, that compute adapters of experts, each for a share of the layers",
+        bounds=Bounds(0),
+    )
+    lora_server_timeout: float = option(
+        30.0,
+        "seconds that a LoRA server may take for one layer of a step; then it counts as lost",
+        bounds=Bounds(1, 3600),
+    )
     lora_sharding: str = option(
         "nfs",
         "with --tp above 1, how the GPUs hold LoRA matrices: one of each pair whole on every GPU (nfs), or both "
@@ -294,6 +304,8 @@ class Config:
             raise ConfigError(f"tp: expected 1, 2, 4 or 8, got {self.tp}")
         if self.ep not in (1, self.tp):
             raise ConfigError(f"ep: expected 1, or the number of tp, {self.tp}; got {self.ep}")
+        if self.lora_server and self.tp > 1:
+            raise ConfigError(f"lora_server: expected 0 with tp {self.tp}, got {self.lora_server}")
         if self.tp > 1 and self.quantization != "none":
             raise ConfigError(f"tp: expected 1 with quantization {self.quantization!r}, got {self.tp}")
         if self.trains_concurrently and self.tp > 1:

@@ -61,6 +61,8 @@ SETTINGS = [
     "kv_cache_dtype",
     "tp",
     "ep",
+    "lora_server",
+    "lora_server_timeout",
     "lora_sharding",
     "threads",
     "engine_timeout",

@@ -329,6 +329,7 @@ class Service:
             tp=self._config.tp,
             ep=self._config.ep,
             ranks=[*self.engine.rank_states],
+            lora_servers=[] if stats is None else [*stats.lora_servers],
             memory=stats.memory if stats is not None else None,
             policy=self._config.resolved(device=spec.device).policy if spec is not None else None,
             slo_ttft=ttft,

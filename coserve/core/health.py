@@ -126,6 +126,8 @@ class Health(Wire, frozen=True):
     """Number of GPUs among which the experts are divided (`--ep`)."""
     ranks: list[RankInfo] = []
     """State of each rank; empty if `tp` is 1."""
+    lora_servers: list[LoraServerInfo] = []
+    """State of each LoRA server; empty if `lora_server` is 0."""
     memory: MemoryUse | None = None
     """GPU memory by component, of rank 0 if there are several ranks. Null if memory is not planned: on a CPU, or if
     `kv_tokens` is set."""

@@ -148,7 +148,8 @@ class Engine:
 
     def wake(self) -> None:
         """Have the next tick look again: something has changed on another thread."""
-        assert self._loop is not None, "expected a running engine"
+        if self._loop is None:
+            return  # the first tick will look
         with suppress(RuntimeError):  # the loop has ended, and the engine with it
             self._loop.call_soon_threadsafe(self._changed.set)
 

@@ -82,6 +82,7 @@ def engine_stats(
         resident=adapters.resident(),
         host_adapter_bytes=adapters.host_bytes,
         loads=adapters.times.totals(),
+        lora_servers=adapters.lora_servers,
         serve_seconds=seconds[0],
         train_seconds=seconds[1],
         steps=views.step_counts,

@@ -23,6 +23,7 @@ from coserve.core.gpu_memory import STEP_TOKENS, MemoryModel
 from coserve.core.processes import free_memory, usable_cores, usable_memory
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.device_memory import DeviceMemory, Fixed
+from coserve.engine.lora_server.start import make_servers
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warmup.gpu import CONTEXT_BYTES
@@ -121,10 +122,13 @@ class EngineParts:
     """Makes an engine's components from the settings."""
 
     def __init__(self, base: Base, config: Config) -> None:
+        """Raises `UnsupportedBase` and `ConfigError`: see `make_servers`."""
         self.base, self.config, self.folder = base, config, DataFolder(config.data_dir)
         self.lora_backend: LoraBackend = choose_backend(config.lora_backend, base.device, base.dtype)
         self.graph_bytes = GraphBytes(CudaMemory(base.device) if base.device.type == "cuda" else None)
         self.step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
+        self.servers = make_servers(base, config)
+        """The LoRA servers, which are starting; None: there are none."""
         self.load_times = LoadTimes()
         """Times of `read_adapter`, by phase."""
         gpu = base.device.type == "cuda"
@@ -251,6 +255,7 @@ class EngineParts:
             step_tokens=self.step_tokens,
             gemms=None if caches is None else caches.gemms,
             graph_bytes=self.graph_bytes,
+            remote=self.servers,
         )
 
     def training_layers(

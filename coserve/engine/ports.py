@@ -9,6 +9,7 @@ from coserve.admission.memory import Hold, Start
 from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.cancellation import Cancellation
 from coserve.core.gpu_memory import TrainingCosts
+from coserve.core.health import LoraServerInfo
 from coserve.core.link.generation import RequestFailed
 from coserve.core.link.jobs import JobCheckpoint, JobNote, JobSnapshot, JobStarted, JobSucceeded, JobWaiting
 from coserve.core.link.link import FromEngine
@@ -61,6 +62,8 @@ class StoresAdapters(Protocol):
         """Bytes of all host copies."""
         ...
 
+    @property
+    def lora_servers(self) -> tuple[LoraServerInfo, ...]: ...
     def notify(self, changed: Callable[[], None]) -> None: ...
     def drop(self, ref: AdapterRef) -> None: ...
     def prefetch(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> None: ...

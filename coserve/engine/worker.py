@@ -27,6 +27,7 @@ from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.lora_server.start import ServersCopies, load_on_servers
 from coserve.engine.parts import EXACT_THREADS, EngineParts, choose_threads, set_up_threads
 from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
 from coserve.engine.ranks.commands import BuildEngine, MeasurePool
@@ -90,6 +91,8 @@ def build_engine(
         pool = replace(pool, tokens=min(pool.tokens, *measured.wait()))
         built = followers.ask(BuildEngine(tokens=pool.tokens))
         read, mirror = load_on_all(read, followers), FollowersCopies(followers)
+    if parts.servers is not None:
+        read, mirror = load_on_servers(read, parts.servers), ServersCopies(parts.servers)
     budget = parts.host_budget()
     store = AdapterStore(
         read,
@@ -99,6 +102,7 @@ def build_engine(
         placed=base.complete_scales,
         times=parts.load_times,
         notes=lambda: parts.packed_files.notes + memory.notes,
+        remote=parts.servers,
     )
     kv = KvCache.for_base(
         base,
@@ -128,6 +132,9 @@ def build_engine(
     trainer = parts.make_sessions(kind, store, training=training, compiled=compiled.layers)
     if built is not None:
         built.wait()
+    if parts.servers is not None:
+        progress.loads("starting LoRA servers")
+        parts.servers.wait()
     notes = (
         _notes(base, generator, parts) + pool.notes + compiled.notes + (() if training is None else (training.note,))
     )
@@ -148,6 +155,8 @@ def build_engine(
         garbage=garbage,
     )
     grammars.notify(engine.wake)
+    if parts.servers is not None:
+        parts.servers.notify(engine.wake)
     ready = EngineReady(
         spec=msgspec.structs.replace(base.spec, name=config.served_model_name or base.spec.name),
         kv_tokens=kv.tokens,

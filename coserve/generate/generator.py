@@ -11,7 +11,14 @@ from typing import Protocol
 
 import torch
 
-from coserve.core.errors import CoserveError, EngineFault, InvalidRequest, RequestOutOfMemory, failure_text
+from coserve.core.errors import (
+    CoserveError,
+    EngineFault,
+    InvalidRequest,
+    LoraServerLost,
+    RequestOutOfMemory,
+    failure_text,
+)
 from coserve.core.link.generation import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.types import AdapterRef, BaseSpec, FinishReason
@@ -21,6 +28,7 @@ from coserve.generate.grammars import Grammars
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Ran, Share, step_shape
 from coserve.generate.preparation import Preparation
+from coserve.generate.remote_adapters import compute_here
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.schedule import SCORED_TOKENS, Scheduler
 from coserve.generate.step_input import step_input
@@ -107,6 +115,8 @@ class Generator:
         self._failed_alone: int | None = None
         """Number of a sequence whose step of one token just ran out of memory; it is retried once."""
         self._computed: StepShape | None = None
+        self._servers_up = 0
+        """`AdapterStore.servers_up` when it was last looked at; -1: a step has lost them."""
         self._failed: list[RequestFailed] = []
         """Requests that failed outside of a collected step and are not reported yet."""
         self._numbered: dict[int, Request] = {}
@@ -214,6 +224,10 @@ class Generator:
     def take_failed(self) -> list[RequestFailed]:
         """Return and clear the requests that failed without a step or at its launch: their adapters could not be read,
         or they were refused."""
+        before, self._servers_up = self._servers_up, self._store.servers_up
+        if before not in (0, self._servers_up):
+            for request, error in compute_here(self.scheduler, self._store, self._kv):
+                self._refuse(request, error)
         failed, self._failed = self._failed, []
         return failed
 
@@ -318,6 +332,11 @@ class Generator:
         except EngineFault:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is these requests' alone
+            if isinstance(error, LoraServerLost):
+                self._undo(launched)
+                self.scheduler.recompute([share.request for share in launched.shares])
+                self._servers_up = -1
+                return []
             if out_of_memory(error) and not step.overlaps:
                 self._undo(launched)
                 self._lower_memory(launched.shares, error)

@@ -7,6 +7,7 @@ from coserve.core.link.generation import Generate
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.generate.checks import allowed_tokens, check_fits_pool
 from coserve.generate.grammars import Grammars
+from coserve.generate.remote_adapters import check_fits_beside
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.memory.prefix import PageKeys
@@ -44,8 +45,7 @@ class Preparation:
             if prefix:
                 request.precede(prefix)
                 request.max_tokens = allowed_tokens(message, self._spec, prefix)
-            pages = 0 if prefix else self._store.pages(ref)
-            check_fits_pool(message, request.max_tokens, self._kv, adapter_pages=pages, prefix=prefix)
+            check_fits_beside(request, ref, self._store, self._kv, prefix)
         except Exception:
             self._store.release(ref)
             raise

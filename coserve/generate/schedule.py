@@ -290,11 +290,11 @@ class Scheduler:
             request.state = State.LOADING
             self.loading.append(request)
 
-    def recompute(self, requests: Iterable[Request]) -> None:
+    def recompute(self, requests: Iterable[Request], *, always: bool = False) -> None:
         """Compute tokens of these requests again, whose step did not finish: from the first if the base has recurrent
-        states, which it may have advanced, or if they share pages that it should have written."""
+        states, which it may have advanced, or if they share pages that it should have written, or `always`."""
         for request in requests:
-            if request.pages and (self._recurrent or self.active.reads_unwritten(request)):
+            if request.pages and (always or self._recurrent or self.active.reads_unwritten(request)):
                 self._put_back(request)
 
     def _grow(self, request: Request) -> bool:

@@ -4,11 +4,9 @@ lost."""
 from __future__ import annotations
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 
 import msgspec
 import pytest
@@ -16,79 +14,19 @@ import torch
 import torch.distributed as dist
 
 from coserve.core.link.channel import Channel
-from coserve.core.link.link import PeerLost
-from coserve.core.types import AdapterDigests, AdapterRef, SiteSpec
 from coserve.engine.lora_server.connect import layers_of
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, BeginStep
-from coserve.engine.lora_server.running import Answered, RunningServers, Server
 from coserve.engine.lora_server.server import LoraServer
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.terms import HeldPairs
-from coserve.engine.lora_server.transport import GlooTransport, gloo_group
+from coserve.engine.lora_server.transport import GlooTransport
 from coserve.kernels.lora.segments import Segments
-from coserve.lora.store.files import load_adapter
-from coserve.model.base import Base, wrap_base
+from coserve.model.base import wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.lora_backends import GROUPED
-from tests.support.lora_reference import packed, save_peft, tokens_of
-
-BOTH = ["experts.gate_up_proj", "experts.down_proj"]
-KINDS = ((3, BOTH, ["q_proj", "o_proj"]), (5, BOTH[1:], []))
-REFS = [AdapterRef("one", 1), AdapterRef("two", 1)]
-
-
-class Ended:
-    """Ends a server's thread in place of its process."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-
-    def kill(self) -> None:
-        self._end.shutdown(socket.SHUT_RDWR)
-
-    def wait(self) -> int:
-        return 0
-
-
-def in_threads(base: Base, folder: Path, servers: int, told: Answered) -> RunningServers:
-    """Servers as threads of this process; gloo connects them as it connects processes."""
-    found, ranks = list[Server](), ThreadPoolExecutor(servers + 1)
-    groups = [ranks.submit(gloo_group, str(folder / "ranks"), rank, servers + 1, 60.0) for rank in range(servers + 1)]
-    for index in range(servers):
-        ours, theirs = socket.socketpair()
-        sites = layers_of(base.spec, index, servers)
-
-        def read(ref: AdapterRef, digests: AdapterDigests | None, sites: dict[str, SiteSpec] = sites):
-            path = DataFolder(folder).adapter(ref)
-            weights = load_adapter(path, base.spec, device="cpu", dtype=torch.float32, digests=digests)
-            return {name: pair for name, pair in weights.experts.items() if name in sites}
-
-        channel = Channel[AnyFromServer, AnyToServer](theirs, msgspec.msgpack.Decoder(AnyToServer))
-        transport = GlooTransport(groups[index + 1].result(), 0, 60.0)
-        server = LoraServer(channel, transport, HeldPairs(sites, 8, base.device), read, 1)
-        Thread(target=run, args=(server, channel), daemon=True).start()
-        own = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
-        found.append(Server(Ended(ours), own, sites))
-    transports = [GlooTransport(groups[0].result(), index + 1, 60.0) for index in range(servers)]
-    ranks.shutdown()
-    return RunningServers(1, found, transports, told)
-
-
-def run(server: LoraServer, channel: Channel[AnyFromServer, AnyToServer]) -> None:
-    with suppress(PeerLost), closing(channel):
-        server.run(torch.float32)
-
-
-def save_adapters(family: str, base: Base, folder: Path) -> list[LoraWeights]:
-    found = []
-    for ref, (rank, parameters, modules) in zip(REFS, KINDS, strict=True):
-        path = DataFolder(folder).adapter(ref)
-        path.mkdir(parents=True)
-        save_peft(tiny_family(family), path, seed=rank, r=rank, target_modules=modules, target_parameters=parameters)
-        found.append(load_adapter(path, base.spec, device="cpu", dtype=torch.float32))
-    return found
+from tests.support.lora_reference import packed, tokens_of
+from tests.support.lora_servers import REFS, in_threads, save_adapters
 
 
 def without_experts(weights: LoraWeights, slot: int) -> LoraWeights:
@@ -144,4 +82,6 @@ def test_a_server_takes_no_message_of_another_start_or_table() -> None:
         engine = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
         engine.send(BeginStep(start=1, step=1, version=held.version, bounds=(0, 3), slots=(2,)))
         with closing(engine), pytest.raises(LookupError, match="start 2"):
-            LoraServer(channel, GlooTransport(dist.group.WORLD, 0, 1.0), held, lambda *_: {}, 2).run(torch.float32)
+            LoraServer(channel, GlooTransport(dist.group.WORLD, 0, base.device, 1.0), held, lambda *_: {}, 2).run(
+                torch.float32
+            )

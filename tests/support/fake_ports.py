@@ -631,6 +631,7 @@ class Inline(Executor):
 class NoAdapters:
     """An adapter store in which every adapter is in memory."""
 
+    lora_servers = ()
     troubles: tuple[str, ...] = ()
     host_bytes = 0
 

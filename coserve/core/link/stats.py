@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from coserve.core.gpu_memory import MemoryUse
+from coserve.core.health import LoraServerInfo
 from coserve.core.link.message import Message
 from coserve.core.step_metrics import LoadSeconds
 from coserve.core.types import AdapterRef
@@ -93,6 +94,7 @@ class EngineStats(Message, frozen=True):
     host_adapter_bytes: int = 0
     """Host memory that adapters take."""
     loads: tuple[LoadSeconds, ...] = ()
+    lora_servers: tuple[LoraServerInfo, ...] = ()
     backlog: int = 0
     """Bytes of earlier messages that the API process has not read."""
     memory: MemoryUse | None = None

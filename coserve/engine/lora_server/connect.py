@@ -25,11 +25,11 @@ def layers_of(spec: BaseSpec, index: int, servers: int) -> dict[str, SiteSpec]:
 def connect(settings: StartServer) -> Transport:
     """Connect a server to its engine, which may still wait for other servers."""
     group = gloo_group(settings.rendezvous, settings.index + 1, settings.servers + 1, JOIN_SECONDS)
-    return GlooTransport(group, ENGINE, settings.deadline)
+    return GlooTransport(group, ENGINE, torch.device(settings.device), settings.deadline)
 
 
 def connect_all(rendezvous: str, servers: int, device: torch.device, deadline: float) -> list[Transport]:
     """Connect an engine to its servers, which are about to `connect`, in order. Raises `RuntimeError` if they do not
     within `deadline` seconds, which is also the time that a message may take."""
     group = gloo_group(rendezvous, ENGINE, servers + 1, deadline)
-    return [GlooTransport(group, index + 1, deadline) for index in range(servers)]
+    return [GlooTransport(group, index + 1, device, deadline) for index in range(servers)]

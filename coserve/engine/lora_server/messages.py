@@ -1,8 +1,7 @@
 """Messages between an engine and a LoRA server, over a socket. Activations and terms go another way: see `transport`.
 
-The socket keeps messages in order, and a server that is started again has a new one. Still each step names the start
-that it belongs to and the version of the table of adapters that it knows, as memory which both write may hold older
-messages.
+The socket keeps messages in order, and a server that is started again has a new one. Still each step names its start
+and the version of the table of adapters that it knows, so that no transport can bring an older message.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ class StartServer(ToServer, frozen=True, kw_only=True):
     spec: BaseSpec
     data_dir: str
     device: str
-    step_tokens: int
-    """Most tokens of a step."""
     threads: int
     logs: LogSettings
 

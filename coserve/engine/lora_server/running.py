@@ -68,7 +68,7 @@ class RunningServers:
     ) -> None:
         """`start`: number of the start; `transports`: to each server. `answered` is called with a server's index and
         its answer, on other threads."""
-        self.servers, self._transports, self._start, self._answered = servers, transports, start, answered
+        self.servers, self._transports, self.start, self._answered = servers, transports, start, answered
         self._lost = threading.Event()
         self.why = ""
         """Why it was lost."""
@@ -120,7 +120,7 @@ class RunningServers:
         step = next(self._steps)
         for index, server in enumerate(self.servers):
             begin = BeginStep(
-                start=self._start, step=step, version=server.version, bounds=tuple(bounds), slots=tuple(own)
+                start=self.start, step=step, version=server.version, bounds=tuple(bounds), slots=tuple(own)
             )
             self.send(index, begin)
         return RemoteStep(self, step, torch.tensor(tokens, device=device))
@@ -137,27 +137,16 @@ class RunningServers:
         def wait() -> Tensor:
             try:
                 return transport.receive(number, [found])[0]
-            except RuntimeError as error:
+            except ConnectionError as error:
                 self.lose(f"LoRA server {index} ended, or did not answer in time")
                 raise LoraServerLost(self.why) from error
 
         try:
             transport.send(number, tensors)
-        except RuntimeError as error:
+        except ConnectionError as error:
             self.lose(f"LoRA server {index} ended")
             raise LoraServerLost(self.why) from error
         return wait
-
-    def check(self) -> None:
-        """Raise `LoraServerLost` if terms of the steps so far did not arrive: on a GPU it is known only when a step has
-        ended."""
-        try:
-            for transport in self._transports:
-                transport.check()
-        except RuntimeError as error:
-            self.lose("a LoRA server ended, or did not answer in time")
-            raise LoraServerLost(self.why) from error
-        self._check()
 
     def _check(self) -> None:
         if self.lost:

@@ -51,13 +51,21 @@ def serve(channel: ServerChannel) -> None:
         assert isinstance(message, StartServer), f"expected the settings first, got {message}"
         set_up_logging(f"lora-server-{message.index}", message.logs)
         torch.set_num_threads(message.threads)
+        use = partial(_use, message.device)
+        use()
         sites, device = layers_of(message.spec, message.index, message.servers), torch.device(message.device)
         pairs, read = HeldPairs(sites, SLOTS, device), partial(_read, message, sites)
         channel.send(ServerReady())
-        server = LoraServer(channel, connect(message), pairs, read, message.start)
+        server = LoraServer(channel, connect(message), pairs, read, message.start, use)
         server.run(getattr(torch, message.spec.dtype))
     except PeerLost:
         log_event(log, "LoRA server stops")
+
+
+def _use(device: str) -> None:
+    """Set CUDA's current device, which is per thread."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
 
 
 def _read(
@@ -75,14 +83,21 @@ class LoraServer:
     """Carries out an engine's messages, in order; adapters are read on threads."""
 
     def __init__(
-        self, channel: ServerChannel, transport: Transport, pairs: HeldPairs, read: ReadPairs, start: int
+        self,
+        channel: ServerChannel,
+        transport: Transport,
+        pairs: HeldPairs,
+        read: ReadPairs,
+        start: int,
+        start_thread: Callable[[], None] = lambda: None,
     ) -> None:
+        """`start`: number of the servers' start; `start_thread` is called first on each thread that reads adapters."""
         self._channel, self._transport, self._pairs, self._read, self._start = channel, transport, pairs, read, start
         self._wanted: dict[int, int] = {}
         """The last load's number by slot."""
         self._table = threading.Lock()
         """Held while slots change, and while a step begins."""
-        self._threads = ThreadPoolExecutor(READERS, "adapters")
+        self._threads = ThreadPoolExecutor(READERS, "adapters", start_thread)
         self._step: tuple[int, int, StepTerms] | None = None
         """Number, tokens and terms of the current step."""
 

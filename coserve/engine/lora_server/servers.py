@@ -58,9 +58,14 @@ class LoraServers:
         """Loads of this start that are not answered, by number."""
         self._numbers, self._free = itertools.count(1), list(range(SLOTS))
         self._failure: Exception | None = None
+        self._tell: Callable[[], None] = lambda: None
         self._ended = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="lora-servers", daemon=True)
         self._keeper.start()
+
+    def notify(self, changed: Callable[[], None]) -> None:
+        """Call `changed`, on any thread, when servers were lost or have come, and when they have an adapter."""
+        self._tell = changed
 
     # ---- processes
 
@@ -72,7 +77,7 @@ class LoraServers:
             raise StartupError(f"the LoRA servers did not start: {self._failure}")
 
     def close(self) -> None:
-        """End the servers, and wait for their ends; servers that start end with this process."""
+        """End the servers, and wait for their ends; servers that only start end by themselves."""
         self._ended.set()
         if (running := self._running) is not None:
             running.lose("the engine stops")
@@ -95,7 +100,8 @@ class LoraServers:
             else:
                 pause = PAUSES[0]
                 self._publish(running)
-                running.wait()
+                if not self._ended.is_set():
+                    running.wait()
                 self._forget()
                 running.end()
                 if not self._ended.is_set():
@@ -110,6 +116,7 @@ class LoraServers:
             for ref in self._held:
                 self._ask(running, ref)
             self._changed.notify_all()
+        self._tell()
         log_event(log, "LoRA servers ready", servers=self._count, start=self._starts, adapters=len(self._held))
 
     def _forget(self) -> None:
@@ -120,6 +127,7 @@ class LoraServers:
             for held in self._held.values():
                 held.waiting, held.bytes = set(range(self._count)), {}
             self._changed.notify_all()
+        self._tell()
 
     # ---- adapters
 
@@ -160,12 +168,18 @@ class LoraServers:
         return held.slot if held is not None and held.ready and running is not None and not running.lost else -1
 
     @property
+    def up(self) -> int:
+        """See `RemotePairs`."""
+        running = self._running
+        return 0 if running is None or running.lost else running.start
+
+    @property
     def troubles(self) -> tuple[str, ...]:
         """Notes on lost servers, and on adapters that they could not take."""
         with self._changed:
             refused = [f"{ref}: {held.refused}" for ref, held in self._held.items() if held.refused]
         notes = [f"LoRA servers do not hold {len(refused)} adapters, such as {refused[0]}"] if refused else []
-        if self._running is None and self._starts > 1:
+        if self._running is None:
             notes.append("the LoRA servers are started again; until then the engine computes experts' adapters itself")
         return tuple(notes)
 
@@ -206,6 +220,7 @@ class LoraServers:
             if not held.waiting:
                 del self._loads[message.number]
             self._changed.notify_all()
+        self._tell()
 
     # ---- steps
 

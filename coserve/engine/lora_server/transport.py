@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, cast
@@ -29,24 +30,22 @@ class Transport(Protocol):
     over the socket."""
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """Send a message without waiting. Raises `RuntimeError` if the peer is gone."""
+        """Send a message without waiting for the peer. Raises `ConnectionError` if it is gone."""
         ...
 
     def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
-        """Receive the message of this number. Raises `RuntimeError` if the peer is gone, or does not send in time."""
-        ...
-
-    def check(self) -> None:
-        """Raise `RuntimeError` if something that was received since the last check did not arrive."""
+        """Receive the message of this number. Raises `ConnectionError` if the peer is gone or does not send in time."""
         ...
 
 
 class GlooTransport:
-    """Implements `Transport` for CPU tensors, by gloo's messages, whose tag is the message's number."""
+    """Implements `Transport` by gloo's messages, whose tag is the message's number. Tensors on a GPU go through host
+    memory: `send` waits for them, and `receive` for the message, while the GPU computes what was launched before."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, deadline: float) -> None:
-        """`deadline`: seconds that a message may take."""
-        self._group, self._peer, self._deadline = group, peer, timedelta(seconds=deadline)
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device, deadline: float) -> None:
+        """`device`: of tensors that are received; `deadline`: seconds that a message may take."""
+        self._group, self._peer, self._device = group, peer, device
+        self._deadline = timedelta(seconds=deadline)
         self._sent = deque[tuple[dist.Work, Tensor]]()
         """Messages that may still be on their way."""
 
@@ -54,17 +53,26 @@ class GlooTransport:
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         for place, tensor in enumerate(tensors):
-            own = tensor.contiguous()
-            self._sent.append((self._group.send([own], self._peer, _tag(number, place)), own))
+            own = tensor.cpu().contiguous()
+            with _connection():
+                work = self._group.send([own], self._peer, _tag(number, place))
+            self._sent.append((work, own))
 
     def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
         found = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
         for place, tensor in enumerate(found):
-            self._group.recv([tensor], self._peer, _tag(number, place)).wait(self._deadline)
-        return found
+            with _connection():
+                self._group.recv([tensor], self._peer, _tag(number, place)).wait(self._deadline)
+        return [tensor.to(self._device) for tensor in found]
 
-    def check(self) -> None:
-        """See `Transport`: `receive` has raised."""
+
+@contextmanager
+def _connection() -> Iterator[None]:
+    """Tell gloo's errors from those of tensors."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _tag(number: int, place: int) -> int:

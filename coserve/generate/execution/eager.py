@@ -16,6 +16,7 @@ from coserve.generate.sampling.choices import Chosen, choices
 from coserve.generate.sampling.rows import is_likeliest
 from coserve.generate.sampling.sampler import NO_MASKS, Masks, choose
 from coserve.generate.sampling.scoring import prompt_logprobs
+from coserve.kernels.lora.experts.interface import RemoteExperts
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.kv import KvCache
@@ -48,7 +49,11 @@ class EagerExecutor:
     """Implements `StepExecutor`. If the LoRA backend computes one adapter at a time, a step becomes one forward per
     adapter."""
 
-    def __init__(self, base: RunsBase, kv: KvCache, lora_backend: LoraBackend) -> None:
+    def __init__(
+        self, base: RunsBase, kv: KvCache, lora_backend: LoraBackend, remote: RemoteExperts | None = None
+    ) -> None:
+        """`remote`: the LoRA servers, if there are any."""
+        self._remote = remote
         self._base, self._kv, self._lora_backend = base, kv, lora_backend.keeping()
         self._seen: dict[AdapterRef, LoraWeights] = {}
         """GPU copies of adapters that ran, of which the backend may keep copies."""
@@ -129,7 +134,8 @@ class EagerExecutor:
         if not packed.adapters:
             return None
         segments = Segments(packed.bounds, packed.segment_adapters(range(len(packed.adapters))))
-        return LoraBatch(segments, tuple(adapters[index] for index in packed.adapters), self._lora_backend)
+        own = tuple(adapters[index] for index in packed.adapters)
+        return LoraBatch(segments, own, self._lora_backend, remote=self._remote)
 
 
 @dataclass(frozen=True)

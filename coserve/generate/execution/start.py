@@ -18,6 +18,7 @@ from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import Capture, GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS, PARTIAL_FOOTPRINTS
 from coserve.generate.execution.interface import StepExecutor
+from coserve.kernels.lora.experts.interface import RemoteExperts
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import StackedWeights
 from coserve.memory.graph_bytes import GraphBytes
@@ -91,16 +92,20 @@ def make_start(
     step_tokens: int = MIXED_TOKENS[-1],
     gemms: LoadGemms | None = None,
     graph_bytes: GraphBytes | None = None,
+    remote: RemoteExperts | None = None,
 ) -> ExecutorStart:
     """Compile the layers, check their logits, and return the executor. Tensor-parallel ranks call this together: all of
     them run compiled steps, or none does.
 
-    `gemms`: None: the fastest GEMM kernels are measured now. `graph_bytes`: counts the memory of captures. Without a
-    GPU, nothing is compiled.
+    `gemms`: None: the fastest GEMM kernels are measured now. `graph_bytes`: counts the memory of captures. `remote`:
+    the LoRA servers, if there are any. Without a GPU, nothing is compiled.
     """
-    eager = EagerExecutor(base, kv, lora_backend)
+    eager = EagerExecutor(base, kv, lora_backend, remote)
     if base.device.type != "cuda":
         return ExecutorStart(eager)
+    if remote is not None:
+        why = "LoRA servers compute experts' adapters"
+        return ExecutorStart(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
     if not lora_backend.capturable:
         why = f"the LoRA backend {lora_backend.name} cannot be captured"
         return ExecutorStart(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))

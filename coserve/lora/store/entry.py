@@ -42,6 +42,8 @@ class Entry:
     gpu: GpuCopy | None = None
     size: int = 0
     """Bytes of a copy (`packing.packed_bytes`); 0 before the first one."""
+    beside: int = 0
+    """Bytes of a copy without its experts' pairs."""
     reading: bool = False
     failure: Exception | None = None
     """The reason why no copy will be made any more, while requests still use or await one."""

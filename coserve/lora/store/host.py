@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from coserve.core.types import AdapterRef
 from coserve.lora.store.entry import Entry
 from coserve.lora.store.eviction import GreedyDual
-from coserve.lora.store.packing import packed_bytes
+from coserve.lora.store.packing import bytes_beside, packed_bytes
 from coserve.model.lora import LoraWeights
 
 
@@ -31,7 +31,8 @@ class HostCopies:
 
     def add(self, entry: Entry, weights: LoraWeights) -> None:
         assert entry.host is None, f"{entry.ref} has a host copy"
-        entry.host, entry.size = weights, packed_bytes(weights)
+        entry.host = weights
+        entry.size, entry.beside = packed_bytes(weights), bytes_beside(weights)
         self.bytes += entry.size
         self._order.used(entry.ref, entry.size, uses=0)
 

@@ -174,6 +174,17 @@ def layout_of(weights: LoraWeights) -> PackedLayout:
     return sites.layout if isinstance(sites, PackedSites | PartedSites) else PackedLayout(sites)
 
 
+def bytes_beside(weights: LoraWeights) -> int:
+    """Bytes of the adapter's layout without its experts' pairs."""
+    return sum(place.end - place.first for place in layout_of(weights).places.values() if place.like.experts <= 1)
+
+
+def without_experts(weights: LoraWeights, slot: int) -> LoraWeights:
+    """Return the adapter without its experts' pairs, which LoRA servers hold in `slot`; they are not read."""
+    names = [name for name, place in layout_of(weights).places.items() if place.like.experts <= 1]
+    return LoraWeights(weights.settings, {name: weights.sites[name] for name in names}, slot)
+
+
 def packed(weights: LoraWeights, *, for_kernels: bool) -> LoraWeights:
     """Copy an adapter to host memory in a packed layout: that of the kernels, or of a CPU.
 
@@ -211,4 +222,4 @@ def copied_into(bytes_N: Tensor, weights: LoraWeights) -> LoraWeights:
             sites.copied()
     else:
         copy.fill(sites)
-    return LoraWeights(weights.settings, copy)
+    return LoraWeights(weights.settings, copy, weights.remote)

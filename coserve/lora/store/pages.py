@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from coserve.lora.store.copying import PageCopies
 from coserve.lora.store.entry import Entry, GpuCopy
 from coserve.lora.store.mirror import CopyMirror, NoMirror
+from coserve.lora.store.packing import without_experts
+from coserve.lora.store.remote import RemotePairs
 from coserve.lora.store.times import LoadTimes
 from coserve.memory.buffer import PageBuffer
 from coserve.model.lora import LoraWeights
@@ -41,15 +43,27 @@ class AdapterPages:
         mirror: CopyMirror | None = None,
         placed: Callable[[LoraWeights], None] = lambda _: None,
         times: LoadTimes | None = None,
+        remote: RemotePairs | None = None,
     ) -> None:
         """`evicted` is called when an adapter has lost its GPU copy. It must not allocate pages. `placed` is called
-        with each new GPU copy, after the mirror's."""
+        with each new GPU copy, after the mirror's. `remote`: the LoRA servers, if there are any."""
         self._buffer, self._evicted, self._mirror, self._placed = buffer, evicted, mirror or NoMirror(), placed
-        self._times, self._copies = times or LoadTimes(), PageCopies(buffer)
+        self._times, self._copies, self._remote = times or LoadTimes(), PageCopies(buffer), remote
 
     def pages(self, entry: Entry) -> int:
-        """Number of pages that the adapter takes."""
-        return max(1, self._buffer.pages_for(entry.size))
+        """Number of pages that the adapter takes now; fewer while LoRA servers hold its experts' pairs."""
+        return max(1, self._buffer.pages_for(self.bytes(entry)))
+
+    def least(self, entry: Entry) -> int:
+        """Number of pages that it takes if LoRA servers hold its experts' pairs."""
+        return self.pages(entry) if self._remote is None else max(1, self._buffer.pages_for(entry.beside))
+
+    def bytes(self, entry: Entry) -> int:
+        """Bytes of the copy that `activate` would make."""
+        return entry.size if self._slot(entry) < 0 else entry.beside
+
+    def _slot(self, entry: Entry) -> int:
+        return -1 if self._remote is None else self._remote.slot(entry.ref)
 
     def needs(self, entry: Entry) -> int:
         """Number of free pages that `activate` needs; 0 if a sequence uses the adapter already."""
@@ -61,6 +75,9 @@ class AdapterPages:
         Returns None if there is no room for it, or no host copy to load now. There is room whenever `needs` pages are
         free, unless other adapters in use leave only shorter runs of pages.
         """
+        slot = self._slot(entry)  # once: it may change at any time
+        if entry.gpu is not None and entry.gpu.weights.remote not in (-1, slot) and not entry.gpu.span.references:
+            self.drop(entry)  # the servers that held its other pairs were lost, or have dropped them
         if entry.gpu is not None:
             held = self._buffer.pool.acquire_span(entry.gpu.span)
             assert held, "the pool tells of evicted spans"
@@ -68,12 +85,14 @@ class AdapterPages:
         if entry.host is None:
             return None
         with self._times.during("defragment"):
-            taken = self._buffer.allocate_span(self.pages(entry), lambda: self._evict(entry))
+            pages = max(1, self._buffer.pages_for(entry.size if slot < 0 else entry.beside))
+            taken = self._buffer.allocate_span(pages, lambda: self._evict(entry))
         if taken is None:
             return None
         span, moved = taken
         with self._times.during("copy"):
-            entry.gpu = GpuCopy(self._copies.copy(entry.host, span), span)
+            own = entry.host if slot < 0 else without_experts(entry.host, slot)
+            entry.gpu = GpuCopy(self._copies.copy(own, span), span)
         self._mirror.loaded(entry.ref, span, moved)
         self._placed(entry.gpu.weights)
         return Activated(entry.gpu.weights, moved)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from coserve.core.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
+from coserve.core.health import LoraServerInfo
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.store.entry import Entry, State
 from coserve.lora.store.host import HostBudget, HostCopies
@@ -19,6 +20,7 @@ from coserve.lora.store.host_memory import HostMemory, Room, Unread
 from coserve.lora.store.mirror import CopyMirror, NoMirror
 from coserve.lora.store.packing import packed_bytes
 from coserve.lora.store.pages import Activated, AdapterPages
+from coserve.lora.store.remote import RemotePairs
 from coserve.lora.store.times import LoadTimes
 from coserve.lora.store.turns import ReadTurns
 from coserve.memory.buffer import PageBuffer
@@ -62,12 +64,14 @@ class AdapterStore:
         placed: Callable[[LoraWeights], None] = lambda _: None,
         times: LoadTimes | None = None,
         notes: Callable[[], tuple[str, ...]] = lambda: (),
+        remote: RemotePairs | None = None,
     ) -> None:
         """`memory`: holds the host copies; None: they stay as `load` returns them. `backoff`: pauses between attempts
         of a read that raises `StorageError`; `sleep` waits for them. `mirror`: repeats all copies elsewhere. `placed`:
-        see `AdapterPages`. `times`: counts where the time goes; `notes`: those of `load`."""
+        see `AdapterPages`. `times`: counts where the time goes; `notes`: those of `load`.
+        `remote`: the LoRA servers, if there are any."""
         self._load, self._memory = load, memory
-        self._mirror, self._placed = mirror or NoMirror(), placed
+        self._mirror, self._placed, self._remote = mirror or NoMirror(), placed, remote
         self._entries: dict[AdapterRef, Entry] = {}  # least recently used first
         self._host = HostCopies(budget)
         self._pages: AdapterPages | None = None
@@ -86,7 +90,17 @@ class AdapterStore:
     @property
     def troubles(self) -> tuple[str, ...]:
         """Descriptions of failed reads that are being retried, and of what makes reads slow."""
-        return self._retries.notes + self._notes()
+        return self._retries.notes + self._notes() + (() if self._remote is None else self._remote.troubles)
+
+    @property
+    def servers_up(self) -> int:
+        """Number of the start whose LoRA servers run; 0: none do."""
+        return 0 if self._remote is None else self._remote.up
+
+    @property
+    def lora_servers(self) -> tuple[LoraServerInfo, ...]:
+        """The state of each LoRA server."""
+        return () if self._remote is None else self._remote.states()
 
     def ready(self, ref: AdapterRef, digests: AdapterDigests | None = None) -> bool:
         """Whether the adapter is in memory. If it is not, start to read its files.
@@ -132,10 +146,12 @@ class AdapterStore:
             self._evict()
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading, and end the LoRA servers."""
         for task in self._tasks:
             task.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._remote is not None:
+            self._remote.close()
 
     # ---- references
 
@@ -229,7 +245,7 @@ class AdapterStore:
             evicted(entry.ref)
             self._discard_if_unused(entry)
 
-        self._pages = AdapterPages(buffer, lost, self._mirror, self._placed, self.times)
+        self._pages = AdapterPages(buffer, lost, self._mirror, self._placed, self.times, self._remote)
 
     @property
     def host_bytes(self) -> int:
@@ -244,6 +260,10 @@ class AdapterStore:
     def pages(self, ref: AdapterRef) -> int:
         """Number of pages that an acquired adapter takes."""
         return self._in_pages.pages(self._entries[ref])
+
+    def least_pages(self, ref: AdapterRef) -> int:
+        """Number of pages that it takes where LoRA servers hold its experts' pairs."""
+        return self._in_pages.least(self._entries[ref])
 
     def failure(self, ref: AdapterRef) -> Exception | None:
         """The reason why an adapter that a request acquired or waits for is not in memory and will not be.
@@ -264,7 +284,7 @@ class AdapterStore:
     def to_copy(self, ref: AdapterRef) -> int:
         """Bytes that `activate` copies; 0 if the adapter is in pages."""
         entry = self._entries[ref]
-        return 0 if entry.gpu is not None else entry.size
+        return 0 if entry.gpu is not None else self._in_pages.bytes(entry)
 
     def lacks_pages(self, ref: AdapterRef) -> None:
         """Note that a request waits for pages before its adapter can be activated."""

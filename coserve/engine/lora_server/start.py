@@ -1,0 +1,83 @@
+"""The LoRA servers of an engine's settings, and the adapters that they share with its store."""
+
+from __future__ import annotations
+
+import torch
+
+from coserve.config import Config
+from coserve.core.errors import ConfigError, UnsupportedBase
+from coserve.core.types import AdapterDigests, AdapterRef
+from coserve.engine.lora_server.messages import StartServer
+from coserve.engine.lora_server.running import Answered, RunningServers, start_servers
+from coserve.engine.lora_server.servers import LoraServers
+from coserve.lora.store.host_memory import Unread
+from coserve.lora.store.mirror import NoMirror
+from coserve.lora.store.packing import layout_of
+from coserve.lora.store.store import Load
+from coserve.model.base import Base
+from coserve.model.lora import LoraWeights
+
+
+def make_servers(base: Base, config: Config) -> LoraServers | None:
+    """Begin to start the servers; None: the settings ask for none. Raises `UnsupportedBase` and `ConfigError` for a
+    base and GPUs that cannot have them."""
+    count = config.lora_server
+    if not count:
+        return None
+    layers = {site.layer for site in base.spec.experts.values()}
+    if not layers or base.states:
+        why = "its layers keep a recurrent state" if layers else "adapters change no experts of it"
+        raise UnsupportedBase(f"{base.spec.name}: expected a mixture that LoRA servers can serve, but {why}")
+    if count > len(layers):
+        raise ConfigError(f"lora_server: expected at most {len(layers)}, the layers with experts, got {count}")
+    cuda, found = base.device.type == "cuda", torch.cuda.device_count()
+    if cuda and found <= count:
+        raise ConfigError(f"lora_server: expected {count + 1} GPUs, one of them for the base, found {found}")
+    threads = max(1, torch.get_num_threads())
+
+    def start(number: int, answered: Answered) -> RunningServers:
+        settings = [
+            StartServer(
+                index=index,
+                servers=count,
+                start=number,
+                rendezvous="",
+                deadline=config.lora_server_timeout,
+                spec=base.spec,
+                data_dir=str(config.data_dir),
+                device=f"cuda:{found - count + index}" if cuda else "cpu",
+                threads=threads,
+                logs=config.logs,
+            )
+            for index in range(count)
+        ]
+        return start_servers(settings, answered)
+
+    return LoraServers(count, start, config.lora_server_timeout)
+
+
+class ServersCopies(NoMirror):
+    """Implements `CopyMirror`: servers drop an adapter with its host copy."""
+
+    def __init__(self, servers: LoraServers) -> None:
+        self._servers = servers
+
+    def dropped(self, ref: AdapterRef) -> None:
+        """See `CopyMirror`."""
+        self._servers.dropped(ref)
+
+
+def load_on_servers(load: Load, servers: LoraServers) -> Load:
+    """Wrap `load` so that the servers read an adapter at the same time, and have it when it returns."""
+
+    def everywhere(ref: AdapterRef, digests: AdapterDigests | None) -> Unread | LoraWeights:
+        wait = servers.load(ref, digests)
+        found = load(ref, digests)
+        layout = layout_of(found) if isinstance(found, LoraWeights) else found.layout
+        if any(place.like.experts > 1 for place in layout.places.values()):
+            wait()
+        else:
+            servers.dropped(ref)
+        return found
+
+    return everywhere

@@ -1,0 +1,113 @@
+"""Requests over LoRA servers: fewer pages for their adapters, and what a lost server means for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from coserve.core.errors import LoraServerLost
+from coserve.core.link.generation import RequestFailed
+from coserve.core.types import AdapterDigests, AdapterRef
+from coserve.engine.lora_server.running import Answered, RunningServers
+from coserve.engine.lora_server.servers import LoraServers
+from coserve.engine.lora_server.start import ServersCopies, load_on_servers
+from coserve.generate.execution.eager import EagerExecutor
+from coserve.generate.generator import Generator
+from coserve.lora.store.files import load_adapter
+from coserve.lora.store.host import HostBudget
+from coserve.lora.store.store import AdapterStore
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base, wrap_base
+from coserve.model.lora import LoraWeights
+from coserve.state.folder import DataFolder
+from tests.support.families import tiny_family
+from tests.support.generation import collect, prompt, request
+from tests.support.lora_backends import GROUPED
+from tests.support.lora_servers import REFS, in_threads, save_adapters
+
+REQUESTS = [request("a", prompt(6), ref=REFS[0]), request("base", prompt(7)), request("b", prompt(5), ref=REFS[1])]
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return wrap_base(tiny_family("mixtral"), name="mixtral")
+
+
+def make(base: Base, folder: Path, tokens: int, own: LoraServers | None = None) -> tuple[Generator, AdapterStore]:
+    def read(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        path = DataFolder(folder).adapter(ref)
+        return load_adapter(path, base.spec, device="cpu", dtype=torch.float32, digests=digests)
+
+    if own is None:
+        store = AdapterStore(read, HostBudget(1 << 30))
+    else:
+        store = AdapterStore(load_on_servers(read, own), HostBudget(1 << 30), mirror=ServersCopies(own), remote=own)
+    kv = KvCache.for_base(base, tokens, 4)
+    return Generator(base, store, kv, EagerExecutor(base, kv, GROUPED, own), max_running=4, step_tokens=16), store
+
+
+@contextmanager
+def once(base: Base, folder: Path) -> Iterator[tuple[LoraServers, list[RunningServers]]]:
+    """Two servers that are not started again."""
+    found = list[RunningServers]()
+
+    def start(number: int, told: Answered) -> RunningServers:
+        if found:
+            raise RuntimeError("not again")
+        found.append(in_threads(base, folder, 2, told))
+        return found[0]
+
+    own = LoraServers(2, start, 60.0)
+    try:
+        own.wait()
+        yield own, found
+    finally:
+        own.close()
+
+
+def outputs(gen: Generator) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Tokens of each request, and the codes of those that failed, from now to the end."""
+    tokens, failed = dict[str, list[int]](), dict[str, str]()
+    while gen.running:
+        for message in gen.step():
+            if isinstance(message, RequestFailed):
+                failed[message.id] = message.code
+            else:
+                tokens.setdefault(message.id, []).extend(message.tokens)
+    return tokens, failed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_requests_over_servers_survive_their_loss(base: Base, tmp_path: Path) -> None:
+    """Their adapters take fewer pages; after a loss the engine computes them whole, from the tokens so far. The error
+    is for those alone whose adapters do not fit."""
+    save_adapters("mixtral", base, tmp_path)
+    expected = {id: tokens for id, (tokens, _) in collect(make(base, tmp_path, 512)[0], REQUESTS).items()}
+    with once(base, tmp_path) as (own, found):
+        gen, store = make(base, tmp_path, 512, own)
+        for one in REQUESTS:
+            gen.add(one)
+        assert store.pages(REFS[0]) < 10 and [info.adapters for info in store.lora_servers] == [2, 2]
+        tokens = {one.id: list[int]() for one in REQUESTS}
+        small, narrow = make(base, tmp_path, 64, own)
+        for one in REQUESTS[:2]:
+            small.add(one)
+        for _ in range(4):
+            for message in gen.step():
+                tokens[message.id].extend(message.tokens)
+            small.step()
+        assert store.in_pages(REFS[0]).remote >= 0 and narrow.in_pages(REFS[0]).remote >= 0
+        found[0].servers[1].process.kill()
+        rest, failed = outputs(gen)
+        assert not failed and {id: own + rest[id] for id, own in tokens.items()} == expected
+        assert store.pages(REFS[0]) > 16 and gen.pages_used == 0
+        rest, failed = outputs(small)
+        assert failed == {"a": "lora_server_lost"} and rest["base"] == expected["base"][4:]
+        with pytest.raises(LoraServerLost, match="does not fit"):
+            small.add(REQUESTS[0])
+        gen.add(request("later", prompt(6), ref=REFS[0]))
+        assert outputs(gen)[0]["later"] == expected["a"] and "ready" not in {info.state for info in own.states()}
