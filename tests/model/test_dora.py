@@ -71,7 +71,7 @@ def test_slots_scale_the_rows_of_their_adapters(tmp_path: Path) -> None:
     base, adapters, expected = made("phi", tmp_path)
     fused = FusedBase(base, compiled=False)
     slots = AdapterSlots(fused.groups, 2, base.device, fused.exchanges, base.sites.biases)
-    host = [packed(one, pinned=False) for one in adapters]
+    host = [packed(one, for_kernels=False) for one in adapters]
     paged = [copied_into(torch.zeros(packed_bytes(one) + 64, dtype=torch.uint8), one) for one in host]
     placed = slots.place(named(paged))
     segments = Segments(BOUNDS, tuple(-1 if own < 0 else placed[own] for own in BATCH))

@@ -82,7 +82,7 @@ def test_rows_of_a_mixed_batch_equal_pefts(case: str, tmp_path: Path) -> None:
     adapters = (served(tmp_path / "0"), served(tmp_path / "1"))
     expected = [alone(models[own], tokens_T) for own, tokens_T in zip(BATCH, SEQUENCES, strict=True)]
     segments, without = Segments(BOUNDS, BATCH), packed_logits(base, SEQUENCES)
-    for both in (adapters, tuple(packed(one, pinned=False) for one in adapters)):
+    for both in (adapters, tuple(packed(one, for_kernels=False) for one in adapters)):
         got = packed_logits(base, SEQUENCES, LoraBatch(segments, both, GROUPED))
         for own, mine_TV, peft_TV, base_TV in zip(BATCH, got, expected, without, strict=True):
             torch.testing.assert_close(mine_TV, peft_TV, rtol=2e-4, atol=2e-4)

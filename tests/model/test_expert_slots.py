@@ -61,7 +61,7 @@ def test_steps_over_slots_equal_plain_torch() -> None:
     fused = FusedBase(base, compiled=False)
     fused.check()
     slots = AdapterSlots(fused.groups, 4, base.device, fused.exchanges, base.sites.biases, [*base.spec.experts])
-    placed = {AdapterRef(str(i), 1): packed(one, pinned=False) for i, one in enumerate(adapters)}
+    placed = {AdapterRef(str(i), 1): packed(one, for_kernels=False) for i, one in enumerate(adapters)}
     found = slots.place(placed)
     own = replace(segments, adapters=tuple(found[i] if i >= 0 else -1 for i in segments.adapters))
     footprint = slots.footprint(own)

@@ -101,7 +101,7 @@ def serve(mesh: Mesh | None, folder: str, ep: int) -> Served:
     fused = FusedBase(base, compiled=False)
     fused.check()
     slots = AdapterSlots(fused.groups, 4, base.device, fused.exchanges, base.sites.biases, [*base.spec.experts])
-    found = slots.place({AdapterRef(str(i), 1): packed(one, pinned=False) for i, one in enumerate(adapters)})
+    found = slots.place({AdapterRef(str(i), 1): packed(one, for_kernels=False) for i, one in enumerate(adapters)})
     lora = slot_lora(slots, Segments(BOUNDS, tuple(found[i] if i >= 0 else -1 for i in BATCH)))
     by_slots = fused.forward(TOKENS, POSITIONS, PackedAttention(BOUNDS), lora=lora, keep=None)
     pairs = sum(pair.a_RD.numel() + pair.b_OR.numel() for pair in adapters[0].sites.values())
