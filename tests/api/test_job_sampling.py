@@ -169,10 +169,10 @@ async def test_what_cannot_be_sampled_is_refused(sampling: Api) -> None:
         ),
         ({"sample_prompts": "a"}, "sample_prompts", ""),
         ({"sample_steps": 0}, "sample_steps", "at least 1"),
-        ({"sample_max_tokens": 0}, "sample_max_tokens", "at least 1"),
-        ({"sample_max_tokens": 1025}, "sample_max_tokens", "at most 1024"),
+        ({"sample_max_tokens": 0}, "sample_max_tokens", "expected 1 to 1024"),
+        ({"sample_max_tokens": 1025}, "sample_max_tokens", "expected 1 to 1024"),
         ({"sample_max_tokens": 200}, "sample_max_tokens", "the context, 128"),
-        ({"sample_temperature": -1}, "sample_temperature", "at least 0"),
+        ({"sample_temperature": -1}, "sample_temperature", "expected 0 to 100"),
     ]
     for training, field, words in wrong:
         status, body = await submit(sampling, **training)

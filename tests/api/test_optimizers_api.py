@@ -38,7 +38,7 @@ async def test_a_job_with_lion_and_noise_learns(tmp_path: Path) -> None:
         ({"optimizer": "paged_lion_8bit"}, "optimizer", "paged_lion_8bit needs bitsandbytes"),
         ({"optimizer": "paged_adamw_32bit"}, "optimizer", "did you mean 'paged_adamw'?"),
         ({"optimizer": "lion", "eps": 1e-6}, "eps", "expected no eps with lion"),
-        ({"neftune_alpha": -1}, "neftune_alpha", "more than 0"),
+        ({"neftune_alpha": -1}, "neftune_alpha", "expected above 0"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(
