@@ -355,7 +355,9 @@ class AdapterStore:
         try:
             loop, ref = asyncio.get_running_loop(), entry.ref
             found = await loop.run_in_executor(self._threads, self._read_files, ref, entry.digests)
-            return await loop.run_in_executor(self._threads, self._copy, ref, found, self._room(found))
+            if (room := self._room(found)) is None:
+                return self._copy(ref, found, None)
+            return await loop.run_in_executor(self._threads, self._copy, ref, found, room)
         finally:
             self._turns.give_back()
 
