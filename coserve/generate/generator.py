@@ -115,8 +115,8 @@ class Generator:
         self._failed_alone: int | None = None
         """Number of a sequence whose step of one token just ran out of memory; it is retried once."""
         self._computed: StepShape | None = None
-        self._servers_up = 0
-        """`AdapterStore.servers_up` when it was last looked at; -1: a step has lost them."""
+        self._server_losses = 0
+        """Losses of LoRA servers whose requests were put back."""
         self._failed: list[RequestFailed] = []
         """Requests that failed outside of a collected step and are not reported yet."""
         self._numbered: dict[int, Request] = {}
@@ -224,8 +224,8 @@ class Generator:
     def take_failed(self) -> list[RequestFailed]:
         """Return and clear the requests that failed without a step or at its launch: their adapters could not be read,
         or they were refused."""
-        before, self._servers_up = self._servers_up, self._store.servers_up
-        if before not in (0, self._servers_up):
+        before, self._server_losses = self._server_losses, self._store.server_losses
+        if before != self._server_losses:
             for request, error in compute_here(self.scheduler, self._store, self._kv):
                 self._refuse(request, error)
         failed, self._failed = self._failed, []
@@ -335,7 +335,6 @@ class Generator:
             if isinstance(error, LoraServerLost):
                 self._undo(launched)
                 self.scheduler.recompute([share.request for share in launched.shares])
-                self._servers_up = -1
                 return []
             if out_of_memory(error) and not step.overlaps:
                 self._undo(launched)

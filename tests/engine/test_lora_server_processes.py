@@ -92,7 +92,7 @@ async def test_requests_go_on_when_a_server_is_killed_or_hangs(tmp_path: Path) -
     assert (await own.server(lambda info: info.state == "ready")).adapters == 1
     plain = await own.tokens(None)
     assert (await own.tokens(REFS[0], signalled(signal.SIGKILL))) == expected
-    again = await own.server(lambda info: info.state == "ready" and info.starts == 2 and info.adapters == 1)
+    again = await own.server(lambda info: info.state == "ready" and info.starts >= 2 and info.adapters == 1)
     assert again.bytes > 0
     # The first adapter is whole in the engine's pages now; the other one comes to the new server.
     other = await own.tokens(REFS[1])

@@ -84,6 +84,10 @@ class ServerReady(FromServer, frozen=True, kw_only=True):
     """It is about to connect, and can load adapters then."""
 
 
+class ServerConnected(FromServer, frozen=True, kw_only=True):
+    """It has connected, and does not need the rendezvous file any more."""
+
+
 class PairsLoaded(FromServer, frozen=True, kw_only=True):
     """The pairs are in their slot. `bytes`: 0 if the adapter changes no experts of this server's layers."""
 
@@ -100,4 +104,4 @@ class PairsRefused(FromServer, frozen=True, kw_only=True):
 
 
 AnyToServer = StartServer | LoadPairs | DropPairs | BeginStep | Exchange
-AnyFromServer = ServerReady | PairsLoaded | PairsRefused
+AnyFromServer = ServerReady | ServerConnected | PairsLoaded | PairsRefused

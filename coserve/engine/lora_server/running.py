@@ -29,6 +29,7 @@ from coserve.engine.lora_server.messages import (
     Exchange,
     PairsLoaded,
     PairsRefused,
+    ServerConnected,
     ServerReady,
     StartServer,
 )
@@ -159,7 +160,7 @@ class RunningServers:
                 message = server.channel.receive()
                 if isinstance(message, PairsLoaded):
                     server.version = max(server.version, message.version)
-                if not isinstance(message, ServerReady):
+                if isinstance(message, PairsLoaded | PairsRefused):
                     self._answered(index, message)
         self.lose(f"LoRA server {index} ended")
 
@@ -191,17 +192,23 @@ def start_servers(settings: Sequence[StartServer], answered: Answered) -> Runnin
             rendezvous = f"{folder}/servers"
             for own in settings:
                 servers.append(_spawn(msgspec.structs.replace(own, rendezvous=rendezvous)))
-            for server in servers:
-                message = server.channel.receive()
-                assert isinstance(message, ServerReady), f"expected that it is ready, got {message}"
+            _expect(servers, ServerReady)
             device, deadline = torch.device(settings[0].spec.device), settings[0].deadline
             transports = connect_all(rendezvous, len(servers), device, deadline)
+            # A slow server still reads the rendezvous file when the engine has connected to all.
+            _expect(servers, ServerConnected)
         return RunningServers(settings[0].start, servers, transports, answered)
     except BaseException:
         _kill(servers)
         for server in servers:
             server.channel.close()
         raise
+
+
+def _expect(servers: Sequence[Server], kind: type[ServerReady | ServerConnected]) -> None:
+    for server in servers:
+        message = server.channel.receive()
+        assert isinstance(message, kind), f"expected {kind.__name__}, got {message}"
 
 
 def _kill(servers: Sequence[Server]) -> None:

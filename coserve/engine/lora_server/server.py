@@ -27,6 +27,7 @@ from coserve.engine.lora_server.messages import (
     LoadPairs,
     PairsLoaded,
     PairsRefused,
+    ServerConnected,
     ServerReady,
     StartServer,
 )
@@ -56,7 +57,9 @@ def serve(channel: ServerChannel) -> None:
         sites, device = layers_of(message.spec, message.index, message.servers), torch.device(message.device)
         pairs, read = HeldPairs(sites, SLOTS, device), partial(_read, message, sites)
         channel.send(ServerReady())
-        server = LoraServer(channel, connect(message), pairs, read, message.start, use)
+        transport = connect(message)
+        channel.send(ServerConnected())
+        server = LoraServer(channel, transport, pairs, read, message.start, use)
         server.run(getattr(torch, message.spec.dtype))
     except PeerLost:
         log_event(log, "LoRA server stops")

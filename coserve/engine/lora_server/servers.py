@@ -51,7 +51,7 @@ class LoraServers:
         """`start`: starts `count` servers; its first argument is the number of the start, from 1. `patience`: seconds
         that `load` waits for servers once the engine has read an adapter."""
         self._count, self._start, self._patience = count, start, patience
-        self._changed, self._starts = threading.Condition(), 0
+        self._changed, self._starts, self._losses = threading.Condition(), 0, 0
         self._running: RunningServers | None = None
         self._held: dict[AdapterRef, _Held] = {}
         self._loads: dict[int, AdapterRef] = {}
@@ -122,7 +122,7 @@ class LoraServers:
     def _forget(self) -> None:
         """Expect nothing of lost servers any more."""
         with self._changed:
-            self._running = None
+            self._running, self._losses = None, self._losses + 1
             self._loads.clear()
             for held in self._held.values():
                 held.waiting, held.bytes = set(range(self._count)), {}
@@ -168,10 +168,10 @@ class LoraServers:
         return held.slot if held is not None and held.ready and running is not None and not running.lost else -1
 
     @property
-    def up(self) -> int:
+    def losses(self) -> int:
         """See `RemotePairs`."""
-        running = self._running
-        return 0 if running is None or running.lost else running.start
+        with self._changed:
+            return self._losses + (self._running is not None and self._running.lost)
 
     @property
     def troubles(self) -> tuple[str, ...]:

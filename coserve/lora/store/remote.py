@@ -17,8 +17,8 @@ class RemotePairs(Protocol):
         ...
 
     @property
-    def up(self) -> int:
-        """Number of the start whose servers run; 0: none do."""
+    def losses(self) -> int:
+        """How often the servers were lost so far."""
         ...
 
     def states(self) -> tuple[LoraServerInfo, ...]:

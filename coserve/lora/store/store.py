@@ -93,9 +93,9 @@ class AdapterStore:
         return self._retries.notes + self._notes() + (() if self._remote is None else self._remote.troubles)
 
     @property
-    def servers_up(self) -> int:
-        """Number of the start whose LoRA servers run; 0: none do."""
-        return 0 if self._remote is None else self._remote.up
+    def server_losses(self) -> int:
+        """How often LoRA servers were lost so far."""
+        return 0 if self._remote is None else self._remote.losses
 
     @property
     def lora_servers(self) -> tuple[LoraServerInfo, ...]:
