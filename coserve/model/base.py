@@ -38,7 +38,7 @@ from coserve.model.formats.load import DenseModel
 from coserve.model.formats.source import eos_of, loadable, read_config, set_generation
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights, default_targets, prefix_sites, site_shape, site_weight
-from coserve.model.packed import CHECKED_ROWS, PACKED_ROWS, drop_packed, pack_weights, rows_are_independent
+from coserve.model.packed import CHECKED_ROWS, choose_rows, pack_weights
 from coserve.model.parallel.adapter import AdapterPartition
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
@@ -80,8 +80,8 @@ class Base:
     """The state's sizes of each layer with a recurrent state. Their attention comes with a `Recurrence`."""
     sharding: Sharding | None = None
     """How the base is sharded, if this is one tensor-parallel rank's shard. `spec` describes the whole base."""
-    packed: bool = False
-    """Whether inference uses packed weights (`model.packed`)."""
+    packed_rows: tuple[int, ...] = ()
+    """Numbers of rows to which inference pads small batches of packed weights (`model.packed`); none: it uses none."""
     ends: EndSites = field(default_factory=EndSites)
     note: str = ""
     """For the operator: how the weights were made from the files, if they are not those of the files."""
@@ -105,7 +105,7 @@ class Base:
         """
         tokens = tokens_T.shape[0]
         assert lora is None or lora.segments.tokens == tokens, "expected segments of the same tokens"
-        packed = self.packed and not torch.is_grad_enabled()
+        packed = bool(self.packed_rows) and not torch.is_grad_enabled()
         if padding := self._padding(tokens, packed):
             tokens_T = nn.functional.pad(tokens_T, (0, padding))
             positions_T = nn.functional.pad(positions_T, (0, padding))
@@ -121,7 +121,7 @@ class Base:
         """Return the number of rows to add on CPU, so that a row's bits do not depend on the batch."""
         if self.device.type != "cpu":
             return 0
-        few = (size - rows for size in PACKED_ROWS if packed and rows <= size)
+        few = (size - rows for size in self.packed_rows if packed and rows <= size)
         return next(few, -rows % CPU_ROWS)
 
     def run(
@@ -380,15 +380,12 @@ def wrap_base(
         tuned=seam.take_over_tuning([module for module, _ in seen.layers]),
         states=seen.states,
         sharding=None if shard is None else shard.sharding,
-        packed=packed,
         ends=ends,
         note="; ".join(filter(None, (note, TEXTS.get(quantization_of(model))))),
     )
     _check_forward(base, expected)
-    if packed and not rows_are_independent(base.forward, probe.tokens(model, CHECKED_ROWS)):
-        log.info("weights are not packed for CPU products: a row's bits would depend on the batch")
-        base.packed = False
-        drop_packed(model)
+    if packed:
+        choose_rows(base, probe.tokens(model, CHECKED_ROWS))
     return base
 
 

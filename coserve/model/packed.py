@@ -1,7 +1,8 @@
 """The base's weights in oneDNN's own layout, for products of few rows on a CPU.
 
 torch's GEMM copies a whole weight into such a layout at every call, and below 8 rows its bits depend on the number of
-rows. A product of a packed weight copies nothing, and from 2 rows on a row's bits do not depend on the others.
+rows. A product of a packed weight copies nothing, and from 2 rows on a row's bits do not depend on the others: on many
+processors, and for many shapes, not even a single row's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +25,14 @@ from coserve.model.forward_context import current
 
 log = logging.getLogger(__name__)
 
-PACKED_ROWS = (2, 4, 8)
-"""Numbers of rows to which small batches are padded, in place of `base.CPU_ROWS`: a packed product of one row rounds
-otherwise, and so do the last numbers of elementwise kernels, which go by 32. oneDNN compiles a kernel for each."""
+PACKED_ROWS = (1, 2, 4, 8), (2, 4, 8)
+"""Numbers of rows to which small batches are padded, in place of `base.CPU_ROWS`: the first of these that keeps a row's
+bits. A packed product of one row may round otherwise, and so may the last numbers of elementwise kernels, which go by
+32. oneDNN compiles a kernel for each."""
 PACKED_FOR = 16
 """Rows for which oneDNN chooses the layout."""
 CHECKED_ROWS = 13
-"""Most rows of the batches that `rows_are_independent` compares."""
+"""Most rows of the batches that `choose_rows` compares."""
 MEMORY_SHARE = 0.25
 """Most memory of the packed copy, as a fraction of the machine's."""
 PACKED = "coserve_packed"
@@ -95,9 +98,29 @@ def drop_packed(model: PreTrainedModel) -> None:
             found.weight = found.bias = None
 
 
+class PackedBase(Protocol):
+    """The part of `Base` whose rows are chosen."""
+
+    model: PreTrainedModel
+    packed_rows: tuple[int, ...]
+
+    @property
+    def forward(self) -> Callable[..., Tensor]: ...
+
+
+def choose_rows(base: PackedBase, ids_T: Tensor) -> None:
+    """Set the base's `packed_rows` so that a row's logits have the same bits in batches of several sizes, or drop the
+    packed weights. `ids_T`: `CHECKED_ROWS` token ids."""
+    for base.packed_rows in PACKED_ROWS:
+        if _rows_are_independent(base.forward, ids_T):
+            return
+    log.info("weights are not packed for CPU products: a row's bits would depend on the batch")
+    base.packed_rows = ()
+    drop_packed(base.model)
+
+
 @torch.no_grad()
-def rows_are_independent(forward: Callable[..., Tensor], ids_T: Tensor) -> bool:
-    """Return whether a row's logits have the same bits in batches of several sizes. `forward`: `Base.forward`."""
+def _rows_are_independent(forward: Callable[..., Tensor], ids_T: Tensor) -> bool:
     positions_T = torch.arange(CHECKED_ROWS)
     every, *few = (
         forward(ids_T[:rows], positions_T[:rows], OwnValues(), lora=None, keep=None) for rows in (CHECKED_ROWS, 1, 3, 7)

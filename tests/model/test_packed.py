@@ -17,7 +17,7 @@ from tests.support.families import tiny_family
 @torch.no_grad()
 def test_a_rows_bits_are_the_same_in_any_batch(family: str) -> None:
     base = wrap_base(tiny_family(family), name="tiny")
-    assert base.packed
+    assert base.packed_rows
     tokens_T, attention = torch.arange(40) * 7 % 128, OwnValues()
 
     def rows(first: int, last: int, keep: torch.Tensor | None = None) -> torch.Tensor:
@@ -28,13 +28,13 @@ def test_a_rows_bits_are_the_same_in_any_batch(family: str) -> None:
     for first, last in ((0, 1), (7, 8), (3, 5), (2, 10), (1, 10), (20, 40)):
         assert torch.equal(rows(first, last), every[first:last])
     assert torch.equal(rows(0, 40, torch.tensor([39])), every[39:])
-    base.packed = False
+    base.packed_rows = ()
     torch.testing.assert_close(rows(0, 40), every)
 
 
 def test_other_weights_are_not_packed() -> None:
-    assert not wrap_base(tiny_family("llama").to(torch.bfloat16), name="tiny").packed
-    assert not wrap_base(tiny_family("qwen3_moe"), name="tiny").packed
+    assert not wrap_base(tiny_family("llama").to(torch.bfloat16), name="tiny").packed_rows
+    assert not wrap_base(tiny_family("qwen3_moe"), name="tiny").packed_rows
 
 
 def test_dropped_weights_leave_no_copy() -> None:
@@ -46,7 +46,7 @@ def test_dropped_weights_leave_no_copy() -> None:
     assert pack_weights(model) and copies() > before
     drop_packed(model)
     assert copies() == before
-    assert wrap_base(model, name="tiny").packed, "they can be packed again"
+    assert wrap_base(model, name="tiny").packed_rows, "they can be packed again"
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def test_a_copy_of_a_model_packs_weights_of_its_own() -> None:
     for weight in copied.parameters():
         weight.mul_(0.5)
     base, other = (wrap_base(one, name="tiny") for one in (deepcopy(copied), copied))
-    assert base.packed and other.packed
+    assert base.packed_rows and other.packed_rows
     tokens_T = torch.arange(5)
 
     def logits(one: Base) -> torch.Tensor:
