@@ -44,9 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    from tests.support.triton_interpreter import remember_builtins  # not before Triton's setting
+    from tests.support.triton_interpreter import make_faster  # not before Triton's setting
 
-    remember_builtins()
+    make_faster()
     gc.collect()
     gc.freeze()
     gc.enable()

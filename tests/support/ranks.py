@@ -18,7 +18,7 @@ from coserve.core.ranks import board_bytes
 from coserve.model.parallel.join import join
 from coserve.model.parallel.lockstep import Lockstep
 from coserve.model.parallel.mesh import GroupMesh, Mesh, Traffic, fits_one_shot
-from tests.support.triton_interpreter import remember_builtins
+from tests.support.triton_interpreter import make_faster
 
 LIMIT = 240.0
 """Seconds for one function."""
@@ -87,7 +87,7 @@ class Ranks:
 
 def _serve(pipe: Connection, rank: int, size: int, address: str, cuda: bool, timeout: int) -> None:
     torch.set_num_threads(1)
-    remember_builtins()
+    make_faster()
     if cuda:
         torch.cuda.set_device(rank)
     mesh = join(rank, size, address=address, device=torch.device("cuda" if cuda else "cpu"), timeout=timeout)
