@@ -21,7 +21,7 @@ from coserve.lora.files.peft import inspect_adapter
 from coserve.lora.files.targets import resolve_targets
 from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import wrap_base
-from coserve.model.parallel.families.plans import PLANS, Width
+from coserve.model.parallel.families.plans import PLANS, Width, joined
 from tests.support.examples import sample
 from tests.support.families import SERVED, tiny_family
 from tests.support.lora_reference import save_peft
@@ -79,7 +79,7 @@ def test_the_table_agrees_with_our_own_plans() -> None:
         for block in plan:
             for kind, widths in ((ParallelStyle.COLUMN, block.column), (ParallelStyle.ROW, block.row)):
                 for path, width in widths.items():
-                    style = parallel_style(f"{block.path}.{path}")
+                    style = parallel_style(joined(block.path, path))
                     assert style is kind if path in USUAL and width in whole else style in (None, kind), (family, path)
 
 

@@ -135,7 +135,7 @@ _MAMBA2: dict[str, object] = {
 }
 RECURRENT: dict[str, dict[str, object]] = {
     "bamba": _MAMBA2 | {"attn_layer_indices": [1]},
-    "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 64},
+    "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 64, "ssm_multipliers": [0.9, 0.8, 1.2, 1.1, 0.7]},
     "granitemoehybrid": _MAMBA2 | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 48},
     "jamba": {
         "num_hidden_layers": 3,
@@ -197,6 +197,15 @@ _VISION: dict[str, object] = {
     "image_size": 28,
     "patch_size": 14,
 }
+_GEMMA4: dict[str, object] = {
+    "model_type": "gemma4_text",
+    "enable_moe_block": True,
+    "top_k_experts": 2,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+}
+"""As 26B-A4B: the keys of layers without a window are their values, too."""
 _SETTINGS: dict[str, dict[str, object]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
@@ -208,7 +217,7 @@ _SETTINGS: dict[str, dict[str, object]] = {
         "attn_temperature_tuning": True,
     },
     "gemma3": {"text_config": {"model_type": "gemma3_text"}},
-    "gemma4": {"text_config": {"model_type": "gemma4_text", "enable_moe_block": True, "top_k_experts": 2}},
+    "gemma4": {"text_config": _GEMMA4},
     "gemma4_text": {"global_head_dim": 16, "hidden_size_per_layer_input": 8},
     "kimi_k25": {"text_config": {"model_type": "deepseek_v3"}},
     "llava": {"text_config": {"model_type": "llama"}},

@@ -62,6 +62,24 @@ def remote_forward(
     return y_TO.index_add(0, tokens_N, terms())
 
 
+def scored_forward(module: nn.Module, hidden_KD: Tensor) -> Tensor:
+    """Return the output of a shard of Llama 4's experts, to which adapters add nothing.
+
+    Each of E experts gets all T tokens, scaled by their scores: K = E T rows. The family's own code then adds up the
+    rows of each token, so the sum over the experts and the ranks stands in the first expert's, beside zeros: ranks send
+    T rows.
+    """
+    shard = expert_shard(module)
+    assert shard is not None, "expected a shard of experts"
+    whole, rank = shard.partitions["down_proj"].experts, shard.mesh.rank
+    ((first, last),) = whole.ranks[rank]
+    hidden_ETD = hidden_KD.view(whole.size, -1, hidden_KD.shape[-1])
+    y_KD = cast(Tensor, type(module).forward(module, hidden_ETD[first:last]))
+    y_TD = y_KD.view(last - first, *hidden_ETD.shape[1:]).sum(0)
+    y_TD = torch.ops.coserve.rank_sum(y_TD) if torch.compiler.is_dynamo_compiling() else shard.sum(y_TD)
+    return nn.functional.pad(y_TD, (0, 0, 0, len(hidden_KD) - len(y_TD)))
+
+
 def _sorted_rows(lora: ExpertLora | None, chosen_TK: Tensor, experts: int) -> ExpertRows:
     return ExpertRows.by_expert(chosen_TK, experts) if lora is None else lora.sorted_rows(chosen_TK, experts)
 

@@ -26,6 +26,12 @@ def has_experts(module: nn.Module) -> bool:
     )
 
 
+def describe_experts(module: nn.Module) -> None:
+    """Give Llama 4's experts the attributes that transformers' decorator sets on those of other families."""
+    if not hasattr(module, "has_gate"):
+        vars(module).update(has_gate=True, has_bias=False, is_transposed=True, config=None)
+
+
 def leaves(module: nn.Module) -> tuple[str, str]:
     """Return the names of the parameters, gate and up first."""
     return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from coserve.core.types import SiteSpec
-from coserve.model.experts.forward import SITES, experts_forward, remote_forward, traced_forward
+from coserve.model.experts.forward import SITES, experts_forward, remote_forward, scored_forward, traced_forward
 from coserve.model.experts.parameters import has_experts, leaves, parameter_spec
 from coserve.model.experts.shards import expert_shard
 from coserve.model.forward_context import current
@@ -32,8 +32,12 @@ def expert_sites(model: nn.Module, path: str) -> dict[str, SiteSpec]:
 def hook_shards(model: nn.Module) -> None:
     """Hook each module of experts that is sharded, so that it returns the sum of all ranks' parts."""
     for name, module in model.named_modules():
-        if expert_shard(module) is not None:
+        if expert_shard(module) is None:
+            continue
+        if has_experts(module):
             hook_experts(name, module)
+        else:
+            module.forward = MethodType(scored_forward, module)
 
 
 def hook_experts(name: str, module: nn.Module) -> None:

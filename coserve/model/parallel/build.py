@@ -13,16 +13,24 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coserve.core.errors import UnsupportedBase
-from coserve.model.experts.parameters import leaves, parameter_spec
+from coserve.model.experts.parameters import describe_experts, leaves, parameter_spec
 from coserve.model.experts.shards import EXPERTS, FIRST, ExpertPartition, ExpertShard, expert_shard
-from coserve.model.parallel.families.partitions import block_sites, block_vectors, heads_of, plan_of, planned_blocks
-from coserve.model.parallel.families.plans import Block
+from coserve.model.parallel.families.partitions import (
+    block_sites,
+    block_vectors,
+    features,
+    heads_of,
+    plan_of,
+    planned_blocks,
+)
+from coserve.model.parallel.families.plans import Block, joined
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import (
     LocalConfig,
     SiteShard,
     copy_input,
+    copy_output,
     shard_attention,
     shard_mixer,
     shard_module,
@@ -123,41 +131,54 @@ def _partitions(
     model: PreTrainedModel, blocks: Mapping[str, Block], mesh: Mesh
 ) -> tuple[dict[str, SitePartition], dict[str, Features]]:
     """Return the partitions of the blocks' linear modules, and those of other parameters, by their paths."""
-    heads, sites, vectors = heads_of(model.config, mesh.size), dict[str, SitePartition](), dict[str, Features]()
+    sites, vectors = dict[str, SitePartition](), dict[str, Features]()
     for path, block in blocks.items():
-        found = block_sites(block, model.get_submodule(path), heads, path)
-        sites |= {f"{path}.{name}": partition for name, partition in found.items()}
-        own = block_vectors(block, model.get_submodule(path), heads, path)
+        module = model.get_submodule(path)
+        heads = heads_of(model.config, module, mesh.size, path)
+        found = block_sites(block, module, heads, path)
+        sites |= {joined(path, name): partition for name, partition in found.items()}
+        own = block_vectors(block, module, heads, path)
         vectors |= {f"{path}.{name}": partition for name, partition in own.items()}
     return sites, vectors
 
 
 def _shard_blocks(model: PreTrainedModel, blocks: Mapping[str, Block], mesh: Mesh) -> None:
     """Tell the blocks their shards' sizes, and hook what the ranks have to exchange."""
-    heads, configs = heads_of(model.config, mesh.size), dict[int, LocalConfig]()
+    configs = dict[tuple[int, int], LocalConfig]()
     for path, block in blocks.items():
         module = model.get_submodule(path)
+        heads = heads_of(model.config, module, mesh.size, path)
         if block.attention:
             shard_attention(module, heads, configs)
+        for name, width in block.scales.items():
+            scale = module.get_buffer(name)
+            own = features(width, scale.shape[-1], heads, f"{path}.{name}", module)
+            setattr(module, name, own.shard(scale.movedim(-1, 0), mesh.rank).movedim(0, -1).contiguous())
+        for name in block.norms:
+            norm = module.get_submodule(name)
+            if getattr(norm, "n_groups", 1) == 1:  # several groups are divided among the ranks
+                share_mean(norm, mesh)
         if block.recurrent:
             shard_mixer(module, mesh.size)
-        for name in block.norms:
-            share_mean(module.get_submodule(name), mesh)
         for name in block.gates:
             share_gradient(module.get_submodule(name), mesh)
-        copy_input(module, mesh)
+        for name in block.inner_sums:
+            copy_output(module.get_submodule(name), mesh)
+        if "" not in block.row:
+            copy_input(module, mesh)
 
 
 def _shard_experts(
     model: PreTrainedModel, blocks: Mapping[str, Block], mesh: Mesh, *, by_expert: bool
 ) -> dict[str, ExpertPartition]:
     """Give each module of experts its `ExpertShard`. Return the parameters' partitions by name."""
-    paths = [f"{path}.{block.experts}" for path, block in blocks.items() if block.experts]
+    paths = [joined(path, block.experts) for path, block in blocks.items() if block.experts is not None]
     if by_expert and not paths:
         raise UnsupportedBase(f"{model.config.model_type} has no experts to divide among GPUs: expected ep of 1")
     found: dict[str, ExpertPartition] = {}
     for path in paths:
         module = model.get_submodule(path)
+        describe_experts(module)
         own = {
             leaf: ExpertPartition.of(parameter_spec(module, leaf, 0), leaf, mesh.size, by_expert=by_expert)
             for leaf in leaves(module)
@@ -185,20 +206,32 @@ def _fill_buffers(model: PreTrainedModel, weights: Weights, device: torch.device
 
     Raises `UnsupportedBase` for a buffer that is neither.
     """
+    kinds = {name: buffer.dtype for name, buffer in model.named_buffers()}
     for path, module in model.named_modules():
         own = list(module.named_buffers(recurse=False))
         stored = {name for name, _ in own if weights.has(f"{path}.{name}")}
         for name, buffer in own:
-            if not buffer.is_floating_point():
-                raise UnsupportedBase(f"{model.config.model_type}: {path}.{name} is a buffer that ranks cannot compute")
-            module.register_buffer(name, torch.full_like(buffer, torch.nan, device=device), persistent=name in stored)
+            kind = buffer.dtype if buffer.is_floating_point() else torch.float64  # integers have no value for "none"
+            empty = torch.full_like(buffer, torch.nan, device=device, dtype=kind)
+            module.register_buffer(name, empty, persistent=name in stored)
         if len(stored) < len(own):
             model._init_weights(module)
-        for name, buffer in module.named_buffers(recurse=False):
-            if name in stored:
-                buffer.copy_(weights.get(f"{path}.{name}", buffer.shape)[()])
-            if buffer.isnan().any():
-                raise UnsupportedBase(f"{model.config.model_type}: {path}.{name} is a buffer that ranks cannot compute")
+        for name in stored:
+            buffer = module.get_buffer(name)
+            buffer.copy_(weights.get(f"{path}.{name}", buffer.shape)[()])
+    if _unfilled(model):
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                model._init_weights(module)  # that of Falcon-H1 fills buffers of its layers
+    if name := _unfilled(model):
+        raise UnsupportedBase(f"{model.config.model_type}: {name} is a buffer that ranks cannot compute")
+    for name, buffer in model.named_buffers():
+        buffer.data = buffer.data.to(kinds[name])
+
+
+def _unfilled(model: PreTrainedModel) -> str:
+    """Return the path of a buffer that nothing has filled; "" if there is none."""
+    return next((name for name, buffer in model.named_buffers() if buffer.isnan().any()), "")
 
 
 def _fill_ends(model: PreTrainedModel, weights: Weights, vocabulary: VocabularyShard, device: torch.device) -> None:

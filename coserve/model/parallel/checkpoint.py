@@ -36,10 +36,10 @@ class Checkpoint:
     def get(self, name: str, shape: torch.Size) -> Lazy:
         """Return a parameter; a slice of it reads only that slice, unless it is quantised. Raises `UnsupportedBase` if
         it is missing or has another shape."""
-        found = self._stored(name) or self._experts(name, shape)
+        found = self._stored(name) or self._experts(name, shape) or self._joined(name, shape)
         if found is None:
             raise UnsupportedBase(f"{self._name}: its files have no {name}")
-        if isinstance(found, StackedExperts):
+        if isinstance(found, StackedExperts | Tensor):
             return found
         if isinstance(found, DenseTensor):
             return replace(found, shape=shape)
@@ -62,6 +62,15 @@ class Checkpoint:
                 sizes = shape[1] // len(halves), shape[2]
                 return StackedExperts([[_checked(one, sizes, name) for one in own] for own in parts], sizes[0], shape)
         return None
+
+    def _joined(self, name: str, shape: torch.Size) -> Tensor | None:
+        """Return a convolution that the files hold in three parts (OLMo hybrid); None if they do not."""
+        root, _, leaf = name.rpartition("conv1d.")
+        parts = [self._stored(f"{root}{one}_conv1d.{leaf}") for one in "qkv"]
+        found = [one for one in parts if one is not None and not isinstance(one, DenseTensor)]
+        if len(found) < len(parts) or sum(one.get_shape()[0] for one in found) != shape[0]:
+            return None
+        return torch.cat([one[:] for one in found])
 
 
 def _checked(part: Slices | DenseTensor, sizes: tuple[int, int], name: str) -> Slices | DenseTensor:

@@ -70,10 +70,20 @@ def _copied(
     if args:
         x = args[0]
         assert isinstance(x, Tensor), "expected hidden states as the first argument"
-        return (copy_to_ranks(x, mesh), *args[1:]), kwargs
+        copied = copy_to_ranks(x, mesh)
+        return tuple(copied if one is x else one for one in args), kwargs  # CTRL passes them thrice
     x = kwargs["hidden_states"]
     assert isinstance(x, Tensor), "expected hidden states"
     return args, kwargs | {"hidden_states": copy_to_ranks(x, mesh)}
+
+
+def copy_output(module: nn.Module, mesh: Mesh) -> None:
+    """Sum the gradients of the module's output over the ranks in the backward, where each rank has a part of it."""
+
+    def copied(module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
+        return copy_to_ranks(output, mesh)
+
+    module.register_forward_hook(copied)
 
 
 def share_gradient(module: nn.Module, mesh: Mesh) -> None:
@@ -104,26 +114,31 @@ def shard_mixer(module: nn.Module, ranks: int) -> None:
     for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "num_heads", "intermediate_size", "n_groups"):
         if hasattr(module, name):
             setattr(module, name, max(1, getattr(module, name) // ranks))  # one group is on every rank
-    for convolution in module.children():
-        if isinstance(convolution, nn.Conv1d):
-            channels = convolution.weight.shape[0]
-            convolution.in_channels = convolution.out_channels = convolution.groups = channels
+    for child in module.children():
+        if isinstance(groups := getattr(child, "n_groups", None), int):  # a norm's
+            vars(child)["n_groups"] = max(1, groups // ranks)
+        if isinstance(child, nn.Conv1d):
+            channels = child.weight.shape[0]
+            child.in_channels = child.out_channels = child.groups = channels
             if hasattr(module, "conv_dim"):
                 vars(module)["conv_dim"] = channels
 
 
-def shard_attention(module: nn.Module, heads: Heads, known: dict[int, LocalConfig]) -> None:
+def shard_attention(module: nn.Module, heads: Heads, known: dict[tuple[int, int], LocalConfig]) -> None:
     """Tell an attention module this rank's number of heads, under the names that families use.
 
-    `known`: replaced configs of the modules before, by the id of the original, so that layers share one.
+    `known`: replaced configs of the modules before, by the id of the original and the number of key/value heads, so
+    that layers share one.
     """
-    query, key_value = heads.local_query, heads.local_key_value
+    query, key_value, size = heads.local_query, heads.local_key_value, getattr(module, "head_dim", 0)
     counts = {
         "num_heads": query,
         "num_attention_heads": query,
         "num_key_value_heads": key_value,
         "num_key_value_groups": query // key_value,
-        "split_size": query * heads.size,
+        "split_size": query * size,
+        "embed_dim": query * size,
+        "kv_dim": key_value * size,
     }
     for name, count in counts.items():
         if hasattr(module, name):
@@ -131,4 +146,4 @@ def shard_attention(module: nn.Module, heads: Heads, known: dict[int, LocalConfi
     config = getattr(module, "config", None)
     if config is not None:
         local = {"num_attention_heads": query, "num_key_value_heads": key_value}
-        vars(module)["config"] = known.setdefault(id(config), LocalConfig(config, local))
+        vars(module)["config"] = known.setdefault((id(config), key_value), LocalConfig(config, local))

@@ -43,7 +43,7 @@ def _parameters(base: Base) -> int:
 @pytest.mark.parametrize(
     ("family", "overrides", "size", "reason"),
     [
-        ("opt", {}, 2, "opt has no plan for tensor parallelism"),
+        ("jetmoe", {}, 2, "jetmoe has no plan for tensor parallelism"),
         ("llama", {}, 8, "number of query heads"),
         (
             "llama",
@@ -57,7 +57,7 @@ def _parameters(base: Base) -> int:
             2,
             "number of key/value heads",
         ),
-        ("phi3", {"num_key_value_heads": 1}, 2, "number of key/value heads"),
+        ("falcon_h1", {"mamba_n_groups": 2}, 4, "in_proj: expected one group of heads"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(

@@ -14,6 +14,7 @@ from coserve.core.types import SiteSpec
 from coserve.kernels.attention.interface import KvShape
 from coserve.memory.state_pool import state_bytes
 from coserve.model.base import Base, load_base
+from coserve.model.experts.shards import EXPERTS
 from coserve.model.fused import FusedBase
 from coserve.model.parallel.adapter import Matrices
 from coserve.model.parallel.families.plans import PLANS
@@ -45,8 +46,21 @@ class Computed(NamedTuple):
     """Sums that the plan has."""
 
 
-def _computed(mesh: Mesh | None, folder: str) -> Computed:
-    base = load_base(folder, device="cpu", dtype="auto", mesh=mesh, strategy="slora")
+SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
+    "one group of Mamba-2, which is on both ranks, as in Granite 4": ("granitemoehybrid", {"mamba_n_groups": 1}),
+    "one group, with a factor for each feature": ("falcon_h1", {"mamba_n_groups": 1}),
+    "one group with a norm": ("falcon_h1", {"mamba_n_groups": 1, "mamba_rms_norm": True}),
+    "a norm of each group": ("falcon_h1", {"mamba_rms_norm": True}),
+    "experts beside Mamba": ("jamba", {"expert_layer_offset": 1, "expert_layer_period": 2}),
+    "fused heads that share one key": ("phi3", {"num_key_value_heads": 1}),
+    "fused heads with keys of their own": ("gpt_bigcode", {"multi_query": False}),
+    "projections before and after the layers": ("opt", {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+}
+"""What a family's models may have, and `tiny_family` has not."""
+
+
+def _computed(mesh: Mesh | None, folder: str, ep: int = 1) -> Computed:
+    base = load_base(folder, device="cpu", dtype="auto", mesh=mesh, strategy="slora", ep=ep)
     traffic = Mesh().traffic if mesh is None else mesh.traffic
     traffic.clear()
     logits = torch.cat(packed(base, [tokens_of(length, seed) for seed, length in enumerate(LENGTHS)]))
@@ -61,8 +75,8 @@ def _computed(mesh: Mesh | None, folder: str) -> Computed:
 def _sums(base: Base) -> int:
     """Row-parallel modules, modules of experts, and norms over all ranks' features."""
     sites = {} if base.sharding is None else base.sharding.sites
-    norms = sum(hasattr(module, MEAN) for module in base.model.modules())
-    return sum(one.sums for one in sites.values()) + len(base.spec.experts) // 2 + norms
+    others = sum(hasattr(module, MEAN) or hasattr(module, EXPERTS) for module in base.model.modules())
+    return sum(one.sums for one in sites.values()) + others
 
 
 @pytest.mark.parametrize("family", in_turns(sorted(PLANS), OF_EACH_KIND))
@@ -70,22 +84,28 @@ def test_a_family_cut_in_two_gives_the_same_logits_and_gradients(family: str, tw
     _compare(tiny_family(family), two, tmp_path)
 
 
-def test_one_group_of_mamba_is_on_both_ranks(two: Ranks, tmp_path: Path) -> None:
-    """As in Granite 4: B and C of every head, and so a part of each shard of `in_proj` and of its adapters."""
-    _compare(tiny_family("granitemoehybrid", mamba_n_groups=1), two, tmp_path)
+@pytest.mark.parametrize("case", in_turns(SETTINGS, [*SETTINGS][:1]))
+def test_other_settings_of_a_family(case: tuple[str, dict[str, object]], two: Ranks, tmp_path: Path) -> None:
+    family, settings = case
+    _compare(tiny_family(family, **settings), two, tmp_path)
 
 
-def _compare(model: PreTrainedModel, two: Ranks, folder: Path) -> None:
+@pytest.mark.slow
+def test_experts_without_adapters_are_divided_too(two: Ranks, tmp_path: Path) -> None:
+    _compare(tiny_family("llama4_text"), two, tmp_path, ep=2)
+
+
+def _compare(model: PreTrainedModel, two: Ranks, folder: Path, ep: int = 1) -> None:
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "layer_scalar")):
             buffer.copy_(torch.linspace(-1, 1, len(buffer)))  # files have it, though it is no parameter
     model.save_pretrained(folder)
     whole = _computed(None, str(folder))
     loss, gradients, norm = whole.gradients
-    for found in two.run(_computed, str(folder)):
+    for found in two.run(_computed, str(folder), ep):
         torch.testing.assert_close(found.logits, whole.logits, rtol=1e-4, atol=1e-4)
         assert (found.fingerprint, found.sites) == (whole.fingerprint, whole.sites)
-        assert found.kv_shapes == [(heads // 2, *sizes) for heads, *sizes in whole.kv_shapes]
+        assert found.kv_shapes == [((heads + 1) // 2, *sizes) for heads, *sizes in whole.kv_shapes]
         assert whole.state_bytes / 2 <= found.state_bytes <= 0.6 * whole.state_bytes, "a half, and one group's inputs"
         assert found.calls == {"all_reduce": found.sums, "all_gather": 1}
         assert found.gradients[0] == pytest.approx(loss, rel=1e-4)

@@ -11,17 +11,16 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from coserve.core.errors import UnsupportedBase
-from coserve.model.parallel.families.plans import PLANS, Block, Plan, Width, blocks_of
+from coserve.model.parallel.families.plans import PLANS, Block, Plan, Width, blocks_of, joined, weights_of
 from coserve.model.parallel.partition import Features, Parallel, SitePartition
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of attention heads, in a whole layer and on one rank."""
+    """Numbers of attention heads, in a whole layer and on one rank. `key_value` is as many without groups."""
 
     query: int
     key_value: int
-    size: int
     ranks: int
 
     @property
@@ -41,28 +40,23 @@ def plan_of(config: PretrainedConfig, ranks: int) -> Plan:
         raise UnsupportedBase(
             f"{family} has no plan for tensor parallelism; run it on one GPU, or one of {', '.join(PLANS)}"
         )
-    heads = heads_of(config, ranks)
-    for name, size in {"query heads": heads.query, "hidden features": text.hidden_size}.items():
+    for name, size in {"query heads": text.num_attention_heads, "hidden features": text.hidden_size}.items():
         if size % ranks:
             raise UnsupportedBase(f"{family}: expected a number of {name} that {ranks} GPUs divide, got {size}")
-    fused = any(Width.QKV in block.column.values() for block in plan)
-    if heads.key_value % ranks and (fused or ranks % heads.key_value):
-        raise UnsupportedBase(
-            f"{family}: expected a number of key/value heads that {ranks} GPUs divide"
-            f"{'' if fused else ', or that divides them'}, got {heads.key_value}"
-        )
     return plan
 
 
-def heads_of(config: PretrainedConfig, ranks: int) -> Heads:
-    text = config.get_text_config()
-    query: int = text.num_attention_heads
-    return Heads(
-        query=query,
-        key_value=getattr(text, "num_key_value_heads", None) or query,
-        size=getattr(text, "head_dim", None) or text.hidden_size // query,
-        ranks=ranks,
-    )
+def heads_of(config: PretrainedConfig, module: nn.Module, ranks: int, path: str) -> Heads:
+    """Return the numbers of heads of the block at `path`: layers of one model may have different key/value heads.
+    Raises `UnsupportedBase` for a number of them that the ranks cannot share."""
+    query: int = config.get_text_config().num_attention_heads
+    key_value = query // getattr(module, "num_key_value_groups", 1)
+    if key_value % ranks and ranks % key_value:
+        raise UnsupportedBase(
+            f"{path}: expected a number of key/value heads that {ranks} GPUs divide, or that divides them, got "
+            f"{key_value}"
+        )
+    return Heads(query, key_value, ranks)
 
 
 def planned_blocks(plan: Plan, layer: nn.Module, path: str) -> list[Block]:
@@ -70,7 +64,8 @@ def planned_blocks(plan: Plan, layer: nn.Module, path: str) -> list[Block]:
     them."""
     blocks = blocks_of(plan, layer)
     for name, module in layer.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and not name.startswith(tuple(f"{one.path}." for one in blocks)):
+        own = f"{name}.".startswith(tuple(f"{one.path}." for one in blocks))
+        if isinstance(module, nn.Linear | Conv1D) and not own:
             raise UnsupportedBase(f"{path}.{name} has no plan for tensor parallelism; run this base on one GPU")
     return blocks
 
@@ -84,7 +79,7 @@ def block_sites(block: Block, module: nn.Module, heads: Heads, path: str) -> dic
             continue
         outputs, inputs = own.weight.shape if isinstance(own, nn.Linear) else reversed(own.weight.shape)
         whole_in, whole_out = Features.whole(inputs, heads.ranks), Features.whole(outputs, heads.ranks)
-        where = f"{path}.{name}"
+        where = joined(path, name)
         if name in block.row:
             own_in = features(block.row[name], inputs, heads, where, module)
             found[name] = SitePartition(Parallel.ROW, own_in, whole_out)
@@ -98,7 +93,7 @@ def block_sites(block: Block, module: nn.Module, heads: Heads, path: str) -> dic
 def block_vectors(block: Block, module: nn.Module, heads: Heads, path: str) -> dict[str, Features]:
     """Return the partition of each other parameter of a block, by its path in it. Raises `UnsupportedBase` as
     `block_sites`."""
-    widths = {**block.vectors, **{f"{name}.weight": width for name, width in block.norms.items()}}
+    widths = {**block.vectors, **weights_of(block.norms)}
     widths |= {f"{name.removesuffix('weight')}bias": width for name, width in widths.items() if name.endswith("weight")}
     sizes = {name: parameter.shape[0] for name, parameter in module.named_parameters() if name in widths}
     return {name: features(widths[name], size, heads, f"{path}.{name}", module) for name, size in sizes.items()}
@@ -114,8 +109,11 @@ def features(width: Width, size: int, heads: Heads, where: str, block: nn.Module
         case Width.KEY_VALUE:
             return Features.heads(key_value, size // key_value, heads.ranks)
         case Width.QKV:
+            if not getattr(block, "multi_query", True):
+                return _even([size], heads.ranks, where)
             head = size // (query + 2 * key_value)
-            return _even([query * head, key_value * head, key_value * head], heads.ranks, where)
+            by_head = Features.heads(key_value, head, heads.ranks)
+            return Features.joined([Features.even(query * head, heads.ranks), by_head, by_head])
         case Width.TWO:
             return _even([size // 2] * 2, heads.ranks, where)
         case Width.THREE:

@@ -21,7 +21,8 @@ class Width(StrEnum):
     KEY_VALUE = "key_value"
     """Whole key/value heads."""
     QKV = "qkv"
-    """Queries, keys and values in one matrix."""
+    """Queries, keys and values in one matrix, one after the other; in GPT-BigCode without multi-query attention, head
+    by head."""
     TWO = "two"
     """Two matrices of one size in one, such as gate and up projection."""
     THREE = "three"
@@ -35,21 +36,27 @@ class Width(StrEnum):
 
 @dataclass(frozen=True)
 class Block:
-    """One module of a layer. Paths are those in the block."""
+    """One module of a layer. Paths are those in the block; "" is the block itself."""
 
     path: str
     column: Mapping[str, Width] = field(default_factory=dict)
     """Linear modules partitioned by output features."""
     row: Mapping[str, Width] = field(default_factory=dict)
     """Linear modules partitioned by input features."""
-    experts: str = ""
-    """The module of experts, whose parameters are fused; empty: the block has none."""
+    experts: str | None = None
+    """The module of experts, whose parameters are fused; None: the block has none."""
     vectors: Mapping[str, Width] = field(default_factory=dict)
     """Other parameters that are partitioned along their first dimension, a bias beside a weight like it."""
+    scales: Mapping[str, Width] = field(default_factory=dict)
+    """Buffers that are partitioned along their last dimension."""
     norms: Mapping[str, Width] = field(default_factory=dict)
     """RMS norms over features that are partitioned: their mean is one over all ranks (`parallel.norms`)."""
     gates: tuple[str, ...] = ()
-    """Whole linear modules whose output multiplies a sum over the ranks, so that every rank has its whole gradient."""
+    """Whole linear modules whose output every rank uses in full, as a factor of a sum over the ranks or outside of all
+    blocks, so that every rank has its whole gradient."""
+    inner_sums: tuple[str, ...] = ()
+    """Row-parallel modules in the middle of a block: of their sum, every rank uses what its own features need, so that
+    it has a part of the gradient."""
     attention: bool = False
     recurrent: bool = False
     """A mixer with a recurrent state, which is divided as its heads or channels."""
@@ -57,8 +64,8 @@ class Block:
     def fits(self, layer: nn.Module) -> bool:
         """Whether the layer has the block and all of its modules and parameters."""
         named = {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
-        own = (*self.column, *self.row, *self.vectors, *self.norms, *self.gates, self.experts)
-        return self.path in named and all(f"{self.path}.{name}" in named for name in own if name)
+        own = {*self.column, *self.row, *self.vectors, *self.gates, self.experts or "", *weights_of(self.norms)}
+        return all(joined(self.path, name) in named for name in own)
 
 
 Plan = Sequence[Block]
@@ -68,6 +75,16 @@ Plan = Sequence[Block]
 def blocks_of(plan: Plan, layer: nn.Module) -> list[Block]:
     """Return the layer's blocks."""
     return list({block.path: block for block in reversed(plan) if block.fits(layer)}.values())
+
+
+def joined(path: str, name: str) -> str:
+    """Return the path of a block's module in the layer, or, with the block's path in the model, in the model."""
+    return f"{path}.{name}" if name else path
+
+
+def weights_of(norms: Mapping[str, Width]) -> dict[str, Width]:
+    """Return the widths of the norms' weights, by name."""
+    return {f"{name}.weight": width for name, width in norms.items()}
 
 
 def _attention(path: str = "self_attn", out: str = "o_proj", **others: Width) -> Block:
@@ -111,6 +128,11 @@ _DELTA_NET = Block(
     vectors={"conv1d.weight": Width.DELTA, "dt_bias": Width.EVEN, "A_log": Width.EVEN},
     recurrent=True,
 )
+_DELTA_NET_BY_MATRIX = replace(
+    _DELTA_NET,
+    column=dict.fromkeys(("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"), Width.EVEN),
+    row={"o_proj": Width.EVEN},
+)
 _DELTA_NET_BY_HEAD = replace(_DELTA_NET, column={"in_proj_qkvz": Width.EVEN, "in_proj_ba": Width.EVEN})
 _MAMBA = Block(
     "mamba",
@@ -120,9 +142,20 @@ _MAMBA = Block(
     norms={"norm": Width.EVEN},
     recurrent=True,
 )
+_SCALED_MAMBA = replace(_MAMBA, scales={"mup_vector": Width.MAMBA})
+_MAMBA1 = Block(
+    "mamba",
+    {"in_proj": Width.TWO, "dt_proj": Width.EVEN},
+    {"x_proj": Width.EVEN, "out_proj": Width.EVEN},
+    vectors=dict.fromkeys(("conv1d.weight", "A_log", "D"), Width.EVEN),
+    inner_sums=("x_proj",),
+    recurrent=True,
+)
 _SHORT_CONVOLUTION = Block(
     "conv", {"in_proj": Width.THREE}, {"out_proj": Width.EVEN}, vectors={"conv.weight": Width.EVEN}, recurrent=True
 )
+_FEED_FORWARD = _mlp("feed_forward", ("gate_proj", "up_proj"), "down_proj")
+_FEED_FORWARD_EXPERTS = Block("feed_forward", experts="experts")
 _LFM2_MLP = _mlp("feed_forward", ("w1", "w3"), "w2")
 
 _LLAMA = (_SELF_ATTENTION, _MLP)
@@ -131,21 +164,36 @@ _GLM = (_SELF_ATTENTION, _TWO_IN_ONE)
 _MIXTURE = (_SELF_ATTENTION, _EXPERTS, _MLP)
 _DEEPSEEK = (_LATENT, _WHOLE_QUERY, _SHARED_EXPERTS, _MLP)
 _WITH_SHARED = (_SELF_ATTENTION, _SHARED_EXPERTS, _EXPERTS, _MLP)
-_LFM2 = (_attention(out="out_proj"), _SHORT_CONVOLUTION, _LFM2_MLP, Block("feed_forward", experts="experts"))
+_LFM2 = (_attention(out="out_proj"), _SHORT_CONVOLUTION, _LFM2_MLP, _FEED_FORWARD_EXPERTS)
 _QWEN35 = (_DELTA_NET, _DELTA_NET_BY_HEAD, _SELF_ATTENTION, _SHARED_EXPERT, _MLP)
+_KEYS_AS_VALUES = replace(_SELF_ATTENTION, column={"q_proj": Width.EVEN, "k_proj": Width.KEY_VALUE})
+_GEMMA4 = (
+    *(_SELF_ATTENTION, _KEYS_AS_VALUES, _MLP, Block("router"), Block("experts", experts="")),
+    *(Block(name, gates=("",)) for name in ("per_layer_input_gate", "per_layer_projection")),
+)
+_GPT2 = (_fused_attention("attn", Width.QKV, "c_attn", "c_proj"), _mlp("mlp", ("c_fc",), "c_proj"))
 _GRANITE = (_SELF_ATTENTION, _GRANITE_EXPERTS, _GRANITE_SHARED)
 
 PLANS: Mapping[str, Plan] = {
     "afmoe": (_attention(gate_proj=Width.EVEN), _SHARED_EXPERTS, _EXPERTS, _MLP),
     "apertus": _UNGATED,
     "arcee": _UNGATED,
-    "bamba": (_MAMBA, _SELF_ATTENTION, _mlp("feed_forward", ("gate_proj", "up_proj"), "down_proj")),
+    "bamba": (_MAMBA, _SELF_ATTENTION, _FEED_FORWARD),
     "bitnet": (
         replace(_SELF_ATTENTION, norms={"attn_sub_norm": Width.EVEN}),
         replace(_MLP, norms={"ffn_sub_norm": Width.EVEN}),
     ),
     "cohere": (_HEAD_NORMS, *_LLAMA),
     "cohere2": _LLAMA,
+    "ctrl": (
+        Block(
+            "multi_head_attention",
+            dict.fromkeys(("Wq", "Wk", "Wv"), Width.EVEN),
+            {"dense": Width.EVEN},
+            attention=True,
+        ),
+        _mlp("ffn", ("0",), "2"),
+    ),
     "cwm": _LLAMA,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
@@ -153,19 +201,20 @@ PLANS: Mapping[str, Plan] = {
     "ernie4_5": _LLAMA,
     "ernie4_5_moe": _WITH_SHARED,
     "exaone4": _LLAMA,
+    "falcon_h1": (_SCALED_MAMBA, replace(_SCALED_MAMBA, norms={}), _SELF_ATTENTION, _FEED_FORWARD),
     "flex_olmo": (_WIDE_NORMS, _EXPERTS),
     "gemma": _LLAMA,
     "gemma2": _LLAMA,
     "gemma3": _LLAMA,
     "gemma3_text": _LLAMA,
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
     "glm": _GLM,
     "glm4": _GLM,
     "glm4_moe": _WITH_SHARED,
     "glm4_moe_lite": _DEEPSEEK,
-    "gpt2": (
-        _fused_attention("attn", Width.QKV, "c_attn", "c_proj"),
-        _mlp("mlp", ("c_fc",), "c_proj"),
-    ),
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
     "gpt_neox": (
         _fused_attention("attention", Width.EVEN, "query_key_value", "dense"),
         _mlp("mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
@@ -179,11 +228,14 @@ PLANS: Mapping[str, Plan] = {
     "hunyuan_v1_dense": _LLAMA,
     "hunyuan_v1_moe": (_SELF_ATTENTION, _shared("shared_mlp")),
     "jais2": _UNGATED,
+    "jamba": (_MAMBA1, _SELF_ATTENTION, _FEED_FORWARD_EXPERTS, _FEED_FORWARD),
     "kimi_k25": _DEEPSEEK,
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "llama": _LLAMA,
+    "llama4_text": (_SELF_ATTENTION, replace(_shared("shared_expert"), path="feed_forward"), _FEED_FORWARD),
     "llava": _LLAMA,
+    "mimo_v2_flash": (_SINKS, *_MIXTURE),
     "minimax_m2": (_WIDE_NORMS, _EXPERTS),
     "ministral": _LLAMA,
     "ministral3": _LLAMA,
@@ -203,7 +255,9 @@ PLANS: Mapping[str, Plan] = {
     "olmo": _LLAMA,
     "olmo2": (_WIDE_NORMS, _MLP),
     "olmo3": (_WIDE_NORMS, _MLP),
+    "olmo_hybrid": (_DELTA_NET_BY_MATRIX, _WIDE_NORMS, _MLP),
     "olmoe": (_WIDE_NORMS, _EXPERTS),
+    "opt": (_attention(out="out_proj"), Block("fc1", {"": Width.EVEN}), Block("fc2", row={"": Width.EVEN})),
     "persimmon": (
         _fused_attention("self_attn", Width.EVEN, "query_key_value", "dense"),
         _mlp("mlp", ("dense_h_to_4h",), "dense_4h_to_h"),

@@ -1,5 +1,5 @@
-"""Generation on two ranks with layers that keep a recurrent state: the tokens of one process, whatever the chunks and
-the preemptions."""
+"""Generation on two ranks with layers that differ, or keep a recurrent state: the tokens of one process, whatever the
+chunks and the preemptions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
 from coserve.model.base import load_base
 from coserve.model.parallel.mesh import Mesh
+from tests.support.examples import in_turns
 from tests.support.executors import eager
 from tests.support.families import tiny_family
 from tests.support.generation import adapter, collect, prompt, request
@@ -23,6 +24,10 @@ from tests.support.shelf import Shelf
 REFS = (None, AdapterRef("a", 1), AdapterRef("b", 1))
 SIZES = ((8192, 9), (68, 48))
 """Tokens of the cache, and of a step: the first chunks prompts, the second preempts."""
+FAMILIES = (
+    *("qwen3_5_text", "nemotron_h", "falcon_h1", "jamba", "olmo_hybrid"),
+    *("gemma4", "llama4_text", "mimo_v2_flash"),
+)
 
 
 def generate(mesh: Mesh | None, folder: str) -> list[tuple[dict[str, list[int]], int]]:
@@ -42,7 +47,7 @@ def generate(mesh: Mesh | None, folder: str) -> list[tuple[dict[str, list[int]],
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("nemotron_h", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", in_turns(FAMILIES, FAMILIES[:1]))
 @pytest.mark.filterwarnings("ignore")
 def test_chunks_and_preemptions_give_the_tokens_of_one_process(two: Ranks, family: str, tmp_path: Path) -> None:
     """With an adapter whose rank both ranks divide among them, and one that each has whole."""
