@@ -97,13 +97,12 @@ def run(order: Order, wanted: list[int], size: list[int], budget: int) -> tuple[
 
 def main() -> None:
     options = make_parser(__doc__).parse_args()
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "adapter_eviction.json",
         script="benchmarks.adapters.eviction",
         hardware=cpu_name(),
         seed=0,
-        revision=options.commit,
         settings={"adapters": ADAPTERS, "requests": REQUESTS, "seeds": SEEDS, "ranks": RANKS},
     )
     for exponent, cv in LOADS:

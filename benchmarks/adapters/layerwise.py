@@ -133,13 +133,12 @@ def _ms(call: Callable[[], object]) -> float:
 
 def main() -> None:
     options = make_parser(__doc__).parse_args()
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "adapter_layerwise.json",
         script="benchmarks.adapters.layerwise",
         hardware=gpu_names(False),
         seed=0,
-        revision=options.commit,
         settings={"layers": LAYERS, "rank": RANK, "rounds": ROUNDS},
     )
     for tokens in TOKENS:

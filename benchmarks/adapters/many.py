@@ -322,13 +322,12 @@ def main() -> None:
     size = SMALL_SIZE if options.tiny else FULL_SIZE
     settings = {"cases": case.cases, "rate": case.rate, "seconds": case.seconds, "longest": case.longest}
     real = {"real_files": "4 of S1, 4 of S2, 1 of cold; the others are links to them, all in the page cache"}
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script="benchmarks.adapters.many",
         hardware=gpu_names(options.tiny),
         seed=SEED,
-        revision=options.commit,
         settings=settings | real,
     )
     failed = dict[str, str]()

@@ -112,13 +112,12 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--only", default="host,new", help="ways, separated by commas")
     options, gpu = parser.parse_args(), torch.cuda.is_available()
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "adapter_reads.json",
         script="benchmarks.adapters.reads",
         hardware=gpu_names(False) if gpu else cpu_name(),
         seed=0,
-        revision=options.commit,
         settings={"adapters": ADAPTERS, "at_once": AT_ONCE, "rounds": ROUNDS, "cores": os.cpu_count()},
     )
     base, stop = base_spec(SHAPES["8b"]), threading.Event()

@@ -65,13 +65,12 @@ def memory_of_daemon() -> float:
 
 def main() -> None:
     options = make_parser(__doc__).parse_args()
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "adapter_registration.json",
         script="benchmarks.adapters.registration",
         hardware=cpu_name(),
         seed=0,
-        revision=options.commit,
         settings={"adapters": ADAPTERS, "rounds": ROUNDS, "rank": RANK},
     )
     with tempfile.TemporaryDirectory() as scratch:

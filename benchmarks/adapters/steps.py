@@ -167,13 +167,12 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     options = parser.parse_args()
     settings = {"layers": LAYERS, "rank": RANK, "adapters": ADAPTERS, "block": BLOCK, "loaded": LOADED}
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "adapter_steps.json",
         script="benchmarks.adapters.steps",
         hardware=gpu_names(False),
         seed=0,
-        revision=options.commit,
         settings=settings,
     )
     for part in options.only.split(","):

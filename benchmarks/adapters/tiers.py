@@ -190,13 +190,12 @@ def main() -> None:
     options = parser.parse_args()
     check_tiny(parser, options)
     case = SMALL if options.tiny else FULL
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "adapter_tiers.json",
         script="benchmarks.adapters.tiers",
         hardware=gpu_names(options.tiny),
         seed=SEED,
-        revision=options.commit,
         settings={"adapters": case.adapters, "rate": case.rate, "seconds": case.seconds, "running": RUNNING},
     )
     with tempfile.TemporaryDirectory() as scratch:

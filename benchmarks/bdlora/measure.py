@@ -133,13 +133,12 @@ def main() -> None:
             machine, f"{time.monotonic() - deadline + options.budget:.1f} s" if options.budget < 1e9 else "", flush=True
         )
         settings = machine | {"tp": options.tp, "ranks": plan.ranks, "parts": parts}
-        results = Results(
-            options.out,
+        results = Results.of(
+            options,
             bdlora_results.FILE,
             script="benchmarks.bdlora.measure",
             hardware=machine["hardware"],
             seed=SEED,
-            revision=options.commit,
             settings=settings,
         )
         run = Run(processes, results, deadline)

@@ -21,14 +21,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.bdlora.plan import SHAPES, STRATEGIES, Shape, Strategy, Variant, bd_rank
 from benchmarks.bdlora.results import LEAST_RANK, TARGETS
 from benchmarks.common.options import RESULTS, make_parser
-from benchmarks.common.results import Results, Target
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.results import Results, Target, summarize
 
 FILE, MEASURED = "bdlora_predicted.json", "bdlora_da60234.json"
 SIZES = (4, 8)
@@ -146,33 +144,18 @@ def main() -> None:
     model = fit(json.loads((RESULTS / MEASURED).read_text())["rows"])
     settings = {"bandwidth_tb_s": round(BYTES / model.per_parameter / 1e9, 3), "fixed_ms": round(model.fixed, 3)}
     settings |= {"message_us": round(model.message * 1e3, 2), "adapter_least_ms": round(model.least, 3)}
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script="benchmarks.bdlora.predict",
         hardware=f"none: from {MEASURED}, of two H200s",
         seed=0,
-        revision=options.commit,
         settings=settings,
     )
     for key, (low, high, target) in predictions(model).items():
         about = {"note": "predicted, not measured", "target_when_measured": None if target is None else str(target)}
         results.put(key, round(low, 3), "ratio", None, [round(low, 3), round(high, 3)], about)
-    summarize(options.out)
-
-
-def summarize(out: Path) -> None:
-    """The keys of `summary.json`: the lower end."""
-    rows = json.loads((out / FILE).read_text())["rows"]
-    update_summary(
-        out,
-        {
-            key: entry(
-                row, value=row["value"], unit=row["unit"], target=row["target"], script="bdlora/predict.py", result=FILE
-            )
-            for key, row in rows.items()
-        },
-    )
+    summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

@@ -356,13 +356,12 @@ def main() -> None:
     base = load_base("bundled", device="cpu", dtype="float32")
     corpus, held = read_corpus()
     validation_tokens = int(np.sum(corpus.target[corpus.bounds[-held - 1] :]))
-    results = Results(
-        given.out,
+    results = Results.of(
+        given,
         NAME,
         script="benchmarks.bdlora.quality",
         hardware=cpu_name(),
         seed=scale.seeds[0],
-        revision=given.commit,
         settings=asdict(scale)
         | {
             "alpha_per_block": ALPHA,

@@ -169,13 +169,12 @@ def main() -> None:
             daemon.wait_ready()
             Client(daemon.url).wait_ready(timeout=1200)
             answers, calls = asyncio.run(measure(daemon.url, options.answers, options.calls))
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script="benchmarks.clients.json_valid",
         hardware=gpu_names(tiny=False) if gpu else cpu_name(),
         seed=0,
-        revision=options.commit,
         settings={"answers": options.answers, "calls": options.calls, "max_tokens": MOST_TOKENS},
     )
     put(results, "clients.json_valid", answers)

@@ -166,13 +166,12 @@ def main() -> None:
             report, statuses = run(url, -(-options.cases // count), options.seconds, root)
         block = float((root / "block").read_text())
         print((root / "schemathesis.log").read_text()[-6000:])
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script="benchmarks.clients.openapi_cases",
         hardware=cpu_name(),
         seed=SEED,
-        revision=options.commit,
         settings={"cases": options.cases},
     )
     about = {

@@ -29,14 +29,8 @@ def add_options(parser: argparse.ArgumentParser, *, gpus: str, scratch: str) -> 
 
 def results_of(options: argparse.Namespace, script: str, file: str, seed: int, settings: dict[str, object]) -> Results:
     """The file that this run writes."""
-    return Results(
-        options.out,
-        file,
-        script=script,
-        hardware=gpu_names(options.tiny).splitlines()[0],
-        seed=seed,
-        revision=options.commit,
-        settings=settings,
+    return Results.of(
+        options, file, script=script, hardware=gpu_names(options.tiny).splitlines()[0], seed=seed, settings=settings
     )
 
 

@@ -7,6 +7,7 @@ merges the rows of the named files (results of another machine), then updates `s
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,21 @@ class Results:
             "seed": seed,
             "settings": settings,
         }
+
+    @classmethod
+    def of(
+        cls,
+        options: argparse.Namespace,
+        name: str,
+        *,
+        script: str,
+        hardware: str,
+        seed: int,
+        settings: dict[str, Any],
+    ) -> Results:
+        """The file `name` in the folder that the options of `make_parser` give."""
+        commit = options.commit
+        return cls(options.out, name, script=script, hardware=hardware, seed=seed, revision=commit, settings=settings)
 
     def put(
         self,

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import tempfile
 import time
@@ -34,8 +33,7 @@ from torch import Tensor, nn
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name, gpu_names
-from benchmarks.common.results import Results
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.results import Results, summarize
 from benchmarks.documents.arms import Arms, Row, daemon, recovered, shares
 from benchmarks.documents.facts import Document, documents
 from coserve.client import AsyncClient, Client
@@ -247,8 +245,8 @@ def main() -> None:
     options.model = "coserve/assets/tiny" if options.tiny else "smollm2"
     shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit")}
     hardware = gpu_names(tiny=False) if Path("/dev/nvidiactl").exists() else cpu_name()
-    about = {"script": "benchmarks.documents.encoder", "hardware": hardware, "seed": options.seed}
-    results = Results(options.out, FILE, **about, revision=options.commit, settings=shown)
+    script = "benchmarks.documents.encoder"
+    results = Results.of(options, FILE, script=script, hardware=hardware, seed=options.seed, settings=shown)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with tempfile.TemporaryDirectory(prefix="encoder-") as root:
         folder = Path(root)
@@ -257,10 +255,7 @@ def main() -> None:
             Client(url).wait_ready()
             asyncio.run(run(options, results, url, folder))
     if options.out.resolve() == Path("benchmarks/results").resolve():
-        rows = json.loads((options.out / FILE).read_text())["rows"]
-        fields = {key: {name: row[name] for name in ("value", "unit", "target")} for key, row in rows.items()}
-        script = "documents/encoder.py"
-        update_summary(options.out, {k: entry(rows[k], **own, script=script, result=FILE) for k, own in fields.items()})
+        summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,7 @@ import msgspec
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name, gpu_names
-from benchmarks.common.results import Results, Target
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.results import Results, Target, summarize
 from benchmarks.documents.arms import Arms, daemon, recovered, shares
 from benchmarks.documents.facts import Document, documents
 from benchmarks.documents.measured import Measured
@@ -326,18 +325,6 @@ def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
                 )
 
 
-def summarize(out: Path) -> None:
-    """Put the keys into the summary."""
-    rows = json.loads((out / FILE).read_text())["rows"]
-    update_summary(
-        out,
-        {
-            key: entry(row, value=row["value"], unit=row["unit"], target=row["target"], script=SCRIPT, result=FILE)
-            for key, row in rows.items()
-        },
-    )
-
-
 def main() -> None:
     parser = make_parser(__doc__, tiny="with --cost: a tiny shape, on any machine")
     parser.add_argument("--documents", type=int, default=20)
@@ -366,14 +353,8 @@ def main() -> None:
     options.began = time.monotonic()
     hardware = gpu_names(tiny=False) if Path("/dev/nvidiactl").exists() else cpu_name()
     shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "began")}
-    results = Results(
-        options.out,
-        FILE,
-        script="benchmarks.documents.learned",
-        hardware=hardware,
-        seed=0,
-        revision=options.commit,
-        settings=shown,
+    results = Results.of(
+        options, FILE, script="benchmarks.documents.learned", hardware=hardware, seed=0, settings=shown
     )
     with tempfile.TemporaryDirectory(prefix="documents-") as root, contextlib.ExitStack() as daemons:
         folder = Path(root)
@@ -394,7 +375,7 @@ def main() -> None:
             print(f"{options.daemons} daemons after {time.monotonic() - options.began:.0f} s", flush=True)
             asyncio.run(run.run(urls))
     if options.out.resolve() == Path("benchmarks/results").resolve():
-        summarize(options.out)
+        summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

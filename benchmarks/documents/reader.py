@@ -138,9 +138,7 @@ def main() -> None:
     hardware = gpu_names(tiny=False) if Path("/dev/nvidiactl").exists() else cpu_name()
     shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "save")}
     script = "benchmarks.documents.reader"
-    results = Results(
-        options.out, FILE, script=script, hardware=hardware, seed=0, revision=options.commit, settings=shown
-    )
+    results = Results.of(options, FILE, script=script, hardware=hardware, seed=0, settings=shown)
     about = {"before": round(before, 4), "steps": step, "seconds": round(time.monotonic() - began, 1)}
     results.put("documents.reader.in_context", round(share, 4), "fraction", about=about)
     if options.out.resolve() == Path("benchmarks/results").resolve():

@@ -315,13 +315,12 @@ def main() -> None:
     check_names(parser, "tasks", tasks, TASKS)
     check_tiny(parser, given)
     deadline, shape = time.monotonic() + given.budget, TINY if given.tiny else PAPER
-    results = Results(
-        given.out,
+    results = Results.of(
+        given,
         "figure_5_1.json",
         script="benchmarks.ets.figure_5_1",
         hardware=torch.cuda.get_device_name() if shape.device == "cuda" else "CPU, a tiny shape",
         seed=SEED,
-        revision=given.commit,
         settings=vars(shape) | {"ranks": RANKS},
     )
     base = make_base(shape)

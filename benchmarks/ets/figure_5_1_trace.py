@@ -144,13 +144,12 @@ def main() -> None:
     given = parser.parse_args()
     check_tiny(parser, given)
     shape = TINY if given.tiny else PAPER
-    results = Results(
-        given.out,
+    results = Results.of(
+        given,
         FILE,
         script="benchmarks.ets.figure_5_1_trace",
         hardware=torch.cuda.get_device_name() if shape.device == "cuda" else "CPU, a tiny shape",
         seed=SEED,
-        revision=given.commit,
         settings=vars(shape),
     )
     base = make_base(shape)

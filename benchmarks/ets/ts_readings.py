@@ -205,13 +205,12 @@ def main() -> None:
     parser = make_parser(__doc__)
     options = parser.parse_args()
     settings = {"jitter": JITTER, "row_tokens": ROW_TOKENS, "readings": [asdict(each) for each in READINGS]}
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "ts_readings.json",
         script="benchmarks.ets.ts_readings",
         hardware="any: virtual time",
         seed=0,
-        revision=options.commit,
         settings=settings,
     )
     for share in SHARES:

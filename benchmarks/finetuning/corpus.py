@@ -156,13 +156,12 @@ def main() -> None:
     if options.encode is not None:
         encoded(options.encode, options.threads)
         return
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script="benchmarks.finetuning.corpus",
         hardware=cpu_name(),
         seed=0,
-        revision=options.commit,
         settings={"rows": options.rows, "cores": usable_cores()},
     )
     counts = {case: max(1, round(options.rows * CASES[case])) for case in options.cases}

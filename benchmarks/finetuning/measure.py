@@ -325,13 +325,12 @@ def main() -> None:
                 seconds = expected_seconds(turn.side, case, shape, options.steps, options.warm)
                 print(f"{turn.side}/{case.name}: {seconds:.0f} s")
         return
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script="benchmarks.finetuning.measure",
         hardware="CPU, tiny shapes" if options.tiny else torch.cuda.get_device_name(),
         seed=SEED,
-        revision=options.commit,
         settings={"rank": RANK, "warm": options.warm, "steps": options.steps, "set": options.set},
     )
     benchmark = Benchmark(options, results, options.sides)

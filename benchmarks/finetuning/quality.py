@@ -250,13 +250,12 @@ def main() -> None:
     if device == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     corpus, held = read_corpus()
-    results = Results(
-        given.out,
+    results = Results.of(
+        given,
         NAME,
         script="benchmarks.finetuning.quality",
-        seed=scale.seeds[0],
-        revision=given.commit,
         hardware=cpu_name() if device == "cpu" else torch.cuda.get_device_name(),
+        seed=scale.seeds[0],
         settings=asdict(scale)
         | {
             "rank": LORA.r,

@@ -46,13 +46,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="families, separated by commas")
     options = parser.parse_args()
     transformers_logging.set_verbosity_error()
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script="benchmarks.models.families",
         hardware=cpu_name(),
         seed=0,
-        revision=options.commit,
         settings={"tokens": TOKENS, "dtype": "bfloat16"},
     )
     for family in options.only.split(",") if options.only else SERVED:

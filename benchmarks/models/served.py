@@ -191,14 +191,8 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)
     settings = {"prompt": PROMPT, "step_tokens": STEP_TOKENS, "rank": RANK}
-    results = Results(
-        options.out,
-        FILE,
-        script="benchmarks.models.served",
-        hardware=cpu_name(),
-        seed=SEED,
-        revision=options.commit,
-        settings=settings,
+    results = Results.of(
+        options, FILE, script="benchmarks.models.served", hardware=cpu_name(), seed=SEED, settings=settings
     )
     for one in MODELS:
         if one.family in only:

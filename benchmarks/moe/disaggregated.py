@@ -202,13 +202,12 @@ def main() -> None:
     case, began = (TINY if options.tiny else FULL), time.monotonic()
     case = dataclasses.replace(case, adapters=options.adapters or case.adapters)
     gpus = 1 if options.tiny else options.gpus
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         f"disaggregated_{options.gpus}.json",
         script="benchmarks.moe.disaggregated",
         hardware=gpu_names(options.tiny),
         seed=SEED,
-        revision=options.commit,
         settings=dataclasses.asdict(case) | {"gpus": gpus, "rank": RANK, "exponent": EXPONENT, "real_files": REAL},
     )
     for ratio in case.ratios:

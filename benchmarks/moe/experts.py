@@ -209,13 +209,12 @@ def main() -> None:
     shape, moe = (
         (TINY, TINY_MOE) if tiny else (replace(FULL, layers=options.layers), replace(MOE, layers=options.layers))
     )
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "moe.json",
         script="benchmarks.moe.experts",
         hardware=hardware(shape),
         seed=SEED,
-        revision=options.commit,
         settings=vars(shape) | vars(moe) | {"rank": RANK, "bandwidth": options.bandwidth},
     )
 

@@ -246,13 +246,12 @@ def main() -> None:
     if options.gpus % 2:
         parser.error(f"--gpus: expected an even number, got {options.gpus}")
     shape = TINY if options.tiny else FULL
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script=SCRIPT,
         hardware=gpu_names(options.tiny).splitlines()[0],
         seed=SEED,
-        revision=options.commit,
         settings=vars(shape) | {"gpus": options.gpus, "bandwidth": options.bandwidth},
     )
     report = Report(results, shape, options.gpus // 2, options.bandwidth)

@@ -84,13 +84,12 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=None, help="used by this script")
     options = parser.parse_args()
     settings = {"layers": options.layers, "rank": RANK, "adapters": ADAPTERS, "prompt": PROMPT, "output": OUTPUT}
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "moe_vllm.json",
         script="benchmarks.moe.with_vllm",
         hardware=gpu_names(False).splitlines()[0],
         seed=SEED,
-        revision=options.commit,
         settings=settings,
     )
     site = [] if options.vllm_site is None else [str(options.vllm_site)]

@@ -25,9 +25,8 @@ import aiohttp
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
-from benchmarks.common.results import Results, Target
+from benchmarks.common.results import Results, Target, summarize
 from benchmarks.operations.load import ROWS, Load, for_seconds, job
-from benchmarks.operations.soak import publish
 from tests.support.daemon_process import DaemonProcess, Died
 from tests.support.model_folder import make_model_folder
 
@@ -158,18 +157,18 @@ def main() -> None:
         "acknowledged": {"jobs": len(kept.jobs), "files": len(kept.files), "imports": len(kept.adapters)},
         "answers": answers,
         "lost": sorted(missing),
+        "note": f"{kills} kills on {cpu_name()}",
     }
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script="benchmarks.operations.kill",
         hardware=cpu_name(),
         seed=SEED,
-        revision=options.commit,
         settings={"model": "tiny", "rows": json.dumps(ROWS[:1])},
     )
     results.put(KEY, len(missing), "acknowledged jobs, files and adapters", TARGET, about=about)
-    publish(options.out, FILE, KEY, "operations/kill.py", TARGET, f"{kills} kills on {cpu_name()}")
+    summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

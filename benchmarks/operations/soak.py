@@ -11,7 +11,6 @@ middle third: the first one fills caches.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -25,8 +24,7 @@ import aiohttp
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
-from benchmarks.common.results import Results, Target
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.results import Results, Target, summarize
 from benchmarks.operations.load import Load, for_seconds, job
 from tests.support.daemon_process import DaemonProcess
 from tests.support.model_folder import make_model_folder
@@ -97,26 +95,14 @@ def main() -> None:
         "actions": done,
         "fd_growth": round(growth([each["fds"] for each in readings]), 4),
         "readings": readings,
+        "note": f"{options.minutes:g} minutes on {cpu_name()}",
     }
     settings = {"model": str(options.model or "tiny"), "interval": INTERVAL}
-    results = Results(
-        options.out,
-        FILE,
-        script="benchmarks.operations.soak",
-        hardware=cpu_name(),
-        seed=SEED,
-        revision=options.commit,
-        settings=settings,
+    results = Results.of(
+        options, FILE, script="benchmarks.operations.soak", hardware=cpu_name(), seed=SEED, settings=settings
     )
     results.put(KEY, round(rss, 4), "ratio", TARGET, about=about)
-    publish(options.out, FILE, KEY, "operations/soak.py", TARGET, f"{options.minutes:g} minutes on {cpu_name()}")
-
-
-def publish(out: Path, file: str, key: str, script: str, target: Target, note: str) -> None:
-    """Put the one row of a result into the summary."""
-    row = json.loads((out / file).read_text())["rows"][key] | {"note": note}
-    found = entry(row, value=row["value"], unit=row["unit"], target=str(target), script=script, result=file)
-    update_summary(out, {key: found})
+    summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

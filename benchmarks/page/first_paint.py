@@ -7,7 +7,6 @@ Each repeat has a new profile, so that nothing is cached.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -16,8 +15,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
-from benchmarks.common.results import Results, Target
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.results import Results, Target, summarize
 from benchmarks.serving.http_daemon import daemon
 from coserve.api.page.handlers import page_files
 from tests.support.browser import FLAGS
@@ -50,33 +48,19 @@ def main() -> None:
         paint(browser, url)
         painted, filled = zip(*(paint(browser, url) for _ in range(REPEATS)), strict=True)
         about = {"chromium": browser.version}
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script="benchmarks.page.first_paint",
         hardware=cpu_name(),
         seed=0,
-        revision=options.commit,
         settings={"repeats": REPEATS, "flags": FLAGS},
     )
     size = sum(len(file.content) for file in page_files().values()) / 1000
     results.put("page.first_paint_s", round(statistics.median(painted), 3), "s", Target(1, most=True), painted, about)
     results.put("page.overview_s", round(statistics.median(filled), 3), "s", None, filled, about)
     results.put("page.bundle_kb", round(size, 1), "kB", Target(300, most=True))
-    update_summary(
-        options.out,
-        {
-            key: entry(
-                row,
-                value=row["value"],
-                unit=row["unit"],
-                target=row["target"],
-                script="page/first_paint.py",
-                result=FILE,
-            )
-            for key, row in json.loads((options.out / FILE).read_text())["rows"].items()
-        },
-    )
+    summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

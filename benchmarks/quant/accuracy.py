@@ -57,13 +57,12 @@ def main() -> None:
     options = parser.parse_args()
     texts = rows(options.pages, options.rows)
     targets = torch.cat([ids_T[1:] for ids_T in texts])
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "quant_accuracy.json",
         script="benchmarks.quant.accuracy",
         hardware=f"CPU, {platform.machine()}",
         seed=0,
-        revision=options.commit,
         settings={"model": MODEL, "pages": PAGES[: options.pages], "rows": options.rows, "row": ROW},
     )
     expected = Tensor()

@@ -269,13 +269,12 @@ def main() -> None:
         if options.tiny
         else replace(FULL, max_running=64, step_tokens=256, kv_tokens=32_768)
     )
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "quant.json",
         script="benchmarks.quant.quantized",
         hardware=hardware(shape),
         seed=SEED,
-        revision=options.commit,
         settings=vars(shape),
     )
     benchmark, errors = Benchmark(shape, results, tiny=options.tiny), dict[str, str]()

@@ -120,13 +120,12 @@ def main() -> None:
     check_tiny(parser, options)
     wanted, shape = set(options.only.split(",")), TINY if options.tiny else FULL
     base = make_base(shape)
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "recurrent.json",
         script="benchmarks.recurrent.qwen35",
         hardware=hardware(shape),
         seed=SEED,
-        revision=options.commit,
         settings=vars(shape) | {"bandwidth": options.bandwidth},
     )
     if "finetune" in wanted:

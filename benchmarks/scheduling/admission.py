@@ -116,13 +116,12 @@ def main() -> None:
         "places": PLACES,
         "seeds": 3,
     }
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "admission.json",
         script="benchmarks.scheduling.admission",
         hardware=cpu_name(),
         seed=0,
-        revision=options.commit,
         settings=settings,
     )
     for load in LOADS:

@@ -137,13 +137,12 @@ class Case:
 def main() -> None:
     options = make_parser(__doc__).parse_args()
     settings = {"waiting": WAITING, "batch": BATCH, "jobs": JOBS, "adapters": ADAPTERS}
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "decisions.json",
         script="benchmarks.scheduling.decisions",
         hardware=cpu_name(),
         seed=0,
-        revision=options.commit,
         settings=settings,
     )
     for policy in ("slack", "overlap", "ets", "ts", "inference-first", "spatial"):

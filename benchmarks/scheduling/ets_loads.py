@@ -24,15 +24,11 @@ from statistics import mean, median
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
-from benchmarks.scheduling.slack_risk import Recording
-from coserve.core.link.engine import EngineStopped, Shutdown
-from coserve.core.link.generation import Generate, RequestFailed, Tokens
-from coserve.core.link.jobs import StartJob
-from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from benchmarks.scheduling.slack_risk import Recording, play
+from coserve.core.link.generation import Generate, Tokens
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, Slo
-from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.spatial.slices_in_flight import TURNS, Marks
 from coserve.generate.plan import Ran, Share
 from coserve.queues.policies.ets import Ets
@@ -42,7 +38,7 @@ from coserve.queues.policy import Policy
 from coserve.queues.shapes import StepShape
 from tests.support import fake_ports
 from tests.support.fake_gpu import FREE, Noise
-from tests.support.fake_ports import Inline, JobPlan, Meter, NoAdapters
+from tests.support.fake_ports import JobPlan, Meter
 from tests.support.scenario import job_spec
 from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer
 from tests.support.virtual_clock import run_virtual
@@ -147,41 +143,9 @@ async def _play(
     )
     trainer.batch_tokens = lambda step: BATCH_TOKENS
     trainer.seconds = lambda kind, tokens: noise(MICRO_SECONDS[kind]) if MICRO_SECONDS[kind] else 0.0
-    to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
-    api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
-    link = Recording(from_engine, to_engine)
-    engine = Engine(
-        generator,
-        trainer,
-        NoAdapters(),
-        policy,
-        link,
-        clock=loop.time,
-        jobs=JobPlaces(1, Inline()),
-        marks=Marks(gpu.mark, gpu.between, gpu.mark_step) if beside else TURNS,
-    )
-    run = asyncio.create_task(engine.run())
-    api.send(StartJob(spec=spec))
-
-    async def send() -> None:
-        for at, request in requests:
-            if at > loop.time():
-                await asyncio.sleep(at - loop.time())
-            api.send(request)
-
-    sending, both = asyncio.create_task(send()), 0.0
-    left = {request.id for _, request in requests}
-    while left:
-        message = await api.receive()
-        if isinstance(message, RequestFailed) or (isinstance(message, Tokens) and message.finished is not None):
-            left.discard(message.id)
-    await sending
-    both = gpu.both
-    api.send(Shutdown())
-    while not isinstance(await api.receive(), EngineStopped):
-        pass
-    await run
-    return link, gpu, generator.steps, both
+    marks = Marks(gpu.mark, gpu.between, gpu.mark_step) if beside else TURNS
+    link = await play(requests, generator, trainer, policy, spec, marks)
+    return link, gpu, generator.steps, gpu.both
 
 
 def point(policy: Policy, factor: int, slo: Slo, seed: int, speeds: tuple[float, float]) -> Point:
@@ -222,13 +186,12 @@ def main() -> None:
     options: argparse.Namespace = parser.parse_args()
     ttft, tpot = (float(part) for part in options.targets.split(","))
     step_speed, train_speed = (float(part) for part in options.speeds.split(","))
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "ets_loads.json",
         script="benchmarks.scheduling.ets_loads",
         hardware="any: virtual time",
         seed=0,
-        revision=options.commit,
         settings={"seconds": SECONDS, "targets": (ttft, tpot), "speeds": (step_speed, train_speed)},
     )
     for factor in map(int, options.factors.split(",")):

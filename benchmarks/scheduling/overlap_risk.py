@@ -22,19 +22,24 @@ from statistics import median
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
-from benchmarks.scheduling.slack_risk import LEAD, LOADS, MICRO_SECONDS, SECONDS, Recording, step_seconds, workload
-from coserve.core.link.engine import EngineStopped, Shutdown
-from coserve.core.link.generation import Generate, RequestFailed, Tokens
-from coserve.core.link.jobs import StartJob
-from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from benchmarks.scheduling.slack_risk import (
+    LEAD,
+    LOADS,
+    MICRO_SECONDS,
+    SECONDS,
+    Recording,
+    play,
+    step_seconds,
+    workload,
+)
+from coserve.core.link.generation import Generate, Tokens
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import Slo
-from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.policies.overlap import Overlap
 from tests.support import fake_ports
 from tests.support.fake_gpu import FREE, Noise, job_always
-from tests.support.fake_ports import Inline, Meter, NoAdapters
+from tests.support.fake_ports import Meter
 from tests.support.scenario import job_spec
 from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer
 from tests.support.virtual_clock import run_virtual
@@ -87,46 +92,18 @@ async def _play(
     trainer.seconds = lambda kind, tokens: (
         0.0 if kind is MicroStep.RESULT else slices(MICRO_SECONDS[kind] * tokens / 4096)
     )
-    to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
-    api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
-    link = Recording(from_engine, to_engine)
-    engine = Engine(
-        generator,
-        trainer,
-        NoAdapters(),
-        Overlap(1.0, floor=0.05),
-        link,
-        clock=loop.time,
-        jobs=JobPlaces(1, Inline()),
-        marks=Marks(gpu.mark, gpu.between, gpu.mark_step),
-    )
-    run = asyncio.create_task(engine.run())
-    api.send(StartJob(spec=spec))
     both = list[float]()
-
-    async def send() -> None:
-        for at, request in requests:
-            if at > loop.time():  # what is due is sent at once, as by an API in a process of its own
-                await asyncio.sleep(at - loop.time())
-            api.send(request)
 
     async def note_both() -> None:
         for at in (LEAD, LEAD + SECONDS):
             await asyncio.sleep(at - loop.time())
             both.append(gpu.both)
 
-    tasks = [asyncio.create_task(send()), asyncio.create_task(note_both())]
-    open_requests = {request.id for _, request in requests}
-    while open_requests:
-        message = await api.receive()
-        if isinstance(message, RequestFailed) or (isinstance(message, Tokens) and message.finished is not None):
-            open_requests.discard(message.id)
-    await asyncio.gather(*tasks)
+    noting = asyncio.create_task(note_both())
+    marks = Marks(gpu.mark, gpu.between, gpu.mark_step)
+    link = await play(requests, generator, trainer, Overlap(1.0, floor=0.05), spec, marks, until=LEAD + SECONDS)
+    await noting
     trained = gpu.trained_at(LEAD + SECONDS) - gpu.trained_at(LEAD)
-    api.send(Shutdown())
-    while not isinstance(await api.receive(), EngineStopped):
-        pass
-    await run
     return link, trained / SECONDS, (both[1] - both[0]) / SECONDS
 
 
@@ -160,13 +137,12 @@ def main() -> None:
     options = parser.parse_args()
     step_speed, train_speed = (float(part) for part in options.speeds.split(","))
     settings = {"seconds": SECONDS, "lead": LEAD, "speeds": (step_speed, train_speed), "seeds": options.seeds}
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "overlap_risk.json",
         script="benchmarks.scheduling.overlap_risk",
         hardware="any: virtual time",
         seed=0,
-        revision=options.commit,
         settings=settings,
     )
     for load, (rate, slo) in LOADS.items():

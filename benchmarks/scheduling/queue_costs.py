@@ -107,13 +107,12 @@ def main() -> None:
     parser.add_argument("--label", default="", help="part of the keys, to compare two commits")
     options = parser.parse_args()
     settings = {"waiting": WAITING, "adapters": ADAPTERS, "batch_share": BATCH_SHARE}
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "queue_costs.json",
         script="benchmarks.scheduling.queue_costs",
         hardware=cpu_name(),
         seed=0,
-        revision=options.commit,
         settings=settings,
     )
     label = f".{options.label}" if options.label else ""

@@ -31,14 +31,17 @@ from coserve.core.link.generation import Generate, RequestFailed, Tokens
 from coserve.core.link.jobs import StartJob
 from coserve.core.link.link import FromEngine, LocalLink, ToEngine
 from coserve.core.sampling import SamplingParams
+from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, Slo
 from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.spatial.slices_in_flight import TURNS, Marks
 from coserve.queues.policies.slack import Slack
+from coserve.queues.policy import Policy
 from coserve.queues.shapes import StepShape
 from tests.support import fake_ports
 from tests.support.fake_gpu import BlockingTrainer, Noise, OverlappedGenerator, job_always
-from tests.support.fake_ports import Inline, Meter, NoAdapters
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, Meter, NoAdapters
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual
 
@@ -119,16 +122,17 @@ def workload(rate: float, slo: Slo, seed: int) -> list[tuple[float, Generate]]:
     return found
 
 
-async def _play(requests: list[tuple[float, Generate]], seed: int) -> tuple[Recording, BlockingTrainer]:
-    loop, rng = asyncio.get_running_loop(), random.Random(seed)
-    steps, slices = Noise(rng, 0.04, 1 / 300), Noise(rng, 0.03, 1 / 300)
-    generator = OverlappedGenerator(lambda shape: steps(step_seconds(shape)), 1.5e-3, 2048, rng, max_running=256)
-    spec = job_spec("j")
-    trainer = BlockingTrainer(Meter(), fake_ports.Prices(0, 0, 0, 0), job_always(spec), rng, loop.time)
-    sizes = random.Random(seed + 1)
-    batches = [sizes.randint(3000, 4096) for _ in range(1000)]
-    trainer.batch_tokens = lambda step: batches[step % len(batches)]
-    trainer.seconds = lambda kind, tokens: slices(MICRO_SECONDS[kind] * tokens / 4096)
+async def play(
+    requests: list[tuple[float, Generate]],
+    generator: FakeGenerator,
+    trainer: FakeTrainer,
+    policy: Policy,
+    spec: JobSpec,
+    marks: Marks = TURNS,
+    until: float = 0.0,
+) -> Recording:
+    """Run the engine until all requests have ended, at least to the time `until`; return what it sent."""
+    loop = asyncio.get_running_loop()
     to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
     api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
     link = Recording(from_engine, to_engine)
@@ -136,10 +140,11 @@ async def _play(requests: list[tuple[float, Generate]], seed: int) -> tuple[Reco
         generator,
         trainer,
         NoAdapters(),
-        Slack(patience=1.0),
+        policy,
         link,
         clock=loop.time,
         jobs=JobPlaces(1, Inline()),
+        marks=marks,
     )
     run = asyncio.create_task(engine.run())
     api.send(StartJob(spec=spec))
@@ -157,11 +162,25 @@ async def _play(requests: list[tuple[float, Generate]], seed: int) -> tuple[Reco
         if isinstance(message, RequestFailed) or (isinstance(message, Tokens) and message.finished is not None):
             open_requests.discard(message.id)
     await sending
+    await asyncio.sleep(max(0.0, until - loop.time()))
     api.send(Shutdown())
     while not isinstance(await api.receive(), EngineStopped):
         pass
     await run
-    return link, trainer
+    return link
+
+
+async def _play(requests: list[tuple[float, Generate]], seed: int) -> tuple[Recording, BlockingTrainer]:
+    loop, rng = asyncio.get_running_loop(), random.Random(seed)
+    steps, slices = Noise(rng, 0.04, 1 / 300), Noise(rng, 0.03, 1 / 300)
+    generator = OverlappedGenerator(lambda shape: steps(step_seconds(shape)), 1.5e-3, 2048, rng, max_running=256)
+    spec = job_spec("j")
+    trainer = BlockingTrainer(Meter(), fake_ports.Prices(0, 0, 0, 0), job_always(spec), rng, loop.time)
+    sizes = random.Random(seed + 1)
+    batches = [sizes.randint(3000, 4096) for _ in range(1000)]
+    trainer.batch_tokens = lambda step: batches[step % len(batches)]
+    trainer.seconds = lambda kind, tokens: slices(MICRO_SECONDS[kind] * tokens / 4096)
+    return await play(requests, generator, trainer, Slack(patience=1.0), spec), trainer
 
 
 def point(rate: float, slo: Slo, seed: int) -> Point:
@@ -227,13 +246,12 @@ def main() -> None:
         "loads": {name: rate for name, (rate, _) in LOADS.items()},
         "over": OVER,
     }
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "slack_risk.json",
         script="benchmarks.scheduling.slack_risk",
         hardware="any: virtual time",
         seed=0,
-        revision=options.commit,
         settings=settings,
     )
     for load, (rate, slo) in LOADS.items():

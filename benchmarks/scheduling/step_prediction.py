@@ -42,13 +42,12 @@ def steps() -> Iterator[tuple[StepShape, float, float]]:
 
 def main() -> None:
     options = make_parser(__doc__).parse_args()
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "step_prediction.json",
         script="benchmarks.scheduling.step_prediction",
         hardware=cpu_name(),
         seed=0,
-        revision=options.commit,
         settings={"steps": STEPS},
     )
     predictors, recent = Predictors(STEP_FEATURES), defaultdict[StepKind, deque[float]](lambda: deque(maxlen=WINDOW))

@@ -78,13 +78,12 @@ def point(outcome: Outcome) -> Point:
 def main() -> None:
     options = make_parser(__doc__).parse_args()
     settings = {"seconds": SECONDS, "rate": RATE, "tokens": TOKENS, "ttft": SLO.ttft, "tpot": SLO.tpot}
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "train_weight.json",
         script="benchmarks.scheduling.train_weight",
         hardware="any: virtual time",
         seed=0,
-        revision=options.commit,
         settings=settings,
     )
     for weight in WEIGHTS:

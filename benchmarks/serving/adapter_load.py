@@ -147,13 +147,12 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     shape = SHAPES["tiny" if options.tiny else "8b"]
     base, on_gpu = base_spec(shape), torch.cuda.is_available()
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         options.file,
         script="benchmarks.serving.adapter_load",
-        seed=SEED,
-        revision=options.commit,
         hardware=f"{torch.cuda.get_device_name()}, {cpu_name()}" if on_gpu else cpu_name(),
+        seed=SEED,
         settings={
             "rank": RANK,
             "sites": len(base.sites),

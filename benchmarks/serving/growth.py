@@ -116,13 +116,12 @@ def main() -> None:
     if any(adapters):
         bench.publish("a")
     print(f"compiled and captured in {bench.capture():.1f} s", flush=True)
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "serving_growth.json",
         script="benchmarks.serving.growth",
         hardware=hardware(shape),
         seed=SEED,
-        revision=options.commit,
         settings=vars(shape) | {"warm": WARM, "steps": STEPS, "bandwidth": options.bandwidth},
     )
     todo, too_large = cells(shape, adapters)

@@ -174,13 +174,12 @@ def main() -> None:
     seconds = bench.capture([max(RANKS[family]) for family in sorted(families)])
     print(f"compiled and captured in {seconds:.1f} s", flush=True)
     settings = vars(shape) | {"ranks": {name: RANKS[name] for name in sorted(families)}, "capture_s": round(seconds, 1)}
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "serving.json",
         script="benchmarks.serving.in_process",
         hardware=hardware(shape),
         seed=SEED,
-        revision=options.commit,
         settings=settings,
     )
     if BASE_ONLY in wanted:  # first: it publishes the adapters `a` itself

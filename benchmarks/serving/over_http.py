@@ -178,13 +178,12 @@ def main() -> None:
     if options.offline is not None:
         asyncio.run(offline(size, options.offline / "model", options.offline))
         return
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script="benchmarks.serving.over_http",
         hardware=gpu_names(options.tiny),
         seed=SEED,
-        revision=options.commit,
         settings={name: value for name, value in vars(size).items() if name != "config"} | {"rank": RANK},
     )
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:

@@ -92,13 +92,12 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
         return
     plain, masked = asyncio.run(measure(bench, load, 1 if options.tiny else REPEATS))
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         "schema_cost.json",
         script="benchmarks.serving.schema_cost",
         hardware=hardware(shape),
         seed=SEED,
-        revision=options.commit,
         settings=vars(shape),
     )
     costs = [1 - b / a for a, b in zip(plain, masked, strict=True)]

@@ -1,26 +1,16 @@
-"""Latency over time and engine stalls by cause, and their keys in the summary.
-
-    python -m benchmarks.serving.stall_report [FOLDER/stalls.json ...]
-
-merges the rows of the named files (results of another machine), then updates `summary.json`.
-"""
+"""Latency over time and engine stalls by cause."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common.options import RESULTS
-from benchmarks.common.results import Target, merge_results
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.results import Target
 from coserve.workloads.replay import Sample
 
 FILE = "stalls.json"
@@ -163,27 +153,3 @@ def worst(rows: Mapping[str, Mapping[str, float | None]], name: str) -> float | 
     values = [row[name] for row in rows.values()]
     known = [value for value in values if value is not None]
     return max(known) if len(known) == len(values) else None
-
-
-def summarize(out: Path = RESULTS) -> None:
-    """The keys of `stalls.json` in `summary.json`."""
-    rows = json.loads((out / FILE).read_text())["rows"]
-    update_summary(
-        out,
-        {
-            key: entry(
-                row, value=row["value"], unit=row["unit"], target=row["target"], script="serving/stalls.py", result=FILE
-            )
-            for key, row in rows.items()
-        },
-    )
-
-
-def main() -> None:
-    for name in sys.argv[1:]:
-        merge_results(Path(name))
-    summarize()
-
-
-if __name__ == "__main__":
-    main()

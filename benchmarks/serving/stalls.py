@@ -41,7 +41,7 @@ import msgspec
 
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.provenance import gpu_names
-from benchmarks.common.results import Results
+from benchmarks.common.results import Results, summarize
 from benchmarks.serving.http_case import FIRST_TOKEN, FULL, RANK, SEED, SMALL, Size, poisson_requests
 from benchmarks.serving.http_daemon import LoadProcesses, daemon
 from benchmarks.serving.http_load import LoadRequest
@@ -56,7 +56,6 @@ from benchmarks.serving.stall_report import (
     key_of,
     latency,
     stalls,
-    summarize,
     target,
     timeline,
     worst,
@@ -321,13 +320,12 @@ def main() -> None:
     with scratch_folder(options.scratch) as root:
         folders = Folders(root, size)
         folders.prepare()
-        results = Results(
-            options.out,
+        results = Results.of(
+            options,
             FILE,
             script="benchmarks.serving.stalls",
             hardware=gpu_names(options.tiny),
             seed=SEED,
-            revision=options.commit,
             settings={"rank": RANK, "seconds": SECONDS, "slo": SLO, "jobs": jobs_about},
         )
         run = Stalls(size, folders, results, budget=options.budget, policy=options.policy, tp=options.tp)
@@ -335,7 +333,7 @@ def main() -> None:
             for part in PARTS:
                 if part in options.only.split(","):
                     run.run(part)
-                    summarize(options.out)
+                    summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

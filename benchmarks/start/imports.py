@@ -94,13 +94,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--only-engine", action="store_true", help="no workers of a warm-up")
     options = parser.parse_args()
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script="benchmarks.start.imports",
         hardware=cpu_name(),
         seed=0,
-        revision=options.commit,
         settings={"repeats": options.repeats, "workers": WORKERS, "cores": usable_cores()},
     )
     with tempfile.TemporaryDirectory() as folder:

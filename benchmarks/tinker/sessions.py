@@ -28,8 +28,7 @@ import numpy as np
 
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.provenance import gpu_names
-from benchmarks.common.results import Results, Target
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.results import Results, Target, summarize
 from benchmarks.serving.http_case import (
     FIRST_TOKEN,
     FULL,
@@ -266,21 +265,6 @@ def datum(tokens: Sequence[int], labels: Sequence[int], **inputs: np.ndarray) ->
     )
 
 
-def summarize(out: Path, results: Results) -> None:
-    entries = {}
-    for key in sorted(results.keys()):
-        if (row := results.row(key)) is not None:
-            entries[key] = entry(
-                row,
-                value=row["value"],
-                unit=row["unit"],
-                target=row["target"],
-                script="tinker/sessions.py",
-                result=FILE,
-            )
-    update_summary(out, entries)
-
-
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, separated by commas: {', '.join(PARTS)}")
@@ -295,13 +279,12 @@ def main() -> None:
     options = parse()
     case = TRY if options.tiny else WHOLE
     os.environ["TINKER_TELEMETRY"] = "0"
-    results = Results(
-        options.out,
+    results = Results.of(
+        options,
         FILE,
         script="benchmarks.tinker.sessions",
         hardware=gpu_names(options.tiny),
         seed=SEED,
-        revision=options.commit,
         settings={name: value for name, value in vars(case).items() if name != "size"},
     )
     with tempfile.TemporaryDirectory() as scratch:
@@ -321,7 +304,7 @@ def main() -> None:
                 except Exception as error:  # noqa: BLE001 - the other part may still succeed
                     run.log(f"{part} failed: {error!r}")
             run.service.close("success").result()
-    summarize(options.out, results)
+    summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

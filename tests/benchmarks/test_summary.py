@@ -82,11 +82,10 @@ def test_the_summary_follows_from_the_results(tmp_path: Path) -> None:
         shutil.copy(path, tmp_path)
     (tmp_path / "summary.json").unlink()
     kernel_summary.summarize(tmp_path, tmp_path)
-    serving_results.summarize("serving.json", tmp_path)
+    for name in ("serving.json", stall_report.FILE, bdlora_predict.FILE):
+        serving_results.summarize(name, tmp_path)
     http_report.summarize(tmp_path)
-    stall_report.summarize(tmp_path)
     bdlora_results.summarize(tmp_path, [])
-    bdlora_predict.summarize(tmp_path)
     figure_5_1_report.publish(tmp_path, tmp_path / "figure.png")
     bdlora_quality.publish(tmp_path, tmp_path / "figure.png")
     for report, file in (
