@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from coserve.core.errors import MalformedRow, UnreadableCorpus
 from coserve.data.corpus.columns import MAX_UNUSED, Columns, unused_notes
 from coserve.data.corpus.conversion import as_json_lines, is_json_lines
+from coserve.data.corpus.json_array import array_elements
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.rows import ChatRow, CompletionRow, CorpusLimits, Row, TextRow, parse_row, parse_rows
 
@@ -88,6 +90,16 @@ def test_what_python_writes_as_an_array_is_read_back(
     folder = tmp_path_factory.mktemp("array")
     found = read(folder, f" {json.dumps(rows, indent=indent)}\n")
     assert found == list(parse_rows(rows))
+
+
+@given(
+    st.lists(st.lists(texts | st.integers(), max_size=4), max_size=6), st.integers(1, 40), st.sampled_from([None, 1])
+)
+def test_elements_in_any_pieces(rows: list[list[str | int]], chunk: int, indent: int | None) -> None:
+    file = BufferedReader(BytesIO(json.dumps(rows, indent=indent, ensure_ascii=False).encode()))
+    found = list(array_elements(file, 4000, chunk))
+    assert [number for number, _ in found] == list(range(1, len(rows) + 1))
+    assert [json.loads(element) for _, element in found] == rows
 
 
 def test_long_elements_are_read_a_piece_at_a_time(tmp_path: Path) -> None:

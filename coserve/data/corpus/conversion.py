@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
@@ -19,19 +18,16 @@ import msgspec
 
 from coserve.core.errors import MalformedRow, UnreadableCorpus
 from coserve.data.corpus.columns import Columns
+from coserve.data.corpus.json_array import array_elements
 from coserve.data.corpus.rows import LIMITS, CorpusLimits, choose_columns
 from coserve.data.corpus.sources import is_jsonl
 from coserve.state.durable import disk_errors
 
-CHUNK = 64 << 10
-"""Characters read at once."""
+BEGINNING = 64 << 10
+"""Bytes that tell a file's format."""
 DELIMITERS = ",;\t"
-LONGEST_WORD = 16
-"""Longest escape, literal or the like in characters: it may be cut off at the end of the text read so far."""
 AS_JSON = ("messages", "conversations", "tools")
 """Fields that are lists: in CSV, a cell contains them as JSON."""
-# Finds only the ends of elements. Numbers are not converted: one of a million digits would take minutes.
-_decoder = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
 
 
 def is_json_lines(source: Path, columns: Columns) -> bool:
@@ -45,7 +41,7 @@ def is_json_lines(source: Path, columns: Columns) -> bool:
 def _other_format(file: BufferedReader, columns: Columns) -> Literal["csv", "array"] | None:
     """Return the format of a text that is not JSON Lines: a JSON array, or CSV, whose first line has several columns or
     the name of a column that is read. None: JSON Lines, or an unknown format."""
-    text = file.peek(CHUNK).removeprefix(codecs.BOM_UTF8).lstrip()
+    text = file.peek(BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip()
     if text.startswith(b"["):
         return "array"
     try:
@@ -125,7 +121,7 @@ class _Lines:
 def _csv_lines(file: BufferedReader, columns: Columns, limits: CorpusLimits) -> Iterator[bytes]:
     csv.field_size_limit(limits.row_bytes)
     lines = _Lines(file, limits.row_bytes)
-    beginning = file.peek(CHUNK).decode(errors="replace").partition("\n")[0]
+    beginning = file.peek(BEGINNING).decode(errors="replace").partition("\n")[0]
     delimiter = max(DELIMITERS, key=beginning.count)
     records = _records(lines, delimiter)
     header = next(records)
@@ -179,84 +175,6 @@ def _cell(field: str, text: str) -> str | msgspec.Raw:
 
 
 def _array_lines(file: BufferedReader, limits: CorpusLimits) -> Iterator[bytes]:
-    array = _Array(file, limits.row_bytes)
-    array.expect("[")
-    if array.next_character() == "]":
-        array.expect("]")
-    else:
-        while True:
-            array.number += 1
-            limits.check_line(array.number)
-            yield array.element()
-            if array.expect(",]") == "]":
-                break
-    if after := array.next_character():
-        raise MalformedRow(f"expected nothing after the array, got {after!r}", line=array.number)
-
-
-class _Array:
-    """Reads a JSON array piece by piece. `number`: the current element's, from 1. Raises `MalformedRow`."""
-
-    def __init__(self, file: BufferedReader, limit: int) -> None:
-        self._file, self._limit = file, limit
-        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text, self._at, self._ended = "", 0, False
-        self.number = 0
-
-    def _read(self, size: int) -> None:
-        content = self._file.read(size)
-        try:
-            more = self._decoder.decode(content, final=not content)
-        except UnicodeDecodeError as error:
-            raise MalformedRow("expected UTF-8", line=max(1, self.number)) from error
-        self._text, self._at, self._ended = self._text[self._at :] + more, 0, not content
-
-    def next_character(self) -> str:
-        """Return the next character that is not white space; empty at the end."""
-        while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in " \t\r\n":
-                    return self._text[self._at]
-                self._at += 1
-            if self._ended:
-                return ""
-            self._read(CHUNK)
-
-    def expect(self, characters: str) -> str:
-        found = self.next_character()
-        if not found or found not in characters:
-            wanted = " or ".join(map(repr, characters))
-            raise MalformedRow(
-                f"expected {wanted}, got {found!r}" if found else "the array has no end", line=max(1, self.number)
-            )
-        self._at += 1
-        return found
-
-    def element(self) -> bytes:
-        """Return the next element, on one line."""
-        if not self.next_character():
-            raise MalformedRow("the array has no end", line=self.number)
-        size = CHUNK
-        while True:
-            try:
-                _, end = _decoder.raw_decode(self._text, self._at)
-                whole = end < len(self._text) or self._ended  # a number may continue in the next read
-            except json.JSONDecodeError as error:
-                cut_off = error.pos >= len(self._text) - LONGEST_WORD or error.msg.startswith("Unterminated string")
-                if self._ended or not cut_off:
-                    reason = error.msg.removesuffix(" at")
-                    raise MalformedRow(
-                        f"expected JSON: {reason} at character {error.pos - self._at + 1}", line=self.number
-                    ) from error
-                whole = False
-            except RecursionError as error:
-                raise MalformedRow("expected JSON of moderate depth", line=self.number) from error
-            if whole:
-                break
-            if len(self._text) - self._at > self._limit:
-                raise MalformedRow(f"expected at most {self._limit} bytes a row", line=self.number)
-            self._read(size)
-            size *= 2  # doubled, so that a long element is decoded only a few times
-        found = self._text[self._at : end].replace("\r", " ").replace("\n", " ")
-        self._at = end
-        return found.encode()
+    for number, element in array_elements(file, limits.row_bytes):
+        limits.check_line(number)
+        yield element

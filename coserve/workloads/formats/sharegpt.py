@@ -8,16 +8,18 @@ that do not begin with a human message and an answer are skipped.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from coserve.core.errors import MalformedRow
-from coserve.workloads.formats.json_stream import read_objects
-from coserve.workloads.formats.lines import naming
+from coserve.data.corpus.json_array import array_elements
+from coserve.workloads.formats.lines import JSON_ERRORS, naming, not_json, read_lines, unreadable
 
+MAX_CONVERSATION = 1 << 24
+"""Maximum bytes of a conversation. It bounds the memory that a file can take."""
 HUMANS, MODELS = ("human", "user"), ("gpt", "assistant", "chatgpt")
 
 
@@ -35,24 +37,28 @@ class _Record(msgspec.Struct):
     conversations: list[_Turn]
 
 
-def read_sharegpt(path: Path) -> Iterator[Conversation]:
-    """Yield the conversations. Raises `MalformedRow` with the file and the line at which a conversation begins,
-    `InvalidRequest` for a missing file."""
-    for line, content in read_objects(path):
-        with naming(path):
-            turns = _turns(content, line)
-        if len(turns) > 1 and turns[0].speaker in HUMANS and turns[1].speaker in MODELS:
-            prompt, answer = turns[0].value, turns[1].value
-            if prompt.strip() and answer.strip():
-                yield Conversation(prompt, answer)
+def read_sharegpt(path: Path, *, most: int = MAX_CONVERSATION) -> Iterator[Conversation]:
+    """Yield the conversations, of about `most` bytes at most. Raises `MalformedRow` with the file and the line (for an
+    array, the element's number), `InvalidRequest` for a missing file."""
+    decoder = msgspec.json.Decoder(_Record)
+    with naming(path):
+        for number, content in _records(path, most):
+            try:
+                turns = decoder.decode(content).conversations
+            except JSON_ERRORS as error:
+                raise not_json(error, number) from error
+            if len(turns) > 1 and turns[0].speaker in HUMANS and turns[1].speaker in MODELS:
+                prompt, answer = turns[0].value, turns[1].value
+                if prompt.strip() and answer.strip():
+                    yield Conversation(prompt, answer)
 
 
-def _turns(content: dict[str, Any], line: int) -> list[_Turn]:
+def _records(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
     try:
-        turns = msgspec.convert(content, _Record).conversations
-        msgspec.json.encode(turns[:2])  # raises for text without a UTF-8 form, which no tokenizer accepts
-    except msgspec.ValidationError as error:
-        raise MalformedRow(str(error), line=line) from error
-    except UnicodeEncodeError as error:
-        raise MalformedRow("expected text, got half of a surrogate pair", line=line) from error
-    return turns
+        with path.open("rb") as file:
+            if file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                yield from array_elements(file, most)
+            else:
+                yield from read_lines(path, most)
+    except OSError as error:
+        raise unreadable(error) from error
