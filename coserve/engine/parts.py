@@ -19,23 +19,23 @@ import torch
 from coserve.admission.memory import MemoryAdmission
 from coserve.config import Config
 from coserve.core.errors import AdapterNotFound, UnsupportedBase
-from coserve.core.gpu_memory import STEP_TOKENS, MemoryModel
+from coserve.core.gpu_memory import MemoryModel
 from coserve.core.processes import free_memory, usable_cores, usable_memory
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.engine.lora_server.start import make_servers
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.warming.caches import Caches
+from coserve.engine.warming.conditions import conditions_of
 from coserve.engine.warmup.gpu import CONTEXT_BYTES
 from coserve.finetune.layers.graphs import LayerGraphs
-from coserve.finetune.memory_profiling import Conditions, keep_graph_bytes, plan_memory
+from coserve.finetune.memory_profiling import keep_graph_bytes, plan_memory
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.sessions.sessions import TrainerSettings
 from coserve.generate.execution.start import ExecutorStart, make_start
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.graph_memory import GraphMemory
-from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.lora.store.files import load_adapter, load_packed
 from coserve.lora.store.host import HostBudget
@@ -46,7 +46,7 @@ from coserve.lora.store.times import LoadTimes
 from coserve.memory.allocator import Reading, read_device
 from coserve.memory.graph_bytes import CudaMemory, GraphBytes
 from coserve.memory.kv import CPU_TOKENS, KvCache
-from coserve.memory.plan import MemoryPlan, Work
+from coserve.memory.plan import MemoryPlan
 from coserve.model.agreement import on_all_ranks
 from coserve.model.base import Base
 from coserve.model.faults import contained
@@ -124,9 +124,10 @@ class EngineParts:
     def __init__(self, base: Base, config: Config) -> None:
         """Raises `UnsupportedBase` and `ConfigError`: see `make_servers`."""
         self.base, self.config, self.folder = base, config, DataFolder(config.data_dir)
-        self.lora_backend: LoraBackend = choose_backend(config.lora_backend, base.device, base.dtype)
+        self._conditions = conditions_of(config, base)
+        self.lora_backend: LoraBackend = self._conditions.lora_backend
+        self.step_tokens = self._conditions.work.step_tokens
         self.graph_bytes = GraphBytes(CudaMemory(base.device) if base.device.type == "cuda" else None)
-        self.step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
         self.servers = make_servers(base, config)
         """The LoRA servers, which are starting; None: there are none."""
         self.load_times = LoadTimes()
@@ -184,14 +185,6 @@ class EngineParts:
         log.info("%s", note)
         loaded = torch.cuda.memory_allocated(base.device)
         return PoolSize(plan.pages * config.page_tokens, plan, loaded, (note,))
-
-    @property
-    def _conditions(self) -> Conditions:
-        config = self.config
-        work = Work(self.step_tokens, config.micro_batch_tokens, config.max_active_jobs)
-        return Conditions(
-            self.lora_backend, config.recompute, config.batch_requests, config.page_tokens, work, config.kv_cache_dtype
-        )
 
     def memory_model(self, pool: PoolSize) -> MemoryModel | None:
         """The model that predicts the memory of jobs; None without a plan."""

@@ -11,12 +11,12 @@ import torch
 
 from coserve.config import Config
 from coserve.core.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
-from coserve.core.gpu_memory import STEP_TOKENS
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import DEFAULT_RANK, AdapterRef, LoraSettings
 from coserve.engine.warming import compiled_terms
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.compiled_terms import CompiledTerms
+from coserve.engine.warming.conditions import conditions_of
 from coserve.engine.warming.gemm_cases import gemm_cases
 from coserve.engine.warming.layer_measurements import measure_layers, measure_levels
 from coserve.engine.warming.other_kernels import launch_other_kernels
@@ -45,11 +45,9 @@ from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.gpu.compile_process import OnCompiled, ignore_compiled
 from coserve.kernels.gpu.launcher import compile_only
-from coserve.kernels.lora.backend import choose_backend
 from coserve.kernels.lora.types import StackedWeights
 from coserve.lora.files.targets import resolve_targets
 from coserve.memory.kv import KvCache
-from coserve.memory.plan import Work
 from coserve.memory.profile import sizes as profiled_sizes
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
@@ -367,10 +365,4 @@ def make_part_runner(
     on_compiled: OnCompiled = ignore_compiled,
 ) -> PartRunner:
     """Make a runner for these settings. `processes`, `on_compiled`: see `PartRunner`."""
-    lora_backend = choose_backend(config.lora_backend, base.device, base.dtype)
-    step_tokens = config.step_tokens or STEP_TOKENS[base.device.type]
-    work = Work(step_tokens, config.micro_batch_tokens, config.max_active_jobs)
-    conditions = Conditions(
-        lora_backend, config.recompute, config.batch_requests, config.page_tokens, work, config.kv_cache_dtype
-    )
-    return PartRunner(base, conditions, task, processes, on_compiled)
+    return PartRunner(base, conditions_of(config, base), task, processes, on_compiled)
