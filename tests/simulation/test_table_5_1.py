@@ -26,7 +26,7 @@ BATCH, DELAY = 64, 5.0
 STEPS = 4
 """Of a request; all of a batch end together, as in the paper."""
 PRICES = Prices(step=1.05 / STEPS, token=2.45 / 53 / STEPS, micro_step=32 * 481.36 / 26_000, spikes=0.0)
-"""Fitted to the table's ETS row (`benchmarks/ets/ts_readings.py`)."""
+"""Fitted to the table's ETS row (`benchmarks/ets/ts_readings.py` at dd244e65)."""
 
 
 @dataclass(frozen=True)
