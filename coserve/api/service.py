@@ -242,7 +242,7 @@ class Service:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ranks.lost.wait(), LOSS_SECONDS)
             return None
-        except Exception as error:
+        except Exception as error:  # any kind: the engine is lost, as what it sends is not understood
             log.exception("a message of the engine cannot be read")
             return error
         finally:

@@ -42,7 +42,7 @@ def _fetch(url: str, folder: Path) -> Path:
         files, root = url_to_fs(url)
         for file in (name,) if archive else ADAPTER_FILES:
             files.get_file(root if archive else f"{root.rstrip('/')}/{file}", str(folder / file))
-    except Exception as error:
+    except Exception as error:  # any kind: each file system of fsspec has errors of its own
         why = f"{type(error).__name__}: {error}"[:300]
         raise InvalidRequest(f"expected PEFT files at {url!r}; reading them: {why}", field="folder") from error
     return folder / name if archive else folder

@@ -271,7 +271,7 @@ def tolerated(job: str) -> Iterator[None]:
         raise
     except CoserveError as error:
         log.warning("job %s: no checkpoint: %s", job, error.message)
-    except Exception:
+    except Exception:  # our own fault in one job: it goes on without this checkpoint
         log.exception("job %s: internal error; no checkpoint", job)
 
 

@@ -247,7 +247,7 @@ class MemoryProfiler:
             try:
                 most = self._runner.targets_at_once
                 return measure_costs(self.phases, site_groups(self._base), self._base.spec, self._rank, tokens, most)
-            except Exception as error:
+            except Exception as error:  # any kind: lack of memory has several
                 if tokens <= WARM_UP_TOKENS or not out_of_memory(error):
                     raise
             tokens //= 2  # outside `except`: the error's traceback, which held tensors, is gone

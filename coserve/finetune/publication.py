@@ -157,7 +157,7 @@ def served_copy(weights: LoraWeights, base: Base, store: AdapterStore) -> LoraWe
     """Make a host copy in the form that is served; None if there is no memory for it."""
     try:
         return store.host_copy(cast(base.served(weights), base.dtype))
-    except Exception as error:
+    except Exception as error:  # any kind: lack of memory has several
         if not out_of_memory(error):
             raise
         return None

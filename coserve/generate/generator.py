@@ -352,7 +352,7 @@ class Generator:
             if self._runs(request):  # otherwise it ended in the step, and its last message is lost
                 self.scheduler.active.disown(request)
                 self._end(request)
-        except Exception as broken:
+        except Exception as broken:  # any kind: then nothing is known of the pages
             raise EngineFault("the pages of a request that failed cannot be freed") from broken
         code, message = failure_text(error)
         return RequestFailed(id=request.id, code=code, message=message)

@@ -100,7 +100,7 @@ class DocumentJobs:
                 await self._recorder.retries.run(f"document of job {id}", lambda: self._try_to_prepare(id))
             except (EngineUnavailable, JobNotFound, WrongJobState) as error:  # an engine to come prepares it, or none
                 log.info("job %s: is not prepared now: %s", id, error)
-            except Exception as error:
+            except Exception as error:  # any kind: it fails this job alone
                 if not isinstance(error, CoserveError):
                     log.error("job %s: internal error", id, exc_info=error)
                 code, message = failure_text(error)

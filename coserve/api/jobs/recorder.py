@@ -218,7 +218,7 @@ class JobRecorder:
                 self._engine.send(CancelJob(id=id))
             if isinstance(message, JobSucceeded):
                 await self._discard(message)
-        except Exception:
+        except Exception:  # our own fault in one job: messages of others must still be written
             log.exception("job %s: its failure is not written", id)
 
     async def _correct_engine(self, message: JobMessage, error: CoserveError) -> None:

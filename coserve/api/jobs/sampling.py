@@ -86,7 +86,7 @@ class JobSampler:
             return sampled
         except CoserveError as error:
             self._record(JobNote(id=snapshot.id, message=without_samples(snapshot.step, error.message)))
-        except Exception:
+        except Exception:  # our own fault in one sample: the job goes on without it
             log.exception("job %s: internal error; no samples at step %d", snapshot.id, snapshot.step)
         return True
 

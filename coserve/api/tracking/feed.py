@@ -125,7 +125,7 @@ class TrackerFeed:
                 self._jobs.add(job)
                 silent = isinstance(error, InvalidRequest)
                 problem = f"no answer in {self._helpers.silence:.0f} s" if silent else error.message
-            except Exception:
+            except Exception:  # our own fault in one job: the others are still tracked
                 log.exception("tracker %s: job %s is not tracked", self._tracker, job)
         self._report(problem)
         return problem is None

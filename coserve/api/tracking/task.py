@@ -51,7 +51,7 @@ def track(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
         if given.ended is not None:
             sink.end(given.ended)
             del context.kept[id]
-    except Exception as error:
+    except Exception as error:  # any kind: trackers' libraries have errors of their own
         _close(context, id)  # the next attempt reopens it
         raise TrackingFailed(f"{type(error).__name__}: {error}"[:300]) from error
     return b""

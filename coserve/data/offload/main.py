@@ -62,7 +62,7 @@ def _run(context: TaskContext, call: Call) -> Reply:
         result = task(context, call.arguments, call.body)
     except CoserveError as error:
         return Reply(failure=failure_of(error), memory=_peak_memory())
-    except Exception:
+    except Exception:  # our own fault in one call: the process takes the next one
         log.exception("task %s failed", call.task)
         return Reply(failure=failure_of(InternalError("internal error")), memory=_peak_memory())
     return Reply(memory=_peak_memory(), result=result)

@@ -38,7 +38,7 @@ class RankedStep:
         with self.followers.busy("collect"):
             try:
                 return self.local.collect()
-            except Exception as error:
+            except Exception as error:  # any kind: the ranks no longer match
                 raise EngineFault(FAILED) from error
 
 
@@ -53,7 +53,7 @@ class RankedExecutor:
         with self._followers.together(self._tables.pack(step)):
             try:
                 return [RankedStep(launched, self._followers) for launched in self._local.launch(step, adapters)]
-            except Exception as error:
+            except Exception as error:  # as above
                 raise EngineFault(FAILED) from error
 
     def choose(self, masks: Masks) -> None:
@@ -61,7 +61,7 @@ class RankedExecutor:
         with self._followers.together(Choose(dict(masks))):
             try:
                 self._local.choose(masks)
-            except Exception as error:
+            except Exception as error:  # as above
                 raise EngineFault(FAILED) from error
 
     def forget(self, sequence: int) -> None:

@@ -213,7 +213,7 @@ def gathered(job: str) -> Iterator[None]:
     job; others become `EngineFault`."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # any kind: other ranks may wait
         if isinstance(error, FailedTogether | RankLost) or isinstance(error.__cause__, FailedTogether):
             raise
         raise EngineFault(

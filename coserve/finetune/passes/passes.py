@@ -88,7 +88,7 @@ class TrainingPasses:
                 one.advance(micro_steps)
         except EngineFault:
             raise
-        except Exception as error:
+        except Exception as error:  # any kind: it ends the jobs of this pass alone
             known = isinstance(error, CoserveError | CaptureFailed) or out_of_memory(error)
             if len(one.members) == 1 and not known:
                 raise

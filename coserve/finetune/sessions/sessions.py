@@ -203,7 +203,7 @@ class Sessions(Generic[AnyTrainee]):
         with self._stream(), contained(self._base.device):
             try:
                 yield
-            except Exception as error:
+            except Exception as error:  # any kind: lack of memory has several
                 if not out_of_memory(error):
                     raise
                 numbers = memory_numbers(error, self._base.device)

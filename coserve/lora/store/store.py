@@ -433,7 +433,7 @@ def _memory_errors(ref: AdapterRef) -> Iterator[None]:
     """Raise errors for lack of memory as `RequestOutOfMemory`."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # any kind: lack of memory has several
         if out_of_memory(error):
             raise RequestOutOfMemory(f"no host memory for adapter {ref}: {error}") from error
         raise

@@ -131,7 +131,7 @@ class BatchRunner:
             except StorageError as error:
                 log.warning("batch %s waits: %s", id, error.message)
                 await asyncio.sleep(RETRY)
-            except Exception:
+            except Exception:  # our own fault in one batch: it alone fails
                 log.exception("batch %s ended by an internal error", id)
                 problem = BatchProblem(InternalError.code, "internal error; the daemon's log has it")
                 step = partial(self._end, id, "failed", [problem])
