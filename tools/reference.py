@@ -23,6 +23,8 @@ from typer.main import get_command
 from coserve import client
 from coserve.api.access.handlers import AdminApi
 from coserve.api.access.routes import admin_routes
+from coserve.api.anthropic.handlers import AnthropicApi
+from coserve.api.anthropic.routes import message_routes
 from coserve.api.http.openapi import describe_api
 from coserve.api.http.route import ALWAYS
 from coserve.api.metrics.prometheus import Metrics
@@ -98,6 +100,7 @@ def http() -> Iterator[str]:
             *file_routes(new(FilesApi)),
             *finetuning_routes(new(FineTuningApi)),
         ),
+        "Anthropic": message_routes(new(AnthropicApi)),
         "Training sessions": session_routes(new(SessionsApi)),
         "Tinker": tinker_routes(new(TinkerApi)),
         "LoRAX, TGI and huggingface_hub": tgi_routes(new(TgiApi)),

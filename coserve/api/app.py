@@ -13,6 +13,8 @@ from aiohttp import web
 
 from coserve.api.access.handlers import AdminApi
 from coserve.api.access.routes import admin_routes
+from coserve.api.anthropic.handlers import AnthropicApi
+from coserve.api.anthropic.routes import message_routes
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.idle_collection import IdleCollection
 from coserve.api.http.limits import STREAMS_TIMEOUT
@@ -81,7 +83,7 @@ def make_app(
     uploads = UploadReader(bodies, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
     tgi, tinker = TgiApi(service, config, bodies), TinkerApi(service, bodies)
     native = NativeApi(service, config, bodies, uploads, tgi)
-    openai = OpenAIApi(service, config, bodies)
+    openai, tokenizer = OpenAIApi(service, config, bodies), TokenizerApi(service, bodies, max_texts=max_texts)
     batches = BatchRunner(
         BatchStore(service.folder.batches), service.files, batch_answers(openai, bodies), service.access.quotas.admit
     )
@@ -97,9 +99,12 @@ def make_app(
                 *file_routes(FilesApi(service, uploads)),
                 *finetuning_routes(FineTuningApi(service, bodies)),
             ),
+            "Anthropic": message_routes(
+                AnthropicApi(openai, tokenizer, bodies, write_timeout=config.read_timeout),
+            ),
             "Training sessions": session_routes(SessionsApi(service, bodies)),
             "Tinker": tinker_routes(tinker),
-            "Tokenizer": tokenizer_routes(TokenizerApi(service, bodies, max_texts=max_texts)),
+            "Tokenizer": tokenizer_routes(tokenizer),
             "Administration": admin_routes(AdminApi(service.access, service.engine, bodies)),
         }
     )

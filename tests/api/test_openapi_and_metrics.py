@@ -128,6 +128,8 @@ BODIES = {
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/batches",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",

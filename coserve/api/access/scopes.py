@@ -19,6 +19,7 @@ PREFIXES: Final = {
         "/v1/completions",
         "/v1/chat",
         "/v1/responses",
+        "/v1/messages",
         "/v1/files",
         "/v1/batches",
         "/tokenize",

@@ -20,7 +20,7 @@ _FEATURES = {
     "evals": "evals are",
     "fine_tuning": "permissions of checkpoints and graders are",
     "images": "images are",
-    "messages": "Anthropic's messages (use /v1/chat/completions) are",
+    "messages": "Anthropic's message batches (use /v1/batches) are",
     "moderations": "moderations are",
     "organization": "organizations are",
     "pooling": "pooling is",

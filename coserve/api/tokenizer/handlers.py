@@ -23,7 +23,7 @@ from coserve.core.errors import InvalidRequest, QueueFull
 from coserve.core.limits import MAX_MESSAGES, TokenIds
 from coserve.core.messages import Chat, ChatMessage, TemplateOptions, Tools, characters
 from coserve.core.types import Wire
-from coserve.data.offload.protocol import TaskContext
+from coserve.data.offload.protocol import Task, TaskContext
 from coserve.data.pretrained.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 4 << 20
@@ -90,11 +90,14 @@ class TokenizerApi:
         self._running = 0
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        """Tokenise in a helper process, because the body may be a chat."""
+        return await self.answer(request, tokenize)
+
+    async def answer(self, request: web.Request, task: Task) -> web.StreamResponse:
+        """Return the JSON that `task` makes of the body, in a helper process, because the body may be a chat."""
         async with self._bodies.body(request) as body:
             helpers = self._service.helpers if len(body) > SMALL_BODY else self._service.chats
             with self._slot():
-                return encoded_json(await helpers.run(tokenize, self._base(), body))
+                return encoded_json(await helpers.run(task, self._base(), body))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """Detokenise a small body in a thread, a large one in a helper process."""
@@ -176,6 +179,11 @@ def _encode(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=request.continue_final_message or False,
     )
+    return template_ids(tokenizer, chat)
+
+
+def template_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
+    """Return the ids of a chat as its template renders it. Raises `InvalidRequest` if it is too long to count."""
     if characters(chat.messages) > MAX_CHARACTERS:
         raise InvalidRequest(f"expected at most {MAX_CHARACTERS} characters", field="messages")
     return chat_ids(tokenizer, chat)

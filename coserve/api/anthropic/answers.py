@@ -1,0 +1,129 @@
+"""Answers of `/v1/messages`, whole and as events, from those of chats."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import msgspec
+
+from coserve.api.anthropic.schemas import (
+    EventDelta,
+    Message,
+    MessageEvent,
+    MessageUsage,
+    OutputBlock,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
+from coserve.api.openai.schemas import ChatChunk, ChatChunkChoice, ChatCompletion, ChatFinish, ToolCallDelta
+from coserve.core.schemas import Usage
+
+_REASONS: dict[ChatFinish, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def message(chat: ChatCompletion) -> Message:
+    """Return the whole answer."""
+    (choice,) = chat.choices
+    answer, content = choice.message, list[OutputBlock]()
+    if isinstance(answer.reasoning_content, str):
+        content.append(ThinkingBlock(thinking=answer.reasoning_content))
+    if answer.content:
+        content.append(TextBlock(text=answer.content))
+    for call in answer.tool_calls or []:
+        content.append(ToolUseBlock(id=call.id, name=call.function.name, input=_object(call.function.arguments)))
+    reason, sequence = _ending(choice.finish_reason, choice.stop_reason)
+    return Message(
+        id=_new_id(),
+        model=chat.model,
+        content=content,
+        stop_reason=reason,
+        stop_sequence=sequence,
+        usage=_usage(chat.usage),
+    )
+
+
+def _new_id() -> str:
+    return f"msg_{secrets.token_hex(12)}"
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments; none if the model did not write an object, as at the maximum length."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return {}
+
+
+def _ending(finish: ChatFinish, stop: object) -> tuple[StopReason, str | None]:
+    if finish == "stop" and isinstance(stop, str):
+        return "stop_sequence", stop
+    return _REASONS.get(finish, "end_turn"), None
+
+
+def _usage(usage: Usage) -> MessageUsage:
+    return MessageUsage(usage.prompt_tokens, usage.completion_tokens)
+
+
+class MessageEvents:
+    """Turns the chunks of a chat into events."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open: OutputBlock | None = None
+        """The block that is being sent, as it began."""
+
+    async def of(self, chunks: AsyncGenerator[ChatChunk, None]) -> AsyncGenerator[MessageEvent, None]:
+        """Yield the events. Raises what `chunks` raises."""
+        ending, usage, begun = EventDelta(), MessageUsage(0, 0), False
+        async for chunk in chunks:
+            if isinstance(chunk.usage, Usage):
+                usage = _usage(chunk.usage)
+            if not begun:
+                begun = True
+                yield MessageEvent(type="message_start", message=Message(id=_new_id(), model=chunk.model, usage=usage))
+            for choice in chunk.choices:
+                for event in self._of_choice(choice):
+                    yield event
+                if choice.finish_reason is not None:
+                    reason, sequence = _ending(choice.finish_reason, choice.stop_reason)
+                    ending = EventDelta(stop_reason=reason, stop_sequence=sequence)
+        for event in self._end():
+            yield event
+        yield MessageEvent(type="message_delta", delta=ending, usage=usage)
+        yield MessageEvent(type="message_stop")
+
+    def _of_choice(self, choice: ChatChunkChoice) -> Iterator[MessageEvent]:
+        delta = choice.delta
+        if isinstance(delta.reasoning_content, str):
+            if not isinstance(self._open, ThinkingBlock):
+                yield from self._begin(ThinkingBlock(thinking=""))
+            yield self._delta(EventDelta(type="thinking_delta", thinking=delta.reasoning_content))
+        if isinstance(delta.content, str) and delta.content:
+            if not isinstance(self._open, TextBlock):
+                yield from self._begin(TextBlock(text=""))
+            yield self._delta(EventDelta(type="text_delta", text=delta.content))
+        for call in delta.tool_calls or []:
+            yield from self._call(call)
+
+    def _call(self, call: ToolCallDelta) -> Iterator[MessageEvent]:
+        if isinstance(call.id, str):
+            yield from self._begin(ToolUseBlock(id=call.id, name=call.function.name or "", input={}))
+        if call.function.arguments:
+            yield self._delta(EventDelta(type="input_json_delta", partial_json=call.function.arguments))
+
+    def _begin(self, block: OutputBlock) -> Iterator[MessageEvent]:
+        yield from self._end()
+        self._open, self._index = block, self._index + 1
+        yield MessageEvent(type="content_block_start", index=self._index, content_block=block)
+
+    def _end(self) -> Iterator[MessageEvent]:
+        if self._open is not None:
+            self._open = None
+            yield MessageEvent(type="content_block_stop", index=self._index)
+
+    def _delta(self, delta: EventDelta) -> MessageEvent:
+        return MessageEvent(type="content_block_delta", index=self._index, delta=delta)

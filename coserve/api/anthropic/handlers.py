@@ -1,0 +1,77 @@
+"""The handlers of `/v1/messages`: chats in another form. Errors have Anthropic's format and names."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from coserve.api.anthropic.answers import MessageEvents, message
+from coserve.api.anthropic.requests import chat_of, template_chat
+from coserve.api.anthropic.schemas import (
+    AnthropicError,
+    AnthropicErrorInfo,
+    CountTokensRequest,
+    MessagesRequest,
+    TokenCountResponse,
+)
+from coserve.api.http.bodies import BodyReader
+from coserve.api.http.parsing import decode_dialect
+from coserve.api.http.responses import ErrorFormat, json_response
+from coserve.api.http.sse import EventStream
+from coserve.api.openai.errors import openai_error
+from coserve.api.openai.handlers import OpenAIApi
+from coserve.api.openai.requests import adapter_of
+from coserve.api.tokenizer.handlers import BaseLimits, TokenizerApi, template_ids
+from coserve.core.errors import CoserveError, PromptTooLong
+from coserve.data.offload.protocol import TaskContext
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's types of errors by status; others below 500 are `invalid_request_error`, above `api_error`."""
+
+
+def anthropic_error(error: CoserveError) -> AnthropicError:
+    """Return the error as `{"type": "error", "error": {"type", "message"}}`."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    text = openai_error(error).error.message
+    if isinstance(error, PromptTooLong) and error.length is not None and error.context is not None:
+        text = f"prompt is too long: {error.length} tokens > {error.context - 1} maximum"  # clients parse it
+    return AnthropicError(AnthropicErrorInfo(kind, text))
+
+
+ANTHROPIC_ERRORS = ErrorFormat(AnthropicError, anthropic_error)
+
+
+class AnthropicApi:
+    """One method per route."""
+
+    def __init__(self, api: OpenAIApi, tokenizer: TokenizerApi, bodies: BodyReader, *, write_timeout: float) -> None:
+        """`write_timeout`: seconds that a write may wait for the client."""
+        self._api, self._tokenizer, self._bodies, self._write_timeout = api, tokenizer, bodies, write_timeout
+
+    async def create_message(self, request: web.Request) -> web.StreamResponse:
+        body = await self._bodies.read(request, MessagesRequest, dialect=True)
+        chat = chat_of(body)
+        if not body.stream:
+            return json_response(message(await self._api.answer_chat(chat)))
+        stream = EventStream(request, write_timeout=self._write_timeout)
+        events = MessageEvents().of(self._api.chat_chunks(chat))
+        await stream.send_all(events, anthropic_error, error_event="error", event_of=lambda event: event.type)
+        return await stream.close()
+
+    async def count_message_tokens(self, request: web.Request) -> web.StreamResponse:
+        return await self._tokenizer.answer(request, count_tokens)
+
+
+def count_tokens(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+    """Helper task of `POST /v1/messages/count_tokens`: return the response as JSON."""
+    request, base = decode_dialect(body, CountTokensRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
+    adapter_of(request.model, base)
+    ids = template_ids(context.tokenizer, template_chat(request))
+    return msgspec.json.encode(TokenCountResponse(input_tokens=len(ids)))
