@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-TRAINED, UNSEEN = 60, 12
+TRAINED, UNSEEN = 30, 6
 """Chats to learn from, and to test with."""
 SYSTEM = "Turn the sentence into JSON."
 _NAMES = ("Anna", "Ben", "Carla", "David", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kira", "Liam")

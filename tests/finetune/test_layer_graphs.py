@@ -38,8 +38,8 @@ def compiled() -> tuple[Base, CompiledLayers]:
     return base, layers
 
 
-def job(number: int, steps: int = 3, **changes: object) -> tuple[Corpus, JobSpec]:
-    """The third batch of a shape is the first that its graphs compute."""
+def job(number: int, steps: int = 4, **changes: object) -> tuple[Corpus, JobSpec]:
+    """Graphs compute the third batch of a shape."""
     corpus = random_corpus(number, [(5, 2, 4, 6), (3, 6, 7, 2)][number % 2])
     targets = ("q_proj", "down_proj")  # each kernel takes its time in Triton's interpreter
     options = {"r": 8, "steps": steps, "seed": number, "batch_tokens": 8, "micro_batch_tokens": 8, "targets": targets}
@@ -90,8 +90,8 @@ def graphs_of(layers: CompiledLayers, *recorders: RepeatingRecorder, **options: 
     "jobs",
     [
         pytest.param((job(0, steps=2),), id="one"),
-        pytest.param((job(0), job(1)), id="alike", marks=pytest.mark.slow),
-        pytest.param((job(0), job(2, r=16)), id="unlike", marks=pytest.mark.slow),
+        pytest.param((job(0, steps=6), job(1, steps=6)), id="alike", marks=pytest.mark.slow),
+        pytest.param((job(0, steps=6), job(2, steps=6, r=16)), id="unlike", marks=pytest.mark.slow),
     ],
 )
 def test_jobs_learn_what_they_learn_without(

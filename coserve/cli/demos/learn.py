@@ -23,7 +23,7 @@ from coserve.workloads.meetings import Meeting, meetings
 
 ADAPTER = "meetings"
 LORA = LoraRequest(r=8, alpha=16)
-TRAINING = TrainingSettings(epochs=2, batch_tokens=512, learning_rate=2e-3, warmup_steps=2)
+TRAINING = TrainingSettings(epochs=1, batch_tokens=128, learning_rate=2e-3, warmup_steps=2)
 SHOWN = 3
 """Questions whose answers are shown."""
 
