@@ -151,18 +151,15 @@ def test_pairs_of_a_dpo_loss_take_no_more_than_predicted(base: Measured, top: bo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_random_adapters(config: PretrainedConfig) -> None:
-    rng = random.Random(3)
-    for base in measured(config):
-        names = base.spec.default_targets
-        for _ in range(examples(24)):
-            lora = LoraSettings(
-                r=rng.choice((4, 8, 16, 32, 64)), targets=tuple(rng.sample(names, rng.randint(1, len(names))))
-            )
-            tokens, recomputed = rng.randint(128, 2048), rng.choice((0, 0, 1, 2))
-            error = base.error(lora, tokens, recomputed=recomputed, positions=rng.choice((None, 20, tokens // 3)))
-            assert abs(error) < 0.03, (lora, tokens, recomputed)
+def test_random_adapters(base: Measured) -> None:
+    rng, names = random.Random(3), base.spec.default_targets
+    for _ in range(examples(12)):
+        lora = LoraSettings(
+            r=rng.choice((4, 8, 16, 32, 64)), targets=tuple(rng.sample(names, rng.randint(1, len(names))))
+        )
+        tokens, recomputed = rng.randint(128, 2048), rng.choice((0, 0, 1, 2))
+        error = base.error(lora, tokens, recomputed=recomputed, positions=rng.choice((None, 20, tokens // 3)))
+        assert abs(error) < 0.03, (lora, tokens, recomputed)
 
 
 def test_a_cartridge_takes_no_less_than_its_keys_and_values(base: Measured) -> None:

@@ -118,7 +118,7 @@ def test_a_tiny_run_writes_rows_loads_and_figures(size: int, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_rank_that_fails_or_hangs_ends_the_run(tmp_path: Path) -> None:
-    with RankProcesses(2, tmp_path, tiny=True) as ranks, pytest.raises(RankFailed, match="no answer of ranks"):
+    with RankProcesses(1, tmp_path, tiny=True) as ranks, pytest.raises(RankFailed, match="no answer of ranks"):
         ranks.call("hardware", limit=0.0)
     with RankProcesses(1, tmp_path, tiny=True) as ranks, pytest.raises(RankFailed, match="KeyError: 'nothing'"):
         ranks.call("build", "nothing", limit=120.0)

@@ -1,4 +1,4 @@
-"""Ten thousand requests with cancels over the real scheduler, pool, prefix cache and adapters, and a base that is a
+"""Thousands of requests with cancels over the real scheduler, pool, prefix cache and adapters, and a base that is a
 function.
 
 Each slot of a page holds a mark of everything that its keys and values would depend on, so that a page in the wrong
@@ -247,12 +247,12 @@ class Traffic:
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_with_cancels_leave_no_page_behind() -> None:
+def test_thousands_of_requests_with_cancels_leave_no_page_behind() -> None:
     memory = Memory()
     traffic = Traffic(memory, 0, running=RUNNING, step_tokens=STEP_TOKENS, lengths=OneMoreToken())
     chance, scheduler, steps = traffic.chance, traffic.scheduler, 0
-    while traffic.made < 10_000 or traffic.live:
-        for _ in range(chance.choice((0, 0, 1, 4)) if traffic.made < 10_000 and len(traffic.live) < 60 else 0):
+    while traffic.made < 3_000 or traffic.live:
+        for _ in range(chance.choice((0, 0, 1, 4)) if traffic.made < 3_000 and len(traffic.live) < 60 else 0):
             traffic.arrive()
         if traffic.live and chance.random() < 0.1:
             traffic.cancel()
@@ -268,11 +268,11 @@ def test_ten_thousand_requests_with_cancels_leave_no_page_behind() -> None:
     assert (len(scheduler), memory.pool.used, memory.pool.free_pages) == (0, 0, PAGES)
     memory.pool.check_integrity()
     assert memory.pool.cached > PAGES // 2
-    assert scheduler.preemptions > 100
+    assert scheduler.preemptions > 30
     assert scheduler.active.prefix_queries > scheduler.active.prefix_hits > scheduler.active.prefix_queries // 8
-    assert traffic.cancelled > 500
-    assert memory.entered > 5000
-    assert memory.moved > 1000, "pages were in adapters' ways"
+    assert traffic.cancelled > 150
+    assert memory.entered > 1500
+    assert memory.moved > 300, "pages were in adapters' ways"
 
 
 def check_nobody_waits_in_vain(traffic: Traffic, shares: list[Share], *, preempted: bool) -> None:

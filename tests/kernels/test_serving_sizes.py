@@ -20,7 +20,7 @@ from tests.support.launches import kinds
 CPU = torch.device("cpu")
 SITES = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))
 """Inputs and outputs of an 8B Llama's sites that share one input."""
-STEPS = 400
+STEPS = 200
 
 
 class Recorder:

@@ -34,7 +34,7 @@ POLICIES = sample(
 )
 FEW = sample(NAMES, "slack", "spatial")
 """For what the policies have in common."""
-SEEDS = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(150, fast=12))
+SEEDS = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(75, fast=12))
 MANY = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(150))
 """For what holds of the sum of many lives."""
 
