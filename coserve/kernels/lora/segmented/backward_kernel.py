@@ -82,22 +82,7 @@ def shrink_b(
             for some in range(first, end_rank, 16):
                 _shrink_b_ranks(ptrs, sizes, some, BLOCK_T, 16, BLOCK_K)
         if SPLIT:
-            finish(
-                parts_ptr,
-                g_ptr,
-                counters_ptr + start,
-                tl.num_programs(1) * tl.cdiv(rank, BLOCK_R),
-                start,
-                rows,
-                rank,
-                0,
-                split_stride,
-                tl.num_programs(1),
-                R,
-                1,
-                BLOCK_T,
-                BLOCK_R,
-            )
+            finish(parts_ptr, g_ptr, counters_ptr, start, rows, rank, 0, split_stride, R, 1, BLOCK_T, BLOCK_R)
         return
     t = tl.arange(0, BLOCK_T)
     r = first + tl.arange(0, BLOCK_R)
@@ -114,24 +99,7 @@ def shrink_b(
     g_at = parts_ptr + split * split_stride + (start + t)[:, None] * R + r[None, :]
     tl.store(g_at, acc.to(parts_ptr.dtype.element_ty), mask=keep & (r < padded(rank))[None, :])
     if SPLIT:
-        splits = tl.num_programs(1)
-        expected = splits * tl.cdiv(rank, BLOCK_R)
-        finish(
-            parts_ptr,
-            g_ptr,
-            counters_ptr + start,
-            expected,
-            start,
-            rows,
-            rank,
-            0,
-            split_stride,
-            splits,
-            R,
-            1,
-            BLOCK_T,
-            BLOCK_R,
-        )
+        finish(parts_ptr, g_ptr, counters_ptr, start, rows, rank, 0, split_stride, R, 1, BLOCK_T, BLOCK_R)
 
 
 @triton.jit

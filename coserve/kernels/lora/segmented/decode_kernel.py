@@ -198,9 +198,8 @@ def expand(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
-    site, block, y_ptr, O, y_stride = output(
-        tl.program_id(0), y0_ptr, y1_ptr, y2_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride, SITES, ALIGNED, BLOCK_O
-    )
+    ys, strides = (y0_ptr, y1_ptr, y2_ptr), (y0_stride, y1_stride, y2_stride)
+    site, block, y_ptr, O, y_stride = output(tl.program_id(0), ys, (O0, O1, O2), strides, SITES, ALIGNED, BLOCK_O)
     start = tl.load(tile_ptr)
     rows = tl.load(tile_ptr + 1)
     entry = tl.load(tile_ptr + 2) * row + site

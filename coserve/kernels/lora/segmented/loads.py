@@ -149,22 +149,12 @@ def h_columns(r, rank, stride, SHARDS: tl.constexpr):
 
 
 @triton.jit
-def output(
-    block,
-    y0_ptr,
-    y1_ptr,
-    y2_ptr,
-    O0,
-    O1,
-    O2,
-    y0_stride,
-    y1_stride,
-    y2_stride,
-    SITES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-):
-    """(site, block within it, its y, O and stride) of a block of the sites' outputs laid side by side."""
+def output(block, ys, Os, y_strides, SITES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_O: tl.constexpr):
+    """(site, block within it, its y, O and stride) of a block of the sites' outputs laid side by side. `ys`, `Os`,
+    `y_strides`: of three sites."""
+    y0_ptr, y1_ptr, y2_ptr = ys
+    O0, O1, O2 = Os
+    y0_stride, y1_stride, y2_stride = y_strides
     site = 0
     O = O0
     y_stride = y0_stride

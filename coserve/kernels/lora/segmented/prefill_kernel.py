@@ -57,20 +57,21 @@ def _sum_parts(parts_ptr, at, mask, split_stride, splits):
 def finish(
     parts_ptr,
     h_ptr,
-    counter_ptr,
-    expected,
+    counters_ptr,
     start,
     rows,
     rank,
     site_stride,
     split_stride,
-    splits,
     R,
     SITES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """Counts a program that has written its part of a tile; the last one sums the parts into h."""
+    splits = tl.num_programs(1)
+    expected = splits * tl.cdiv(rank, BLOCK_R)
+    counter_ptr = counters_ptr + start
     tl.debug_barrier()  # all threads have written before one counts the program
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == expected - 1:
         t = start + tl.arange(0, BLOCK_T)
@@ -206,24 +207,7 @@ def _shrink_tile(
     if SITES > 2:
         tl.store(h_at + 2 * T * R, acc2.to(out_type), mask=keep & (r < padded(rank2))[None, :])
     if SPLIT:
-        splits = tl.num_programs(1)
-        expected = splits * tl.cdiv(most, BLOCK_R)
-        finish(
-            parts_ptr,
-            h_ptr,
-            counters_ptr + start,
-            expected,
-            start,
-            rows,
-            most,
-            T * R,
-            SITES * T * R,
-            splits,
-            R,
-            SITES,
-            BLOCK_T,
-            BLOCK_R,
-        )
+        finish(parts_ptr, h_ptr, counters_ptr, start, rows, most, T * R, SITES * T * R, R, SITES, BLOCK_T, BLOCK_R)
 
 
 @triton.jit
@@ -255,24 +239,7 @@ def _shrink_blocks(
             for at in range(first, end, 16):
                 _shrink_ranks(ptrs, sizes, tile, site, shape, at, SITES, BLOCK_T, 16, BLOCK_K)
     if SPLIT:
-        splits = tl.num_programs(1)
-        expected = splits * tl.cdiv(most, BLOCK_R)
-        finish(
-            parts_ptr,
-            h_ptr,
-            counters_ptr + start,
-            expected,
-            start,
-            rows,
-            most,
-            T * R,
-            SITES * T * R,
-            splits,
-            R,
-            SITES,
-            BLOCK_T,
-            BLOCK_R,
-        )
+        finish(parts_ptr, h_ptr, counters_ptr, start, rows, most, T * R, SITES * T * R, R, SITES, BLOCK_T, BLOCK_R)
 
 
 @triton.jit
@@ -365,24 +332,11 @@ def expand(
         tl.extra.cuda.gdc_launch_dependents()
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
     RUN: tl.constexpr = BLOCK_O * BLOCKS
-    _, _, out_ptr, _, out_stride = output(
-        tl.program_id(0),
-        out0_ptr,
-        out1_ptr,
-        out2_ptr,
-        O0,
-        O1,
-        O2,
-        out0_stride,
-        out1_stride,
-        out2_stride,
-        SITES,
-        ALIGNED,
-        RUN,
-    )
-    site, run, y_ptr, O, y_stride = output(
-        tl.program_id(0), y0_ptr, y1_ptr, y2_ptr, O0, O1, O2, y0_stride, y1_stride, y2_stride, SITES, ALIGNED, RUN
-    )
+    outs, out_strides = (out0_ptr, out1_ptr, out2_ptr), (out0_stride, out1_stride, out2_stride)
+    ys, y_strides = (y0_ptr, y1_ptr, y2_ptr), (y0_stride, y1_stride, y2_stride)
+    Os = (O0, O1, O2)
+    _, _, out_ptr, _, out_stride = output(tl.program_id(0), outs, Os, out_strides, SITES, ALIGNED, RUN)
+    site, run, y_ptr, O, y_stride = output(tl.program_id(0), ys, Os, y_strides, SITES, ALIGNED, RUN)
     start = tl.load(tile_ptr)
     rows = tl.load(tile_ptr + 1)
     slot = tl.load(tile_ptr + 2)
