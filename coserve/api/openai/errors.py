@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from coserve.api.http.responses import ErrorFormat, error_info
+from coserve.api.http.route import Route
 from coserve.api.openai.schemas import OpenAIError, OpenAIErrorInfo
 from coserve.core.errors import AdapterNotFound, CoserveError, NotFound, PromptTooLong, QueueFull, Unauthorized
 
@@ -85,3 +88,5 @@ def no_such_path(path: str) -> NotFound:
 
 
 OPENAI_ERRORS = ErrorFormat(OpenAIError, openai_error)
+openai_route = partial(Route, error_formats=(OPENAI_ERRORS,))
+"""Makes a route whose errors have OpenAI's format."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coserve.api.http.route import BODY_ERRORS, BUSY, Route
-from coserve.api.openai.errors import OPENAI_ERRORS
+from coserve.api.openai.errors import openai_route
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lora import LoraApi
 from coserve.api.openai.schemas import (
@@ -25,7 +25,7 @@ def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
     """Everything under `/v1`, and what trainers call at vLLM."""
     errors = (404, 422, *BODY_ERRORS, BUSY)
     return (
-        Route(
+        openai_route(
             "POST",
             "/v1/completions",
             api.completions,
@@ -34,9 +34,8 @@ def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
             response=Completion,
             events=Completion,
             errors=errors,
-            error_formats=(OPENAI_ERRORS,),
         ),
-        Route(
+        openai_route(
             "POST",
             "/v1/chat/completions",
             api.chat_completions,
@@ -45,17 +44,15 @@ def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
             response=ChatCompletion,
             events=ChatChunk,
             errors=errors,
-            error_formats=(OPENAI_ERRORS,),
         ),
-        Route(
+        openai_route(
             "GET",
             "/v1/models",
             api.list_models,
             "List the base and the adapters",
             response=ModelList,
-            error_formats=(OPENAI_ERRORS,),
         ),
-        Route(
+        openai_route(
             "GET",
             "/v1/models/{id}",
             api.get_model,
@@ -63,9 +60,8 @@ def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
             response=Model,
             slashes=True,
             errors=(404,),
-            error_formats=(OPENAI_ERRORS,),
         ),
-        Route(
+        openai_route(
             "DELETE",
             "/v1/models/{id}",
             api.delete_model,
@@ -73,9 +69,8 @@ def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
             response=DeletedModel,
             slashes=True,
             errors=(404, 409, 507),
-            error_formats=(OPENAI_ERRORS,),
         ),
-        Route(
+        openai_route(
             "POST",
             "/v1/load_lora_adapter",
             lora.load_lora_adapter,
@@ -84,9 +79,8 @@ def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
             upload=True,
             media="text/plain",
             errors=(409, *errors, 507),
-            error_formats=(OPENAI_ERRORS,),
         ),
-        Route(
+        openai_route(
             "POST",
             "/v1/unload_lora_adapter",
             lora.unload_lora_adapter,
@@ -94,7 +88,6 @@ def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
             body=UnloadLoraRequest,
             media="text/plain",
             errors=(404, 409, *BODY_ERRORS, BUSY, 507),
-            error_formats=(OPENAI_ERRORS,),
         ),
         Route("GET", "/server_info", lora.server_info, "What trainers read of vLLM's settings", response=ServerInfo),
         Route(

@@ -5,13 +5,12 @@ from __future__ import annotations
 from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
 from coserve.api.openai.batches.handlers import BatchesApi
 from coserve.api.openai.batches.schemas import Batch, BatchList, NewBatch
-from coserve.api.openai.errors import OPENAI_ERRORS
+from coserve.api.openai.errors import openai_route
 
 
 def batch_routes(api: BatchesApi) -> tuple[Route, ...]:
-    formats = (OPENAI_ERRORS,)
     return (
-        Route(
+        openai_route(
             "POST",
             "/v1/batches",
             api.create_batch,
@@ -19,9 +18,8 @@ def batch_routes(api: BatchesApi) -> tuple[Route, ...]:
             body=NewBatch,
             response=Batch,
             errors=(404, *BODY_ERRORS, BUSY, 507),
-            error_formats=formats,
         ),
-        Route(
+        openai_route(
             "GET",
             "/v1/batches",
             api.list_batches,
@@ -29,24 +27,21 @@ def batch_routes(api: BatchesApi) -> tuple[Route, ...]:
             response=BatchList,
             query=PAGE,
             errors=(404,),
-            error_formats=formats,
         ),
-        Route(
+        openai_route(
             "GET",
             "/v1/batches/{id}",
             api.get_batch,
             "Show a batch",
             response=Batch,
             errors=(404,),
-            error_formats=formats,
         ),
-        Route(
+        openai_route(
             "POST",
             "/v1/batches/{id}/cancel",
             api.cancel_batch,
             "Cancel a batch; answers that it has are kept",
             response=Batch,
             errors=(404, 507),
-            error_formats=formats,
         ),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
-from coserve.api.openai.errors import OPENAI_ERRORS
+from coserve.api.openai.errors import openai_route
 from coserve.api.openai.finetuning.handlers import FineTuningApi
 from coserve.api.openai.finetuning.schemas import (
     CheckpointList,
@@ -17,14 +17,13 @@ JOBS = "/v1/fine_tuning/jobs"
 
 
 def finetuning_routes(api: FineTuningApi) -> tuple[Route, ...]:
-    formats = (OPENAI_ERRORS,)
     changes = (
         ("cancel", api.cancel_tuning, "Cancel"),
         ("pause", api.pause_tuning, "Pause"),
         ("resume", api.resume_tuning, "Resume"),
     )
     return (
-        Route(
+        openai_route(
             "POST",
             JOBS,
             api.create_tuning,
@@ -33,9 +32,8 @@ def finetuning_routes(api: FineTuningApi) -> tuple[Route, ...]:
             response=FineTuningJob,
             headers=("Idempotency-Key",),
             errors=(404, 409, 422, *BODY_ERRORS, BUSY, 507),
-            error_formats=formats,
         ),
-        Route(
+        openai_route(
             "GET",
             JOBS,
             api.list_tunings,
@@ -43,30 +41,27 @@ def finetuning_routes(api: FineTuningApi) -> tuple[Route, ...]:
             response=FineTuningJobList,
             query=PAGE,
             errors=(404,),
-            error_formats=formats,
         ),
-        Route(
+        openai_route(
             "GET",
             f"{JOBS}/{{id}}",
             api.get_tuning,
             "Show a job in OpenAI's format",
             response=FineTuningJob,
             errors=(404,),
-            error_formats=formats,
         ),
         *(
-            Route(
+            openai_route(
                 "POST",
                 f"{JOBS}/{{id}}/{name}",
                 handler,
                 f"{verb} a job",
                 response=FineTuningJob,
                 errors=(404, 409, 507),
-                error_formats=formats,
             )
             for name, handler, verb in changes
         ),
-        Route(
+        openai_route(
             "GET",
             f"{JOBS}/{{id}}/events",
             api.tuning_events,
@@ -74,9 +69,8 @@ def finetuning_routes(api: FineTuningApi) -> tuple[Route, ...]:
             response=FineTuningEventList,
             query=PAGE,
             errors=(404,),
-            error_formats=formats,
         ),
-        Route(
+        openai_route(
             "GET",
             f"{JOBS}/{{id}}/checkpoints",
             api.tuning_checkpoints,
@@ -84,6 +78,5 @@ def finetuning_routes(api: FineTuningApi) -> tuple[Route, ...]:
             response=CheckpointList,
             query=PAGE,
             errors=(404,),
-            error_formats=formats,
         ),
     )

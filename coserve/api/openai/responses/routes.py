@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from coserve.api.http.route import BODY_ERRORS, BUSY, Route
-from coserve.api.openai.errors import OPENAI_ERRORS
+from coserve.api.openai.errors import openai_route
 from coserve.api.openai.responses.handlers import ResponsesApi
 from coserve.api.openai.responses.schemas import Response, ResponseEvent, ResponseRequest
 
 
 def response_routes(api: ResponsesApi) -> tuple[Route, ...]:
     return (
-        Route(
+        openai_route(
             "POST",
             "/v1/responses",
             api.create_response,
@@ -19,6 +19,5 @@ def response_routes(api: ResponsesApi) -> tuple[Route, ...]:
             response=Response,
             events=ResponseEvent,
             errors=(404, 422, *BODY_ERRORS, BUSY),
-            error_formats=(OPENAI_ERRORS,),
         ),
     )
