@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from benchmarks.common.llama import Llama
+
 RANKS = (64, 128, 256, 16, 32)
 """Of LoRA; the first three are those that targets name."""
 TINY_RANKS = (16, 8)
@@ -16,17 +18,10 @@ default."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A Llama."""
+class Shape(Llama):
+    """A Llama with a name."""
 
     name: str
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    context: int
 
     def parameters(self) -> tuple[int, int]:
         """Of a layer's matrices; of the embedding, which is as large as the head."""
@@ -35,9 +30,9 @@ class Shape:
 
 
 SHAPES = {
-    "8b": Shape("8b", 32, 4096, 14336, 32, 8, 128256, 8192),
-    "70b": Shape("70b", 80, 8192, 28672, 64, 8, 128256, 8192),
-    "tiny": Shape("tiny", 2, 64, 128, 4, 2, 512, 256),
+    "8b": Shape(32, 4096, 14336, 32, 8, 128256, 8192, "8b"),
+    "70b": Shape(80, 8192, 28672, 64, 8, 128256, 8192, "70b"),
+    "tiny": Shape(2, 64, 128, 4, 2, 512, 256, "tiny"),
 }
 """`tiny`: to try the script with; its numbers say nothing."""
 

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from transformers import LlamaConfig
-
-
-class Sizes(Protocol):
-    """Of a Llama."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def inner(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def context(self) -> int: ...
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 
-def llama_config(sizes: Sizes) -> LlamaConfig:
+@dataclass(frozen=True)
+class Llama:
+    """Sizes of a Llama."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    context: int
+
+
+def llama_config(sizes: Llama) -> LlamaConfig:
+    from transformers import LlamaConfig  # here: not all who know sizes need it
+
     return LlamaConfig(
         vocab_size=sizes.vocab,
         hidden_size=sizes.hidden,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from transformers import GPT2Config, PretrainedConfig
 
-from benchmarks.common.llama import llama_config
+from benchmarks.common.llama import Llama, llama_config
 from benchmarks.peers.trainer import TARGETS as LLAMA_TARGETS
 
 RANK = 16
@@ -25,19 +25,12 @@ COSTS = "costs"
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of a base."""
+class Shape(Llama):
+    """Sizes of a Llama, or of a GPT-2."""
 
     name: str
     family: str
     device: str
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    context: int
     speed: float
     """Tokens a second that the estimates of a case's time count on."""
 
@@ -69,10 +62,10 @@ class Shape:
         return GPT2Config(vocab_size=self.vocab, **sizes, **no_dropout, bos_token_id=0, eos_token_id=1)
 
 
-LLAMA = Shape("llama-8b", "llama", "cuda", 32, 4096, 14336, 32, 8, 128256, 8192, 5000)
-GPT2_MEDIUM = Shape("gpt2-medium", "gpt2", "cuda", 24, 1024, 4096, 16, 16, 50257, 1024, 30_000)
-TINY_LLAMA = Shape("tiny-llama", "llama", "cpu", 2, 32, 64, 4, 2, 128, 8192, 100_000)
-TINY_GPT2 = Shape("tiny-gpt2", "gpt2", "cpu", 2, 32, 128, 4, 4, 128, 1024, 100_000)
+LLAMA = Shape(32, 4096, 14336, 32, 8, 128256, 8192, "llama-8b", "llama", "cuda", 5000)
+GPT2_MEDIUM = Shape(24, 1024, 4096, 16, 16, 50257, 1024, "gpt2-medium", "gpt2", "cuda", 30_000)
+TINY_LLAMA = Shape(2, 32, 64, 4, 2, 128, 8192, "tiny-llama", "llama", "cpu", 100_000)
+TINY_GPT2 = Shape(2, 32, 128, 4, 4, 128, 1024, "tiny-gpt2", "gpt2", "cpu", 100_000)
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.workloads.provisioning.servers import MoeShape
 
-FULL = Shape("cuda", 24, 2048, 6144, 32, 4, 151936, 8192, 256, 8192, 560_000)
-TINY = Shape("cpu", 2, 32, 48, 4, 2, 256, 256, 4, 32, 4096)
+FULL = Shape(24, 2048, 6144, 32, 4, 151936, 8192, "cuda", 256, 8192, 560_000)
+TINY = Shape(2, 32, 48, 4, 2, 256, 256, "cpu", 4, 32, 4096)
 MOE = MoeShape(24, 2048, 768, 128, 8)
 TINY_MOE = MoeShape(2, 32, 16, 4, 2)
 RANK, ADAPTERS, REPEATS = 16, 32, 3

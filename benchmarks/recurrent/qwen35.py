@@ -27,8 +27,8 @@ from coserve.memory.kv import KvCache
 from coserve.memory.state_pool import state_bytes
 from coserve.model.base import Base, wrap_base
 
-FULL = Shape("cuda", 32, 4096, 12288, 16, 4, 248320, 8192, 64, 2048, 131_072)
-TINY = Shape("cpu", 4, 32, 48, 4, 2, 512, 256, 4, 32, 4096)
+FULL = Shape(32, 4096, 12288, 16, 4, 248320, 8192, "cuda", 64, 2048, 131_072)
+TINY = Shape(4, 32, 48, 4, 2, 512, 256, "cpu", 4, 32, 4096)
 HEADS = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 """Sizes of the tiny shape's delta nets."""
 PAGE_TOKENS = 16

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common.llama import llama_config
+from benchmarks.common.llama import Llama, llama_config
 from coserve.admission.recompute_plan import RecomputePlan
 from coserve.config import Config
 from coserve.core.cancellation import Cancellation
@@ -52,24 +52,17 @@ RANKS = {"a": (16,), "m": (8, 16, 32, 64)}
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(Llama):
     """The base's sizes and the engine's."""
 
     device: str
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    context: int
     max_running: int
     step_tokens: int
     kv_tokens: int
 
 
-FULL = Shape("cuda", 32, 4096, 14336, 32, 8, 128256, 8192, 256, 8192, 320_000)
-TINY = Shape("cpu", 2, 64, 128, 4, 2, 512, 256, 8, 64, 8192)
+FULL = Shape(32, 4096, 14336, 32, 8, 128256, 8192, "cuda", 256, 8192, 320_000)
+TINY = Shape(2, 64, 128, 4, 2, 512, 256, "cpu", 8, 64, 8192)
 """To try the scripts with, on any machine; its numbers say nothing."""
 
 
