@@ -17,6 +17,7 @@ from coserve.model.experts.parameters import describe_experts, leaves, parameter
 from coserve.model.experts.shards import EXPERTS, FIRST, ExpertPartition, ExpertShard, expert_shard
 from coserve.model.parallel.families.partitions import (
     block_sites,
+    block_stacks,
     block_vectors,
     features,
     heads_of,
@@ -35,6 +36,7 @@ from coserve.model.parallel.modules import (
     shard_mixer,
     shard_module,
     share_gradient,
+    sum_output,
 )
 from coserve.model.parallel.norms import share_mean
 from coserve.model.parallel.partition import Features, Lazy, MatrixPartition, SitePartition
@@ -95,7 +97,8 @@ def fill_shard(
         for path in _layers(model)
         for block in planned_blocks(plan, model.get_submodule(path), path)
     }
-    sites, vectors = _partitions(model, blocks, mesh)
+    sites, others = _partitions(model, blocks, mesh)
+    biases = {f"{path}.{block.output_bias}" for path, block in blocks.items() if block.output_bias is not None}
     experts = _shard_experts(model, blocks, mesh, by_expert=by_expert)
     head = model.get_output_embeddings()
     _fill_buffers(model, weights, device)
@@ -107,8 +110,11 @@ def fill_shard(
                 whole = weights.get(name, parameter.shape)
                 if shard is not None:
                     part = _expert_part(module, leaf, whole, shard)
-                elif name in vectors:
-                    part = vectors[name].shard(whole, mesh.rank)
+                elif name in others:
+                    dimension, own = others[name]
+                    part = own.shard(whole, mesh.rank, dimension)
+                elif name in biases and mesh.rank:
+                    part = torch.zeros(parameter.shape)
                 else:
                     part = whole[:] if partition is None else _part(module, leaf, whole, partition, mesh.rank)
                 _place(module, leaf, part, parameter.dtype, device)
@@ -129,17 +135,20 @@ def _layers(model: PreTrainedModel) -> list[str]:
 
 def _partitions(
     model: PreTrainedModel, blocks: Mapping[str, Block], mesh: Mesh
-) -> tuple[dict[str, SitePartition], dict[str, Features]]:
-    """Return the partitions of the blocks' linear modules, and those of other parameters, by their paths."""
-    sites, vectors = dict[str, SitePartition](), dict[str, Features]()
+) -> tuple[dict[str, SitePartition], dict[str, tuple[int, Features]]]:
+    """Return the partitions of the blocks' linear modules, and those of other parameters with their dimension, by their
+    paths."""
+    sites, others = dict[str, SitePartition](), dict[str, tuple[int, Features]]()
     for path, block in blocks.items():
         module = model.get_submodule(path)
         heads = heads_of(model.config, module, mesh.size, path)
         found = block_sites(block, module, heads, path)
         sites |= {joined(path, name): partition for name, partition in found.items()}
-        own = block_vectors(block, module, heads, path)
-        vectors |= {f"{path}.{name}": partition for name, partition in own.items()}
-    return sites, vectors
+        for name, own in block_vectors(block, module, heads, path).items():
+            others[f"{path}.{name}"] = 0, own
+        for name, stack in block_stacks(block, module, heads, path).items():
+            others[f"{path}.{name}"] = stack
+    return sites, others
 
 
 def _shard_blocks(model: PreTrainedModel, blocks: Mapping[str, Block], mesh: Mesh) -> None:
@@ -153,7 +162,7 @@ def _shard_blocks(model: PreTrainedModel, blocks: Mapping[str, Block], mesh: Mes
         for name, width in block.scales.items():
             scale = module.get_buffer(name)
             own = features(width, scale.shape[-1], heads, f"{path}.{name}", module)
-            setattr(module, name, own.shard(scale.movedim(-1, 0), mesh.rank).movedim(0, -1).contiguous())
+            setattr(module, name, own.shard(scale, mesh.rank, scale.ndim - 1).contiguous())
         for name in block.norms:
             norm = module.get_submodule(name)
             if getattr(norm, "n_groups", 1) == 1:  # several groups are divided among the ranks
@@ -164,6 +173,8 @@ def _shard_blocks(model: PreTrainedModel, blocks: Mapping[str, Block], mesh: Mes
             share_gradient(module.get_submodule(name), mesh)
         for name in block.inner_sums:
             copy_output(module.get_submodule(name), mesh)
+        if block.output_bias is not None:
+            sum_output(module, mesh)
         if "" not in block.row:
             copy_input(module, mesh)
 

@@ -86,6 +86,17 @@ def copy_output(module: nn.Module, mesh: Mesh) -> None:
     module.register_forward_hook(copied)
 
 
+def sum_output(module: nn.Module, mesh: Mesh) -> None:
+    """Sum the module's output, or the first of several, over the ranks."""
+
+    def summed(module: nn.Module, args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> object:
+        if isinstance(output, tuple):
+            return sum_over_ranks(output[0], mesh), *output[1:]
+        return sum_over_ranks(output, mesh)
+
+    module.register_forward_hook(summed)
+
+
 def share_gradient(module: nn.Module, mesh: Mesh) -> None:
     """Divide the gradient of a whole module's output by the number of ranks, where every rank has all of it: what
     comes before adds the ranks' gradients up."""
@@ -143,6 +154,8 @@ def shard_attention(module: nn.Module, heads: Heads, known: dict[tuple[int, int]
     for name, count in counts.items():
         if hasattr(module, name):
             setattr(module, name, count)
+    if hasattr(module, "kv_projection_size"):
+        vars(module.experts)["hidden_size"] = query * size // cast(int, module.top_k)  # JetMoE's experts of queries
     config = getattr(module, "config", None)
     if config is not None:
         local = {"num_attention_heads": query, "num_key_value_heads": key_value}

@@ -63,10 +63,10 @@ class Features:
         )
         return cls(sum(part.size for part in parts), ranks)
 
-    def shard(self, whole: Lazy, rank: int) -> Tensor:
-        """Return the rank's shard of a vector."""
-        parts = [whole[a:b] for a, b in self.ranks[rank]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def shard(self, whole: Lazy, rank: int, dimension: int = 0) -> Tensor:
+        """Return the rank's shard of a vector, or of a tensor along a dimension."""
+        parts = [whole[(*[slice(None)] * dimension, slice(a, b))] for a, b in self.ranks[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dimension)
 
     @property
     def local(self) -> int:

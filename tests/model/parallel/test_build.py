@@ -17,6 +17,7 @@ from coserve.core.errors import UnsupportedBase
 from coserve.model.base import Base, load_base
 from coserve.model.parallel import checkpoint
 from coserve.model.parallel.build import empty_model
+from coserve.model.parallel.families import partitions
 from coserve.model.parallel.families.partitions import planned_blocks
 from coserve.model.parallel.families.plans import PLANS
 from coserve.model.parallel.mesh import LoneRank, Mesh
@@ -43,7 +44,6 @@ def _parameters(base: Base) -> int:
 @pytest.mark.parametrize(
     ("family", "overrides", "size", "reason"),
     [
-        ("jetmoe", {}, 2, "jetmoe has no plan for tensor parallelism"),
         ("llama", {}, 8, "number of query heads"),
         (
             "llama",
@@ -65,6 +65,14 @@ def test_what_cannot_be_cut_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedBase, match=reason):
         _load(_save(tmp_path, family, **overrides), size=size)
+
+
+def test_a_family_without_a_plan_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitions, "PLANS", {"phi": PLANS["phi"]})
+    with pytest.raises(
+        UnsupportedBase, match="llama has no plan for tensor parallelism; run it on one GPU, or one of phi"
+    ):
+        _load(_save(tmp_path, "llama"))
 
 
 def test_a_layer_with_a_linear_module_outside_of_the_plan_is_refused() -> None:
@@ -136,6 +144,18 @@ def test_files_may_be_split_and_lack_the_decoders_prefix(tmp_path: Path) -> None
     index.write_text("[")
     with pytest.raises(UnsupportedBase, match="index of files is damaged"):
         _load(folder)
+
+
+@pytest.mark.slow
+def test_llama_4_is_read_from_its_files_with_images(tmp_path: Path) -> None:
+    folder = _save(tmp_path, "llama4_text")
+    tensors = load_file(folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    save_file({f"language_model.{name}": one for name, one in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text}))
+    base, name = _load(folder, rank=1), "model.layers.0.feed_forward.experts.down_proj"
+    assert base.spec.family == "llama4_text"
+    assert torch.equal(base.model.get_parameter(name), tensors[name][:, 24:])
 
 
 def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
@@ -249,7 +269,7 @@ def test_plans_name_no_family_twice() -> None:
     assert list(PLANS) == sorted(PLANS)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", *sample(["ernie4_5_moe", "nemotron_h", "llama"])])
+@pytest.mark.parametrize("family", ["deepseek_v3", *sample(["ernie4_5_moe", "nemotron_h", "llama", "mimo_v2_flash"])])
 @pytest.mark.filterwarnings("ignore")
 def test_what_transformers_keeps_in_fp32_ranks_keep_so(family: str, tmp_path: Path) -> None:
     tiny_family(family).bfloat16().save_pretrained(tmp_path)

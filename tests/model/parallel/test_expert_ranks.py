@@ -43,8 +43,8 @@ BOUNDS = (0, 5, 14, 18, 25)
 BATCH = (1, -1, 0, 1)
 TOKENS = tokens_of(BOUNDS[-1])
 POSITIONS = torch.cat([torch.arange(end - start) for start, end in pairwise(BOUNDS)])
-FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe")
-"""GLM's first layer has no experts; its second has a shared one."""
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "gemma4")
+"""GLM's first layer has no experts; its second has a shared one. Gemma 4's have an MLP beside the experts."""
 WAYS = pytest.mark.parametrize("ep", [1, 2], ids=["features", "experts"])
 
 
@@ -121,7 +121,8 @@ def test_a_mixed_batch_has_the_logits_of_one_process(two: Ranks, folders: dict[s
         assert found.spec.experts == {
             name: replace(site, by_expert=ep > 1) for name, site in expected.spec.experts.items()
         }
-        shared = sum(name.endswith("shared_experts.down_proj") for name in expected.spec.sites)
+        beside = "mlp.down_proj" if family == "gemma4" else "shared_experts.down_proj"
+        shared = sum(name.endswith(beside) for name in expected.spec.sites)
         assert found.calls == {"all_reduce": 2 * expected.spec.layers + shared, "all_gather": 1}
         settings = LoraSettings(r=3, targets=("q_proj",), target_parameters=BOTH)
         planned = lora_shapes(settings, found.spec, ranks=2)

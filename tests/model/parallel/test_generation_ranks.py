@@ -26,7 +26,7 @@ SIZES = ((8192, 9), (68, 48))
 """Tokens of the cache, and of a step: the first chunks prompts, the second preempts."""
 FAMILIES = (
     *("qwen3_5_text", "nemotron_h", "falcon_h1", "jamba", "olmo_hybrid"),
-    *("gemma4", "llama4_text", "mimo_v2_flash"),
+    *("gemma4", "llama4_text", "mimo_v2_flash", "jetmoe"),
 )
 
 

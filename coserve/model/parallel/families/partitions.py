@@ -99,6 +99,15 @@ def block_vectors(block: Block, module: nn.Module, heads: Heads, path: str) -> d
     return {name: features(widths[name], size, heads, f"{path}.{name}", module) for name, size in sizes.items()}
 
 
+def block_stacks(block: Block, module: nn.Module, heads: Heads, path: str) -> dict[str, tuple[int, Features]]:
+    """Return the dimension along which each of a block's stacks is partitioned, and its partition, by its path in it.
+    Raises `UnsupportedBase` as `block_sites`."""
+    return {
+        name: (at, features(width, module.get_parameter(name).shape[at], heads, f"{path}.{name}", module))
+        for name, (at, width) in block.stacks.items()
+    }
+
+
 def features(width: Width, size: int, heads: Heads, where: str, block: nn.Module) -> Features:
     """Divide `size` features of the module at `where` in a block. Raises `UnsupportedBase` if the ranks do not divide
     them."""

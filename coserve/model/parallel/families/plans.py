@@ -47,6 +47,11 @@ class Block:
     """The module of experts, whose parameters are fused; None: the block has none."""
     vectors: Mapping[str, Width] = field(default_factory=dict)
     """Other parameters that are partitioned along their first dimension, a bias beside a weight like it."""
+    stacks: Mapping[str, tuple[int, Width]] = field(default_factory=dict)
+    """Parameters that are partitioned along another dimension than the first: the dimension, and how."""
+    output_bias: str | None = None
+    """The bias of the output of a block that no row-parallel module ends: the block's output is summed over the ranks.
+    Rank 0 adds the bias."""
     scales: Mapping[str, Width] = field(default_factory=dict)
     """Buffers that are partitioned along their last dimension."""
     norms: Mapping[str, Width] = field(default_factory=dict)
@@ -64,8 +69,8 @@ class Block:
     def fits(self, layer: nn.Module) -> bool:
         """Whether the layer has the block and all of its modules and parameters."""
         named = {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
-        own = {*self.column, *self.row, *self.vectors, *self.gates, self.experts or "", *weights_of(self.norms)}
-        return all(joined(self.path, name) in named for name in own)
+        own = {*self.column, *self.row, *self.vectors, *self.stacks, *self.gates, *weights_of(self.norms)}
+        return all(joined(self.path, name) in named for name in own | {self.experts or "", self.output_bias or ""})
 
 
 Plan = Sequence[Block]
@@ -166,6 +171,20 @@ _DEEPSEEK = (_LATENT, _WHOLE_QUERY, _SHARED_EXPERTS, _MLP)
 _WITH_SHARED = (_SELF_ATTENTION, _SHARED_EXPERTS, _EXPERTS, _MLP)
 _LFM2 = (_attention(out="out_proj"), _SHORT_CONVOLUTION, _LFM2_MLP, _FEED_FORWARD_EXPERTS)
 _QWEN35 = (_DELTA_NET, _DELTA_NET_BY_HEAD, _SELF_ATTENTION, _SHARED_EXPERT, _MLP)
+_JETMOE = (
+    Block(
+        "self_attention",
+        {"kv_proj": Width.TWO},
+        stacks={"experts.input_linear.weight": (1, Width.EVEN), "experts.output_linear.weight": (2, Width.EVEN)},
+        output_bias="experts.bias",
+        attention=True,
+    ),
+    Block(
+        "mlp",
+        stacks={"input_linear.weight": (1, Width.TWO), "output_linear.weight": (2, Width.EVEN)},
+        output_bias="bias",
+    ),
+)
 _KEYS_AS_VALUES = replace(_SELF_ATTENTION, column={"q_proj": Width.EVEN, "k_proj": Width.KEY_VALUE})
 _GEMMA4 = (
     *(_SELF_ATTENTION, _KEYS_AS_VALUES, _MLP, Block("router"), Block("experts", experts="")),
@@ -229,6 +248,7 @@ PLANS: Mapping[str, Plan] = {
     "hunyuan_v1_moe": (_SELF_ATTENTION, _shared("shared_mlp")),
     "jais2": _UNGATED,
     "jamba": (_MAMBA1, _SELF_ATTENTION, _FEED_FORWARD_EXPERTS, _FEED_FORWARD),
+    "jetmoe": _JETMOE,
     "kimi_k25": _DEEPSEEK,
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
