@@ -217,7 +217,7 @@ def _fill_buffers(model: PreTrainedModel, weights: Weights, device: torch.device
 
     Raises `UnsupportedBase` for a buffer that is neither.
     """
-    kinds = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    kinds = {name: buffer.dtype for name, buffer in model.named_buffers(remove_duplicate=False)}
     for path, module in model.named_modules():
         own = list(module.named_buffers(recurse=False))
         stored = {name for name, _ in own if weights.has(f"{path}.{name}")}

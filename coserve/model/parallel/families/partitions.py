@@ -17,7 +17,8 @@ from coserve.model.parallel.partition import Features, Parallel, SitePartition
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of attention heads, in a whole layer and on one rank. `key_value` is as many without groups."""
+    """Numbers of attention heads, in a whole layer and on one rank. Without groups, there are as many of keys and
+    values."""
 
     query: int
     key_value: int
