@@ -132,7 +132,7 @@ async def test_the_sdk_and_the_command_line_learn_files(
         (tmp_path / name).write_text(TEXT)
     url = f"http://127.0.0.1:{api.port}"
     async with AsyncClient(url) as client:
-        job = await client.learn("file", file=tmp_path / "a.txt", questions_per_chunk=2, answer_tokens=4, training=ONE)
+        job = await client.learn("file", file=tmp_path / "a.txt", answer_tokens=4, training=ONE, **ASKED)
         with pytest.raises(NotLearned):
             await job.wait()
         assert job.info.document is not None

@@ -28,7 +28,7 @@ from tests.support.executors import eager
 from tests.support.lengths import OneMoreToken
 from tests.support.lora_backends import GROUPED
 from tests.support.shelf import Shelf
-from tests.support.tiny_models import FAMILIES, VOCAB, tiny_model
+from tests.support.tiny_models import VOCAB, tiny_model
 
 Results = dict[str, tuple[list[int], list[TokenLogprob]]]
 REFS = (AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 1))
@@ -105,7 +105,7 @@ def shared_with_first(requests: list[Generate]) -> int:
     return total
 
 
-@pytest.mark.parametrize("family", sample(FAMILIES, "gemma2"))
+@pytest.mark.parametrize("family", sample(["gpt2", "gemma2", "gemma3"], "gemma2"))
 def test_a_hit_changes_no_bit(family: str) -> None:
     """Windows and softcaps too; one after another, side by side and in chunks, with an adapter and without."""
     base = wrap_base(tiny_model(family), name=family, eos_token_ids=())

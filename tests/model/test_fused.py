@@ -85,7 +85,7 @@ def test_conv1d_weights_lie_as_linear_ones_do() -> None:
     assert all(torch.equal(parameter, before[name]) for name, parameter in base.model.named_parameters())
 
 
-@pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt2", "phi3"], "gpt2"))
+@pytest.mark.parametrize("family", sample(["gemma2", "gpt2", "phi3"], "gpt2"))
 def test_one_graph_serves_all_layers_of_a_kind(family: str) -> None:
     """Traced, with no code generated: layers of any index, batches of any size, with adapters and without."""
     base = wrap_base(tiny_model(family, **({} if family.startswith("g") else {"num_hidden_layers": 5})), name=family)
@@ -113,7 +113,7 @@ def plainly(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[.
     return graph.forward
 
 
-@pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt2", "phi3"]))
+@pytest.mark.parametrize("family", sample(["llama", "gemma2"]))
 def test_torch_compile_is_asked_once_a_kind_of_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once layers are bound to graphs: with the same logits, whatever the rows, and with adapters."""
     base = wrap_base(tiny_model(family, **({} if family.startswith("g") else {"num_hidden_layers": 5})), name=family)
