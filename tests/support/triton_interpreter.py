@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from functools import cache
 from typing import Any
 
@@ -63,7 +64,11 @@ def make_faster() -> None:
 
     It also computes each sum and product of integers again in 64 bits, to assert that none overflows, and drops the
     assertion, since debugging is off; it makes a table of all types to look up one, and each tensor's shape anew.
+
+    Nothing is replaced where kernels are compiled.
     """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
     interpreter._patch_builtin = _patch_builtin
     interpreter.InterpretedFunction.__call__ = _call
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
