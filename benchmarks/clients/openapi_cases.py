@@ -1,12 +1,13 @@
 """Schemathesis over the whole OpenAPI file of a real daemon: `clients.openapi_cases`.
 
-    python -m benchmarks.clients.openapi_cases [--cases 10000] --out benchmarks/results
+    python -m benchmarks.clients.openapi_cases [--cases 10000] [--part 1/4] --out benchmarks/results
     python -m benchmarks.clients.openapi_cases --cases 200 --tiny --out /tmp/tried
 
 The daemon serves a tiny base on the CPU; cases are requests that fit a route's schema and requests that violate it. The
 value is the number of answers that the OpenAPI file does not allow: a status, content type or body that it does not
 describe, or any 5xx but a described 503. `clients.openapi_loop_block`: most CPU milliseconds of the event loop's
-thread between two of its beats, on a machine of usual speed (`tests.support.heart`).
+thread between two of its beats (`tests.support.heart`); with it, the callbacks that kept the loop longest. Each part
+has its own operations and daemon; parts of one commit add up in the result.
 Needs schemathesis (`tests/harness.txt`).
 """
 
@@ -33,16 +34,18 @@ from aiohttp import web
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results, Target, summarize
-from tests.support.heart import Heart
+from tests.support.heart import Heart, measured_callbacks
 from tests.support.model_folder import make_model_folder
 
-FILE, SEED, KEY, MOST_MS = "openapi_cases.json", 1, "key-of-the-cases", 50.0
+FILE, SEED, KEY, MOST_MS, CONTEXT = "openapi_cases.json", 1, "key-of-the-cases", 50.0, 64
+PHASES = "coverage,fuzzing"
 CHECKS = "status_code_conformance,content_type_conformance,response_schema_conformance"
 OPTIONS = ("--threads", "1", "--kv-tokens", "4096", "--max-jobs", "4", "--micro-batch-tokens", "512")
 
 
 def serve(report: str, arguments: Sequence[str]) -> None:
-    """Run `coserve serve`; write the longest gap between two beats of its event loop to `report`."""
+    """Run `coserve serve`; write to `report` the most CPU milliseconds between two beats of its event loop, and its
+    longest callbacks."""
     from coserve import cli
     from coserve.cli.daemon import http
 
@@ -52,20 +55,24 @@ def serve(report: str, arguments: Sequence[str]) -> None:
         app = make(*given, **settings)
         hearts = list[Heart]()
 
+        def measure() -> None:
+            hearts[0].longest = 0.0
+            callbacks.clear()
+
         async def begin(_: web.Application) -> None:
             hearts.append(Heart(time.thread_time))
-            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, hearts[0].take)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, measure)
 
         async def end(_: web.Application) -> None:
-            found = hearts[0].take()
-            Path(report).write_text(str(1000 * found["longest"] / found["slow"]))  # noqa: ASYNC240 - the loop ends
+            found = {"block": round(1000 * hearts[0].longest, 1), "callbacks": callbacks}
+            Path(report).write_text(json.dumps(found))  # noqa: ASYNC240 - the loop ends
 
         app.on_startup.append(begin)
         app.on_shutdown.append(end)
         return app
 
     sys.argv = ["coserve", "serve", *arguments]
-    with patch.object(http, "make_app", watched):
+    with patch.object(http, "make_app", watched), measured_callbacks(MOST_MS / 5000) as callbacks:
         cli.main()
 
 
@@ -73,7 +80,7 @@ def serve(report: str, arguments: Sequence[str]) -> None:
 def daemon(root: Path) -> Iterator[str]:
     """Run a daemon; yields its URL once it is ready."""
     command = [sys.executable, "-m", "benchmarks.clients.openapi_cases", "--serve", str(root / "block"), "--"]
-    model = make_model_folder(root / "base")
+    model = make_model_folder(root / "base", CONTEXT)
     given = ["--model", str(model), "--data-dir", str(root / "data"), "--port", "0", *OPTIONS]
     environment = os.environ | {"COSERVE_API_KEY": KEY, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with (root / "daemon.log").open("w") as log:
@@ -106,12 +113,44 @@ async def _ready(url: str) -> None:
         await client.wait_ready(timeout=600)
 
 
-def operations(url: str) -> int:
+def make_records(url: str, root: Path) -> dict[str, list[str]]:
+    """Train an adapter, import it under further names and make one record of each other kind; `known_records` has a
+    half of the cases use their names, which are returned by path or field."""
+    from coserve.client import Client
+
+    rows = [{"prompt": "the cat", "completion": " sat"}]
+    training = {"epochs": 1, "max_length": 32}
+    with Client(url, api_key=KEY) as client:
+        jobs = [client.finetune("first", rows, training=training)]
+        jobs[0].wait()
+        client.download_adapter("first", root / "first")
+        adapters = [client.import_adapter(f"import-{number}", root / "first").id for number in range(8)]
+        jobs += [client.finetune(f"trained-{number}", rows, training=training) for number in range(2)]
+        jobs += [client.finetune("endless", rows, training=training | {"epochs": 1000})]
+        aliases = [client.set_alias(f"alias-{number}", adapters[number]).name for number in range(8)]
+        sessions = [client.training_session(r=2).id]
+    ids = [job.id for job in jobs]
+    adapters += ["first"]
+    return {
+        "/adapters": adapters,
+        "adapter": adapters,
+        "model": [*adapters, *aliases, "base"],
+        "base_model": ["base"],
+        "/v1/models": adapters,
+        "/aliases": aliases,
+        "/finetune": ids,
+        "/v1/fine_tuning/jobs": ids,
+        "/sessions": sessions,
+    }
+
+
+def operations(url: str) -> dict[str, int]:
+    """Number of operations of each path."""
     request = urllib.request.Request(f"{url}/openapi.json", headers={"Authorization": f"Bearer {KEY}"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         paths: dict[str, dict[str, object]] = json.load(answer)["paths"]
     verbs = {"get", "post", "put", "patch", "delete"}
-    return sum(len(verbs & set(path)) for path in paths.values())
+    return {path: len(verbs & set(paths[path])) for path in sorted(paths)}
 
 
 def wrong_answers(report: dict[str, Any], statuses: Mapping[int, int]) -> int:
@@ -121,19 +160,23 @@ def wrong_answers(report: dict[str, Any], statuses: Mapping[int, int]) -> int:
 
 
 def run(
-    url: str, each: int, seconds: int, root: Path, phases: str = "coverage,fuzzing"
+    url: str, each: int, root: Path, known: Mapping[str, list[str]], paths: Sequence[str] = (), phases: str = PHASES
 ) -> tuple[dict[str, Any], Counter[int]]:
-    """Send `each` random cases to every operation, and more until `seconds` have gone (0: no more). Returns
-    Schemathesis' report, and the number of answers by status."""
+    """Send `each` random cases to every operation of `paths` (none: of all). Returns Schemathesis' report, and the
+    number of answers by status. `known`: as `make_records` returns."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--phases", phases]
     command += ["-n", str(each), "--seed", str(SEED), "--no-shrink", "--continue-on-failure", "--checks", CHECKS]
     command += ["-H", f"Authorization: Bearer {KEY}", "--suppress-health-check", "all", "--warnings", "off"]
     command += ["--request-timeout", "120", "--generation-database", "none", "--no-color", "--report", "json,ndjson"]
-    command += ["--max-time", str(seconds)] if seconds else []
+    command += [argument for path in paths for argument in ("--include-path", path)]
     root = root.resolve()  # its folder, since it keeps what it found there
     command += ["--report-json-path", str(root / "report.json"), "--report-ndjson-path", str(root / "events.ndjson")]
+    hooks = {"SCHEMATHESIS_HOOKS": "benchmarks.clients.known_records", "KNOWN_RECORDS": json.dumps(known)}
+    hooks |= {"PYTHONPATH": str(Path(__file__).parents[2])}
     with (root / "schemathesis.log").open("w") as log:
-        done = subprocess.run(command, check=False, stdout=log, stderr=subprocess.STDOUT, cwd=root)
+        done = subprocess.run(
+            command, check=False, stdout=log, stderr=subprocess.STDOUT, cwd=root, env=os.environ | hooks
+        )
     if done.returncode > 1:
         raise SystemExit(f"schemathesis failed:\n{(root / 'schemathesis.log').read_text()[-3000:]}")
     statuses = Counter[int]()
@@ -149,7 +192,7 @@ def run(
 def main() -> None:
     parser = make_parser(__doc__, tiny="few cases, to try the script")
     parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--seconds", type=int, default=0, help="at most; begin again until then")
+    parser.add_argument("--part", default="1/1", help="I/N: every Nth path from the Ith on; the parts add up")
     parser.add_argument("--keep", type=Path, help="keep the logs and reports of the run in this folder")
     parser.add_argument("--serve", help="(internal) run the daemon, and write its event loop's longest block here")
     parser.add_argument("arguments", nargs="*", help="(internal) of the daemon")
@@ -162,9 +205,11 @@ def main() -> None:
         root = options.keep or Path(scratch)
         root.mkdir(parents=True, exist_ok=True)
         with daemon(root) as url:
-            count = operations(url)
-            report, statuses = run(url, -(-options.cases // count), options.seconds, root)
-        block = float((root / "block").read_text())
+            numbers = operations(url)
+            first, parts = map(int, options.part.split("/"))
+            each, paths = -(-options.cases // sum(numbers.values())), list(numbers)[first - 1 :: parts]
+            report, statuses = run(url, each, root, make_records(url, root), paths)
+        loop = json.loads((root / "block").read_text())
         print((root / "schemathesis.log").read_text()[-6000:])
     results = Results.of(
         options,
@@ -172,16 +217,25 @@ def main() -> None:
         script="benchmarks.clients.openapi_cases",
         hardware=cpu_name(),
         seed=SEED,
-        settings={"cases": options.cases},
+        settings={"cases": options.cases, "part": options.part},
     )
-    about = {
+    about: dict[str, Any] = {
         "cases": report["test_cases"]["generated"],
         "operations": report["operations"]["tested"],
-        "statuses": {str(status): statuses[status] for status in sorted(statuses)},
+        "statuses": Counter({str(status): statuses[status] for status in sorted(statuses)}),
         "failures": [{key: one[key] for key in ("title", "count", "operations")} for one in report["failures"]],
+        "parts": [options.part],
     }
-    results.put("clients.openapi_cases", wrong_answers(report, statuses), "answers", Target(0, most=True), about=about)
-    results.put("clients.openapi_loop_block", round(block, 1), "ms of CPU", Target(MOST_MS, most=True))
+    wrong, block = wrong_answers(report, statuses), loop["block"]
+    longest = loop["callbacks"]
+    answers, stood = results.row("clients.openapi_cases"), results.row("clients.openapi_loop_block")
+    if answers and stood and options.part not in answers.get("parts", [options.part]):
+        wrong, block = wrong + answers["value"], max(block, stood["value"])
+        about = {key: type(value)(answers[key]) + value for key, value in about.items()}
+        longest = [*stood["longest"], *longest]
+    results.put("clients.openapi_cases", wrong, "answers", Target(0, most=True), about=about)
+    about = {"longest": sorted(longest, key=lambda one: -max(one["cpu"], one["waited"]))[:5]}
+    results.put("clients.openapi_loop_block", block, "ms of CPU", Target(MOST_MS, most=True), about=about)
     if not options.tiny and options.out.resolve() == Path("benchmarks/results").resolve():
         summarize(FILE, options.out)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.clients.openapi_cases import daemon, run, wrong_answers
+from benchmarks.clients.openapi_cases import daemon, make_records, run, wrong_answers
 from tests.support.examples import on_days
 
 pytest.importorskip("schemathesis")
@@ -16,6 +16,6 @@ pytest.importorskip("schemathesis")
 @on_days(1)
 def test_random_requests_get_answers_that_the_file_describes(tmp_path: Path) -> None:
     with daemon(tmp_path) as url:
-        report, statuses = run(url, 2, 0, tmp_path, phases="fuzzing")
+        report, statuses = run(url, 2, tmp_path, make_records(url, tmp_path), phases="fuzzing")
     assert report["operations"]["tested"] > 90
     assert not wrong_answers(report, statuses), (tmp_path / "schemathesis.log").read_text()

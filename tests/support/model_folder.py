@@ -15,8 +15,8 @@ BUNDLED = Path(coserve.__file__).parent / "assets" / "tiny"
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, CONTEXT = 32, 48, 2, 4, 2, 256
 
 
-def make_model_folder(folder: Path) -> Path:
-    """The same files on every call."""
+def make_model_folder(folder: Path, context: int = CONTEXT) -> Path:
+    """The same files on every call. `context`: tokens."""
     folder.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(BUNDLED / name, folder / name)
@@ -26,7 +26,7 @@ def make_model_folder(folder: Path) -> Path:
         "head_dim": HIDDEN // HEADS,
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "num_attention_heads": HEADS,
         "num_hidden_layers": LAYERS,
         "num_key_value_heads": KV_HEADS,
