@@ -31,10 +31,11 @@ from unittest.mock import patch
 
 from aiohttp import web
 
+from benchmarks.clients.callbacks import measured_callbacks
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results, Target, summarize
-from tests.support.heart import Heart, measured_callbacks
+from tests.support.heart import Heart
 from tests.support.model_folder import make_model_folder
 
 FILE, SEED, KEY, MOST_MS, CONTEXT = "openapi_cases.json", 1, "key-of-the-cases", 50.0, 64

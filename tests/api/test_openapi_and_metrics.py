@@ -55,7 +55,10 @@ async def test_the_description_is_whole(api: Api) -> None:
     starting = document["paths"]["/health"]["get"]["responses"]["503"]["content"]["application/json"]["schema"]
     assert {"$ref": "#/components/schemas/Health"} in starting["anyOf"]
     streamed = document["paths"]["/generate"]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
-    assert {"$ref": "#/components/schemas/GenerateChunk"} in streamed["properties"]["data"]["contentSchema"]["anyOf"]
+    text, end = streamed["properties"]["data"]["anyOf"]
+    assert {"$ref": "#/components/schemas/GenerateChunk"} in text["contentSchema"]["anyOf"]
+    assert {"$ref": "#/components/schemas/ErrorBody"} in text["contentSchema"]["anyOf"]
+    assert end == {"const": "[DONE]"}
     generate = schemas["GenerateRequest"]
     assert generate["additionalProperties"] is False
     assert (

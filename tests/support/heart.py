@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from asyncio import Handle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from unittest.mock import patch
+from collections.abc import Callable
 
 BEAT = 0.002
 """Seconds between heartbeats."""
@@ -43,29 +39,3 @@ def slowness() -> float:
     began = time.process_time()
     sum(number * number for number in range(120_000))
     return max(1.0, (time.process_time() - began) / 0.010)
-
-
-@contextmanager
-def measured_callbacks(least: float) -> Iterator[list[dict[str, object]]]:
-    """Appends each callback that keeps an event loop of this process for `least` seconds or more: `what` it is, its
-    `cpu` time, and the time that it `waited` for a file, a lock or another thread; neither has the time in which the
-    thread waited for a processor."""
-    run: Callable[[Handle], None] = vars(Handle)["_run"]
-    found = list[dict[str, object]]()
-
-    def measured(handle: Handle) -> None:
-        what = handle._callback  # type: ignore[attr-defined] # it forgets this when it is cancelled
-        cpu, delay, wall = time.thread_time(), _run_delay(), time.perf_counter()
-        run(handle)
-        wall, delay, cpu = time.perf_counter() - wall, _run_delay() - delay, time.thread_time() - cpu
-        waited = wall - cpu - delay
-        if max(cpu, waited) >= least:
-            found.append({"what": repr(getattr(what, "__self__", what))[:500], "cpu": cpu, "waited": waited})
-
-    with patch.object(Handle, "_run", measured):
-        yield found
-
-
-def _run_delay() -> float:
-    """Seconds in which this thread was ready to run and waited for a processor."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9

@@ -13,6 +13,7 @@ from coserve.api.http.field_docs import describe_fields
 from coserve.api.http.route import ALWAYS, BUSY, UNAVAILABLE, Route, Schema
 from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE
 from coserve.core.names import ADAPTER_SOURCES
+from coserve.core.schemas import STREAM_END
 
 _REF = "#/components/schemas/{name}"
 _QUERY: dict[str, dict[str, Any]] = {
@@ -133,7 +134,7 @@ def _content(route: Route) -> dict[str, Any]:
         if route.listed:
             content["application/json"] = {"schema": {"type": "array", "items": _schema(route.response)["schema"]}}
     if route.events is not None:
-        content["text/event-stream"] = {"schema": _event(route.events)}
+        content["text/event-stream"] = {"schema": _event(route, route.events)}
     if route.media is not None:
         content[route.media] = {"schema": {"type": "string"}}
     if not content:
@@ -141,10 +142,12 @@ def _content(route: Route) -> dict[str, Any]:
     return content
 
 
-def _event(data: Schema) -> dict[str, Any]:
-    """One server-sent event, whose data is JSON (a last one may be `[DONE]`)."""
-    text = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(data)["schema"]}
-    properties = {"data": text, "event": {"type": "string"}, "id": {"type": "string"}}
+def _event(route: Route, data: Schema) -> dict[str, Any]:
+    """One server-sent event: its data is JSON, an error if it is one after the first event."""
+    bodies = (*_structs_of(data), *(error_format.body for error_format in route.error_formats))
+    text = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(bodies)["schema"]}
+    either = {"anyOf": [text, {"const": STREAM_END}]} if route.stream_end else text
+    properties = {"data": either, "event": {"type": "string"}, "id": {"type": "string"}}
     return {"type": "object", "properties": properties, "required": ["data"]}
 
 

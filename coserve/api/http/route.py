@@ -40,6 +40,8 @@ class Route:
     status: int = 200
     events: Schema | None = None
     """Type of the server-sent events' data, if the route sends any."""
+    stream_end: bool = False
+    """Whether the last event is `[DONE]`."""
     media: str | None = None
     """Content type of a response that is not JSON."""
     query: tuple[str, ...] = ()

@@ -45,6 +45,7 @@ def _generation_routes(api: NativeApi) -> tuple[Route, ...]:
             body=(GenerateRequest, TgiRequest),
             response=(GenerateResponse, TgiResponse),
             events=(GenerateChunk, TgiStreamEvent),
+            stream_end=True,
             errors=(404, 422, *BODY_ERRORS, BUSY),
             error_formats=(NATIVE_ERRORS, TGI_ERRORS),
         ),

@@ -33,6 +33,7 @@ def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
             body=CompletionRequest,
             response=Completion,
             events=Completion,
+            stream_end=True,
             errors=errors,
         ),
         openai_route(
@@ -43,6 +44,7 @@ def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
             body=ChatRequest,
             response=ChatCompletion,
             events=ChatChunk,
+            stream_end=True,
             errors=errors,
         ),
         openai_route(

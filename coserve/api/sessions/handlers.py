@@ -13,6 +13,7 @@ from coserve.api.http.responses import json_response
 from coserve.api.service import Service
 from coserve.api.sessions.session import ClientSession
 from coserve.core.errors import InvalidRequest, NotFound
+from coserve.core.link.sessions import CallDone
 from coserve.core.training import schemas
 from coserve.core.training.calls import AdamParams, Compute, Step
 from coserve.core.types import LoraSettings
@@ -75,14 +76,11 @@ class SessionsApi:
         return json_response(schemas.PublishedAdapter(adapter=ref.id, version=ref.version))
 
     async def _compute(self, request: web.Request, *, learns: bool) -> web.StreamResponse:
-        body, session = await self._bodies.read(request, schemas.ComputeRequest), self._session(request)
-        examples = await asyncio.to_thread(_examples, body)
-        call = Compute(examples_out(examples), body.loss, body.config, learns)
+        session = self._session(request)  # before a large body
+        body = await self._bodies.read(request, schemas.ComputeRequest)
+        call, counts = await asyncio.to_thread(_call, body, learns)
         done = await self._sessions.call(session, call)
-        ends = np.cumsum([len(example.after_K) for example in examples])
-        parts = np.split(np.frombuffer(done.values, np.float32), ends[:-1])
-        loss = done.metrics["loss:sum"]
-        return json_response(schemas.ComputeResult(loss=loss, log_probs=[part.tolist() for part in parts]))
+        return json_response(await asyncio.to_thread(_result, done, counts))
 
     def _session(self, request: web.Request) -> ClientSession:
         id = request.match_info["id"]
@@ -98,7 +96,8 @@ def _view(session: ClientSession) -> schemas.Session:
     return schemas.Session(id=session.spec.id, rank=lora.r, targets=targets, seed=session.spec.training.seed)
 
 
-def _examples(body: schemas.ComputeRequest) -> list[Example]:
+def _call(body: schemas.ComputeRequest, learns: bool) -> tuple[Compute, list[int]]:
+    """Return the call, and each example's number of targets. Many small examples take long: run it in a thread."""
     found = []
     for number, one in enumerate(body.examples):
         after = range(len(one.tokens)) if one.after is None else one.after
@@ -109,4 +108,10 @@ def _examples(body: schemas.ComputeRequest) -> list[Example]:
         values = {f"{name}_K": np.array(each, np.float32) for name, each in given.items() if each is not None}
         tokens, labels = np.array(one.tokens, np.int32), np.array(one.labels, np.int64)
         found.append(Example(tokens, np.array(after, np.int64), labels, **values))
-    return found
+    counts = [len(example.after_K) for example in found]
+    return Compute(examples_out(found), body.loss, body.config, learns), counts
+
+
+def _result(done: CallDone, counts: list[int]) -> schemas.ComputeResult:
+    parts = np.split(np.frombuffer(done.values, np.float32), np.cumsum(counts)[:-1])
+    return schemas.ComputeResult(loss=done.metrics["loss:sum"], log_probs=[part.tolist() for part in parts])
