@@ -178,12 +178,41 @@ def test_columns_of_other_names_are_read_from_any_format(tmp_path: Path) -> None
         ({}, {"text": "a", "prompt": "b"}, "line 7: expected the fields of one format, got those of two"),
         ({}, {"messages": [], "tool": []}, "line 7: unknown field 'tool'; did you mean 'tools'?"),
         ({}, {"instruction": "a", "output": "b", "Input": "c"}, "line 7: unknown field 'Input'; did you mean 'input'?"),
+        (
+            {},
+            {"instruction": "a", "output": "b", "history": [["c", "d"]]},
+            "line 7: history is not used: write it into",
+        ),
+        ({}, {"prompt": "a", "completion": "b", "label": False}, "line 7: label is not used: coserve has no KTO"),
+        ({}, {"messages": [], "weight": 0.0}, "line 7: weight is not used: coserve weighs rows alike"),
+        ({}, {"conversations": [], "images": ["a"]}, "line 7: images is not used: coserve learns text alone"),
     ],
 )
 def test_columns_that_do_not_fit(names: dict[str, str], row: dict[str, Any], says: str) -> None:
     with pytest.raises(MalformedRow) as refused:
         parse_row(row, 7, Columns(names))
     assert refused.value.message.startswith(says), refused.value.message
+
+
+def test_values_that_would_change_nothing_are_noted() -> None:
+    columns = Columns()
+    row = {"prompt": "a", "completion": "b", "label": 1, "weight": 1, "images": [], "system": ""}
+    assert parse_row(row, 1, columns) == CompletionRow(1, "a", "b")
+    assert parse_row({"text": "a", "label": True}, 1, Columns()) == TextRow(1, "a")
+    assert list(columns.unused) == ["label", "weight", "images", "system"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    ],
+)
+def test_a_system_text_is_the_first_message(row: dict[str, Any]) -> None:
+    plain, found = parse_row(row, 1), parse_row(row | {"system": "Be kind."}, 1)
+    assert isinstance(plain, ChatRow) and isinstance(found, ChatRow)
+    assert found.messages == ({"role": "system", "content": "Be kind."}, *plain.messages)
 
 
 def test_unused_columns_are_noted_up_to_a_number() -> None:

@@ -11,6 +11,17 @@ MAX_UNUSED = 16
 """Most ignored columns that are remembered for the note to the user."""
 MAX_NAME = 64
 """Most characters shown of an ignored column's name."""
+_AS_MESSAGE = "write it into messages"
+_TEXT_ALONE = "coserve learns text alone"
+TELLING = {
+    "system": _AS_MESSAGE,
+    "history": _AS_MESSAGE,
+    "tools": "write messages, with tools beside them",
+    "label": "coserve has no KTO: leave out the rows whose label is false, or write pairs for a dpo loss",
+    "weight": "coserve weighs rows alike, and has weight 0 for messages",
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT_ALONE),
+}
+"""Columns that change what other trainers learn from a row, and what to do instead."""
 
 
 class Columns:
@@ -31,8 +42,8 @@ class Columns:
     ) -> dict[str, str]:
         """Return the column to read for each field of a format, for a row with these columns.
 
-        Raises `MalformedRow` for a named column that is missing, and for a column whose name is nearly that of a
-        missing field.
+        Raises `MalformedRow` for a named column that is missing, for a column whose name is nearly that of a missing
+        field, and, unless columns are named, for a value of `TELLING` (the row's values, if `columns` is a mapping).
         """
         found = {field: self.names.get(field, field) for field in fields}
         for field in required:
@@ -46,6 +57,8 @@ class Columns:
         used, missing = set(found.values()), [field for field in fields if field not in found]
         for column in columns:
             if column not in used:
+                if isinstance(columns, Mapping) and not self.names and "text" not in fields:
+                    _refuse_telling(str(column), columns[column], line)
                 self._add_unused(str(column), missing, line)
         return found
 
@@ -60,6 +73,15 @@ class Columns:
         for column in columns:
             if len(self.unused) < MAX_UNUSED:
                 self.unused[column[:MAX_NAME]] = None
+
+
+def _refuse_telling(column: str, value: object, line: int) -> None:
+    """Raise `MalformedRow` for a value that would change what is learned."""
+    neutral = {"label": not isinstance(value, bool), "weight": value == 1}
+    if column in TELLING and not neutral.get(column, value in ("", [], {})):
+        raise MalformedRow(
+            f"{column} is not used: {TELLING[column]}; or name the columns to read", line=line, field=column
+        )
 
 
 def listed(columns: Iterable[object]) -> str:

@@ -93,6 +93,10 @@ def _rendered(messages: list[ChatMessage], line: int, field: str) -> list[dict[s
         raise MalformedRow(error.message, line=line, field=error.field) from error
 
 
+def _system(text: str) -> list[dict[str, object]]:
+    return [{"role": "system", "content": text}] if text else []
+
+
 def _context(messages: list[dict[str, object]]) -> list[dict[str, object]]:
     """Return the messages with weight 0 on the assistant's, so that none is learned."""
     return [one | {"weight": 0} if one["role"] == "assistant" else one for one in messages]
@@ -124,11 +128,12 @@ class _Completion(Wire, frozen=True):
 
 class _Chat(Wire, frozen=True):
     messages: list[ChatMessage]
+    system: str = ""
     tools: Tools | None = None
     chat_template_kwargs: TemplateOptions | None = None
 
     def row(self, line: int) -> Row:
-        return _chat_row(self, line, _rendered(self.messages, line, "messages"))
+        return _chat_row(self, line, [*_system(self.system), *_rendered(self.messages, line, "messages")])
 
 
 class _Alpaca(Wire, frozen=True):
@@ -170,13 +175,14 @@ class _Turn(Wire, frozen=True, rename={"sender": "from"}):
 
 class _ShareGpt(Wire, frozen=True):
     conversations: list[_Turn]
+    system: str = ""
     id: str | int | None = None
 
     def row(self, line: int) -> Row:
         turns: list[dict[str, object]] = [
             {"role": _SHAREGPT_ROLES[turn.sender], "content": turn.value} for turn in self.conversations
         ]
-        return ChatRow(line, tuple(turns))
+        return ChatRow(line, (*_system(self.system), *turns))
 
 
 class _Preference(Wire, frozen=True):
