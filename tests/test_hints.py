@@ -112,7 +112,13 @@ def test_a_name_of_generation_that_means_something_else_is_no_alias(name: str) -
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("epochs", "training.epochs"), ("lora_alpha", "lora.alpha"), ("n_epochs", "training.epochs")]
+    ("name", "meant"),
+    [
+        ("epochs", "training.epochs"),
+        ("lora_alpha", "lora.alpha"),
+        ("n_epochs", "training.epochs"),
+        ("max_length", "training.max_length"),
+    ],
 )
 def test_a_field_of_another_object_is_named_with_its_path(name: str, meant: str) -> None:
     assert f"did you mean {meant!r}?" in message({"adapter": "a", name: 1}, FinetuneRequest)
@@ -255,6 +261,8 @@ SERVE = tuple(f"--{field.name.replace('_', '-')}" for field in dataclasses.field
         (SERVE, "--load-in-4bit", "the daemon's --quantization"),
         (SERVE, "--tensor-parallel-size", "did you mean '--tp'?"),
         (SERVE, "--enable-lora", "adapters of any number and rank"),
+        (SERVE, "--seed", "each request has its own seed"),
+        (SERVE, "--max-cpu-loras", "in bytes"),
     ],
 )
 def test_an_unknown_option_is_answered_as_a_field_is(options: tuple[str, ...], given: str, says: str) -> None:

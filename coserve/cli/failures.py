@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from coserve.core.errors import CoserveError, EngineUnavailable, InvalidRequest, StartupError, Unauthorized, Unreachable
-from coserve.core.hints import fields_of, hint, option_hint
+from coserve.core.hints import VERY_NEAR, fields_of, hint, option_hint
 
 DEBUG = "COSERVE_DEBUG"
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
@@ -95,7 +95,9 @@ def _usage(error: Any) -> str:  # noqa: ANN401 - click's error, wherever typer k
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):
         options = [] if error.ctx is None else [text for each in error.ctx.command.params for text in each.opts]
         command = "" if error.ctx is None else str(error.ctx.info_name)
-        return f"{error.message}{option_hint(error.option_name, options) or _field_hint(error.option_name, command)}"
+        given = error.option_name
+        clear = option_hint(given, options, VERY_NEAR) or _field_hint(given, command)
+        return f"{error.message}{clear or option_hint(given, options)}"
     message = str(error.format_message())
     if not hasattr(error.__cause__, "errors"):
         return message

@@ -35,6 +35,7 @@ ALIASES = {
     "max_seq_len": "max_length",
     "cutoff_len": "max_length",
     "save_steps": "checkpoint_steps",
+    "patience": "early_stopping_patience",
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
     "adam_epsilon": "eps",
@@ -173,7 +174,11 @@ OPTION_ALIASES = {
     "max_num_seqs": "max_running",
     "max_num_batched_tokens": "step_tokens",
     "block_size": "page_tokens",
-    "max_cpu_loras": "host_adapter_bytes",
+    "fully_sharded_loras": "lora_sharding",
+    "scheduling_policy": "fairness",
+    "ssl_certfile": "tls_cert",
+    "ssl_keyfile": "tls_key",
+    "tool_call_parser": "tool_parser",
     "enable_prefix_caching": "prefix_cache",
     # text-generation-inference and SGLang
     "max_concurrent_requests": "max_running",
@@ -189,6 +194,26 @@ NEEDLESS_OPTIONS = {
     "max_model_len": "a request may use the base's whole context, and takes pages as it grows",
     "cuda_graph_sizes": "graphs are captured for all sizes up to --max-running and --step-tokens",
     "quantization": "a quantised base is recognised by its config.json, and dequantised at load",
+    "max_cpu_loras": "--host-adapter-bytes is the host memory for adapters, in bytes",
+    "no_enable_prefix_caching": "it is --no-prefix-cache here",
+    "enable_chunked_prefill": "prompts are computed in chunks of at most --step-tokens",
+    **dict.fromkeys(
+        ("enable_auto_tool_choice", "reasoning_parser"),
+        "the base's chat template says how calls and reasoning are parsed; --tool-parser names another way",
+    ),
+    **dict.fromkeys(
+        ("chat_template", "tokenizer", "tokenizer_mode", "generation_config"),
+        "the base's own tokenizer and chat template are used, and the API's defaults of sampling",
+    ),
+    "seed": "each request has its own seed",
+    "download_dir": "HF_HOME says where models of the hub are kept",
+    **dict.fromkeys(("swap_space", "cpu_offload_gb"), "requests without room are computed again, and the base stays"),
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "data_parallel_size"),
+        "--tp holds the base on several GPUs; further copies are daemons of their own",
+    ),
+    **dict.fromkeys(("disable_log_requests", "enable_log_requests"), "texts of requests are never logged"),
+    "speculative_config": "there is no speculative decoding",
 }
 """vLLM's server options without a counterpart, and what to do instead."""
 _ADAMW = (
@@ -246,7 +271,7 @@ def hint(name: str, parent: str, known: Iterable[str]) -> str:
         return way
     paths = list(known)
     here = f"{parent}." if parent else ""
-    if name in OTHER_UNITS:
+    if name in OTHER_UNITS and not any(path.rpartition(".")[2] == name for path in paths):
         field, difference = OTHER_UNITS[name]
         ours = next((path for path in paths if path.rpartition(".")[2] == field), None)
         if ours is not None:
@@ -276,11 +301,11 @@ def value_hint(field: str, value: object) -> str:
     return "" if found is None else f"; {found}"
 
 
-def option_hint(option: str, options: Iterable[str]) -> str:
+def option_hint(option: str, options: Iterable[str], near: float = NEAR) -> str:
     """Return a hint for an unknown command-line option or setting of a file, such as `"; did you mean
-    '--learning-rate'?"`, or an empty text."""
+    '--learning-rate'?"`, or an empty text. `near`: minimum similarity of a misspelt name."""
     return _setting_hint(
-        option.lstrip("-").replace("-", "_"), {text.lstrip("-").replace("-", "_"): text for text in options}
+        option.lstrip("-").replace("-", "_"), {text.lstrip("-").replace("-", "_"): text for text in options}, near
     )
 
 
@@ -292,7 +317,7 @@ def variable_hint(variable: str, settings: Iterable[str]) -> str:
     )
 
 
-def _setting_hint(name: str, flags: dict[str, str]) -> str:
+def _setting_hint(name: str, flags: dict[str, str], least: float = NEAR) -> str:
     """Return the hint for a setting. `flags` maps each setting's name to the way a user gives it."""
     way = _other_way(name)
     if way and not difflib.get_close_matches(name[:80].lower(), list(flags), n=1, cutoff=VERY_NEAR):
@@ -302,7 +327,7 @@ def _setting_hint(name: str, flags: dict[str, str]) -> str:
         return f"; {difference}: {flags[field]}"
     if "tp" in flags and name in NEEDLESS_OPTIONS:
         return f"; {NEEDLESS_OPTIONS[name]}"
-    near = difflib.get_close_matches(name[:80].lower(), list(flags), n=1, cutoff=NEAR)
+    near = difflib.get_close_matches(name[:80].lower(), list(flags), n=1, cutoff=least)
     for meant in (OPTION_ALIASES.get(name), ALIASES.get(name), *near):
         if meant in flags:
             return f"; did you mean {flags[meant]!r}?"

@@ -7,7 +7,7 @@ Structs are sent over HTTP or the link to the engine; they are frozen and refuse
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -126,6 +126,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
 
 
+ALL_LINEAR: Final = "all-linear"
 DEFAULT_RANK = 16
 """LoRA rank of a new adapter by default. Memory is profiled with it, and its kernels are compiled first."""
 
@@ -146,9 +147,9 @@ class LoraRequest(Wire, frozen=True):
     use_dora: bool = False
     """DoRA (https://arxiv.org/abs/2402.09353): also learn the norm of each row of the adapted weight."""
     dropout: float = 0.0
-    targets: ModuleNames | None = None
+    targets: ModuleNames | Literal["all-linear"] | None = None
     """Suffixes of module names (`"q_proj"`) or whole names; None: every linear site of the decoder layers, or none with
-    `target_parameters`."""
+    `target_parameters`. `"all-linear"`, as in PEFT: None."""
     target_parameters: ModuleNames | None = None
     """Suffixes of the names of experts' fused parameters (`"mlp.experts.gate_up_proj"`), as in PEFT: each expert gets a
     LoRA of its own."""
@@ -166,6 +167,11 @@ class LoraRequest(Wire, frozen=True):
     """Substrings of the names of sites with a block-diagonal B. If both lists are None: the column-parallel sites."""
     trainable_token_indices: TrainedTokens | None = None
     """Tokens whose rows of `embed_tokens` or `lm_head` are learned, as in PEFT: if tied, `embed_tokens` means both."""
+
+    def __post_init__(self) -> None:
+        if self.targets in (ALL_LINEAR, (ALL_LINEAR,)):  # with experts, None would mean these alone
+            meant = None if self.target_parameters is None else (ALL_LINEAR,)
+            msgspec.structs.force_setattr(self, "targets", meant)
 
 
 class LoraSettings(LoraRequest, frozen=True):

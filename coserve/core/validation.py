@@ -27,7 +27,7 @@ from msgspec.inspect import (
 )
 
 from coserve.core.errors import InvalidRequest, UnknownField
-from coserve.core.hints import fields_of, hint, value_hint
+from coserve.core.hints import fields_of, hint, near_miss, value_hint
 from coserve.core.limits import LEAST_NORMAL
 from coserve.core.names import NAME_RULE
 
@@ -60,7 +60,9 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
             return UnknownField(f"unknown field {name[:80]!r}{suggestion}", field=field[:MAX_FIELD])
     if message.startswith("Invalid enum value"):
         found_value = _at(value, path)
-        message = f"expected one of {', '.join(alternatives(type, path))}{value_hint(path, found_value)}"
+        known = alternatives(type, path)
+        meant = value_hint(path, found_value) or near_miss(str(found_value)[:80].lower(), known)
+        message = f"expected one of {', '.join(known)}{meant}"
         return InvalidRequest(message, field=path[:MAX_FIELD] or None)
     if "matching regex" in message:
         message = f"expected {NAME_RULE}" + (" (or name@version)" if "@" in message else "")

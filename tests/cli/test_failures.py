@@ -151,6 +151,9 @@ def test_files_that_are_not_what_they_should_be(
         (["generate"], "(see coserve generate --help)"),
         (["jobs", "list", "--x"], "no such option: --x (see coserve jobs list --help)"),
         (["finetune", "a", __file__, "--lr", "1"], "no such option: --lr; did you mean '--learning-rate'? (see"),
+        (["finetune", "a", __file__, "--warmup-steps", "1"], "--warmup-steps; did you mean '--set training.warmup_ste"),
+        (["finetune", "a", __file__, "--save-steps", "1"], "; did you mean '--set training.checkpoint_steps=VALUE'?"),
+        (["finetune", "a", __file__, "--max-length", "1"], "; did you mean '--set training.max_length=VALUE'? (see"),
         (
             ["finetune", "a", __file__, "--lr-scheduler-type", "x"],
             "; did you mean '--set training.schedule=VALUE'? (see",

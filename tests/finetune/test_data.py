@@ -257,6 +257,11 @@ def test_the_error_of_a_broken_row_is_a_whole_sentence(content: str, says: str) 
             "messages[0].role",
         ),
         (
+            {"messages": [{"role": "assistent", "content": "a"}]},
+            "line 1: messages[0].role: expected one of assistant, developer, system, tool, user; did you mean 'assist",
+            "messages[0].role",
+        ),
+        (
             {"messages": [{"role": "user", "content": 7}]},
             "line 1: messages[0].content: expected str or array or null, got int; ",
             "messages[0].content",

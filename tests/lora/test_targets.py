@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
+from coserve.core.types import BaseSpec, LoraRequest, LoraSettings, SiteSpec
 from coserve.lora.files.targets import (
     UnsafePattern,
     lookup,
@@ -75,6 +76,8 @@ def test_targets_match_whole_parts_from_the_end() -> None:
 
 def test_settings_resolve_to_sites_in_order() -> None:
     assert resolve_targets(LoraSettings(), BASE) == list(SITES)
+    for body in (b'{"targets": "all-linear"}', b'{"targets": ["all-linear"]}'):
+        assert msgspec.json.decode(body, type=LoraRequest).targets is None, "PEFT's name of the default"
     some = LoraSettings(targets=("up_proj", "model.layers.0.self_attn.q_proj"))
     assert resolve_targets(some, BASE) == [
         "model.layers.0.self_attn.q_proj",

@@ -55,7 +55,7 @@ def openai_error(error: CoserveError) -> OpenAIError:
     info = error_info(error)
     message, code = info.message, info.code
     if isinstance(error, AdapterNotFound):
-        code = "model_not_found"
+        message, code = f"{message}; GET {PREFIX}/models lists the base and its adapters", "model_not_found"
     elif isinstance(error, PromptTooLong):
         message, code = _too_long(error), "context_length_exceeded"
     param = None if info.field is None else _PARAMS.get(info.field, info.field)
