@@ -61,13 +61,20 @@ def test_a_worker_runs_every_part_and_says_how_far_it_is(tmp_path: Path) -> None
     assert all(Caches(task).path(name).is_file() for name in GEMMS)
 
 
+ALIKE = (LAYERS, "gemms-1", "mixed-16")
+"""Parts that adapters' sharding does not change."""
+OWN = ("training-16", "blocks-16", "graphs-16")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["nfs", pytest.param("slora", marks=pytest.mark.slow)])
-def test_a_worker_runs_parts_for_one_of_several_ranks_without_the_others(sharding: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sharding", "parts"), [("nfs", OWN), ("slora", (*ALIKE, *OWN))], ids=["nfs", "slora"])
+def test_a_worker_runs_parts_for_one_of_several_ranks_without_the_others(
+    sharding: str, parts: tuple[str, ...], tmp_path: Path
+) -> None:
     """Its adapters and its share of the vocabulary are a rank's, and the part of another GPU has a runner of its
     own."""
     task, config = make_task(tmp_path, tp=2, lora_sharding=sharding, model=sharded.save_base(tmp_path / "base"))
-    for gpu, names in ((0, (LAYERS, "gemms-1", "training-16", "blocks-16", "graphs-16", "mixed-16")), (1, ("gpu-1",))):
+    for gpu, names in ((0, parts), (1, ("gpu-1",))):
         with use_gpu(config, gpu) as device:
             base = load_few_layers(config, gpu, device)
         assert base.sharding is not None
