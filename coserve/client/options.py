@@ -208,14 +208,14 @@ def learn_request(
     return msgspec.structs.replace(request, document=as_struct(given, DocumentRequest, "document"))
 
 
-def rows_of(data: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(data: Iterable[Mapping[str, Any]], field: str = "data") -> list[dict[str, Any]]:
     """Return the rows as dicts. Raises `InvalidRequest` for anything that is not a row."""
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
-        raise InvalidRequest(f"expected a list of rows, got one {type(data).__name__}", field="data")
+        raise InvalidRequest(f"expected a list of rows, got one {type(data).__name__}", field=field)
     rows = list[dict[str, Any]]()
     for number, row in enumerate(data):
         if not isinstance(row, Mapping):
-            raise InvalidRequest(f"expected a mapping, got {type(row).__name__}", field=f"data[{number}]")
+            raise InvalidRequest(f"expected a mapping, got {type(row).__name__}", field=f"{field}[{number}]")
         rows.append(dict(row))
     return rows
 

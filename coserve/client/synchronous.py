@@ -283,13 +283,17 @@ class Client(_Closing[AsyncClient]):
         adapter: str,
         data: Iterable[Mapping[str, Any]] | Path | str | None = None,
         *,
+        validation: Iterable[Mapping[str, Any]] | Path | str | None = None,
         on_preparing: Callable[[Preparing], None] | None = None,
         **settings: Any,  # noqa: ANN401 - the rest of the method's arguments
     ) -> JobHandle:
         # Read the rows on this thread, since the iterable may use the client, as `on_preparing` may.
-        rows = data if data is None or isinstance(data, str | Path) else rows_of(data)
+        rows, held = (
+            given if given is None or isinstance(given, str | Path) else rows_of(given, field)
+            for given, field in ((data, "data"), (validation, "validation"))
+        )
         handle = self._portal.call_and_show(
-            lambda show: self._asynchronous.finetune(adapter, rows, on_preparing=show, **settings),
+            lambda show: self._asynchronous.finetune(adapter, rows, validation=held, on_preparing=show, **settings),
             on_preparing or (lambda _: None),
         )
         if (warning := cut_warning(handle.info)) is not None:

@@ -3,14 +3,18 @@ used."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from coserve.cli.app import run
 from coserve.client import AsyncClient
-from coserve.core.errors import InvalidRequest, MalformedRow
+from coserve.core.errors import EmptyCorpus, InvalidRequest, MalformedRow
+from coserve.core.schemas import Job
 from tests.support.api_server import Api
 
 ROWS = [{"id": n, "question": f"Who is {n}?", "answer": f" I,\n {n}."} for n in range(5)]
@@ -69,3 +73,59 @@ async def test_the_sdk_names_columns(api: Api) -> None:
             await client.finetune("poet", file=CSV.encode(), columns={"prompt": "question", "completion": "reply"})
         with pytest.raises(InvalidRequest, match="columns: expected a mapping, got list"):
             await client.finetune("poet", ROWS, columns=["prompt"])  # type: ignore[arg-type]
+
+
+def table(path: Path, form: str, rows: list[dict[str, Any]]) -> Path:
+    """A file of the rows."""
+    if form == "csv":
+        cells = [",".join(f'"{value}"' for value in row.values()) for row in rows]
+        path.write_text("\n".join([",".join(rows[0]), *cells]))
+    elif form == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows) if form == "array" else "\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize(("form", "held"), [("csv", "jsonl"), ("jsonl", "csv"), ("parquet", "array")])
+async def test_a_validation_file_of_any_format_is_held_back(api: Api, tmp_path: Path, form: str, held: str) -> None:
+    rows, validation = table(tmp_path / "rows", form, ROWS), table(tmp_path / "held", held, ROWS[:2])
+    command = ["finetune", "poet", str(rows), "--validation-file", str(validation), "--detach", "--json"]
+    command += ["--columns", "prompt=question,completion=answer", "--url", f"http://127.0.0.1:{api.port}"]
+    assert await asyncio.to_thread(run, command) == 0
+    (job,) = (await api.call("GET", "/finetune"))[1]["data"]
+    assert (job["rows"], job["training"]["validation_rows"]) == (7, 2)
+
+
+async def test_rows_for_validation_of_the_sdk(api: Api, tmp_path: Path) -> None:
+    (tmp_path / "held").write_text(json.dumps(ROWS[0]) + "\n\n" + json.dumps(ROWS[1]))
+    lines = b"\n".join(json.dumps(row).encode() for row in ROWS)
+    async with AsyncClient(f"http://127.0.0.1:{api.port}") as client:
+
+        async def job(validation: Any, **given: Any) -> Job:
+            return (await client.finetune("poet", validation=validation, columns=COLUMNS, **given)).info
+
+        for given in (
+            {"data": ROWS, "validation": ROWS[:2]},
+            {"data": ROWS, "validation": tmp_path / "held"},
+            {"file": lines, "validation": ROWS[:2], "training": {"steps": 1}},
+        ):
+            made = await job(**given)
+            assert (made.rows, made.training.validation_rows) == (7, 2)
+        with pytest.raises(MalformedRow, match=r"^validation: line 2: "):
+            await job([ROWS[0], {"question": "a"}], data=ROWS)
+        with pytest.raises(MalformedRow, match=r"^line 1: "):
+            await job(ROWS, data=[{"question": "a"}])
+        for validation, more, field in (
+            (ROWS, {"file": CSV.encode()}, "data"),
+            (ROWS, {"path": "rows"}, "validation"),
+            (ROWS, {"data": ROWS, "training": {"validation_rows": 1}}, "validation"),
+            (ROWS, {"data": ROWS, "training": {"validation_split": 0.5}}, "training.validation_rows"),
+            ([], {"data": ROWS}, "validation"),
+            ({"text": "a"}, {"data": ROWS}, "validation"),
+            (tmp_path / "none", {"data": ROWS}, "validation"),
+        ):
+            with pytest.raises((InvalidRequest, EmptyCorpus)) as caught:
+                await job(validation, **more)
+            assert caught.value.field == field, caught.value

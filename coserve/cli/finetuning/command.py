@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,8 @@ from coserve.cli.job_table import chosen_line, cut_line, preparing_line
 from coserve.cli.jobs import follow_job, print_job, print_note
 from coserve.core.schemas import Preparing
 from coserve.core.training.settings import Optimizer
+from coserve.data.corpus.any_format import json_lines
+from coserve.data.corpus.columns import Columns
 
 
 def _finetune(
@@ -30,6 +33,15 @@ def _finetune(
             help="columns of the file that are called otherwise than the fields of a row, such as "
             "prompt=question,completion=answer",
             show_default="the fields' own names",
+        ),
+    ] = None,
+    validation_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="file of rows, of any such format, that are not learned: the loss on them is measured every "
+            "training.eval_steps steps",
+            exists=True,
+            dir_okay=False,
         ),
     ] = None,
     targets: Annotated[
@@ -98,8 +110,13 @@ def _finetune(
             "own"
         )
     with connect(url, key) as client:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # printed below instead
-            job = client.finetune(adapter, file=file, on_preparing=_show_preparing, **settings)
+        with ExitStack() as stack:
+            given: dict[str, Any] = {"file": file}
+            if validation_file is not None:  # sent as one file, which must have one format
+                for name, path in (("file", file), ("validation", validation_file)):
+                    given[name] = stack.enter_context(json_lines(path, Columns(settings.get("columns"))))
+            stack.enter_context(warnings.catch_warnings(action="ignore", category=UserWarning))  # printed below instead
+            job = client.finetune(adapter, on_preparing=_show_preparing, **given, **settings)
         for note in job.info.notes:
             print_note(f"note: {note}")
         print_note(cut_line(job.info))

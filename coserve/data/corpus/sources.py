@@ -133,14 +133,21 @@ class PieceReader:
                 yield row
 
     def _table_rows(self) -> Iterator[Row]:
-        for line, found in enumerate(_arrow_rows(self._piece), start=1):
-            try:
-                length = len(msgspec.json.encode(found))
-            except (TypeError, ValueError) as error:
-                raise MalformedRow("expected texts, numbers, lists and objects", line=line) from error
-            if length > self._limits.row_bytes:
-                raise MalformedRow(f"expected at most {self._limits.row_bytes} bytes a row", line=line)
+        for line, (found, _) in enumerate(table_rows(self._piece, self._limits), start=1):
             yield parse_row(found, line, self._columns)
+
+
+def table_rows(piece: Piece, limits: CorpusLimits = LIMITS) -> Iterator[tuple[object, bytes]]:
+    """Yield each row of a table's piece, and the row as JSON. Raises `MalformedRow`, whose lines count from 1 at the
+    piece's beginning, and `UnreadableCorpus`."""
+    for line, found in enumerate(_arrow_rows(piece), start=1):
+        try:
+            encoded = msgspec.json.encode(found)
+        except (TypeError, ValueError) as error:
+            raise MalformedRow("expected texts, numbers, lists and objects", line=line) from error
+        if len(encoded) > limits.row_bytes:
+            raise MalformedRow(f"expected at most {limits.row_bytes} bytes a row", line=line)
+        yield found, encoded
 
 
 def _arrow_rows(piece: Piece) -> Iterator[object]:
