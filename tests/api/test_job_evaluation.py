@@ -67,6 +67,15 @@ async def test_the_command_uploads_rows_to_test_and_texts_have_no_match(
     command = ["finetune", "b", str(rows), "--steps", "1", "--test", str(test), "--set", "test.max_tokens=4"]
     assert await asyncio.to_thread(run, [*command, "--url", url]) == 0
     assert "of tokens right (base loss " in capsys.readouterr().out
+    named = ["--columns", "prompt=question,completion=answer"]
+    for path in (rows, test):
+        path.write_text("question,answer,team\nToday we, sighted land.,crew\n")
+    assert await asyncio.to_thread(run, [*command, *named, "--url", url]) == 0
+    assert "% of answers right (base loss " in capsys.readouterr().out
+    assert await asyncio.to_thread(run, ["eval", "b", str(test), *named, "--json", "--url", url]) == 0
+    assert json.loads(capsys.readouterr().out)["b"]["rows"] == 1
+    assert await asyncio.to_thread(run, ["eval", "b", str(test), "--url", url]) == 1
+    assert "--columns prompt=question" in capsys.readouterr().err
     test.write_text("[1]")
     assert await asyncio.to_thread(run, [*command, "--url", url]) == 2
     assert "--test" in capsys.readouterr().err

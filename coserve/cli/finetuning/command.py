@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 import warnings
 from contextlib import ExitStack
@@ -12,13 +13,23 @@ import msgspec
 import typer
 
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect, optimizer_named, target_names, with_options
-from coserve.cli.finetuning.settings import Detach, SetFields, column_names, field_options, request_settings
+from coserve.cli.finetuning.settings import (
+    ColumnNames,
+    Detach,
+    SetFields,
+    column_names,
+    field_options,
+    request_settings,
+)
 from coserve.cli.job_table import chosen_line, cut_line, preparing_line
 from coserve.cli.jobs import follow_job, print_job, print_note
+from coserve.core.errors import CorpusError
 from coserve.core.schemas import Preparing
 from coserve.core.training.settings import Optimizer
 from coserve.data.corpus.any_format import json_lines
 from coserve.data.corpus.columns import Columns
+from coserve.data.corpus.jsonl import parse_jsonl
+from coserve.data.corpus.rows import choose_columns
 
 
 def _finetune(
@@ -26,15 +37,7 @@ def _finetune(
     file: Annotated[
         Path, typer.Argument(help="file of rows: JSON Lines, CSV, parquet or a JSON array", exists=True, dir_okay=False)
     ],
-    columns: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIELD=COLUMN",
-            help="columns of the file that are called otherwise than the fields of a row, such as "
-            "prompt=question,completion=answer",
-            show_default="the fields' own names",
-        ),
-    ] = None,
+    columns: ColumnNames = None,
     validation_file: Annotated[
         Path | None,
         typer.Option(
@@ -71,8 +74,8 @@ def _finetune(
     test: Annotated[
         Path | None,
         typer.Option(
-            help="JSONL file of rows that are not learned: the trained adapter and the base answer them, as in coserve "
-            "eval; --set test.regex=... or test.json_field=... compares a part of the answers",
+            help="file of rows, of any such format, that are not learned: the trained adapter and the base answer "
+            "them, as in coserve eval; --set test.regex=... or test.json_field=... compares a part of the answers",
             exists=True,
             dir_okay=False,
         ),
@@ -95,13 +98,14 @@ def _finetune(
     given. --set gives further settings (schedule, dropout, early stopping, checkpoints, ...), which
     docs/guide/fine-tune.md lists.
     """
+    named = column_names(columns or [])
     own = {
-        "columns": column_names(columns) if columns else None,
+        "columns": named or None,
         "targets": [name for text in targets for name in target_names(text)] if targets else None,
         "dpo_beta": None if dpo_beta is None else {"type": "dpo", "beta": dpo_beta},
         "optimizer": optimizer,
         "sample_prompt": sample_prompt or None,
-        "test": None if test is None else _rows(test),
+        "test": None if test is None else _rows(test, named),
     }
     settings = request_settings({**options, **own}, set_fields or [])
     if settings.get("continue_from") is not None and settings.get("lora"):
@@ -114,7 +118,7 @@ def _finetune(
             given: dict[str, Any] = {"file": file}
             if validation_file is not None:  # sent as one file, which must have one format
                 for name, path in (("file", file), ("validation", validation_file)):
-                    given[name] = stack.enter_context(json_lines(path, Columns(settings.get("columns"))))
+                    given[name] = stack.enter_context(json_lines(path, Columns(named)))
             stack.enter_context(warnings.catch_warnings(action="ignore", category=UserWarning))  # printed below instead
             job = client.finetune(adapter, on_preparing=_show_preparing, **given, **settings)
         for note in job.info.notes:
@@ -131,13 +135,22 @@ def _finetune(
 finetune = with_options(_finetune, field_options())
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file."""
-    lines = file.read_bytes().splitlines()
+def _rows(file: Path, names: dict[str, str]) -> list[dict[str, Any]]:
+    """Return a file's rows, by the names of their fields."""
     try:
-        return [msgspec.json.decode(line, type=dict[str, Any]) for line in lines if line.strip()]
-    except msgspec.DecodeError as error:
-        raise typer.BadParameter(f"--test: expected JSON objects, one a line: {error}") from None
+        with json_lines(file, Columns(names)) as lines:
+            for _ in parse_jsonl(lines, columns=Columns(names)):
+                pass  # raises for what is wrong, with its line
+            texts = lines.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+    except CorpusError as error:
+        raise typer.BadParameter(f"--test: {error.message}") from None
+    rows = [msgspec.json.decode(text, type=dict[str, Any]) for text in texts if text.strip()]
+    return [_named(row, Columns(names)) for row in rows] if names else rows
+
+
+def _named(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
+    found = {name: value for name, value in row.items() if value is not None}
+    return {field: found[column] for field, column in choose_columns(found, 1, columns)[1].items()}
 
 
 def _show_preparing(preparing: Preparing) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -58,6 +58,16 @@ SetFields = Annotated[
         "document.chunk_tokens=512; may be given several times",
     ),
 ]
+ColumnNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--columns",
+        metavar="FIELD=COLUMN",
+        help="columns of the file that are called otherwise than the fields of a row, such as "
+        "prompt=question,completion=answer",
+        show_default="the fields' own names",
+    ),
+]
 Detach = Annotated[bool, typer.Option(help="print the job and do not wait for it")]
 FLAGS = {field: f"--{name.replace('_', '-')}" for name, field in FIELDS.items()}
 
@@ -100,10 +110,10 @@ def request_settings(options: Mapping[str, object], assignments: Iterable[str]) 
     return settings
 
 
-def column_names(texts: Iterable[str]) -> dict[str, str]:
+def column_names(texts: Sequence[str]) -> dict[str, str]:
     """Return columns by field from values of `--columns`, each `FIELD=COLUMN,...`. Raises `typer.BadParameter`."""
     names = {}
-    for text in ",".join(texts).split(","):
+    for text in ",".join(texts).split(",") if texts else ():
         field, equals, column = text.partition("=")
         if not (equals and field.strip() and column.strip()):
             raise typer.BadParameter(f"--columns: expected FIELD=COLUMN,..., got {text!r}")

@@ -15,9 +15,12 @@ from rich.table import Table
 
 from coserve.cli import common
 from coserve.cli.common import DEFAULT_URL, Key, Url
+from coserve.cli.finetuning.settings import ColumnNames, column_names
 from coserve.client import AsyncClient
 from coserve.core.errors import EmptyCorpus
 from coserve.core.schemas import EvalScore
+from coserve.data.corpus.any_format import json_lines
+from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.evaluation import Match, Question, RowScore, matcher, mean_score, question, row_score
 
@@ -28,8 +31,14 @@ AT_ONCE = 16
 def evaluate(
     adapter: Annotated[str, typer.Argument(help="NAME or NAME@VERSION")],
     data: Annotated[
-        Path, typer.Argument(help="JSONL file of text, prompt/completion or chat rows", exists=True, dir_okay=False)
+        Path,
+        typer.Argument(
+            help="file of text, prompt/completion or chat rows: JSON Lines, CSV, parquet or a JSON array",
+            exists=True,
+            dir_okay=False,
+        ),
     ],
+    columns: ColumnNames = None,
     regex: Annotated[
         str | None, typer.Option(help="compare what this finds in the texts (its first group, if any)")
     ] = None,
@@ -44,7 +53,9 @@ def evaluate(
     answers match, exactly or by --regex or --json-field. The base is measured too, for comparison.
     """
     matches = matcher(regex, json_field)
-    questions = [question(row) for row in parse_jsonl(data)]
+    names = Columns(column_names(columns or []))
+    with json_lines(data, names) as lines:
+        questions = [question(row) for row in parse_jsonl(lines, columns=names)]
     if not questions:
         raise EmptyCorpus("expected at least one row")
     client = AsyncClient(url, api_key=key or None, retry=common.retry.get())
