@@ -41,10 +41,12 @@ class Silent:
 
 
 class Lines(Silent):
-    """Shows samples and, every `EVERY` seconds, the last step, as plain lines. Used without a terminal."""
+    """Shows samples, phases of documents as they begin and, every `EVERY` seconds, the last step or how far the phase
+    is, as plain lines. Used without a terminal."""
 
     def __init__(self, job: Job, now: Callable[[], float] = time.monotonic) -> None:
         self._name, self._now, self._next = f"{job.adapter}@{job.version}", now, now() + EVERY
+        self._phase: str | None = None
 
     def show(self, event: JobEvent) -> None:
         if event.metrics is not None and self._now() >= self._next:
@@ -53,7 +55,11 @@ class Lines(Silent):
             print(f"{self._name}  step {done}  {step_text(event.metrics, event.eta)}", file=sys.stderr, flush=True)
         elif event.sample is not None:
             print("\n".join(sample_lines(event.sample)), file=sys.stderr, flush=True)
-        elif event.document is not None or event.test is not None:
+        elif event.document is not None:
+            if event.document.phase != self._phase or self._now() >= self._next:
+                self._phase, self._next = event.document.phase, self._now() + EVERY
+                print(f"{self._name}  {event.message}", file=sys.stderr, flush=True)
+        elif event.test is not None:
             print(f"{self._name}  {event.message}", file=sys.stderr, flush=True)
 
 

@@ -10,7 +10,8 @@ import pytest
 from coserve.client import AsyncJobHandle, Response, RetryPolicy
 from coserve.client.progress import Lines
 from coserve.core.errors import JobError, JobNotFound, NonFiniteLoss, Unreachable
-from coserve.core.schemas import ErrorInfo, JobEvent, Sample
+from coserve.core.schemas import DocumentJob, ErrorInfo, JobEvent, Sample
+from coserve.core.schemas.documents import DocumentSettings, Phase
 from coserve.core.training.jobs import JobState
 from tests.support.sdk import Daemon, job, job_event, refusal, reply, sse, streamed
 
@@ -135,3 +136,19 @@ def test_without_a_terminal_a_line_comes_every_half_minute(capsys: pytest.Captur
         ["a@1", f"step {step}/2"] for step in (2, 4)
     ]
     assert all("  loss " in line and line.endswith(" tokens/s  1:15 left") for line in shown.err.splitlines())
+
+
+def test_a_phase_of_a_document_is_said_as_it_begins_and_every_half_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 100.0
+    lines, event = Lines(job(), lambda: now), job_event(1)
+    phases: tuple[tuple[float, Phase], ...] = (
+        (101.0, "questions"),
+        (102.0, "questions"),
+        (131.0, "questions"),
+        (132.0, "answers"),
+        (133.0, "answers"),
+    )
+    for now, phase in phases:
+        document = DocumentJob(DocumentSettings(), phase=phase)
+        lines.show(msgspec.structs.replace(event, type="document", metrics=None, message=f"{now}", document=document))
+    assert capsys.readouterr().err == "a@1  101.0\na@1  131.0\na@1  132.0\n"

@@ -110,7 +110,7 @@ class Teaching:
                 for attempt in range(round * quota, round * quota + (quota if round == 0 else count))
             ]
             work = {f"{c}/{a}": partial(self._question, c, a) for c, a in wanted if f"{c}/{a}" not in found}
-            found |= await self._all("questions", work, self._questions, quota * len(chunks), len(found))
+            found |= await self._all("questions", work, self._questions, len(found) + len(work), len(found))
         texts = [text for chunk in chunks for text in _texts(found.values(), chunk, every=True)[:quota]]
         taken = set(different(texts))
         kept = list[Question]()

@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from coserve import __version__
 from coserve.api.engine_client import EngineClient
@@ -36,7 +37,7 @@ from coserve.core.health import EngineStatus, Warming
 from coserve.core.logs.format import log_event
 from coserve.data.pretrained.source import check_source
 from coserve.state.folder import DataFolder
-from coserve.state.running import RunningDaemon, announced
+from coserve.state.running import RunningDaemon, announced, running
 
 if TYPE_CHECKING:
     from coserve.api.service import Service
@@ -55,7 +56,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortInUse(f"port {port} on {host} is taken by another program") from None
+            own = [daemon for daemon in running() if urlsplit(daemon.url).port == port]
+            by = f"coserve, pid {own[0].pid} (coserve ps)" if own else "another program"
+            raise PortInUse(f"port {port} on {host} is taken by {by}") from None
         raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     return sock
 

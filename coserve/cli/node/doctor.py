@@ -23,6 +23,7 @@ from coserve.config import Config, load_config
 from coserve.core.errors import StartupError
 from coserve.core.gpu_memory import GIB
 from coserve.core.processes import usable_cores, usable_memory
+from coserve.state.folder import DataFolder
 
 SETTINGS = ("data_dir", "host", "port", "api_key", "device", "tp", "max_connections", "config")
 VERSIONS = ("coserve", "torch", "triton", "transformers")
@@ -131,10 +132,17 @@ def _drivers() -> list[str]:
 
 
 def check_folder(folder: Path) -> Finding:
-    """Check that the data folder, or the nearest folder above it, can be written and has space."""
+    """Check that the data folder, or the nearest folder above it, can be written, has space, and is no other
+    daemon's."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return Finding("error", f"data_dir: {there} cannot be written", "chown it, or choose another --data-dir")
+    if (folder / "lock").exists():
+        try:
+            with DataFolder(folder).lock():
+                pass
+        except StartupError as error:
+            return Finding("error", error.message, "stop that daemon (coserve ps), or choose another --data-dir")
     free = shutil.disk_usage(there).free
     text = f"data_dir: {free / GIB:.1f} GiB free for {folder}"
     if free < ENOUGH_DISK:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 from pathlib import Path
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 from coserve.cli.app import app
 from coserve.cli.node import doctor
 from coserve.config import Config
+from coserve.state.folder import DataFolder
+from coserve.state.running import RunningDaemon, announced
 
 H100 = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06\n"
 
@@ -57,6 +60,20 @@ def test_a_taken_port_and_a_file_for_a_folder_end_it_with_status_1(
     assert result.exit_code == 1
     assert result.output.count("error:") == 2
     assert result.output.count("->") >= 2
+
+
+def test_what_serve_would_refuse_is_said_of_a_daemon_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    answers(monkeypatch, driver="", torch="[null, false, 0]")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    data = tmp_path / "data"
+    with DataFolder(data).lock(), socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        daemon = RunningDaemon(os.getpid(), f"http://127.0.0.1:{port}", "bundled", str(data), 1.0)
+        with announced(daemon):
+            result = CliRunner().invoke(app, ["doctor", "--port", str(port), "--data-dir", str(data)])
+    assert result.exit_code == 1
+    assert f"error:   data_dir: {data} belongs to a daemon that is running" in result.output
+    assert f"port {port} on 127.0.0.1 is taken by coserve, pid {os.getpid()} (coserve ps)" in result.output
 
 
 def test_a_sound_machine_has_status_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
