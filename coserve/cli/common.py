@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -31,6 +33,7 @@ __all__ = [
     "field_option",
     "json_text",
     "optimizer_named",
+    "retry_policy",
     "say_if_starting",
     "say_more",
     "target_names",
@@ -50,7 +53,19 @@ retry = ContextVar("retry", default=RETRY)
 
 def connect(url: str, key: str | None) -> Client:
     """Return a client of the daemon that --url and --key name."""
-    return Client(url, api_key=key or None, retry=retry.get())
+    return Client(url, api_key=key or None, retry=retry_policy())
+
+
+def retry_policy() -> RetryPolicy:
+    """Return the command's retry policy, which says once on standard error why it waits for a quota or a queue."""
+    said = list[CoserveError]()
+
+    def say(error: CoserveError, seconds: float) -> None:
+        if error.status == 429 and not said:
+            said.append(error)
+            print(f"{error}; trying again in {math.ceil(seconds)} s", file=sys.stderr, flush=True)
+
+    return replace(retry.get(), on_wait=say)
 
 
 def say_more(command: str, limit: int, last: str) -> None:

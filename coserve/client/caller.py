@@ -57,7 +57,10 @@ class Caller:
             raise InvalidRequest(CLOSED)
 
     async def back_off(self, attempt: int, error: CoserveError) -> None:
-        await self._sleep(self.retry.delay(attempt, error, self._rng))
+        seconds = self.retry.delay(attempt, error, self._rng)
+        if self.retry.on_wait is not None:
+            self.retry.on_wait(error, seconds)
+        await self._sleep(seconds)
 
     def request(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from coserve.client.transport import Request
@@ -25,6 +26,8 @@ class RetryPolicy:
     longest_wait: float = 60.0
     reconnects: int = 30
     """Consecutive attempts to reconnect to a job's events."""
+    on_wait: Callable[[CoserveError, float], None] | None = None
+    """Called before each wait with the error and the seconds, on the client's own thread."""
 
     def delay(self, attempt: int, error: CoserveError, rng: random.Random) -> float:
         """Return seconds between attempt `attempt`, counted from 1, and the next: a random 50% to 100% of the back-off,

@@ -137,6 +137,11 @@ class BodyTooLarge(RequestError, code="body_too_large", status=413):
     `path`."""
 
 
+class StorageQuotaExceeded(RequestError, code="storage_quota_exceeded", status=413):
+    """The project's files and adapters would exceed its quota of bytes, which the message has. Delete some, or raise
+    the quota (`coserve quotas`)."""
+
+
 class UnsupportedEncoding(RequestError, code="unsupported_encoding", status=415):
     """The body's type or encoding is not one that the route reads. Send JSON, or multipart/form-data where there are
     files."""
@@ -241,7 +246,8 @@ class Overloaded(QueueFull, code="overloaded"):
 
 
 class QuotaExceeded(QueueFull, code="quota_exceeded"):
-    """The project has used its quota. Try again after `Retry-After`; `coserve quotas` shows and sets quotas."""
+    """The project has used its quota of requests, tokens or jobs. Try again after `Retry-After`; `coserve quotas` shows
+    and sets quotas."""
 
 
 class EngineUnavailable(CapacityError, code="engine_unavailable", status=503):

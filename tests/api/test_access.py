@@ -253,7 +253,9 @@ async def test_quotas_of_jobs_and_bytes(shared: Api) -> None:
     status, file = await ask(shared, key, "POST", "/v1/files", data=rows_file(b"x" * 1200))
     assert status == 200
     status, body = await ask(shared, key, "POST", "/v1/files", data=rows_file(b"x" * 1200))
-    assert (status, body["error"]["code"]) == (429, "quota_exceeded") and "1200 bytes" in body["error"]["message"]
+    assert (status, body["error"]["code"]) == (413, "storage_quota_exceeded")
+    said = r"has 1200 bytes of files and adapters, and 1\d{3} more arrive; its quota is 2000"
+    assert re.search(said, body["error"]["message"]), body
     assert (await ask(shared, key, "DELETE", f"/v1/files/{file['id']}"))[0] == 200
     assert (await ask(shared, key, "POST", "/v1/files", data=rows_file(b"x" * 1200)))[0] == 200
 
@@ -274,7 +276,7 @@ async def test_a_quota_of_bytes_holds_for_files_of_the_daemons_machine(
         _, key = await new_key(api, "copies", "train")
         size = sum(path.stat().st_size for path in (root / "mine").iterdir())
         await quota(api, "copies", bytes=size - 1)
-        assert (await ask(api, key, "POST", route, json=body))[0] == 429
+        assert (await ask(api, key, "POST", route, json=body))[0] == 413
         await quota(api, "copies", bytes=size)
         by_path = {"name": "mine", "path": "mine"}
         assert (await ask(api, key, "POST", "/adapters", json=by_path))[0] == 201
@@ -307,7 +309,7 @@ async def test_a_quota_of_bytes_holds_while_bodies_arrive(shared: Api) -> None:
             while not any(path.stat().st_size > 100_000 for path in shared.folder.staging.glob("*/file")):
                 await shared.call("GET", "/health")
         status, body = await sent(second())
-        assert (status, body["error"]["code"]) == (429, "quota_exceeded"), body
+        assert (status, body["error"]["code"]) == (413, "storage_quota_exceeded"), body
         go_on.set()
     assert upload.result()[0] == 200
     assert (await ask(shared, key, "POST", "/v1/files", data=rows_file(b"x" * 90_000)))[0] == 200
@@ -318,7 +320,7 @@ async def test_a_quota_of_bytes_holds_while_bodies_arrive(shared: Api) -> None:
 
     headers = {"Content-Type": "application/json"}
     status, body = await ask(shared, key, "POST", "/finetune", data=row(), headers=headers)
-    assert (status, body["error"]["code"]) == (429, "quota_exceeded")
+    assert (status, body["error"]["code"]) == (413, "storage_quota_exceeded")
 
 
 @pytest.mark.asyncio(loop_scope="module")

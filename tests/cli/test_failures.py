@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from coserve.cli.app import run as run_command
+from coserve.cli.common import retry_policy
 from coserve.cli.failures import explain, run_safely
 from coserve.client import RetryPolicy
-from coserve.core.errors import InvalidRequest, QueueFull
+from coserve.core.errors import EngineUnavailable, InvalidRequest, QueueFull
 from tests.support.hostile_server import ANSWERS, hostile_server
 
 NOBODY = "http://127.0.0.1:1"
@@ -259,3 +260,11 @@ def test_ctrl_c_while_a_daemon_is_silent() -> None:
             connection.close()
     assert waiting.returncode == 130, err
     assert b"Traceback" not in err and b"Exception" not in err
+
+
+def test_a_wait_for_a_quota_or_a_queue_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = retry_policy().on_wait
+    assert tell is not None
+    for error in (EngineUnavailable("it starts"), QueueFull("acme has 2 jobs already"), QueueFull("the queue is full")):
+        tell(error, 9.5)
+    assert capsys.readouterr().err == "acme has 2 jobs already; trying again in 10 s\n"

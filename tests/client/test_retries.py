@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from coserve.client import Request, Response, RetryPolicy
 from coserve.core.errors import (
     AdapterNotFound,
+    CoserveError,
     EngineUnavailable,
     InternalError,
     InvalidRequest,
@@ -25,15 +26,18 @@ from tests.support.sdk import GENERATED, Daemon, chunk, job, refusal, reply, str
 
 
 async def test_429_and_503_are_tried_again_after_what_the_daemon_asked_for() -> None:
+    told = list[tuple[CoserveError, float]]()
     daemon = Daemon(
         refusal(429, "queue_full", headers={"Retry-After": "3"}),
         refusal(503, "engine_unavailable"),
         reply(GENERATED),
+        retry=RetryPolicy(on_wait=lambda *wait: told.append(wait)),
     )
     assert await daemon.client.generate("hi") == GENERATED
     first, second = daemon.naps
     assert 3 <= first <= 3.25
     assert 0.5 <= second <= 1
+    assert [(error.status, seconds) for error, seconds in told] == [(429, first), (503, second)]
     assert len({request.body for request in daemon.requests}) == 1
 
 

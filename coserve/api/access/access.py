@@ -85,8 +85,8 @@ class Access:
         parent.set(request.headers.get(PARENT))
 
     async def admit(self, request: web.Request) -> None:
-        """Raise `QuotaExceeded` if the quota of the request's project is used up. Only POST requests count, except
-        those to `/admin`."""
+        """Raise `QuotaExceeded` or `StorageQuotaExceeded` if the quota of the request's project is used up. Only POST
+        requests count, except those to `/admin`."""
         project, resource = request[PRINCIPAL].project, request.match_info.route.resource
         if request.method != "POST" or resource is None or resource.canonical.startswith("/admin/"):
             return

@@ -151,7 +151,7 @@ def check_head(request: web.Request, limit: int, *, compressed: bool = False) ->
 
 async def check_size(request: web.Request, limit: int) -> None:
     """Refuse a body that is too large, by itself or for its project's quota, as it arrives: a chunked one does not tell
-    its size before. Raises `BodyTooLarge`, `QuotaExceeded`."""
+    its size before. Raises `BodyTooLarge`, `StorageQuotaExceeded`."""
     if request.content.total_bytes > limit:
         raise BodyTooLarge(f"expected a body of at most {limit} bytes")
     if (room := request.get(ROOM)) is not None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from coserve.core.errors import QuotaExceeded
+from coserve.core.errors import StorageQuotaExceeded
 from coserve.core.names import ADAPTER_FILES
 
-RETRY_AFTER = 60.0
 STEP_BYTES, STEP_SHARE = 1 << 20, 1 / 64
 """A body is checked again after so many bytes, or after this share of the quota: each check reads the database."""
 
@@ -27,11 +26,14 @@ class Room:
         """Bytes of the body that have arrived, and how many of them had when it was last checked."""
 
     async def check(self, more: int = 0) -> None:
-        """Raise `QuotaExceeded` if what is stored, what is arriving, and `more` bytes exceed the quota."""
+        """Raise `StorageQuotaExceeded` if what is stored, what is arriving, and `more` bytes exceed the quota."""
         used = await self._used()
-        if used + self._arriving[self._project] + more > self._limit:
-            why = f"project {self._project} has {used} bytes of files and adapters; its quota is {self._limit}"
-            raise QuotaExceeded(f"{why}: delete some", retry_after=RETRY_AFTER)
+        arriving = self._arriving[self._project] + more
+        if used + arriving > self._limit:
+            raise StorageQuotaExceeded(
+                f"project {self._project} has {used} bytes of files and adapters, and {arriving} more arrive; "
+                f"its quota is {self._limit}: delete some"
+            )
 
     async def arrived(self, total: int) -> None:
         """Count `total` bytes of the body, those before included. Raises as `check`, a step late at most."""
@@ -58,7 +60,7 @@ def leave_room(request: web.Request) -> None:
 
 
 async def check_copy(request: web.Request, folder: Path) -> None:
-    """Raise `QuotaExceeded` if the request's project has no room for a copy of the PEFT files in `folder`."""
+    """Raise `StorageQuotaExceeded` if the request's project has no room for a copy of the PEFT files in `folder`."""
     if (room := request.get(ROOM)) is not None:
         await room.check(await asyncio.to_thread(_bytes_in, folder))
 

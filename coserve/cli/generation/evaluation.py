@@ -58,7 +58,7 @@ def evaluate(
         questions = [question(row) for row in parse_jsonl(lines, columns=names)]
     if not questions:
         raise EmptyCorpus("expected at least one row")
-    client = AsyncClient(url, api_key=key or None, retry=common.retry.get())
+    client = AsyncClient(url, api_key=key or None, retry=common.retry_policy())
     models: list[str | None] = [adapter, *([None] if base else [])]
     scores = asyncio.run(_scores(client, models, questions, matches, max_tokens))
     named = dict(zip([adapter, "base"], scores, strict=False))
