@@ -29,6 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 ALONE = {
     "adapter_steps.json",
     "adapters_many.json",
+    "cpu_decode.json",
     "documents.json",
     "families.json",
     "house.json",
