@@ -27,7 +27,7 @@ def measured_callbacks(least: float) -> Iterator[list[dict[str, object]]]:
         wall, delay, cpu = time.perf_counter() - wall, _run_delay() - delay, time.thread_time() - cpu
         waited = wall - cpu - delay
         if max(cpu, waited) >= least:
-            named = f"{request!r} in {getattr(what, '__self__', what)!r}"[:300]
+            named = repr(request) if request is not None else getattr(what, "__qualname__", type(what).__name__)
             found.append({"what": named, "cpu": round(cpu, 4), "waited": round(waited, 4)})
 
     with patch.object(Handle, "_run", measured):
