@@ -58,11 +58,14 @@ def paths(api: Api) -> list[tuple[str, str]]:
 
 
 def check_refusal(body: dict[str, Any], code: str) -> None:
-    """Routes of TGI's and Tinker's clients refuse in their shapes, which have no code of ours."""
+    """Routes of TGI's, Tinker's and Anthropic's clients refuse in their shapes, which have no code of ours."""
     if "category" in body:
         assert body["category"] == "user"
     elif "error_type" in body:
         assert (set(body), body["error_type"]) == ({"error", "error_type"}, "validation")
+    elif body.get("type") == "error":
+        kinds = ("authentication_error", "permission_error", "rate_limit_error", "request_too_large")
+        assert set(body["error"]) == {"type", "message"} and body["error"]["type"] in (*kinds, "invalid_request_error")
     else:
         assert body["error"]["code"] == code
 
