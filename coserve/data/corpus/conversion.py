@@ -119,7 +119,7 @@ class _Lines:
 
 
 def _csv_lines(file: BufferedReader, columns: Columns, limits: CorpusLimits) -> Iterator[bytes]:
-    csv.field_size_limit(limits.row_bytes)
+    csv.field_size_limit(max(csv.field_size_limit(), limits.row_bytes))  # of the process; `_Lines` bounds the row
     lines = _Lines(file, limits.row_bytes)
     beginning = file.peek(BEGINNING).decode(errors="replace").partition("\n")[0]
     delimiter = max(DELIMITERS, key=beginning.count)
