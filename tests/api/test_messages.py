@@ -12,7 +12,7 @@ from coserve.api.anthropic.handlers import anthropic_error
 from coserve.core.errors import EngineUnavailable, PromptTooLong
 from coserve.core.link.generation import Generate
 from tests.support.api_server import Api, serve_api, tokenizer, with_template
-from tests.support.chat_templates import QWEN3
+from tests.support.chat_templates import PHI_3, QWEN3
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -126,6 +126,16 @@ async def test_options_reach_the_engine(api: Api, client: AsyncAnthropic) -> Non
     begun = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "I think"}]
     await client.messages.create(**asked(messages=begun))
     assert (await prompt(api)).endswith("I think"), "the answer goes on where the last message ends"
+
+
+async def test_thinking_is_asked_of_templates_that_have_it_alone(tmp_path: Path) -> None:
+    async with serve_api(tmp_path, tokens=with_template(PHI_3), context=1024) as api:
+        url = f"http://127.0.0.1:{api.port}"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            whole = await client.messages.create(**asked(thinking={"type": "adaptive"}))
+            question = {name: value for name, value in asked().items() if name != "max_tokens"}
+            counted = await client.messages.count_tokens(**question, thinking={"type": "adaptive"})
+            assert counted.input_tokens == whole.usage.input_tokens
 
 
 async def test_what_is_not_supported_is_refused_by_name(client: AsyncAnthropic) -> None:

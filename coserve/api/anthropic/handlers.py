@@ -57,7 +57,7 @@ class AnthropicApi:
 
     async def create_message(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, MessagesRequest, dialect=True)
-        chat = chat_of(body)
+        chat = chat_of(body, self._api.chat_template)
         if not body.stream:
             return json_response(message(await self._api.answer_chat(chat)))
         stream = EventStream(request, write_timeout=self._write_timeout)
@@ -73,5 +73,5 @@ def count_tokens(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """Helper task of `POST /v1/messages/count_tokens`: return the response as JSON."""
     request, base = decode_dialect(body, CountTokensRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
     adapter_of(request.model, base)
-    ids = template_ids(context.tokenizer, template_chat(request))
+    ids = template_ids(context.tokenizer, template_chat(request, context.tokenizer.chat_template))
     return msgspec.json.encode(TokenCountResponse(input_tokens=len(ids)))

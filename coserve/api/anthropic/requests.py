@@ -24,8 +24,9 @@ from coserve.core.messages import Chat, ChatMessage, FunctionCall, TemplateOptio
 from coserve.core.schemas.output_format import JsonSchemaFormat, ResponseFormat
 
 
-def chat_of(body: MessagesRequest) -> ChatRequest:
-    """Return the chat that the request asks for. Raises `InvalidRequest` and `EmptyPrompt`."""
+def chat_of(body: MessagesRequest, template: str | None) -> ChatRequest:
+    """Return the chat that the request asks for. `template`: the base's chat template. Raises `InvalidRequest` and
+    `EmptyPrompt`."""
     for name in ("container", "mcp_servers"):
         refuse_unless_neutral(name, getattr(body, name), ())
     format = body.output_format if body.output_config is None else body.output_config.format
@@ -37,7 +38,7 @@ def chat_of(body: MessagesRequest) -> ChatRequest:
         tools=_tools(body) or None,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
-        chat_template_kwargs=_options(body) or None,
+        chat_template_kwargs=_options(body, template) or None,
         response_format=None if schema is None else ResponseFormat(type="json_schema", json_schema=schema),
         continue_final_message=_is_begun(body),
         max_completion_tokens=body.max_tokens,
@@ -51,12 +52,12 @@ def chat_of(body: MessagesRequest) -> ChatRequest:
     )
 
 
-def template_chat(body: CountTokensRequest) -> Chat:
-    """Return what the base's chat template renders of the request. Raises `EmptyPrompt`."""
+def template_chat(body: CountTokensRequest, template: str | None) -> Chat:
+    """Return what the base's chat template renders of the request. Raises `InvalidRequest` and `EmptyPrompt`."""
     return Chat(
         messages=_messages(body),
         tools=_tools(body),
-        options=_options(body),
+        options=_options(body, template),
         continue_final_message=_is_begun(body),
     )
 
@@ -148,5 +149,9 @@ def _tool_choice(choice: ToolChoice) -> object:
             return choice.type
 
 
-def _options(body: CountTokensRequest) -> TemplateOptions:
-    return {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
+def _options(body: CountTokensRequest, template: str | None) -> TemplateOptions:
+    """Return the template's variables. Agents ask for thinking whatever the model: a template that has none of it gets
+    no variable, which it would refuse."""
+    if body.thinking is None or "enable_thinking" not in (template or ""):
+        return {}
+    return {"enable_thinking": body.thinking.type != "disabled"}

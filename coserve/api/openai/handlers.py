@@ -52,6 +52,11 @@ class OpenAIApi:
     def __init__(self, service: Service, config: Config, bodies: BodyReader) -> None:
         self._service, self._config, self._bodies = service, config, bodies
 
+    @property
+    def chat_template(self) -> str | None:
+        """The base's chat template."""
+        return self._service.tokenizer.chat_template
+
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, CompletionRequest, dialect=True)
         if not body.stream:
@@ -103,7 +108,7 @@ class OpenAIApi:
 
     async def _prepare_chat(self, body: ChatRequest) -> tuple[ChatRequest, GenerateRequest, AnswerParsers]:
         body = await self._resolve_placeholder(body)
-        native = chat_request(body, self._service.engine.spec, self._service.tokenizer.chat_template)
+        native = chat_request(body, self._service.engine.spec, self.chat_template)
         parsers = AnswerParsers(self._answer_format(body, native), self._service.tokenizer)
         return body, parsers.format.prepared(native), parsers
 
@@ -117,7 +122,7 @@ class OpenAIApi:
         return json_response(await delete_model(self._service, request.match_info["id"]))
 
     def _answer_format(self, body: ChatRequest, native: GenerateRequest) -> AnswerFormat:
-        template = self._service.tokenizer.chat_template
+        template = self.chat_template
         family = tool_family(template, self._config.tool_parser)
         if is_constrained(native):  # to a text without reasoning, which is a call or has none
             forced = None if is_constrained(body) else forced_family(family)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ def append_lines(source: Path, target: Path) -> int:
     """Append a file, and the end of its last line; return its lines."""
     lines, last = 0, b"\n"
     with source.open("rb") as rows, target.open("ab") as file:
+        rows.seek(len(codecs.BOM_UTF8) if rows.read(3) == codecs.BOM_UTF8 else 0)  # it would stand amid the rows
         while block := rows.read(1 << 20):
             file.write(block)
             lines += block.count(b"\n")
