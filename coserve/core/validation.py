@@ -64,6 +64,9 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
         meant = value_hint(path, found_value) or near_miss(str(found_value)[:80].lower(), known)
         message = f"expected one of {', '.join(known)}{meant}"
         return InvalidRequest(message, field=path[:MAX_FIELD] or None)
+    if message.startswith("Invalid value "):  # of the field that tells structs apart
+        tag = _at(value, path)
+        return InvalidRequest(f"expected another kind{_got(tag)}{value_hint(path, tag)}", field=path[:MAX_FIELD])
     if "matching regex" in message:
         message = f"expected {NAME_RULE}" + (" (or name@version)" if "@" in message else "")
     in_dict = of_key or path.endswith(_ENTRY)

@@ -142,7 +142,7 @@ async def test_what_is_not_supported_is_refused_by_name(client: AsyncAnthropic) 
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     result = {"type": "tool_result", "tool_use_id": "x", "content": [image]}
     for fields, name in (
-        ({"messages": [{"role": "user", "content": [image]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [image]}]}, "got 'image'; coserve reads text alone"),
         ({"messages": [{"role": "user", "content": [result]}]}, "image"),
         ({"messages": []}, "messages"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
