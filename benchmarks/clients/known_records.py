@@ -26,7 +26,6 @@ for place, names in json.loads(os.environ.get("KNOWN_RECORDS", "{}")).items():
     known[place] += names
 
 
-@schemathesis.hook
 def before_call(context: schemathesis.HookContext, case: schemathesis.Case[Any], kwargs: dict[str, Any]) -> None:
     """Put known names for half of the path's `id`s, and known names and content into half of the bodies."""
     collection = case.path.partition("/{id}")[0]
@@ -48,7 +47,6 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case[Any],
         case.body.pop("messages", None)  # it takes one of them
 
 
-@schemathesis.hook
 def after_call(
     context: schemathesis.HookContext, case: schemathesis.Case[Any], response: schemathesis.Response
 ) -> None:
@@ -62,3 +60,7 @@ def after_call(
             place = case.path if field == "id" else field
             if isinstance(value, str) and (field == "id" or field.endswith("_id") or field == "path"):
                 known[place].append(value)
+
+
+schemathesis.hook(before_call)
+schemathesis.hook(after_call)
