@@ -371,7 +371,10 @@ def main() -> None:
                 own = folder / str(index)
                 own.mkdir()
                 urls.append(daemons.enter_context(daemon(serving, own)))
-                Client(urls[-1]).wait_ready(timeout=SILENCE)  # one by one: the later ones load what the first compiled
+                if index == 0:  # the later ones load what it compiles
+                    Client(urls[0]).wait_ready(timeout=SILENCE)
+            for url in urls[1:]:
+                Client(url).wait_ready(timeout=SILENCE)
             print(f"{options.daemons} daemons after {time.monotonic() - options.began:.0f} s", flush=True)
             asyncio.run(run.run(urls))
     if options.out.resolve() == Path("benchmarks/results").resolve():

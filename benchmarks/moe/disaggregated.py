@@ -196,11 +196,18 @@ def main() -> None:
     parser = make_parser(__doc__, tiny="a small base on the CPU, one engine against an engine and one server")
     parser.add_argument("--gpus", type=int, default=2, choices=(2, 4))
     parser.add_argument("--adapters", type=int, help=f"default {FULL.adapters}, of 0.3 GB each")
+    parser.add_argument("--ratios", help="shares of the adapters that have room, separated by commas")
+    parser.add_argument("--rates", help="requests a second, rising, separated by commas")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which no daemon is started")
     options = parser.parse_args()
     check_tiny(parser, options)
     case, began = (TINY if options.tiny else FULL), time.monotonic()
-    case = dataclasses.replace(case, adapters=options.adapters or case.adapters)
+    case = dataclasses.replace(
+        case,
+        adapters=options.adapters or case.adapters,
+        ratios=tuple(map(float, options.ratios.split(","))) if options.ratios else case.ratios,
+        rates=tuple(map(float, options.rates.split(","))) if options.rates else case.rates,
+    )
     gpus = 1 if options.tiny else options.gpus
     results = Results.of(
         options,
