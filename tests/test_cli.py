@@ -180,6 +180,12 @@ def test_serve_takes_the_model_by_position_or_by_name(capsys: pytest.CaptureFixt
     assert "expected one model, got 'one' and 'other'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [["-tp", "0"], ["-tp=0"], ["--tp", "0"]])
+def test_serve_takes_the_short_option_of_vllm(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line(["serve", "m", *option]) == 2
+    assert capsys.readouterr().err.startswith("coserve: tp: expected at least 1, got 0")
+
+
 def test_a_kubernetes_service_called_coserve_does_not_set_the_port() -> None:
     assert load_config({}, {"COSERVE_PORT": "tcp://10.0.0.1:80"}).port == 8000
 
@@ -190,7 +196,8 @@ def test_a_kubernetes_service_called_coserve_does_not_set_the_port() -> None:
         ({}, {"COSERVE_PORT": "many"}, "port: expected int, got 'many'"),
         ({}, {"COSERVE_RECOMPUTE": "maybe"}, "recompute: expected true or false"),
         ({"policy": "luck"}, {}, "policy: expected one of auto, slack, ets, ts"),
-        ({"load_format": "gguf"}, {}, "load_format: expected one of auto, dummy"),
+        ({"load_format": "gguf"}, {}, "^load_format: expected one of auto, dummy, got 'gguf'; auto reads .*GGUF file"),
+        ({"load_format": "safetensors"}, {}, "got 'safetensors'; auto reads safetensors"),
         ({"port": 70000}, {}, "port: expected 0 to 65535"),
         ({"max_queue": 0}, {}, "max_queue: expected at least 1"),
         ({"micro_batch_tokens": 1}, {}, "micro_batch_tokens: expected at least 2"),

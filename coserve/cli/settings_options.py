@@ -16,6 +16,8 @@ from coserve.core.options import item_type, plain_type
 from coserve.core.setting_sources import parse_setting, setting_path
 
 POSITIONAL = "positional"
+_SHORT = {"tp": ("-tp",)}
+"""Short options of settings: vLLM's."""
 
 
 def settings_command(
@@ -79,4 +81,4 @@ def _option(name: str, kind: Any) -> Any:  # noqa: ANN401 - a type or a union of
     flag = f"--{name.replace('_', '-')}"
     declared = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
     parser = partial(setting_path, name=name) if Path in (kind, *get_args(kind)) else None
-    return typer.Option(None, declared, show_default=False, parser=parser)
+    return typer.Option(None, declared, *_SHORT.get(name, ()), show_default=False, parser=parser)

@@ -160,6 +160,16 @@ class _Closing(_Blocking[A]):
         self.close()
 
 
+@contextmanager
+def _own_name(face: object, method: Callable[..., object]) -> Iterator[None]:
+    """Name the class of `face` in an error of the arguments of `method`, where Python names the asynchronous class."""
+    try:
+        yield
+    except TypeError as error:
+        own = f"{type(face).__name__}.{method.__name__}"
+        raise TypeError(str(error).replace(method.__qualname__, own)) from None
+
+
 def _call(method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[_Blocking[A], P], T]:
     """Return the blocking form of a method, with its arguments and docstring."""
     return _call_for(method, lambda _, found: found)
@@ -172,7 +182,9 @@ def _call_for(
 
     @wraps(method)
     def called(self: _Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return face(self._portal, self._portal.call(method(self._asynchronous, *args, **kwargs)))
+        with _own_name(self, method):
+            work = method(self._asynchronous, *args, **kwargs)
+        return face(self._portal, self._portal.call(work))
 
     return called
 
@@ -184,7 +196,9 @@ def _iterate(
 
     @wraps(method)
     def called(self: _Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
-        return self._portal.iterate(method(self._asynchronous, *args, **kwargs))
+        with _own_name(self, method):
+            source = method(self._asynchronous, *args, **kwargs)
+        return self._portal.iterate(source)
 
     return called
 
@@ -292,10 +306,12 @@ class Client(_Closing[AsyncClient]):
             given if given is None or isinstance(given, str | Path) else rows_of(given, field)
             for given, field in ((data, "data"), (validation, "validation"))
         )
-        handle = self._portal.call_and_show(
-            lambda show: self._asynchronous.finetune(adapter, rows, validation=held, on_preparing=show, **settings),
-            on_preparing or (lambda _: None),
-        )
+
+        def work(show: Callable[[Preparing], None]) -> Coroutine[Any, Any, AsyncJobHandle]:
+            with _own_name(self, AsyncClient.finetune):
+                return self._asynchronous.finetune(adapter, rows, validation=held, on_preparing=show, **settings)
+
+        handle = self._portal.call_and_show(work, on_preparing or (lambda _: None))
         if (warning := cut_warning(handle.info)) is not None:
             warnings.warn(warning, stacklevel=2)
         return JobHandle(self._portal, handle)

@@ -238,8 +238,9 @@ OTHER_VALUES = {
         ("image_url", "image", "input_image", "image_embeds", "video_url", "video", "input_audio", "audio_url"),
         _TEXT_ALONE,
     ),
+    "load_format": dict.fromkeys(("safetensors", "gguf"), "auto reads safetensors, and a GGUF file given as the model"),
 }
-"""For each field: other libraries' values (transformers' `optim`), and what to give instead."""
+"""For each field: other programs' values (transformers' `optim`, vLLM's options), and what to give instead."""
 UNSUPPORTED = frozenset(
     {
         # in messages

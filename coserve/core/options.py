@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from coserve.core.errors import ConfigError
+from coserve.core.hints import value_hint
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -49,7 +50,8 @@ def check_options(settings: DataclassInstance) -> None:
         value, choices, bounds = getattr(settings, f.name), f.metadata["choices"], f.metadata["bounds"]
         for given in value if isinstance(value, tuple) else (value,):
             if choices and given not in choices:
-                raise ConfigError(f"{f.name}: expected one of {', '.join(choices)}, got {given!r}")
+                meant = value_hint(f.name, given)
+                raise ConfigError(f"{f.name}: expected one of {', '.join(choices)}, got {given!r}{meant}")
         if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{f.name}: expected a finite number of at least 0, got {value}")
         if bounds is None and type(value) is int:

@@ -262,3 +262,16 @@ def test_every_method_has_a_text() -> None:
     for kind in (Client, JobHandle):
         for name, method in vars(kind).items():
             assert name.startswith("_") or isinstance(method, property) or method.__doc__, name
+
+
+def test_errors_of_wrong_arguments_name_the_class_that_was_used() -> None:
+    with coserve.Client(transport=MockTransport(daemon)) as client:
+        with pytest.raises(TypeError, match=r"^Client\.finetune\(\) got an unexpected keyword argument 'epochs'$"):
+            client.finetune("a", [{"text": "x"}], epochs=1)
+        with pytest.raises(TypeError, match=r"^Client\.adapter\(\) missing 1 required positional argument"):
+            client.adapter()  # type: ignore[call-arg]
+        handle = client.finetune("a", [{"text": "x"}])
+        with pytest.raises(TypeError, match=r"^JobHandle\.wait\(\) got an unexpected keyword argument 'timeout'$"):
+            handle.wait(timeout=1)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r"^JobHandle\.events\(\) got an unexpected"):
+            handle.events(since=1)  # type: ignore[call-arg]
