@@ -271,7 +271,7 @@ def test_errors_of_wrong_arguments_name_the_class_that_was_used() -> None:
         with pytest.raises(TypeError, match=r"^Client\.adapter\(\) missing 1 required positional argument"):
             client.adapter()  # type: ignore[call-arg]
         handle = client.finetune("a", [{"text": "x"}])
-        with pytest.raises(TypeError, match=r"^JobHandle\.wait\(\) got an unexpected keyword argument 'timeout'$"):
-            handle.wait(timeout=1)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r"^JobHandle\.wait\(\) got an unexpected keyword argument 'every'$"):
+            handle.wait(every=1)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match=r"^JobHandle\.events\(\) got an unexpected"):
             handle.events(since=1)  # type: ignore[call-arg]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -27,13 +28,20 @@ def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
     found: dict[str, str] = {}
     for owner in reversed(struct.__mro__):
         if issubclass(owner, msgspec.Struct) and owner is not msgspec.Struct:
-            found |= {encoded[name]: text for name, text in _texts_below(owner) if name in encoded}
+            texts = _texts(owner.__module__)[owner.__name__]
+            found |= {encoded[name]: text for name, text in texts.items() if name in encoded}
     return found
 
 
-def _texts_below(owner: type) -> Iterator[tuple[str, str]]:
-    (defined,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-    assert isinstance(defined, ast.ClassDef)
+@cache
+def _texts(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Return attribute docstrings by class and field. The whole module is parsed once, since `inspect.getsource` parses
+    it for each class."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {each.name: dict(_texts_below(each)) for each in tree.body if isinstance(each, ast.ClassDef)}
+
+
+def _texts_below(defined: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for field, below in zip(defined.body, defined.body[1:], strict=False):
         match field, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from coserve.cli.common import retry
+from coserve.cli.common import retry_policy
 from coserve.client.caller import Caller
 from coserve.client.transport import HttpTransport
 
@@ -19,7 +19,7 @@ def call(url: str, key: str | None, method: str, path: str, type: type[T], body:
 
     async def send() -> T:
         transport = HttpTransport(url, read_timeout=60.0)
-        caller = Caller(transport, api_key=key or None, retry=retry.get())
+        caller = Caller(transport, api_key=key or None, retry=retry_policy())
         try:
             return await caller.json(caller.request(method, f"/admin/{path}", body=body), type)
         finally:

@@ -11,8 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli.app import app
+from coserve.cli.app import run as run_command
+from coserve.client import RetryPolicy
 from coserve.core.link.engine import SetLogLevel
 from tests.support.api_server import serve_api
+from tests.support.hostile_server import hostile_server, http
 
 
 async def run(*arguments: str) -> tuple[int, str]:
@@ -48,3 +51,12 @@ async def test_keys_quotas_and_the_log_level(tmp_path: Path, monkeypatch: pytest
             assert await api.engine.saw(SetLogLevel) == [SetLogLevel(level="error")]
         finally:
             logging.getLogger().setLevel(level)
+
+
+def test_a_wait_for_the_quota_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    refusal = b'{"error": {"code": "quota_exceeded", "message": "too many"}}'
+    answer = http("429 Too Many Requests", refusal, kind="application/json", head="Retry-After: 0\r\n")
+    with hostile_server(answer) as url:
+        assert run_command(["keys", "list", "--url", url], retry=RetryPolicy(attempts=2, first=0.001)) == 1
+    told = capsys.readouterr().err
+    assert told == "too many; trying again in 1 s\ncoserve: quota_exceeded: too many\n"
