@@ -205,6 +205,7 @@ NEEDLESS_OPTIONS = {
         ("chat_template", "tokenizer", "tokenizer_mode", "generation_config"),
         "the base's own tokenizer and chat template are used, and the API's defaults of sampling",
     ),
+    "enable_prompt_tokens_details": "usage has cached_tokens in every answer",
     "seed": "each request has its own seed",
     "download_dir": "HF_HOME says where models of the hub are kept",
     **dict.fromkeys(("swap_space", "cpu_offload_gb"), "requests without room are computed again, and the base stays"),

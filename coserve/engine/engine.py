@@ -218,8 +218,8 @@ class Engine:
             self._flight.step(began, costs.of(decision), between=decision.between, kind=kind) as self._step,
         ):
             ran = self._generator.run(shares)
-        for id in ran.started:
-            self._link.send(Admitted(id=id, at=began))
+        for id, cached in ran.started.items():
+            self._link.send(Admitted(id=id, at=began, cached=cached))
         failpoint("generate.mid_stream")
         await self._accept(ran, began, collected or self._step)
 

@@ -127,6 +127,7 @@ class ActiveRequests:
         if request.keys is not None and not (request.scores_prompt or request.started):
             self.prefix_queries += len(request.tokens)
             self.prefix_hits += request.computed
+            request.cached = max(0, request.computed - request.prefix)
         if request.prefix > request.computed:
             self._precede(request, request.computed)
             request.computed = request.prefix

@@ -215,11 +215,11 @@ class Generator:
                 self._in_flight.append(launch)
             else:
                 messages.extend(self._collect(launch))
-        return self._ran(messages, [request.id for request in started])
+        return self._ran(messages, {request.id: request.cached for request in started})
 
     def collect(self) -> Ran:
         """Wait for the step in flight, if any, and return its tokens."""
-        return self._ran(self._collect_flight(), [])
+        return self._ran(self._collect_flight(), {})
 
     def take_failed(self) -> list[RequestFailed]:
         """Return and clear the requests that failed without a step or at its launch: their adapters could not be read,
@@ -231,7 +231,7 @@ class Generator:
         failed, self._failed = self._failed, []
         return failed
 
-    def _ran(self, messages: list[Tokens | RequestFailed], started: list[str]) -> Ran:
+    def _ran(self, messages: list[Tokens | RequestFailed], started: dict[str, int]) -> Ran:
         computed, self._computed = self._computed, None
         return Ran([*messages, *self.take_failed()], started, computed)
 

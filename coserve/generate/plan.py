@@ -52,8 +52,8 @@ class Ran(NamedTuple):
 
     messages: list[Tokens | RequestFailed]
     """One message for each token or failure."""
-    started: list[str]
-    """Requests in their first step."""
+    started: dict[str, int]
+    """Requests in their first step, with the tokens of their prompts that the prefix cache had."""
     computed: StepShape | None
     """Combined shape of the collected steps; None: none was collected."""
 

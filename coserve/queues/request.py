@@ -102,6 +102,8 @@ class Request:
     """Leading pages published in the prefix cache."""
     shared: int = 0
     """Leading pages found in the prefix cache when it became active; others may hold them too."""
+    cached: int = 0
+    """Tokens of its prompt that it found in the prefix cache when it first became active."""
     started: bool = False
     """Whether it has ever held pages."""
     scored: int = 1

@@ -24,6 +24,7 @@ async def test_a_whole_answer(api: Api) -> None:
         "prompt_tokens": len(prompt),
         "completion_tokens": len(api.reply),
         "total_tokens": len(prompt) + len(api.reply),
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert body["timing"]["e2e"] >= body["timing"]["ttft"] >= body["timing"]["queue"] >= 0
     assert (body["adapter"], body["version"], body["seed"]) == (None, None, 7)

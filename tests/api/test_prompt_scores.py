@@ -37,7 +37,8 @@ async def test_a_prompt_is_scored_alone(api: Api) -> None:
     (choice,) = answer["choices"]
     assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "length")
     assert len(answer["prompt_logprobs"]) == len(IDS)
-    assert answer["usage"] == {"prompt_tokens": len(IDS), "completion_tokens": 0, "total_tokens": len(IDS)}
+    counts = {"prompt_tokens": len(IDS), "completion_tokens": 0, "total_tokens": len(IDS)}
+    assert answer["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
 async def test_a_prompt_of_one_token_has_one_entry(api: Api) -> None:

@@ -339,7 +339,7 @@ def test_a_small_pool_full_of_old_pages_takes_what_fits_exactly() -> None:
 
 def test_what_a_step_computes_of_a_prompt_leaves_out_cached_tokens() -> None:
     generator = make(wrap_base(tiny_model("llama"), name="llama"), step_tokens=8)
-    scheduler, prompt = generator.scheduler, text(20)
+    scheduler, prompt, started = generator.scheduler, text(20), dict[str, int]()
     for name, computed in (("first", [8, 8, 4]), ("again", [4])):  # 16 tokens are found; a step computes 8
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         generator.add(Generate(id=name, prompt=prompt, sampling=sampling, adapter=None, slo=Slo(ttft=1.0, tpot=1.0)))
@@ -347,5 +347,6 @@ def test_what_a_step_computes_of_a_prompt_leaves_out_cached_tokens() -> None:
         while generator.running:
             (share,) = scheduler.commit(scheduler.propose(), now=0.0)
             shares.append(share.tokens)
-            generator.run([share])
+            started |= generator.run([share]).started
         assert shares == computed
+    assert started == {"first": 0, "again": 16}

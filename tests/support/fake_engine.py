@@ -109,6 +109,8 @@ class FakeEngine:
         self.obeys = True
         """False: it hears, and does nothing."""
         self.stall_after: int | None = None
+        self.cached = 0
+        """Tokens of each prompt that its prefix cache has."""
         """Say so many tokens of a request, then nothing more."""
         self.write_adapter: Callable[[Path, BaseSpec], None] = write_peft
         self.steps = 3
@@ -178,7 +180,7 @@ class FakeEngine:
             failed = self.fail_requests
             self.link.send(msgspec.structs.replace(failed, id=request.id))
             return
-        self.link.send(Admitted(id=request.id, at=time.monotonic()))
+        self.link.send(Admitted(id=request.id, at=time.monotonic(), cached=self.cached))
         if request.sampling.prompt_logprobs is not None:
             scores = tuple(TokenLogprob(-0.25, ((token, -0.25),)) for token in request.prompt[1:])
             for some in (scores[:1], scores[1:]):

@@ -273,13 +273,13 @@ class FakeGenerator:
         if self.overlaps:
             self._in_flight = launched
         elif launched:
-            found = Ran([*found.messages, *self._collect(launched[0]), *self.take_failed()], [], launched[0].shape)
-        return found._replace(started=[request.id for request in started])
+            found = Ran([*found.messages, *self._collect(launched[0]), *self.take_failed()], {}, launched[0].shape)
+        return found._replace(started={request.id: request.cached for request in started})
 
     def collect(self) -> Ran:
         steps, self._in_flight = self._in_flight, []
         messages = [message for step in steps for message in self._collect(step)]
-        return Ran([*messages, *self.take_failed()], [], steps[0].shape if steps else None)
+        return Ran([*messages, *self.take_failed()], {}, steps[0].shape if steps else None)
 
     def _launch(self, shares: Sequence[Share]) -> Launched:
         shape = step_shape(shares, self.adapters.size, alone=self.overlaps and not self._in_flight)

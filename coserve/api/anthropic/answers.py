@@ -65,7 +65,8 @@ def _ending(finish: ChatFinish, stop: object) -> tuple[StopReason, str | None]:
 
 
 def _usage(usage: Usage) -> MessageUsage:
-    return MessageUsage(usage.prompt_tokens, usage.completion_tokens)
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached)
 
 
 class MessageEvents:

@@ -136,12 +136,12 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageUsage(Wire, frozen=True):
-    """`input_tokens` are all tokens of the prompt, cached ones included."""
+    """`input_tokens` are those of the prompt that the prefix cache did not have (`cache_read_input_tokens`)."""
 
     input_tokens: int
     output_tokens: int
     cache_creation_input_tokens: Literal[0] = 0
-    cache_read_input_tokens: Literal[0] = 0
+    cache_read_input_tokens: int = 0
 
 
 class Message(Wire, frozen=True, kw_only=True):

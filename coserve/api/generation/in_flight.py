@@ -228,7 +228,7 @@ class InFlightRequests:
         now = self._clock()
         if isinstance(message, Admitted):
             if state.admitted is None:
-                state.admitted = max(message.at, state.arrived)
+                state.admitted, state.cached = max(message.at, state.arrived), message.cached
                 self._metrics.admitted(state.admitted - state.arrived, len(state.prompt))
             return None
         if isinstance(message, RequestFailed):

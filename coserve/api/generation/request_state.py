@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from coserve.api.generation.choice_decoder import ChoiceDecoder, ChoiceDelta
 from coserve.api.generation.output_queue import OutputQueue
 from coserve.api.generation.stop_tokens import stop_texts, stop_tokens
-from coserve.core.schemas import GenerateChunk, GenerateRequest, Timing, Usage
+from coserve.core.schemas import GenerateChunk, GenerateRequest, Timing, Usage, token_usage
 from coserve.core.types import AdapterRef
 from coserve.data.pretrained.tokenizer import Tokenizer
 
@@ -33,6 +33,8 @@ class RequestState:
     refused: bool = False
     """Whether the engine refused a sequence of these requests: its queue was full, or the deadline could not be met."""
     admitted: float | None = None
+    cached: int = 0
+    """Tokens of the prompt that the first admitted sequence found in the prefix cache."""
     finished: dict[str, str] = field(default_factory=dict)
     """Finish reasons of the sequences that have ended."""
     first_token: dict[str, float] = field(default_factory=dict)
@@ -46,7 +48,7 @@ class RequestState:
 
     def usage(self) -> Usage:
         prompt, completion = len(self.prompt), sum(decoder.count for decoder in self.decoders.values())
-        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        return token_usage(prompt, completion, self.cached)
 
     def chunk(self, sequence: str, delta: ChoiceDelta, now: float, *, last: bool) -> GenerateChunk:
         """Return the chunk that sends `delta`; the last chunk of the whole response has usage and timing."""
@@ -66,6 +68,7 @@ class RequestState:
             logprobs=None if delta.logprobs is None else list(delta.logprobs),
             prompt_token_ids=list(self.prompt) if with_prompt_ids else None,
             prompt_logprobs=None if delta.prompt_logprobs is None else list(delta.prompt_logprobs),
+            cached_tokens=self.cached if with_prompt_ids else None,
             usage=self.usage() if last else None,
             timing=self.timing(now) if last else None,
         )

@@ -11,7 +11,7 @@ from typing import TypedDict
 from msgspec import UNSET, UnsetType
 
 from coserve.api.openai.schemas import StreamOptions
-from coserve.core.schemas import GenerateChunk, Usage
+from coserve.core.schemas import GenerateChunk, Usage, token_usage
 from coserve.core.types import BaseSpec
 
 
@@ -34,12 +34,12 @@ def new_meta(kind: str, model: str | None, spec: BaseSpec) -> ResponseMeta:
     )
 
 
-def _usage(prompt: int, completion: int) -> Usage:
-    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
-
-
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    return _usage(sum(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages))
+    return token_usage(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+        sum(usage.prompt_tokens_details.cached_tokens for usage in usages),
+    )
 
 
 @dataclass
@@ -48,6 +48,7 @@ class UsageCounter:
 
     wanted: StreamOptions
     _prompts: dict[int, int] = field(default_factory=dict)
+    _cached: dict[int, int] = field(default_factory=dict)
     _completion: int = 0
 
     def add(self, number: int, chunk: GenerateChunk) -> None:
@@ -55,12 +56,14 @@ class UsageCounter:
         self._completion += len(chunk.token_ids)
         if chunk.prompt_token_ids is not None:
             self._prompts[number] = len(chunk.prompt_token_ids)
+            self._cached[number] = chunk.cached_tokens or 0
         if chunk.usage is not None:
             self._prompts[number] = chunk.usage.prompt_tokens
+            self._cached[number] = chunk.usage.prompt_tokens_details.cached_tokens
 
     @property
     def so_far(self) -> Usage:
-        return _usage(sum(self._prompts.values()), self._completion)
+        return token_usage(sum(self._prompts.values()), self._completion, sum(self._cached.values()))
 
     @property
     def for_chunk(self) -> Usage | UnsetType | None:

@@ -42,10 +42,11 @@ class CancelRequest(Message, frozen=True):
 
 class Admitted(Message, frozen=True):
     """A request was scheduled for the first time, which ends its queue time. Sent at most once. `at`: when its step
-    began, host-wide monotonic seconds."""
+    began, host-wide monotonic seconds. `cached`: tokens of its prompt that the prefix cache had."""
 
     id: str
     at: float
+    cached: int = 0
 
 
 class Tokens(Message, frozen=True):

@@ -33,6 +33,7 @@ from coserve.core.schemas.documents import (
 from coserve.core.schemas.errors import ErrorBody, ErrorInfo
 from coserve.core.schemas.evaluation import EvalRequest, EvalResult, EvalScore
 from coserve.core.schemas.generation import (
+    CachedTokens,
     Choice,
     ChosenLogprob,
     Finish,
@@ -44,6 +45,7 @@ from coserve.core.schemas.generation import (
     PromptLogprob,
     Timing,
     Usage,
+    token_usage,
 )
 from coserve.core.schemas.jobs import (
     ROWS,
@@ -70,6 +72,7 @@ __all__ = [
     "AliasList",
     "AliasRequest",
     "AnswerScore",
+    "CachedTokens",
     "ChatMessage",
     "Choice",
     "ChosenLogprob",
@@ -115,4 +118,5 @@ __all__ = [
     "Timing",
     "Usage",
     "UserQuestion",
+    "token_usage",
 ]

@@ -146,10 +146,27 @@ class Choice(Wire, frozen=True):
     logprobs: list[ChosenLogprob] | None = None
 
 
+class CachedTokens(Wire, frozen=True):
+    """Tokens of the prompt that were not computed: the prefix cache had them."""
+
+    cached_tokens: int = 0
+
+
 class Usage(Wire, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: CachedTokens = CachedTokens()
+
+
+def token_usage(prompt: int, completion: int, cached: int) -> Usage:
+    """Return the usage of `prompt` tokens, of which `cached` were not computed, and of `completion` tokens."""
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=CachedTokens(cached_tokens=cached),
+    )
 
 
 class Timing(Wire, frozen=True):
@@ -178,7 +195,7 @@ class GenerateChunk(Wire, frozen=True):
     """One event of a stream: the new text and tokens of choice `index`.
 
     The last chunk of a choice has `finish_reason`; the last chunk of all has `usage` and `timing` too. Prompt ids
-    and prompt log-probabilities come with the first chunks of choice 0, before its first token.
+    (with `cached_tokens`, those of them that the prefix cache had) and prompt log-probabilities come with the first chunks of choice 0, before its first token.
     """
 
     id: str
@@ -192,6 +209,7 @@ class GenerateChunk(Wire, frozen=True):
     stop_reason: str | int | None = None
     logprobs: list[ChosenLogprob] | None = None
     prompt_token_ids: list[int] | None = None
+    cached_tokens: int | None = None
     prompt_logprobs: list[PromptLogprob] | None = None
     usage: Usage | None = None
     timing: Timing | None = None

@@ -10,6 +10,7 @@ from coserve.api.openai.schemas import ChatLogprob, ModelName, OpenAIErrorInfo, 
 from coserve.core.limits import MAX_MESSAGES, LogprobCount, PositiveTokenCount, Text
 from coserve.core.messages import Tools
 from coserve.core.sampling import SamplingFields
+from coserve.core.schemas.generation import CachedTokens
 from coserve.core.schemas.output_format import JsonSchema
 from coserve.core.types import SloClass, Wire
 
@@ -126,10 +127,6 @@ class CallItem(Wire, frozen=True, tag_field="type", tag="function_call"):
 
 
 OutputItem = MessageItem | ReasoningItem | CallItem
-
-
-class CachedTokens(Wire, frozen=True):
-    cached_tokens: int = 0
 
 
 class ReasoningTokens(Wire, frozen=True):
