@@ -71,7 +71,8 @@ async def _sample(
         Sampled(*each, tops[number] if top else None)
         for number, each in enumerate(zip(stopped, tokens, values, strict=True))
     ]
-    return encode_samples(
+    return await asyncio.to_thread(  # the first call imports protobuf
+        encode_samples,
         sequences,
         prompt if body.prompt_logprobs else None,
         prompt_tops if body.topk_prompt_logprobs else None,

@@ -56,6 +56,12 @@ def _parameters(base: Base) -> int:
             2,
             "number of key/value heads",
         ),
+        (
+            "jetmoe",
+            {"num_key_value_heads": 1, "num_experts_per_tok": 2},
+            2,
+            "self_attention: expected a number of key/value heads that 2 GPUs divide, got 1",
+        ),
         ("falcon_h1", {"mamba_n_groups": 2}, 4, "in_proj: expected one group of heads"),
     ],
 )
