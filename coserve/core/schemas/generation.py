@@ -195,7 +195,8 @@ class GenerateChunk(Wire, frozen=True):
     """One event of a stream: the new text and tokens of choice `index`.
 
     The last chunk of a choice has `finish_reason`; the last chunk of all has `usage` and `timing` too. Prompt ids
-    (with `cached_tokens`, those of them that the prefix cache had) and prompt log-probabilities come with the first chunks of choice 0, before its first token.
+    (with `cached_tokens`, those of them that the prefix cache had) and prompt log-probabilities come with the first
+    chunks of choice 0, before its first token.
     """
 
     id: str

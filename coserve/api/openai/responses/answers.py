@@ -76,7 +76,9 @@ def _ended(begun: Response, output: list[OutputItem], finish: ChatFinish | None,
         incomplete_details=IncompleteDetails() if cut else None,
         usage=None
         if usage is None
-        else ResponseUsage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, usage.prompt_tokens_details),
+        else ResponseUsage(
+            usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, usage.prompt_tokens_details
+        ),
     )
 
 
