@@ -52,8 +52,8 @@ def heads_of(config: PretrainedConfig, module: nn.Module, ranks: int, path: str)
     Raises `UnsupportedBase` for a number of them that the ranks cannot share."""
     query: int = config.get_text_config().num_attention_heads
     key_value = query // getattr(module, "num_key_value_groups", 1)
-    if hasattr(module, "kv_projection_size") and (own := module.num_key_value_heads) % ranks:
-        # JetMoE's experts of queries have a query for each of these heads, so no rank can hold part of one.
+    if hasattr(module, "kv_projection_size") and (own := config.get_text_config().num_key_value_heads) % ranks:
+        # JetMoE's experts of queries have a query for each of these heads: two ranks cannot share one.
         raise UnsupportedBase(f"{path}: expected a number of key/value heads that {ranks} GPUs divide, got {own}")
     if key_value % ranks and ranks % key_value:
         raise UnsupportedBase(
