@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coserve.kernels.collectives.push_sum import PushShape
 from coserve.model.parallel.mesh import GroupMesh, Mesh
-from coserve.model.parallel.push import PushSum
+from coserve.model.parallel.symmetric import PushSum
 
 SIZES_KIB = (8, 64, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 PUSH_SHAPES = {

@@ -43,9 +43,9 @@ from benchmarks.common.summary import entry, update_summary
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraSettings
-from coserve.data.corpus.lr_schedule import learning_rate
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
+from coserve.finetune.loop import learning_rate
 from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
 

@@ -31,8 +31,8 @@ from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, Slo
 from coserve.engine.spatial.slices_in_flight import TURNS, Marks
 from coserve.generate.plan import Ran, Share
-from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.overlap import Overlap
+from coserve.queues.policies.paper import Ets
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy
 from coserve.queues.shapes import StepShape

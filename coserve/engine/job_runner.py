@@ -6,6 +6,7 @@ that job; only an `EngineFault` ends the engine.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
@@ -22,7 +23,6 @@ from coserve.engine.job_admission import JobAdmission
 from coserve.engine.ports import AdmitsJobs, Trains
 from coserve.engine.run_job import JobRun, JobServices, job_failed
 from coserve.engine.run_session import Calls, SessionRun
-from coserve.engine.waiting_jobs import WaitingJobs
 from coserve.queues.finetune import JobQueue
 from coserve.state.retries import FOR_EVER, Retries
 
@@ -267,3 +267,33 @@ class JobRunner:
             self._paused[job] = active.spec
         if end is not None:
             self._send(end)
+
+
+class WaitingJobs:
+    """Jobs and sessions that wait for a place, first come, first served."""
+
+    def __init__(self, withdrawn: Callable[[str], None]) -> None:
+        """`withdrawn` is called with jobs that leave without a place."""
+        self._withdrawn = withdrawn
+        self._jobs: deque[JobSpec] = deque()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, spec: JobSpec) -> None:
+        self._jobs.append(spec)
+
+    def remove(self, spec: JobSpec) -> None:
+        self._jobs.remove(spec)
+
+    def withdraw(self, job: str) -> JobSpec | None:
+        """Remove a job that ends or is paused; None if it is not queued."""
+        found = next((spec for spec in self._jobs if spec.id == job), None)
+        if found is not None:
+            self._jobs.remove(found)
+            self._withdrawn(job)
+        return found
+
+    def first(self, *, jobs: bool) -> JobSpec | None:
+        """Return the next job or session; without `jobs` (no place is free) the next session."""
+        return next((spec for spec in self._jobs if jobs or isinstance(spec, SessionSpec)), None)

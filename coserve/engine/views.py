@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 from coserve.core.link.stats import StepCounts
@@ -11,11 +12,34 @@ from coserve.core.training.micro_step import MicroStep
 from coserve.generate.plan import Plan
 from coserve.queues.beside import SpeedBeside, Trials
 from coserve.queues.costs import ATTAINMENT, Predictors
-from coserve.queues.policy import Costs, InFlight, View
+from coserve.queues.policy import Costs, InFlight, Turn, View
 from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape
 from coserve.queues.slices import Slices
 from coserve.queues.sliding import SlidingQuantile
-from coserve.queues.turns import Turns
+
+
+class Turns:
+    def __init__(self) -> None:
+        self._job: str | None = None
+        self._since_job = self._since_micro_batch = 0
+
+    def dispatched(self) -> None:
+        """Count an inference batch."""
+        self._since_job += 1
+        self._since_micro_batch += 1
+
+    def trained(self, job: str, *, suspended: bool) -> None:
+        """A slice of the job ended; `suspended`: in the middle of a micro-batch."""
+        self._job = job
+        if not suspended:
+            self._since_micro_batch = 0
+
+    def view(self, in_training: Callable[[str], bool]) -> Turn:
+        """`in_training`: whether a job has neither ended nor been paused, and does not wait for requests."""
+        if self._job is not None and not in_training(self._job):
+            self._job, self._since_job = None, 0
+        return Turn(self._job, self._since_job, self._since_micro_batch)
+
 
 NOTHING = InFlight()
 PROMPT_STEPS, PROMPT_STEP = 64, 0.9

@@ -29,11 +29,9 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.lora_server.start import ServersCopies, load_on_servers
 from coserve.engine.parts import EXACT_THREADS, EngineParts, choose_threads, set_up_threads
-from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
 from coserve.engine.ranks.commands import BuildEngine, MeasurePool
-from coserve.engine.ranks.executor import RankedExecutor
+from coserve.engine.ranks.executor import FollowersCopies, FollowersMemory, RankedExecutor, load_on_all
 from coserve.engine.ranks.followers import Answers, Followers
-from coserve.engine.ranks.memory import FollowersMemory
 from coserve.engine.ranks.own_rank import OwnRank
 from coserve.engine.ranks.serve import load_ranked_base, watched
 from coserve.engine.ranks.trainer import RankedTrainer
@@ -49,7 +47,7 @@ from coserve.engine.warmup.parts import units
 from coserve.finetune.trainer import Trainer
 from coserve.generate.generator import Generator
 from coserve.generate.grammars import Grammars
-from coserve.lora.store.mirror import CopyMirror
+from coserve.lora.store.interfaces import CopyMirror
 from coserve.lora.store.store import AdapterStore, Load
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base

@@ -13,10 +13,10 @@ from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.errors import NonFiniteLoss
 from coserve.core.step_metrics import Rewards, StepMetrics
 from coserve.core.training.jobs import JobSpec
+from coserve.core.training.settings import Schedule, TrainingSettings
 from coserve.core.types import AdapterRef
 from coserve.data.corpus.batch import Batch, corpus_batch
 from coserve.data.corpus.batch_plan import BatchPlan
-from coserve.data.corpus.lr_schedule import learning_rate
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.encoder import encoded_tokens
 from coserve.finetune.encoder import with_encoder
@@ -279,3 +279,19 @@ def _rewards(means: Sequence[float]) -> Rewards | None:
         return None
     chosen, rejected, wins = means
     return Rewards(chosen=chosen, rejected=rejected, margin=chosen - rejected, accuracy=wins)
+
+
+def learning_rate(training: TrainingSettings, step: int, total_steps: int) -> float:
+    """Return the rate of optimizer step `step` (from 0): linear warm-up over `warmup_steps`, then the schedule, down to
+    0."""
+    peak, warmup = training.learning_rate, training.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, total_steps - warmup)
+    match training.schedule:
+        case Schedule.CONSTANT:
+            return peak
+        case Schedule.LINEAR:
+            return peak * (1 - done)
+        case Schedule.COSINE:
+            return peak * 0.5 * (1 + math.cos(math.pi * done))

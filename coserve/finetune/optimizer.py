@@ -21,8 +21,7 @@ from coserve.core.training.calls import AdamParams
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import BaseSpec
 from coserve.finetune.flat_tensors import FlatLayout
-from coserve.finetune.gathered_copy import GatheredCopy
-from coserve.finetune.host_copy import HostCopy
+from coserve.finetune.host_copy import GatheredCopy, HostCopy
 from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.update_rules.adamw import AdamW
 from coserve.finetune.update_rules.interface import UpdateRule, WeightRange

@@ -27,8 +27,7 @@ from coserve.generate.execution.interface import StepExecutor, StepInFlight, Ste
 from coserve.generate.grammars import Grammars
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Ran, Share, step_shape
-from coserve.generate.preparation import Preparation
-from coserve.generate.remote_adapters import compute_here
+from coserve.generate.preparation import Preparation, compute_here
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.schedule import SCORED_TOKENS, Scheduler
 from coserve.generate.step_input import step_input

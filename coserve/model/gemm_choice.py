@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,10 @@ from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.gemm.skinny import Shape
 from coserve.kernels.lora.types import StackedWeights
 from coserve.kernels.quantized.weights import Nf4Weights, QuantizedWeights
+
+L2_BYTES = 200 << 20
+"""Larger than any GPU's L2 cache. GEMMs are measured over this many bytes of weights, because a step reads all weights
+from HBM."""
 
 MEASURED = 8
 """Weights of one shape that a measurement cycles through, more than the L2 cache holds."""
@@ -180,3 +184,22 @@ def _shape(found: Sequence[StackedWeights]) -> tuple[int, int]:
 
 def _counters(kinds: Mapping[tuple[int, ...], Sequence[StackedWeights]], device: torch.device) -> Tensor:
     return skinny.make_counters(max(_shape(found)[1] for found in kinds.values()), device)
+
+
+def gemm_cases(stacked: Sequence[StackedWeights]) -> list[StackedWeights]:
+    """Return, for each shape, enough weights, including copies, to exceed the L2 cache."""
+    return [one for kind in _by_kind(stacked).values() for one in _exceeding_l2(kind)]
+
+
+def _by_kind(stacked: Sequence[StackedWeights]) -> dict[tuple[int, ...], list[StackedWeights]]:
+    kinds: dict[tuple[int, ...], list[StackedWeights]] = {}
+    for one in stacked:
+        kinds.setdefault((one.in_features, *one.sizes), []).append(one)
+    return kinds
+
+
+def _exceeding_l2(kind: Sequence[StackedWeights]) -> list[StackedWeights]:
+    """The weights of one shape, with copies so that they exceed the L2 cache together (at most `MEASURED`)."""
+    size = kind[0].weight.numel() * kind[0].weight.element_size()
+    copies = min(MEASURED, max(len(kind), -(-L2_BYTES // size))) - len(kind)
+    return [*kind, *(replace(kind[0], weight=kind[0].weight.clone()) for _ in range(copies))]

@@ -11,11 +11,11 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.engine.warming.compile_pool import pool_size
+from coserve.engine.warming.worker import pool_size
 
 WORKER = """
 import os, signal
-from coserve.engine.warming.compile_pool import start_compile_pool
+from coserve.engine.warming.worker import start_compile_pool
 
 pool = start_compile_pool(1)
 print(pool.submit(os.getpid).result() != os.getpid(), flush=True)

@@ -25,9 +25,8 @@ from coserve.core.link.link import FromEngine
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterDigests, AdapterRef, Slo
 from coserve.data.corpus.batch import Batch, Example
-from coserve.engine.ranks.adapters import FollowersCopies, load_on_all
 from coserve.engine.ranks.commands import RunVerb, command_decoder, command_encoder
-from coserve.engine.ranks.executor import RankedExecutor
+from coserve.engine.ranks.executor import FollowersCopies, RankedExecutor, load_on_all
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.trainer import RankedTrainer

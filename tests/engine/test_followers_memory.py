@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coserve.engine.ranks.memory import FollowersMemory
+from coserve.engine.ranks.executor import FollowersMemory
 from tests.support.following import Following
 
 

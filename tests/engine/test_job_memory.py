@@ -40,7 +40,7 @@ from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.job_runner import JobRunner
 from coserve.memory.allocator import Reading
-from coserve.queues.policies.ets import Ets
+from coserve.queues.policies.paper import Ets
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.job_scene import FREE, Trouble, ask, ended, said, scene, start

@@ -14,7 +14,7 @@ from coserve.core.errors import UnsupportedBase
 from coserve.core.gpu_memory import Kept, LayerTime, LevelCosts, LinearBytes, TrainingCosts
 from coserve.engine.parts import EngineParts
 from coserve.engine.warming.caches import Caches
-from coserve.engine.warming.training_layers import make_training_layers
+from coserve.engine.warming.compiled import make_training_layers
 from coserve.engine.warmup.messages import WarmUpTask
 from coserve.engine.warmup.parts import TRAINING_LEVELS
 from coserve.memory.profile import save_layer_costs

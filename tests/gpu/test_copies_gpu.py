@@ -7,9 +7,9 @@ import torch
 
 from coserve.core.types import LoraSettings
 from coserve.kernels.lora.types import LoraPair
-from coserve.lora.store.copying import PageCopies
 from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.packing import PartedSites, packed, packed_bytes
+from coserve.lora.store.pages import PageCopies
 from coserve.memory.buffer import PageBuffer
 from coserve.model.lora import LoraWeights
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coserve.kernels.attention.interface import MixedCapacity, Pages, TokenRun, Window
-from coserve.kernels.attention.torch_paged.static import GatheredMixedAttention
+from coserve.kernels.attention.torch_paged.paged import GatheredMixedAttention
 from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention, placed, plan_layers
 from tests.support.attention_cases import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE, Case, Kind, on_gpu, worst
 from tests.support.examples import examples, sample

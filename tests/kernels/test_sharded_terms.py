@@ -13,7 +13,7 @@ from torch import Tensor
 from coserve.kernels.lora.reference import lora_add
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, Slots, table_entries
 from coserve.kernels.lora.segmented.plan import TilePlan
-from coserve.kernels.lora.segmented.sharded_slot_lora import ShardedPlan, ShardedSlotLora
+from coserve.kernels.lora.segmented.slot_lora import ShardedPlan, ShardedSlotLora
 from coserve.kernels.lora.segmented.tiles import cut, upload
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup, TableEntry

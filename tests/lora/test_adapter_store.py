@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coserve.core.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.store.entry import State
-from coserve.lora.store.mirror import NoMirror
+from coserve.lora.store.interfaces import NoMirror
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.lora.store.eviction import GreedyDual
+from coserve.lora.store.host import GreedyDual
 
 BIG, SMALL = 64 << 20, 1 << 20
 

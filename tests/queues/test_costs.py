@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.queues.costs import UNKNOWN, WINDOW, Predictor, Predictors
-from coserve.queues.regression import Regression
+from coserve.queues.costs import UNKNOWN, WINDOW, Predictor, Predictors, Regression
 from coserve.queues.risk import FIRST_GUESS, LEAST_QUANTILE, OUTLIER, Risk
 from coserve.queues.shapes import STEP_FEATURES, StepShape
 

@@ -11,12 +11,11 @@ import pytest
 from coserve.config import Config
 from coserve.core.errors import ConfigError
 from coserve.queues.policies.choice import make_policy
-from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.overlap import AHEAD, LONGEST, TIMER, Overlap
+from coserve.queues.policies.paper import Ets, TemporalSharing
 from coserve.queues.policies.slack import DECODE_MARGIN, DELIVERY, MAX_MICRO_STEPS, MAX_SLICE, Slack
 from coserve.queues.policies.spatial import MIN_SLICE, Spatial
-from coserve.queues.policies.temporal_sharing import TemporalSharing
 from coserve.queues.policy import Costs, Decision, Due, InFlight, Overdue, Serve, Train, Turn, View, Wait
 
 

@@ -12,12 +12,11 @@ from typing import NamedTuple
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.overlap import Overlap
+from coserve.queues.policies.paper import Ets, TemporalSharing, Unit
 from coserve.queues.policies.slack import MAX_SLICE, MOST_MARGIN, Slack
 from coserve.queues.policies.spatial import MAX_SLICES, Spatial
-from coserve.queues.policies.temporal_sharing import TemporalSharing, Unit
 from coserve.queues.policy import Costs, Due, InFlight, Policy, Serve, Train, Turn, View, Wait
 
 times = st.integers(0, 4000).map(lambda n: n / 64)  # dyadic: sums and differences are exact, as the paper's are

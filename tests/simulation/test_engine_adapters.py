@@ -24,7 +24,7 @@ from coserve.lora.store.entry import State
 from coserve.lora.store.host import HostBudget
 from coserve.lora.store.store import AdapterStore
 from coserve.model.lora import LoraWeights
-from coserve.queues.policies.ets import Ets
+from coserve.queues.policies.paper import Ets
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy
 from coserve.state.retries import Backoff

@@ -10,10 +10,9 @@ from coserve.core.link.jobs import JobProgress, JobSucceeded, StartJob
 from coserve.core.link.link import ToEngine
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import Slo
-from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
+from coserve.queues.policies.paper import Ets, TemporalSharing
 from coserve.queues.policies.slack import Slack
-from coserve.queues.policies.temporal_sharing import TemporalSharing
 from coserve.queues.policy import Policy
 from tests.support.fake_ports import FakePass, JobPlan, Prices
 from tests.support.scenario import Outcome, Scenario, job_spec, play

@@ -14,9 +14,8 @@ from coserve.core.link.jobs import JobProgress, StartJob
 from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import Slo
-from coserve.queues.policies.ets import Ets
+from coserve.queues.policies.paper import Ets, TemporalSharing, Unit
 from coserve.queues.policies.spatial import Spatial
-from coserve.queues.policies.temporal_sharing import TemporalSharing, Unit
 from coserve.queues.policy import Policy
 from tests.support.fake_ports import JobPlan, Prices
 from tests.support.scenario import Scenario, job_spec, play

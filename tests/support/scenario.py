@@ -28,12 +28,11 @@ from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.engine.spatial.slices_in_flight import Marks
-from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.overlap import Overlap
+from coserve.queues.policies.paper import Ets, TemporalSharing
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.spatial import Spatial
-from coserve.queues.policies.temporal_sharing import TemporalSharing
 from coserve.queues.policy import Costs, Decision, NamedPolicy, Policy, View, Wait
 from tests.support.fake_device import FakeDevice, LaunchingTrainer
 from tests.support.fake_ports import (

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Iterator
+
+import numpy as np
+import numpy.typing as npt
 
 from coserve.core.errors import CoserveError
 from coserve.core.training.jobs import JobSpec
-from coserve.data.corpus.findings import count_beginning, count_without
 from coserve.data.corpus.staging import PendingCorpus
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.registry.registry import Registry
+
+ROWS = 4096
+"""Rows of a block."""
 
 log = logging.getLogger(__name__)
 
@@ -53,3 +59,29 @@ def record_cut_rows(registry: Registry, id: str, corpus: PendingCorpus) -> None:
         registry.record_message(id, text, level="warning")
     except CoserveError as error:
         log.warning("job %s: %s", id, error.message)
+
+
+def count_beginning(corpus: Corpus, *tokens: int) -> int:
+    """Count the rows that begin with these tokens."""
+    count = 0
+    for starts, found, _ in _blocks(corpus):
+        long = starts[np.diff(starts, append=len(found)) >= len(tokens)]
+        count += int(np.all([found[long + place] == token for place, token in enumerate(tokens)], axis=0).sum())
+    return count
+
+
+def count_without(corpus: Corpus, ends: Collection[int]) -> int:
+    """Count the rows without a target token in `ends`."""
+    count = 0
+    for starts, found, learned in _blocks(corpus):
+        taught = np.isin(found, list(ends)) & (learned == 1)
+        count += int((np.add.reduceat(taught, starts, dtype=np.int64) == 0).sum())
+    return count
+
+
+def _blocks(corpus: Corpus) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+    """Yield, for each block: where its rows begin (S), its tokens (N) and their target flags (N)."""
+    for first in range(0, corpus.rows, ROWS):
+        bounds = corpus.bounds[first : first + ROWS + 1]
+        here = slice(bounds[0], bounds[-1])
+        yield bounds[:-1] - bounds[0], corpus.tokens[here], corpus.target[here]

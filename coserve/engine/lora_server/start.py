@@ -11,7 +11,7 @@ from coserve.engine.lora_server.messages import StartServer
 from coserve.engine.lora_server.running import Answered, RunningServers, start_servers
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.lora.store.host_memory import Unread
-from coserve.lora.store.mirror import NoMirror
+from coserve.lora.store.interfaces import NoMirror
 from coserve.lora.store.packing import layout_of
 from coserve.lora.store.store import Load
 from coserve.model.base import Base

@@ -1,17 +1,20 @@
-"""Steps on all ranks: rank 0 sends a step's input to the followers, then runs it too."""
+"""Rank 0's executor, adapters and memory readings: each tells the followers what they have to do, too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coserve.core.errors import EngineFault
-from coserve.core.types import AdapterRef
-from coserve.engine.ranks.commands import Choose, DropAdapter, Forget, Prepare
-from coserve.engine.ranks.followers import Followers
+from coserve.core.types import AdapterDigests, AdapterRef
+from coserve.engine.ranks.commands import Choose, DropAdapter, Forget, LoadIntoPages, Prepare, ReadAdapter, ReadDevice
+from coserve.engine.ranks.followers import Answers, Followers
 from coserve.engine.ranks.page_tables import PageTables
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.generate.sampling.sampler import Masks
+from coserve.lora.store.host_memory import Unread
+from coserve.lora.store.store import Load
+from coserve.memory.pages import Span
 from coserve.model.lora import LoraWeights
 
 FAILED = "a step failed on rank 0, and the other ranks may have run it"
@@ -84,3 +87,50 @@ class RankedExecutor:
         """See `StepExecutor`. The remaining work depends only on past steps, so it is the same on all ranks."""
         with self._followers.together(Prepare()):
             return self._local.prepare()
+
+
+class FollowersCopies:
+    """Implements `CopyMirror`: followers load and drop copies in step with rank 0."""
+
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
+
+    def loaded(self, ref: AdapterRef, span: Span, moved: Mapping[int, int]) -> None:
+        """See `CopyMirror`."""
+        self._followers.send(LoadIntoPages(ref, span.first, span.pages, dict(moved)))
+
+    def dropped(self, ref: AdapterRef) -> None:
+        """See `CopyMirror`."""
+        self._followers.send(DropAdapter(ref))
+
+
+def load_on_all(load: Load, followers: Followers) -> Load:
+    """Wrap `load` so that it returns once every follower has its own host copy too. Raises any rank's error."""
+
+    def everywhere(ref: AdapterRef, digests: AdapterDigests | None) -> Unread | LoraWeights:
+        answers = followers.ask(ReadAdapter(adapter=ref, digests=digests))
+        try:
+            weights = load(ref, digests)
+        finally:
+            answers.settle()  # so that no copy is dropped while it is being read
+        answers.wait()
+        return weights
+
+    return everywhere
+
+
+class FollowersMemory:
+    """Polls the followers' memory without waiting: each answers once it has executed earlier commands."""
+
+    def __init__(self, followers: Followers) -> None:
+        self._followers, self._taken = followers, 0
+        self._asked: Answers | None = None
+
+    def taken(self) -> int:
+        """Return the last answers, and ask again: the most bytes that any rank's GPU has lost since the start outside
+        of that rank's allocator. Raises `RankLost`."""
+        if self._asked is not None and self._asked.complete:
+            self._taken, self._asked = max(self._asked.wait()), None
+        if self._asked is None:
+            self._asked = self._followers.ask(ReadDevice())
+        return self._taken

@@ -26,8 +26,7 @@ from coserve.engine.parts import EngineParts, set_up_threads
 from coserve.engine.ranks.commands import Answer, AnyCommand, command_decoder
 from coserve.engine.ranks.follower import Follower, FollowerParts
 from coserve.engine.ranks.followers import RankLost
-from coserve.engine.ranks.monitor import Monitor
-from coserve.engine.ranks.own_rank import OwnRank
+from coserve.engine.ranks.own_rank import Monitor, OwnRank
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.compiled import make_compiled
 from coserve.engine.warmup.messages import WarmUpTask

@@ -13,13 +13,10 @@ from coserve.config import Config
 from coserve.core.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import DEFAULT_RANK, AdapterRef, LoraSettings
-from coserve.engine.warming import compiled_terms
 from coserve.engine.warming.caches import Caches
-from coserve.engine.warming.compiled_terms import CompiledTerms
 from coserve.engine.warming.conditions import conditions_of
-from coserve.engine.warming.gemm_cases import gemm_cases
 from coserve.engine.warming.layer_measurements import measure_layers, measure_levels
-from coserve.engine.warming.other_kernels import launch_other_kernels
+from coserve.engine.warming.other_kernels import CompiledTerms, differ, launch_other_kernels
 from coserve.engine.warming.step_mixes import (
     CONTEXTS,
     SAMPLED,
@@ -51,7 +48,7 @@ from coserve.memory.kv import KvCache
 from coserve.memory.profile import sizes as profiled_sizes
 from coserve.model.base import Base
 from coserve.model.fused import FusedBase
-from coserve.model.gemm_choice import GemmChoice, measure_gemms, run_gemms, save_gemms
+from coserve.model.gemm_choice import GemmChoice, gemm_cases, measure_gemms, run_gemms, save_gemms
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
@@ -246,7 +243,7 @@ class PartRunner:
         self._stacked()
         base, backend = self._base, self._conditions.lora_backend
         runs: list[Callable[[int], object]] = [self._profiler(rank, bd_blocks).micro_batch]
-        if compiled_terms.differ(base, backend):
+        if differ(base, backend):
             runs.append(CompiledTerms(base, backend, settings).launch)
         sizes = micro_batch_sizes(self._conditions.work.micro_batch_tokens)
         yield from self._compile_training([(run, size) for run in runs for size in sizes])

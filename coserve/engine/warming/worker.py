@@ -1,14 +1,19 @@
 """A warm-up worker: loads the engine's base with few layers and random weights, and runs tasks. `process` is its entry
-point."""
+point. The processes that compile its Triton kernels are forked from it, before it uses CUDA."""
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
+from multiprocessing import get_context
+from pathlib import Path
 
 import msgspec
 import torch
@@ -19,9 +24,9 @@ from coserve.core.errors import ConfigError, CoserveError
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.logs.setup import set_up_logging
+from coserve.core.processes import obey_parent, usable_cores
 from coserve.engine.spatial.training_stream import sm_count_setter
 from coserve.engine.warming.compilations import watch_compilations
-from coserve.engine.warming.compile_pool import start_compile_pool
 from coserve.engine.warming.part_runner import PartRunner, make_part_runner
 from coserve.engine.warmup.messages import PartReport, WarmUpTask
 from coserve.engine.warmup.parts import gpu_of
@@ -29,6 +34,13 @@ from coserve.kernels.gpu.device import interpreted
 from coserve.model.base import Base, load_base
 from coserve.model.faults import out_of_memory
 from coserve.model.parallel.mesh import LoneRank
+
+NICENESS = 5
+"""Niceness added to the worker's: they yield to it, because it finds the kernels to compile next."""
+MAX_PROCESSES = 16
+"""Most processes of a worker: no task has enough kernels for more, and each takes some 100 MB."""
+OOM_SCORE_ADJ = "1000"
+"""OOM score: if the machine runs out of memory, Linux kills one of these processes rather than the engine."""
 
 log = logging.getLogger(__name__)
 
@@ -143,3 +155,26 @@ class _Worker:
         """Record a kernel that a process has compiled."""
         self._compiled.add(name, seconds)
         self._send(self._progress)  # shows that the worker does not hang
+
+
+def pool_size(workers: int, cores: int) -> int:
+    """Processes of each worker: twice its fraction of the cores, as workers seldom keep all of theirs busy."""
+    return max(1, min(MAX_PROCESSES, 2 * cores // workers))
+
+
+def start_compile_pool(workers: int) -> ProcessPoolExecutor:
+    """Fork the processes from this one, which must not have used CUDA yet. They end with it, even if it is killed.
+    `workers`: number of warm-up workers."""
+    # Numeric libraries handle fork for their threads themselves; Python 3.12 warns of any threads.
+    warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
+    processes, parent = pool_size(workers, usable_cores()), os.getpid()
+    pool = ProcessPoolExecutor(processes, get_context("fork"), initializer=_initialize, initargs=(parent,))
+    pool.submit(os.getpid).result()  # the first call forks all of them
+    return pool
+
+
+def _initialize(parent: int) -> None:
+    obey_parent(parent)
+    os.nice(NICENESS)
+    with suppress(OSError):  # not on Linux
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ)

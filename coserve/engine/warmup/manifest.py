@@ -1,19 +1,30 @@
-"""The manifest of a cache folder: which tasks are complete, and the checksums of the files at that time.
+"""A cache folder's lock, so that only one warm-up uses it at a time, and its manifest: which tasks are complete, and
+the checksums of the files at that time.
 
 A manifest counts as empty if it is unreadable, comes from another machine or other versions, or has damaged files.
 """
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import logging
 import os
 import shutil
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
 from coserve.engine.warmup.key import CACHES, GEMM_FOLDER
+
+log = logging.getLogger(__name__)
+
+AGAIN = 0.5
+"""Seconds between two attempts."""
 
 CHECKED = ("triton", "inductor/fxgraph", "inductor/aotautograd", GEMM_FOLDER)
 """Folders whose files a manifest lists. Compilers write each file once, under a name derived from its inputs."""
@@ -77,3 +88,38 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _path(folder: Path) -> Path:
     return folder / "manifest.json"
+
+
+@asynccontextmanager
+async def cache_lock(folder: Path, waits: Callable[[], None]) -> AsyncIterator[None]:
+    """Context that holds an exclusive flock on the folder's file `lock`; the kernel frees it when the process ends.
+    `waits` is called if another process holds it. On a file system without locks, everyone proceeds, with a warning in
+    the log."""
+    with _opened(folder) as file:
+        told = False
+        while file is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    waits()
+                told = True
+                await asyncio.sleep(AGAIN)
+            except OSError as error:
+                _warn(error)
+                break
+        yield
+
+
+def _opened(folder: Path) -> IO[bytes] | nullcontext[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / "lock").open("ab")
+    except OSError as error:
+        _warn(error)
+        return nullcontext()
+
+
+def _warn(error: OSError) -> None:
+    log.warning("warm-up: the cache folder cannot be locked: %s", error.strerror)

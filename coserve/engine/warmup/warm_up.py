@@ -24,7 +24,7 @@ from coserve.core.logs.setup import set_up_logging
 from coserve.core.processes import obey_parent
 from coserve.engine.warmup import manifest
 from coserve.engine.warmup.key import compiler_environment
-from coserve.engine.warmup.lock import cache_lock
+from coserve.engine.warmup.manifest import cache_lock
 from coserve.engine.warmup.messages import Progress, WarmUpTask
 from coserve.engine.warmup.parts import Part, PartSchedule, all_parts
 from coserve.engine.warmup.workers import REPORT_TIMEOUT, ProcessWorker, Worker, run_parts

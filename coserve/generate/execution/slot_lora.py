@@ -17,8 +17,7 @@ from coserve.kernels.lora.interface import CombinedLora, PreparedLora
 from coserve.kernels.lora.segmented import plan
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
 from coserve.kernels.lora.segmented.plan import TilePlan
-from coserve.kernels.lora.segmented.sharded_slot_lora import ShardedSlotLora, by_rank_block, part_blocks, sharded_plan
-from coserve.kernels.lora.segmented.slot_lora import SlotLora
+from coserve.kernels.lora.segmented.slot_lora import ShardedSlotLora, SlotLora, by_rank_block, part_blocks, sharded_plan
 from coserve.kernels.lora.segmented.tiles import HostTiles, StepTiles, cut, upload
 from coserve.kernels.lora.segments import Segments
 

@@ -14,8 +14,7 @@ from coserve.kernels.attention.interface import (
     StaticPagedAttention,
     TokenRun,
 )
-from coserve.kernels.attention.torch_paged.paged import PagedAttention
-from coserve.kernels.attention.torch_paged.static import GatheredMixedAttention, GatheredStaticAttention
+from coserve.kernels.attention.torch_paged.paged import GatheredMixedAttention, GatheredStaticAttention, PagedAttention
 
 FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn})
 """Types of a cache."""

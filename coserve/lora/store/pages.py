@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from coserve.lora.store.copying import PageCopies
+import torch
+
 from coserve.lora.store.entry import Entry, GpuCopy
-from coserve.lora.store.mirror import CopyMirror, NoMirror
-from coserve.lora.store.packing import without_experts
-from coserve.lora.store.remote import RemotePairs
+from coserve.lora.store.interfaces import CopyMirror, NoMirror, RemotePairs
+from coserve.lora.store.packing import copied_into, without_experts
 from coserve.lora.store.times import LoadTimes
 from coserve.memory.buffer import PageBuffer
+from coserve.memory.pages import Span
 from coserve.model.lora import LoraWeights
 
 
@@ -110,3 +111,30 @@ class AdapterPages:
     def _evict(self, entry: Entry) -> None:
         entry.gpu = None
         self._evicted(entry)
+
+
+class PageCopies:
+    """On a GPU, copies run on a stream of their own. One into pages that the step in flight does not use runs beside
+    that step; any other begins when it has ended. The next step begins when all copies have ended, so whoever launches
+    it waits for nothing on the host.
+
+    Steps wait for whole adapters, not layer by layer: compiled steps are CUDA graphs, which begin as a whole.
+    """
+
+    def __init__(self, buffer: PageBuffer) -> None:
+        self._buffer, self._device = buffer, buffer.device
+        on_gpu = self._device.type == "cuda"
+        self.stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        """The copies run on it; None on a CPU."""
+
+    def copy(self, weights: LoraWeights, span: Span) -> LoraWeights:
+        """Copy an adapter into a span that was just allocated; return its views there."""
+        if self.stream is None:
+            return copied_into(self._buffer.of(span), weights)
+        steps = torch.cuda.current_stream(self._device)
+        if not self._buffer.is_quiet(span):
+            self.stream.wait_stream(steps)
+        with torch.cuda.stream(self.stream):
+            copy = copied_into(self._buffer.of(span), weights)
+        steps.wait_stream(self.stream)
+        return copy

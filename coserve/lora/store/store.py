@@ -17,10 +17,9 @@ from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.store.entry import Entry, State
 from coserve.lora.store.host import HostBudget, HostCopies
 from coserve.lora.store.host_memory import HostMemory, Room, Unread
-from coserve.lora.store.mirror import CopyMirror, NoMirror
+from coserve.lora.store.interfaces import CopyMirror, NoMirror, RemotePairs
 from coserve.lora.store.packing import packed_bytes
 from coserve.lora.store.pages import Activated, AdapterPages
-from coserve.lora.store.remote import RemotePairs
 from coserve.lora.store.times import LoadTimes
 from coserve.lora.store.turns import ReadTurns
 from coserve.memory.buffer import PageBuffer
@@ -44,7 +43,7 @@ they do not match the digests or are no adapter of this base.
 
 class AdapterStore:
     """A cache of adapters over their files, with one entry per adapter version. Idle host copies leave by frequency and
-    size (`eviction.py`), idle GPU copies in LRU order.
+    size (`host.py`), idle GPU copies in LRU order.
 
     A request waits until its adapter is in memory (`ready`, `reading`, `waited`), acquires it, and releases it when the
     request ends. In between it may be scheduled and preempted (`activate`, `deactivate`). Copies on the host and on the

@@ -1,4 +1,8 @@
-"""Finds the modules of experts in a transformers model, and hooks them to add LoRA terms and the other ranks' parts."""
+"""Finds the modules of experts in a transformers model, and hooks them to add LoRA terms and the other ranks' parts.
+
+transformers' experts, whatever their family, hold one 3-D parameter for gate and up, and one for down, and describe
+their layout by attributes that its decorator sets (`use_experts_implementation`).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from coserve.core.types import SiteSpec
+from coserve.core.types import Halves, SiteSpec
 from coserve.model.experts.forward import SITES, experts_forward, remote_forward, scored_forward, traced_forward
-from coserve.model.experts.parameters import has_experts, leaves, parameter_spec
 from coserve.model.experts.shards import expert_shard
 from coserve.model.forward_context import current
 
@@ -61,3 +64,51 @@ def _forward(module: nn.Module, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK
     if experts is not None or expert_shard(module) is not None:
         return experts_forward(module, experts, hidden_TD, chosen_TK, weights_TK)
     return cast(Tensor, type(module).forward(module, hidden_TD, chosen_TK, weights_TK))
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether it is a module of experts with fused parameters."""
+    described = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts"))
+    return (
+        described
+        and hasattr(type(module).forward, "__wrapped__")
+        and all(
+            isinstance(parameter := getattr(module, leaf, None), nn.Parameter) and parameter.ndim == 3
+            for leaf in leaves(module)
+        )
+    )
+
+
+def describe_experts(module: nn.Module) -> None:
+    """Give Llama 4's experts the attributes that transformers' decorator sets on those of other families."""
+    if not hasattr(module, "has_gate"):
+        vars(module).update(has_gate=True, has_bias=False, is_transposed=True, config=None)
+
+
+def leaves(module: nn.Module) -> tuple[str, str]:
+    """Return the names of the parameters, gate and up first."""
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
+def parameter_spec(module: nn.Module, leaf: str, layer: int) -> SiteSpec:
+    """Return the sizes and the layout of a parameter."""
+    experts, outputs, inputs = cast(Tensor, getattr(module, leaf)).shape
+    transposed = bool(module.is_transposed)
+    if transposed:
+        inputs, outputs = outputs, inputs
+    halves: Halves = "concatenated" if getattr(module, "is_concatenated", True) else "interleaved"
+    return SiteSpec(
+        inputs,
+        outputs,
+        layer,
+        experts=experts,
+        chosen=_chosen(module, experts),
+        transposed=transposed,
+        halves=halves if leaf == "gate_up_proj" else "",
+    )
+
+
+def _chosen(module: nn.Module, experts: int) -> int:
+    """Return the experts that compute a token; all of them if the config does not tell."""
+    found = (getattr(module.config, name, None) for name in ("num_experts_per_tok", "top_k_experts", "moe_topk"))
+    return next((count for count in found if isinstance(count, int)), experts)

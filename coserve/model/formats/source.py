@@ -1,9 +1,10 @@
-"""Reads what a base is loaded from: a folder's or a hub model's config and generation settings."""
+"""Reads what a base is loaded from: a folder's or a hub model's config, how its weights are quantised, and generation
+settings."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,9 +12,23 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 
 from coserve.core.errors import UnsupportedBase
 from coserve.core.names import ADAPTER_CONFIG
-from coserve.model.formats.choose import take_format
-from coserve.model.formats.interface import Format
+from coserve.model.formats.awq import awq
+from coserve.model.formats.compressed_tensors import compressed_tensors
+from coserve.model.formats.fp8 import fp8_blocks, fp8_rows
+from coserve.model.formats.gptq import gptq
+from coserve.model.formats.interface import Format, Settings
+from coserve.model.formats.mxfp4 import mxfp4
 from coserve.model.settings import drop_settings, refuse_settings
+
+FORMATS: dict[str, Callable[[Settings], Format]] = {
+    "awq": awq,
+    "compressed-tensors": compressed_tensors,
+    "fbgemm_fp8": fp8_rows,
+    "fp8": fp8_blocks,
+    "gptq": gptq,
+    "mxfp4": mxfp4,
+}
+_KEYS = ("quantization_config", "compression_config")
 
 log = logging.getLogger(__name__)
 
@@ -61,3 +76,30 @@ def eos_of(model: PreTrainedModel) -> set[int]:
         if ids is not None:
             found |= set(ids) if isinstance(ids, list | tuple) else {ids}
     return found
+
+
+def take_format(config: PretrainedConfig, name: str) -> Format | None:
+    """Remove the quantisation from a base's config, so that it describes a dense model, and return the format of the
+    weights; None if they are dense. Raises `UnsupportedBase` for quantisations that are not read."""
+    found: Format | None = None
+    for holder in (config.get_text_config(), config):
+        for key in _KEYS:
+            settings = vars(holder).pop(key, None)
+            if settings is not None:
+                try:
+                    found = _format_of(settings)
+                except UnsupportedBase as error:
+                    raise UnsupportedBase(f"{name}: {error}") from error
+    return found
+
+
+def _format_of(settings: object) -> Format:
+    """Return the format that a `quantization_config` describes."""
+    method = str(settings.get("quant_method")) if isinstance(settings, Mapping) else type(settings).__name__
+    make = FORMATS.get(method.replace("_", "-") if method.startswith("compressed") else method)
+    if make is None or not isinstance(settings, Mapping):
+        raise UnsupportedBase(
+            f"its weights are quantised by {method!r}; coserve reads {', '.join(sorted(FORMATS))}. Take the "
+            "model's unquantised checkpoint, or write one with transformers (model.dequantize(), save_pretrained)"
+        )
+    return make(settings)

@@ -13,8 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coserve.core.errors import UnsupportedBase
-from coserve.model.experts.parameters import describe_experts, leaves, parameter_spec
 from coserve.model.experts.shards import EXPERTS, FIRST, ExpertPartition, ExpertShard, expert_shard
+from coserve.model.experts.sites import describe_experts, leaves, parameter_spec
 from coserve.model.parallel.families.partitions import (
     block_sites,
     block_stacks,
@@ -36,9 +36,9 @@ from coserve.model.parallel.modules import (
     shard_mixer,
     shard_module,
     share_gradient,
+    share_mean,
     sum_output,
 )
-from coserve.model.parallel.norms import share_mean
 from coserve.model.parallel.partition import Features, Lazy, MatrixPartition, SitePartition
 from coserve.model.parallel.sharding import Sharding
 from coserve.model.parallel.vocabulary import VocabularyShard

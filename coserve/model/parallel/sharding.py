@@ -25,4 +25,4 @@ class Sharding:
     experts: Mapping[str, ExpertPartition] = field(default_factory=dict)
     """Partition of each fused parameter of experts, by its name."""
     norms: bool = False
-    """Whether ranks exchange means of norms (`parallel.norms`)."""
+    """Whether ranks exchange means of norms (`parallel.modules`)."""

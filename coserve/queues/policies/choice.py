@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from coserve.queues.policies.ets import Ets
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.overlap import Overlap
+from coserve.queues.policies.paper import Ets, TemporalSharing
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.spatial import Spatial
-from coserve.queues.policies.temporal_sharing import TemporalSharing
 from coserve.queues.policy import NamedPolicy, Policy, PolicySettings
 
 POLICIES: dict[str, type[NamedPolicy]] = {

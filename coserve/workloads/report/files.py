@@ -1,16 +1,20 @@
-"""Writes the files of a report: JSON, a plot, an HTML page."""
+"""Writes the files of a report: JSON, a plot, and one self-contained HTML page with its pictures and styles inline."""
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 
 import msgspec
+from jinja2 import Environment
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.types import Wire
 from coserve.workloads.replay import ReplayResult
-from coserve.workloads.report.page import page
 from coserve.workloads.report.plot import plot_png
 from coserve.workloads.report.tables import (
     ADAPTER_HEADER,
@@ -23,7 +27,10 @@ from coserve.workloads.report.tables import (
     latency_rows,
     totals_rows,
 )
+from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import Summary
+
+Tables = Mapping[str, Sequence[Sequence[str]]]
 
 
 class Report(Wire, frozen=True):
@@ -63,3 +70,25 @@ def write_report(folder: Path, run: ReplayResult, summary: Summary, server: str 
     }
     html.write_text(page(run, server, tables, picture), encoding="utf-8")
     return [json, plot, html]
+
+
+def page(run: ReplayResult, server: str, tables: Tables, picture: bytes) -> str:
+    """Return the HTML. `tables`: rows of cells by title; in tables of more than two columns the first row is the
+    header."""
+    text = resources.files("coserve").joinpath("assets/report.html").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
+    return template.render(
+        server=server,
+        tables={title: rows for title, rows in tables.items() if rows},
+        picture=base64.b64encode(picture).decode(),
+        settings=_changed(run.scenario),
+    )
+
+
+def _changed(scenario: Scenario) -> dict[str, str]:
+    """Return the settings that differ from the defaults."""
+    fields = dataclasses.fields(Scenario)
+    values = {f.name: getattr(scenario, f.name) for f in fields if getattr(scenario, f.name) != f.default}
+    return {
+        name: ", ".join(map(str, value)) if isinstance(value, tuple) else str(value) for name, value in values.items()
+    }

@@ -10,8 +10,7 @@ import pytest
 
 from coserve.cli.daemon.rank_watch import WatchedRank, find_loss
 from coserve.core.ranks import FIRST, HANG, HEARTBEAT, LEAST, SILENCE, START_SILENCE
-from coserve.engine.ranks.loading import loaded
-from coserve.engine.ranks.progress import MARGIN, Progress
+from coserve.engine.ranks.progress import MARGIN, Progress, loaded
 
 
 class Watched:

@@ -19,7 +19,7 @@ from coserve.model.fused import FusedBase
 from coserve.model.parallel.adapter import Matrices
 from coserve.model.parallel.families.plans import PLANS
 from coserve.model.parallel.mesh import LoneRank, Mesh
-from coserve.model.parallel.norms import MEAN
+from coserve.model.parallel.modules import MEAN
 from tests.support.examples import in_turns
 from tests.support.families import tiny_family
 from tests.support.lora_reference import packed, tokens_of

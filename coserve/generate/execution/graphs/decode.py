@@ -9,8 +9,7 @@ from torch import Tensor
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graph_sizes import TileCapacity, decode_tile_capacities
 from coserve.generate.execution.graphs.captured import CapturedStep
-from coserve.generate.execution.graphs.inputs import InputBuffer, InputCopies
-from coserve.generate.execution.graphs.shared import GraphState
+from coserve.generate.execution.graphs.shared import GraphState, InputBuffer, InputCopies
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.generate.sampling.draws import likeliest
 from coserve.kernels.attention.interface import StaticPagedAttention, TokenRun

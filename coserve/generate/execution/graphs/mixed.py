@@ -14,8 +14,7 @@ from torch import Tensor
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graph_sizes import DECODE_KERNEL_TOKENS, TileCapacity, mixed_tile_capacities
 from coserve.generate.execution.graphs.captured import CapturedStep
-from coserve.generate.execution.graphs.inputs import InputBuffer, InputCopies
-from coserve.generate.execution.graphs.shared import GraphState
+from coserve.generate.execution.graphs.shared import GraphState, InputBuffer, InputCopies
 from coserve.generate.execution.interface import SequenceInput
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.generate.execution.token_slots import TokenSlots

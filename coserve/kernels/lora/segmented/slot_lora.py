@@ -1,16 +1,22 @@
-"""Terms of a serving step, by tables at addresses that a captured graph may keep."""
+"""Terms of a serving step, by tables at addresses that a captured graph may keep. Those of fully sharded adapters have
+one collective between the two launches of a group of sites."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segmented import terms
-from coserve.kernels.lora.segmented.adapter_table import SiteTable
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
+from coserve.kernels.lora.segmented.launch_decode import decode
+from coserve.kernels.lora.segmented.launch_prefill import prefill_expand, prefill_shrink
 from coserve.kernels.lora.segmented.launch_scale import scale_rows
 from coserve.kernels.lora.segmented.plan import TilePlan
+from coserve.kernels.lora.segmented.tiles import HostTiles
 from coserve.kernels.lora.types import SiteGroup
 
 Biases = Mapping[SiteGroup, Sequence[Tensor | None]]
@@ -46,3 +52,75 @@ class SlotLora(PreparedLora):
         terms.add_(ys, x_TD, self.plan, self._tables[group], overlapped=overlapped)
         if self._biases is not None:
             scale_rows(ys, self.plan.tiles, self._tables[group], self._biases[group])
+
+
+@dataclass(frozen=True)
+class ShardedPlan:
+    """A cut batch, for whole pairs and for one GPU's shard; the items of `whole` are in the order of
+    `by_rank_block`."""
+
+    whole: TilePlan
+    part: TilePlan
+    """The plan with only the items of one shard's LoRA ranks."""
+
+
+def by_rank_block(host: HostTiles) -> HostTiles:
+    """Sort items by rank block, so that the items of a shard's ranks form a prefix."""
+    return HostTiles(host.tiles, sorted(host.items, key=lambda item: item[3]), host.spans)
+
+
+def sharded_plan(whole: TilePlan, items: int) -> ShardedPlan:
+    """`items`: number of items in rank blocks below `part_blocks`."""
+    tiles = replace(whole.tiles, items=whole.tiles.items[:items])
+    return ShardedPlan(whole, replace(whole, tiles=tiles))
+
+
+def part_blocks(R: int, shards: int) -> int:
+    """Rank blocks of one GPU's shard of R LoRA ranks."""
+    return -(-R // (shards * RANK_BLOCK))
+
+
+class ShardedSlotLora(PreparedLora):
+    """`SlotLora` for fully sharded pairs: the table points at this GPU's shards, but `SiteTable.ranks` has whole
+    ranks."""
+
+    def __init__(
+        self,
+        tables: Mapping[SiteGroup, SiteTable],
+        exchanges: Mapping[SiteGroup, Exchange],
+        plan: ShardedPlan,
+        groups: frozenset[int],
+        biases: Biases | None = None,
+    ) -> None:
+        """`groups`, `biases`: see `SlotLora`. They must be equal on every GPU, as must the numbers of rows, tiles and
+        ranks."""
+        self._tables, self._exchanges, self._plan = tables, exchanges, plan
+        self._groups, self._biases = groups, biases
+
+    def changes(self, group: SiteGroup) -> bool:
+        return group.index in self._groups and group in self._exchanges
+
+    def add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor) -> list[Tensor]:
+        self.add_(group, ys, x_TD)
+        return list(ys)
+
+    def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
+        self._add(group, ys, x_TD, overlapped=overlapped)
+        if self._biases is not None:
+            scale_rows(ys, self._plan.whole.tiles, self._tables[group], self._biases[group])
+
+    def _add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool) -> None:
+        table, exchange = self._tables[group], self._exchanges[group]
+        plan = self._plan_of(exchange)
+        if exchange.outputs is not None:
+            start, stop = exchange.outputs
+            ys = [y[:, start:stop] for y in ys]
+        if plan.decode:
+            decode(ys, x_TD, plan, table, overlapped=overlapped, exchange=exchange)
+            return
+        h = prefill_shrink(x_TD, plan, table, shards=exchange.shards)
+        h = exchange.run(h[None, None])[:, 0]
+        prefill_expand(ys, ys, h if exchange.shards > 1 else h[0], plan, table, shards=exchange.shards)
+
+    def _plan_of(self, exchange: Exchange) -> TilePlan:
+        return self._plan.part if exchange.shards > 1 else self._plan.whole

@@ -55,7 +55,7 @@ class Block:
     scales: Mapping[str, Width] = field(default_factory=dict)
     """Buffers that are partitioned along their last dimension."""
     norms: Mapping[str, Width] = field(default_factory=dict)
-    """RMS norms over features that are partitioned: their mean is one over all ranks (`parallel.norms`)."""
+    """RMS norms over features that are partitioned: their mean is one over all ranks (`parallel.modules`)."""
     gates: tuple[str, ...] = ()
     """Whole linear modules whose output every rank uses in full, as a factor of a sum over the ranks or outside of all
     blocks, so that every rank has its whole gradient."""

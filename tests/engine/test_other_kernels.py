@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.engine.warming.compiled_terms import differ
+from coserve.engine.warming.other_kernels import differ
 from coserve.model.base import wrap_base
 from coserve.model.fused import FusedBase
 from tests.support.lora_backends import GROUPED, SEGMENTED

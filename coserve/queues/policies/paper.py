@@ -1,14 +1,72 @@
-"""Temporal Sharing, TS(n)."""
+"""The ETS paper's policies: Enhanced Temporal Sharing (Algorithm 1) and Temporal Sharing, TS(n)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-from coserve.queues.policies.batches import BATCH_SETTINGS, Batching
 from coserve.queues.policy import Decision, NamedPolicy, PolicySettings, Serve, Train, View, Wait
 
 Unit = Literal["request", "batch"]
 """A fine-tuning turn: a job until it ends, or one micro-batch."""
+
+BATCH_SETTINGS = ("inference_batch_size", "inference_delay")
+"""Settings that batching policies read."""
+TIMER_MARGIN = 1e-6
+"""Seconds added to a wake-up time: timers round, and Algorithm 1 requires `>`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """When an inference batch is ready: `size` in requests, `delay` in seconds."""
+
+    size: int
+    delay: float
+
+    def __post_init__(self) -> None:
+        assert self.size >= 1 and self.delay >= 0, (self.size, self.delay)
+
+    def ready(self, view: View, now: float) -> bool:
+        """Whether `size` requests wait, or the oldest has waited longer than `delay`. False without headroom: the
+        previous batch still waits for its adapters."""
+        if not view.waiting or view.first_arrival is None:
+            return False
+        return view.queued >= self.size or now - view.first_arrival > self.delay
+
+    def wait(self, view: View) -> Wait:
+        """Wait until a batch will be ready; without a timer if no request can be admitted."""
+        if not view.waiting or view.first_arrival is None:
+            return Wait(None)
+        return Wait(view.first_arrival + self.delay + TIMER_MARGIN)
+
+
+class Ets(NamedPolicy):
+    """Enhanced Temporal Sharing: Algorithm 1 of the ETS paper, exactly if requests are served in order of arrival.
+
+    Inference goes first. A batch of at most `batch_size` requests is dispatched when that many wait, or when the oldest
+    has waited longer than `delay` seconds; it runs to its end. Otherwise a whole micro-batch of fine-tuning runs to its
+    end: the next one of the job that came first, as the algorithm's queue holds the batches of fine-tuning requests in
+    order of arrival.
+    """
+
+    in_batches = True
+    settings = BATCH_SETTINGS
+
+    @classmethod
+    def made(cls, settings: PolicySettings, tpot: float | None) -> Ets:
+        return cls(settings.batch_requests, settings.inference_delay)
+
+    def __init__(self, batch_size: int, delay: float) -> None:
+        self._batching = Batching(batch_size, delay)
+
+    def decide(self, view: View, now: float) -> Decision:
+        if view.running:
+            return Serve(0)
+        if self._batching.ready(view, now):
+            return Serve(min(self._batching.size, len(view.waiting)))
+        if view.jobs:
+            return Train(view.jobs[0], None)
+        return self._batching.wait(view)
 
 
 class TemporalSharing(NamedPolicy):
