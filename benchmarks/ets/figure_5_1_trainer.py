@@ -127,11 +127,14 @@ class Jobs:
         `recomputed`: layers that the memory plan has computed again. `settings`: further ones of the daemon."""
         own: dict[str, Any] = {"lora_backend": backend, "micro_batch_tokens": batch * length, **(settings or {})}
         parts = EngineParts(base, Config(data_dir=root, **own))
+        compiled = _compiled(parts, levels=recomputed > 0)
+        self.layers = "operation by operation" if compiled is None else "compiled"
         self._trainer = parts.make_sessions(
             Trainer,
             AdapterStore(parts.read_adapter, budget := parts.host_budget(), memory=parts.host_memory(budget)),
-            compiled=_compiled(parts, levels=recomputed > 0),
+            compiled=compiled,
         )
+        self._told_before = self._trainer.notes  # of the base, whatever is trained
         self._wanted = batch * length
         self.jobs_of_batches = set[int]()
         """How many jobs the batches had."""
@@ -195,8 +198,8 @@ class Jobs:
                 raise TooLittleMemory(message.message)
             assert isinstance(message, JobProgress), message
             found += message.metrics.tokens
-        if self._trainer.notes:
-            raise TooLittleMemory("; ".join(self._trainer.notes))
+        if new := [note for note in self._trainer.notes if note not in self._told_before]:
+            raise TooLittleMemory("; ".join(new))
         return found
 
     def close(self) -> None:

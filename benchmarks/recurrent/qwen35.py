@@ -1,11 +1,13 @@
 """Qwen3.5-9B's shape with random weights on one GPU: decode, a prompt, and fine-tuning.
 
-    python -m benchmarks.recurrent.qwen35 --out benchmarks/results [--only decode,prefill,profile,finetune]
+    python -m benchmarks.recurrent.qwen35 --out benchmarks/results [--only decode,prefill,profile,finetune,peft]
     TRITON_INTERPRET=1 python -m benchmarks.recurrent.qwen35 --tiny --out /tmp/tried
 
-Decode runs through the engine, with compiled layers and CUDA graphs. Its floor is the time to read the weights once and
-to read and write each sequence's states once, at `--bandwidth`. Fine-tuning is the daemon's trainer with one adapter of
-rank 16 on all linear modules of the layers. `profile` lists the kernels of a decode step of 64 sequences.
+Decode runs through the engine, with compiled layers and CUDA graphs. Its floor is the time to read the weights once
+and to read and write each sequence's states once, at `--bandwidth`. Fine-tuning is the daemon's trainer with one
+adapter of rank 16 on all linear modules of the layers, compiled as the daemon does by default. `peft` is the same
+adapter in PEFT and transformers, whose recurrence is flash-linear-attention's where it is installed. `profile` lists
+the kernels of a decode step of 64 sequences.
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.ets.figure_5_1_trainer import trained_jobs
+from benchmarks.finetuning.with_peft import chunked_loss
+from benchmarks.peers.trainer import adapted
 from benchmarks.serving.case import SEED, Bench, Load, Shape, hardware
 from benchmarks.serving.idle import measure
 from coserve.memory.kv import KvCache
@@ -33,9 +39,10 @@ HEADS = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_h
 """Sizes of the tiny shape's delta nets."""
 PAGE_TOKENS = 16
 REPEATS = 3
+RANK = 16
 
 
-def make_base(shape: Shape) -> Base:
+def make_model(shape: Shape) -> PreTrainedModel:
     config = Qwen3_5TextConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -49,8 +56,8 @@ def make_base(shape: Shape) -> Base:
     torch.manual_seed(SEED)
     with torch.device(shape.device):
         dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return wrap_base(model, name="qwen3.5-9b-random")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
 
 
 def floor_seconds(base: Base, sequences: int, bandwidth: float) -> float:
@@ -94,22 +101,61 @@ async def serve(bench: Bench, results: Results, wanted: set[str], bandwidth: flo
 
 
 def finetune(base: Base, shape: Shape, results: Results, *, tiny: bool) -> None:
-    """Tokens a second of 8 rows of 512 tokens in one micro-batch."""
-    rows, length = (2, 8) if tiny else (8, 512)
-    backend = "grouped" if tiny else "segmented"
+    """Tokens a second of 8 rows of 512 tokens in one micro-batch, beside PEFT's if the file has them."""
+    rows, length = batch_of(tiny=tiny)
+    backend, began = "grouped" if tiny else "segmented", time.perf_counter()
     with trained_jobs(
-        base, backend, length=length, batch=rows, ranks=[16], rows=rows, targets=base.spec.default_targets
+        base, backend, length=length, batch=rows, ranks=[RANK], rows=rows, targets=base.spec.default_targets
     ) as jobs:
-        found = list[float]()
-        for run in range(REPEATS + 2):
-            began = time.perf_counter()
-            tokens = jobs.train(run)
-            if shape.device == "cuda":
-                torch.cuda.synchronize()
-            if run > 1:
-                found.append(tokens / (time.perf_counter() - began))
+        ready = time.perf_counter() - began
+        found = timed(jobs.train, shape)
+    about = {"layers": jobs.layers, "ready_s": round(ready, 1)}
+    peft = results.row(f"models.qwen35.peft_tok_s.{rows}x{length}")
+    target = None if peft is None else Target(round(1.2 * peft["value"], 1))
     key = f"models.qwen35.finetune_tok_s.{rows}x{length}"
-    results.put(key, round(statistics.median(found), 1), "tok/s", None, found, {"layers": "operation by operation"})
+    results.put(key, round(statistics.median(found), 1), "tok/s", target, found, about)
+
+
+def with_peft(targets: Sequence[str], shape: Shape, results: Results, *, tiny: bool) -> None:
+    """The same in PEFT, with as many tokens: forward, backward, clipping and AdamW."""
+    rows, length = batch_of(tiny=tiny)
+    model = adapted(make_model(shape), RANK, targets, compiled=False).train()
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=1e-4, weight_decay=0.0, fused=shape.device == "cuda")
+    ids_BL = torch.randint(shape.vocab, (rows, length), device=shape.device)
+
+    def train(run: int) -> int:
+        chunked_loss(model, ids_BL).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(learned, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return ids_BL.numel()
+
+    found = timed(train, shape)
+    try:
+        recurrence = f"flash-linear-attention {version('flash-linear-attention')}"
+    except PackageNotFoundError:
+        recurrence = "transformers' own, in torch"
+    key = f"models.qwen35.peft_tok_s.{rows}x{length}"
+    results.put(key, round(statistics.median(found), 1), "tok/s", None, found, {"recurrence": recurrence})
+
+
+def batch_of(*, tiny: bool) -> tuple[int, int]:
+    """Rows of a micro-batch, and their length."""
+    return (2, 8) if tiny else (8, 512)
+
+
+def timed(train: Callable[[int], int], shape: Shape) -> list[float]:
+    """Tokens a second of steps, without the first two."""
+    found = list[float]()
+    for run in range(REPEATS + 2):
+        began = time.perf_counter()
+        tokens = train(run)
+        if shape.device == "cuda":
+            torch.cuda.synchronize()
+        if run > 1:
+            found.append(tokens / (time.perf_counter() - began))
+    return found
 
 
 def main() -> None:
@@ -119,7 +165,7 @@ def main() -> None:
     options = parser.parse_args()
     check_tiny(parser, options)
     wanted, shape = set(options.only.split(",")), TINY if options.tiny else FULL
-    base = make_base(shape)
+    base = wrap_base(make_model(shape), name="qwen3.5-9b-random")
     results = Results.of(
         options,
         "recurrent.json",
@@ -128,6 +174,8 @@ def main() -> None:
         seed=SEED,
         settings=vars(shape) | {"bandwidth": options.bandwidth},
     )
+    if "peft" in wanted:
+        with_peft(base.spec.default_targets, shape, results, tiny=options.tiny)
     if "finetune" in wanted:
         finetune(base, shape, results, tiny=options.tiny)
     if wanted & {"decode", "prefill", "profile"}:

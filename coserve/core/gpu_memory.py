@@ -24,10 +24,10 @@ class Kept(StrEnum):
     recomputed."""
 
     ALL = "all"
-    """Outputs of GEMMs and of attention. Norms, rotary and activations are recomputed: recomputing is cheaper than
-    storing."""
+    """Outputs of GEMMs, attention and recurrences. Norms, rotary and activations are recomputed: recomputing is cheaper
+    than storing."""
     ATTENTION = "attention"
-    """The layer's input and the output of attention."""
+    """The layer's input and the output of attention or of a recurrence."""
     INPUT = "input"
     """The layer's input."""
 

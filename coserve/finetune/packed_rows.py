@@ -17,6 +17,7 @@ from torch import Tensor
 from coserve.core.errors import InvalidRequest
 from coserve.data.corpus.batch import Batch, Example, Floats, corpus_batch
 from coserve.data.corpus.tokenized import Corpus
+from coserve.kernels.gpu.device import to_device
 from coserve.kernels.lora.segments import Segments
 
 ALIGNED = 16
@@ -145,7 +146,7 @@ def _values(given: Sequence[Floats | None], device: torch.device) -> Tensor | No
     if len(found) < len(given):
         return None
     host = torch.from_numpy(np.concatenate(found))
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    return to_device(host, device)
 
 
 def _moved(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[Tensor]:

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup
 from coserve.kernels.quantized.weights import QuantizedWeights
-from coserve.kernels.recurrent.interface import Recurrence
+from coserve.kernels.recurrent.interface import Recurrence, RecurrenceInputs
 from coserve.model.adapters.end_terms import Ends
 from coserve.model.dropout import Dropout
 from coserve.model.gemm_choice import GemmChoice
@@ -67,6 +68,18 @@ class TrainingSeams(Protocol):
         self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], out_THD: Tensor, dout_THD: Tensor, params: AttentionParams
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v."""
+        ...
+
+    def row_offsets(self, device: torch.device) -> Tensor:
+        """Return each packed row's index in its own sequence: (T) int32."""
+        ...
+
+    def recur(self, given: RecurrenceInputs) -> Tensor:
+        """Compute `Recurrence.recur` of `normalized` inputs."""
+        ...
+
+    def recur_backward(self, given: RecurrenceInputs, dout_THV: Tensor) -> list[Tensor]:
+        """Return the gradients of q, k, v, the decay and, if there is one, beta."""
         ...
 
     def sum_ranks(self, place: int, x: Tensor) -> Tensor:

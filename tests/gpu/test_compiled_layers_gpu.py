@@ -21,6 +21,7 @@ from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
 from coserve.model.parallel.mesh import LoneRank
 from coserve.model.training.compiled_layers import CompiledLayers
+from tests.support.families import tiny_family
 from tests.support.finetuning import random_corpus
 from tests.support.lora_backends import SEGMENTED
 from tests.support.sharded import save_base
@@ -48,6 +49,21 @@ def gradients(base: Base, compiled: CompiledLayers | None, rows: Sequence[int], 
 def test_gradients_are_those_of_autograd(family: str) -> None:
     """gemma2: a soft cap, which attention computes sequence by sequence."""
     equal_gradients(wrap_base(tiny_model(family).to(DEVICE, torch.bfloat16), name=family))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_5_text", {}),
+        ("granitemoehybrid", {"num_local_experts": 0}),
+        ("nemotron_h", {"num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "mlp"]}),
+        ("lfm2", {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_layers_with_a_recurrent_state(family: str, options: dict[str, object]) -> None:
+    """A row longer than a chunk of the recurrence."""
+    equal_gradients(wrap_base(tiny_family(family, **options).to(DEVICE, torch.bfloat16), name=family))
 
 
 @pytest.mark.parametrize("strategy", ["nfs", "slora"])

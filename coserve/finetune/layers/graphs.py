@@ -40,6 +40,7 @@ NOT_CAPTURED = (
     "training: layers of jobs whose LoRA rank is no multiple of 8, as of an adapter's ranks by site, and of DoRA jobs, "
     "run without CUDA graphs"
 )
+RECURRENT = "launches of recurrent layers depend on the lengths of the rows"
 MOST_RELEASES = 3
 """Out-of-memory events after which graphs are off until no job is left."""
 
@@ -74,6 +75,8 @@ class LayerGraphs:
         """Why there are no graphs; empty if there may be."""
         self._without: str | None = None
         """Note on jobs that have no graphs while others may."""
+        if compiled.recurrent:
+            self.stop(RECURRENT)
 
     @property
     def notes(self) -> tuple[str, ...]:

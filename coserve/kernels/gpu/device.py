@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -80,3 +81,8 @@ def _whole(device: torch.device) -> DeviceInfo:
 def interpreted() -> bool:
     """Whether Triton kernels run in Triton's interpreter (for tests without a GPU)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device in stream order, without waiting for it."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -8,13 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from coserve.kernels.gpu.device import to_device
 from coserve.kernels.recurrent.interface import RecurrenceInputs
-from coserve.kernels.recurrent.reference import CHUNK, by_tokens, in_chunks, prepared, tapped
+from coserve.kernels.recurrent.reference import CHUNK, by_tokens, convolved, in_chunks, normalized, prepared
+
+if TYPE_CHECKING:
+    from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence
 
 
 class PackedRecurrence:
@@ -26,24 +31,39 @@ class PackedRecurrence:
 
     def __init__(self, bounds: Sequence[int]) -> None:
         self._spans = [(start, end) for start, end in pairwise(bounds) if end > start]
-        self._rows = bounds[-1]
-        self._taps: dict[tuple[int, torch.device], Tensor] = {}
+        self._bounds, self._rows = bounds, bounds[-1]
+        self._kernels: dict[torch.device, ChunkedRecurrence] = {}
+        self._offsets: dict[torch.device, Tensor] = {}
         self._batches: dict[torch.device, tuple[list[Tensor], Tensor]] = {}
 
     def convolve(
         self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
     ) -> Tensor:
         """See `Recurrence.convolve`."""
-        taps_TW = self._taps_on(x_TC.device, weight_CW.shape[1])
-        return tapped(torch.cat((x_TC, x_TC.new_zeros(1, x_TC.shape[1]))), taps_TW, weight_CW, bias_C, activation)
+        return convolved(x_TC, self.offsets(x_TC.device), weight_CW, bias_C, activation)
 
     def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
-        """See `Recurrence.recur`. Only the inputs are kept for the backward, as the fp32 tensors of all chunks take
-        several times the memory of the rest of a layer."""
+        """See `Recurrence.recur`. Only the inputs are kept for the backward, as the tensors of all chunks take several
+        times the memory of the rest of a layer."""
+        if (kernels := self._kernels_for(given)) is not None:
+            found: Tensor = _ByKernels.apply(kernels, *normalized(given)[:5])  # type: ignore[no-untyped-call]
+            return found
         if torch.is_grad_enabled() and given.v.requires_grad:
             out: Tensor = checkpoint(self._recur, given, use_reentrant=False, preserve_rng_state=False)
             return out
         return self._recur(given)
+
+    def _kernels_for(self, given: RecurrenceInputs) -> ChunkedRecurrence | None:
+        """The kernels, if they can compute these inputs."""
+        if not given.v.is_cuda or given.decay.dim() == 3:
+            return None
+        from coserve.kernels.recurrent.chunked.recurrence import MOST_KEYS, ChunkedRecurrence  # needs Triton
+
+        if given.k.shape[2] > MOST_KEYS:
+            return None
+        if given.v.device not in self._kernels:
+            self._kernels[given.v.device] = ChunkedRecurrence(self._bounds, given.v.device)
+        return self._kernels[given.v.device]
 
     def _recur(self, given: RecurrenceInputs) -> Tensor:
         every = prepared(given)
@@ -55,13 +75,22 @@ class PackedRecurrence:
             outputs.append(compute(every.rows(partial(_at, rows_BL)), state_BHKV)[0].flatten(0, 1))
         return torch.cat(outputs).index_select(0, back_T).to(given.v.dtype)
 
-    def _taps_on(self, device: torch.device, width: int) -> Tensor:
-        """The rows (T, W) that each token's convolution reads; row T holds zeros."""
-        if (width, device) not in self._taps:
-            starts = torch.cat([torch.full((end - start,), start) for start, end in self._spans])
-            taps = torch.arange(self._rows)[:, None] + torch.arange(1 - width, 1)
-            self._taps[width, device] = taps.where(taps >= starts[:, None], self._rows).to(device)
-        return self._taps[width, device]
+    def gradients(self, given: RecurrenceInputs, dout_THV: Tensor) -> list[Tensor]:
+        """Return the gradients of q, k, v, the decay and, if there is one, beta, given that of `recur`'s output.
+        Computes the forward again. The inputs are `normalized`."""
+        if (kernels := self._kernels_for(given)) is not None:
+            return kernels.gradients(given, dout_THV)
+        with torch.enable_grad():
+            own = given.rows(lambda x: x.detach().requires_grad_())
+            leaves = [x for x in own[:5] if isinstance(x, Tensor)]
+            return list(torch.autograd.grad(self._recur(own), leaves, dout_THV))
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """Each row's index in its own sequence: (T) int32."""
+        if device not in self._offsets:
+            offsets = torch.cat([torch.arange(end - start, dtype=torch.int32) for start, end in self._spans])
+            self._offsets[device] = to_device(offsets, device)
+        return self._offsets[device]
 
     def _batches_on(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
         """The rows (B, L) of the sequences of each number of chunks, the last row repeated where one is shorter, and
@@ -80,6 +109,21 @@ class PackedRecurrence:
                 batches.append(torch.stack(rows).to(device))
             self._batches[device] = batches, back.to(device)
         return self._batches[device]
+
+
+class _ByKernels(torch.autograd.Function):
+    """`ChunkedRecurrence.recur`, differentiable. Keeps the inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: ChunkedRecurrence, *given: Tensor | None) -> Tensor:  # noqa: ANN401 - torch's own
+        ctx.kernels = kernels
+        ctx.save_for_backward(*given)
+        return kernels.recur(RecurrenceInputs(*given))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, dout_THV: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch's own
+        found = ctx.kernels.gradients(RecurrenceInputs(*ctx.saved_tensors), dout_THV)
+        return None, *found, *[None] * (5 - len(found))
 
 
 def _at(rows_BL: Tensor, x: Tensor) -> Tensor:

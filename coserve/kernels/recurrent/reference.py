@@ -5,13 +5,14 @@ Letters: see `interface`; B sequences, L tokens of each, N chunks, Z tokens of a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from coserve.kernels.recurrent.interface import RecurrenceInputs
+from coserve.kernels.recurrent.interface import RecurrenceInputs, RecurrenceParams
 
 CHUNK = 64
 """Tokens of a chunk, within which everything is products of matrices."""
@@ -20,24 +21,54 @@ CHUNK = 64
 def tapped(
     rows_NC: Tensor, taps_TW: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
 ) -> Tensor:
-    """Return `activation(sum over w of rows[taps[:, w]] * weight[:, w] + bias)`: (T, C). Tap by tap, so that a token's
+    """Return `activation(sum over w of rows[taps[:, w]] * weight[:, w] + bias)`: (T, C)."""
+    inputs = (rows_NC.index_select(0, taps_TW[:, tap]) for tap in range(weight_CW.shape[1]))
+    return _weighted(inputs, weight_CW, bias_C, activation).to(rows_NC.dtype)
+
+
+def convolved(
+    x_TC: Tensor, offsets_T: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
+) -> Tensor:
+    """Compute `tapped` for packed rows whose sequences begin in the batch: (T, C), with the same bits. `offsets_T`:
+    each row's index in its own sequence. Shifts and masks, no indices, so that a compiler fuses them, backward
+    included."""
+    tokens = x_TC.shape[0]
+
+    def before(rows: int) -> Tensor:
+        return pad(x_TC, (0, 0, rows, 0))[:tokens].masked_fill((offsets_T < rows)[:, None], 0) if rows else x_TC
+
+    inputs = (before(rows) for rows in reversed(range(weight_CW.shape[1])))
+    return _weighted(inputs, weight_CW, bias_C, activation).to(x_TC.dtype)
+
+
+def _weighted(inputs: Iterable[Tensor], weight_CW: Tensor, bias_C: Tensor | None, activation: str | None) -> Tensor:
+    """Return `activation(sum over w of inputs[w] * weight[:, w] + bias)` in fp32: (T, C). Tap by tap, so that a token's
     bits do not depend on the others."""
     assert activation in ("silu", None), f"expected silu or nothing behind the convolution, got {activation}"
-    total = torch.zeros((), dtype=torch.float32, device=rows_NC.device)
-    for tap in range(weight_CW.shape[1]):
-        total = total + rows_NC.index_select(0, taps_TW[:, tap]).float() * weight_CW[:, tap].float()
+    total = torch.zeros((), dtype=torch.float32, device=weight_CW.device)
+    for tap, x_TC in enumerate(inputs):
+        total = total + x_TC.float() * weight_CW[:, tap].float()
     if bias_C is not None:
         total = total + bias_C.float()
-    return (silu(total) if activation == "silu" else total).to(rows_NC.dtype)
+    return silu(total) if activation == "silu" else total
+
+
+def normalized(given: RecurrenceInputs) -> RecurrenceInputs:
+    """Return the inputs with queries and keys normalised, and queries scaled, in their own dtypes: `params` asks
+    nothing more of them."""
+    if given.params == RecurrenceParams():
+        return given
+    q, k = given.q.float(), given.k.float()
+    if given.params.normalize:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q = q * given.params.scale
+    return given._replace(q=q.to(given.q.dtype), k=k.to(given.k.dtype), params=RecurrenceParams())
 
 
 def prepared(given: RecurrenceInputs) -> RecurrenceInputs:
     """Return the inputs in fp32, queries and keys for every head, normalised and scaled: (T, H, K)."""
-    q, k, v, decay, beta, params = given.rows(Tensor.float)
+    q, k, v, decay, beta, _ = normalized(given.rows(Tensor.float))
     heads = v.shape[1]
-    if params.normalize:
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q = q * params.scale
     if q.shape[1] != heads:
         q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
     return RecurrenceInputs(q, k, v, decay, beta)

@@ -26,8 +26,10 @@ from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCall, LayerCut, LayerInputs
 from coserve.model.lora import SharedInput, shared_of
 from coserve.model.parallel.mesh import LoneRank, Mesh
+from coserve.model.recurrent.seam import recurring
 from coserve.model.training.kinds import kind_of, own_tensors, plain
 from coserve.model.training.ops import AttendRows, TracedRanks
+from coserve.model.training.recurrent_ops import RecurRows
 from coserve.model.training.running_pass import AlonePass, RunningPass
 from coserve.model.training.trace import Compile, CompiledLayer, TracedLayer, inductor, trace_layer
 
@@ -73,8 +75,6 @@ class CompiledLayers:
         once the layers are compiled. Ranks that share a base do this at the same time. Raises `UnsupportedBase`, with
         several ranks `FailedTogether`, and any error of stacking the weights, which cannot be undone.
         """
-        if base.states:
-            raise UnsupportedBase("its recurrent layers are differentiated by autograd, in plain torch")
         if base.sharding is not None and base.sharding.experts:
             raise UnsupportedBase("the outputs of its experts are summed over the GPUs, which is not traced")
         if base.sharding is not None and base.sharding.norms:
@@ -86,6 +86,8 @@ class CompiledLayers:
         self._tolerance = FP8_TOLERANCE if rounds else TOLERANCE[base.dtype]
         self._mesh = None if base.sharding is None else base.sharding.mesh
         self.cut = cut
+        self.recurrent = bool(base.states)
+        """Whether some layers have a recurrent state; their launches depend on the lengths of the rows."""
         self._load_costs = costs
         self.costs: TrainingCosts | None = None
         """Memory costs for planning jobs. None if they are unknown, or if a batch was refused, as others may be,
@@ -425,14 +427,14 @@ class _Example:
         count = len(arguments.tensors)
         args, kwargs = arguments.put(others[:count])
         own = dict(zip(self.own, others[count:], strict=True))
-        with running(ForwardContext(training=NO_PASS)):
+        with running(ForwardContext(training=NO_PASS)), recurring(RecurRows()):
             output = torch.func.functional_call(self.layer, own, (h_1TD, *args), kwargs)
         h_next_1TD: Tensor = output[0] if isinstance(output, tuple) else output
         return h_next_1TD
 
     def expected(self, gradient_1TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's own output, and the gradient of its input."""
-        with torch.enable_grad(), running(ForwardContext()):
+        with torch.enable_grad(), running(ForwardContext()), recurring(self.attention.recurrence):
             leaf_1TD = self.h_1TD.detach().requires_grad_()
             output = self.plain(leaf_1TD, *self.call.args, **self.call.kwargs)
             h_next_1TD: Tensor = output[0] if isinstance(output, tuple) else output

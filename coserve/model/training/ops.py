@@ -19,7 +19,8 @@ from coserve.model.forward_context import TrainingSeams, current
 from coserve.model.parallel.mesh import LoneRank
 
 
-def _seams() -> TrainingSeams:
+def seams() -> TrainingSeams:
+    """Return the implementation of the running pass."""
     found = current.context.training
     assert found is not None, "expected to run within CompiledLayers"
     return found
@@ -30,13 +31,13 @@ def _learn(x: Tensor, width: int, group: int) -> Tensor:
 
     `width`: ΣO.
     """
-    y_TO = _seams().learn(current.layer, group, x.reshape(-1, x.shape[-1]))
+    y_TO = seams().learn(current.layer, group, x.reshape(-1, x.shape[-1]))
     return y_TO.view(*x.shape[:-1], width)
 
 
 def _learn_backward(dy: Tensor, x: Tensor, group: int) -> Tensor:
     """Return the gradient of x, shaped as x. Adds those of the adapters to their sums."""
-    dx_TD = _seams().learn_backward(current.layer, group, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+    dx_TD = seams().learn_backward(current.layer, group, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
     return dx_TD.view(x.shape)
 
 
@@ -52,7 +53,7 @@ def _attend(
 ) -> Tensor:
     """Compute `Attention.attend`: (H, T, D), (K, T, D), (K, T, E) -> (T, H, E)."""
     params = AttentionParams(scaling, window, softcap, sinks, chunked)
-    return _seams().attend(current.layer, q, k, v, params).contiguous()
+    return seams().attend(current.layer, q, k, v, params).contiguous()
 
 
 def _attend_backward(
@@ -69,13 +70,13 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     params = AttentionParams(scaling, window, softcap, sinks, chunked)
-    dq, dk, dv = _seams().attend_backward(current.layer, (q, k, v), out, dout, params)
+    dq, dk, dv = seams().attend_backward(current.layer, (q, k, v), out, dout, params)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _sum_ranks(x: Tensor, place: int) -> Tensor:
     """Return the sum of all ranks' x."""
-    return _seams().sum_ranks(place, x)
+    return seams().sum_ranks(place, x)
 
 
 def _sum_ranks_fake(x: Tensor, place: int) -> Tensor:

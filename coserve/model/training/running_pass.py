@@ -13,6 +13,8 @@ from torch import Tensor
 from coserve.kernels.attention.interface import AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
+from coserve.kernels.recurrent.interface import RecurrenceInputs
+from coserve.model.forward_context import current
 from coserve.model.lora import SharedInput
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.ops import Again
@@ -90,6 +92,15 @@ class RunningPass:
         self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], out_THD: Tensor, dout_THD: Tensor, params: AttentionParams
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._attention.gradients(qkv, out_THD, dout_THD, self._sums.pop(layer, None), params)
+
+    def row_offsets(self, device: torch.device) -> Tensor:
+        return self._attention.recurrence.offsets(device)
+
+    def recur(self, given: RecurrenceInputs) -> Tensor:
+        return self._attention.recurrence.recur(current.layer, given)
+
+    def recur_backward(self, given: RecurrenceInputs, dout_THV: Tensor) -> list[Tensor]:
+        return self._attention.recurrence.gradients(given, dout_THV)
 
     def sum_ranks(self, place: int, x: Tensor) -> Tensor:
         if place in self._unread_sums:

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from coserve.core.errors import UnsupportedBase
 from coserve.core.gpu_memory import Kept
 from coserve.model.training.ops import ATTEND, LEARN, Again
+from coserve.model.training.recurrent_ops import RECUR
 
 SAVE_LESS: dict[str, object] = {"ban_recompute_materialized_backward": False}
 """Partitioner options that recompute the inputs of GEMMs (outputs of norms and activations), which saves a third of the
@@ -175,13 +176,14 @@ def _copied(graph: fx.Graph) -> fx.Graph:
 
 
 def _mark_all_but_attention(joint: fx.Graph) -> None:
-    """Tell the partitioner to save attention's outputs, and nothing else that the forward computes."""
+    """Tell the partitioner to save the outputs of attention and recurrences, and nothing else that the forward
+    computes."""
     after_gradient = set[fx.Node]()
     for node in joint.nodes:
         if (node.op == "placeholder" and "tangents" in node.target) or after_gradient & {*node.all_input_nodes}:
             after_gradient.add(node)
         elif node.op == "call_function":
-            own = node.target is ATTEND
+            own = node.target in (ATTEND, RECUR)
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if own else CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = 0  # expected by some releases of torch together with `recompute`
 

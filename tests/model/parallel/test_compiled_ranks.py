@@ -104,7 +104,7 @@ def check_job(ranks: Ranks, folder: str, strategy: str, kind: Kind) -> None:
         assert all(torch.equal(other.state[name], tensor) for name, tensor in first.state.items())
 
 
-@pytest.mark.parametrize("family", in_turns(["gemma2", "gpt2", "phi", "phi3", "cohere"]))
+@pytest.mark.parametrize("family", in_turns(["gemma2", "gpt2", "phi", "phi3", "cohere", "lfm2"]))
 def test_a_job_of_other_layers(two: Ranks, tmp_path: Path, family: str) -> None:
     tiny_family(family).save_pretrained(tmp_path)
     expected = train(None, str(tmp_path), "nfs", KINDS[0], 0, STEPS, None, "grouped", 0.0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from coserve.kernels.gpu.device import to_device
 from coserve.kernels.lora.types import VECTOR, LoraPair, TableEntry, is_aligned
 
 RANK_BLOCK = 16
@@ -154,11 +155,6 @@ def table_on(storage: Tensor, sizes: Tensor, *, blocked: bool) -> SiteTable:
         blocked=blocked,
         storage=storage,
     )
-
-
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device asynchronously."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _send(host: Tensor, to: Tensor) -> None:

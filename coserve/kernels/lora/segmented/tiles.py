@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, to_device
+from coserve.kernels.gpu.device import to_device
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
 from coserve.kernels.lora.segments import Segments
 
 

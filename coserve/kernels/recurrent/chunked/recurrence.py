@@ -1,0 +1,121 @@
+"""Recurrences over packed sequences by Triton kernels, forward and backward: see `chunked.kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from coserve.kernels.gpu.device import to_device
+from coserve.kernels.gpu.launcher import launch
+from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
+from coserve.kernels.recurrent.chunked.backward_kernels import inputs_back, scan_back, solve_back
+from coserve.kernels.recurrent.chunked.kernels import output, scan, solve
+from coserve.kernels.recurrent.interface import RecurrenceInputs
+from coserve.kernels.recurrent.reference import CHUNK
+
+MOST_KEYS = 128
+"""Largest key: a program holds the whole keys of a chunk."""
+VALUES = 64
+"""Most values of a state in a program."""
+
+
+class _Forward(NamedTuple):
+    """Results that the last kernel of a forward, and those of a backward, read besides the inputs."""
+
+    states: Tensor
+    """Before each chunk: (N, H, K, V)."""
+    new: Tensor
+    """Values that each token adds to the states under its key: (T, H, V)."""
+    w: Tensor
+    """(T, H, K). Without a delta rule the keys, which nothing reads."""
+    inverse: Tensor | None
+    """(N, H, Z, Z)."""
+
+
+class ChunkedRecurrence:
+    """The recurrences of one batch, in its layers. Queries and keys come normalised and scaled (`normalized`)."""
+
+    def __init__(self, bounds: Sequence[int], device: torch.device, chunk: int = CHUNK) -> None:
+        """`bounds`: of the sequences, see `PackedRecurrence`."""
+        spans = [(start, end) for start, end in pairwise(bounds) if end > start]
+        chunks = [(at, min(at + chunk, end)) for start, end in spans for at in range(start, end, chunk)]
+        first = [0, *accumulate(cdiv(end - start, chunk) for start, end in spans)]
+        rows = [row for one in (*chunks, *[(0, 0)] * (len(chunks) % 2)) for row in one]  # `first` is to be aligned
+        table = to_device(torch.tensor([*rows, *first], dtype=torch.int32), device)
+        self._chunks, self._first = torch.split(table, [len(rows), len(first)])
+        self._count, self._sequences, self._chunk = len(chunks), len(spans), chunk
+
+    def recur(self, given: RecurrenceInputs) -> Tensor:
+        """Compute `Recurrence.recur`: (T, H, V), in the values' dtype."""
+        batch = _Batch(given, self._chunk)
+        kept, out_THV = self._forward(batch), torch.empty_like(batch.v)
+        grid = self._count, batch.heads, batch.value_blocks
+        batch.launch(output, grid, out_THV, batch.q, batch.k, kept.new, kept.states, batch.decay, self._chunks)
+        return out_THV
+
+    def gradients(self, given: RecurrenceInputs, dout_THV: Tensor) -> list[Tensor]:
+        """Return the gradients of q, k, v, the decay and, if there is one, beta, given that of `recur`'s output.
+        Computes the forward again."""
+        batch, dout, chunks = _Batch(given, self._chunk), dout_THV.contiguous(), self._chunks
+        kept, q, k, v, decay, beta = self._forward(batch), batch.q, batch.k, batch.v, batch.decay, batch.beta
+        delta, (tokens, groups, keys) = beta is not None, k.shape
+        dstates, dnew = torch.empty_like(kept.states), torch.empty_like(kept.new)
+        of_values = self._sequences, batch.heads, batch.value_blocks
+        tensors = dstates, dnew, dout, q, k, kept.w, decay, chunks, self._first
+        batch.launch(scan_back, of_values, *tensors, warps=8, DELTA=delta)
+        dq_THK, dk_THK = (q.new_empty(tokens, batch.heads, keys, dtype=torch.float32) for _ in range(2))
+        dw, ddecay = torch.empty_like(kept.w), decay.new_empty(decay.shape, dtype=torch.float32)
+        of_chunks, found = (self._count, batch.heads), [dq_THK, dk_THK, dw, ddecay]
+        inputs = q, k, kept.new, kept.states, dout, dnew, dstates, decay
+        batch.launch(inputs_back, of_chunks, *found, *inputs, chunks, warps=8, DELTA=delta)
+        dv, dbeta = dnew.to(v.dtype), list[Tensor]()
+        if beta is not None:
+            dv, dbeta = torch.empty_like(v), [torch.empty_like(beta)]
+            found = [dk_THK, dv, ddecay, *dbeta]
+            batch.launch(solve_back, of_chunks, *found, k, v, decay, beta, kept.inverse, dnew, dw, chunks, warps=8)
+        dq, dk = (x.view(tokens, groups, -1, keys).sum(2).to(q.dtype) for x in (dq_THK, dk_THK))
+        return [dq, dk, dv, ddecay.to(decay.dtype), *dbeta]
+
+    def _forward(self, batch: _Batch) -> _Forward:
+        """Compute all but the outputs."""
+        k, v, heads, chunk = batch.k, batch.v, batch.heads, self._chunk
+        (tokens, _, keys), values = k.shape, v.shape[2]
+        u, new, w, inverse = v, v, k, None
+        if batch.beta is not None:
+            u, new = (k.new_empty(v.shape) for _ in range(2))
+            w, inverse = k.new_empty(tokens, heads, keys), k.new_empty(self._count, heads, chunk, chunk)
+            grid = self._count, heads
+            batch.launch(solve, grid, inverse, u, w, k, v, batch.decay, batch.beta, self._chunks)
+        states = k.new_empty(self._count, heads, keys, values)
+        tensors = states, new, k, u, w, batch.decay, self._chunks, self._first
+        of_values = self._sequences, heads, batch.value_blocks
+        batch.launch(scan, of_values, *tensors, DELTA=inverse is not None)
+        return _Forward(states, new, w, inverse)
+
+
+class _Batch:
+    """The inputs, contiguous, and the sizes that kernels take."""
+
+    def __init__(self, given: RecurrenceInputs, chunk: int) -> None:
+        self.q, self.k, self.v, self.decay, self.beta, _ = given.rows(Tensor.contiguous)
+        (_, groups, keys), (_, self.heads, values) = self.k.shape, self.v.shape
+        self._sizes = self.heads, groups, keys, values
+        block_v = max(16, min(VALUES, next_power_of_2(values)))
+        self.value_blocks = cdiv(values, block_v)
+        self._blocks = {"Z": chunk, "BK": max(16, next_power_of_2(keys)), "BV": block_v}
+
+    def launch(
+        self,
+        kernel: JITFunction[Callable[..., None]],
+        grid: tuple[int, ...],
+        *tensors: Tensor | None,
+        warps: int = 4,
+        **flags: bool,
+    ) -> None:
+        """Launch a kernel on these tensors, followed by the sizes."""
+        launch(kernel, grid, *tensors, *self._sizes, **flags, **self._blocks, num_warps=warps, num_stages=1)

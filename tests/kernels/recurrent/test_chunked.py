@@ -1,0 +1,50 @@
+"""Recurrences in chunks by kernels against plain torch, forward and backward: in Triton's interpreter without a GPU,
+else also in bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence
+from coserve.kernels.recurrent.interface import RecurrenceInputs
+from coserve.kernels.recurrent.packed import PackedRecurrence
+from tests.support.attention_cases import DEVICE
+
+SHORT = ((0, 19, 20, 20, 23), 16)
+"""Bounds of sequences, of several chunks, of one token and empty, and the tokens of a chunk."""
+LONG = ((0, 70, 71, 71, 300), 64)
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+SIZES = {"delta rule": (2, 2, 6, 20), "no delta, grouped keys": (2, 1, 20, 10)}
+"""H, G, K, V."""
+GPU_SIZES = {"delta rule": (4, 4, 128, 128), "no delta, grouped keys": (8, 2, 128, 64)}
+
+
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+def test_outputs_and_gradients(case: str, dtype: torch.dtype) -> None:
+    delta = case == "delta rule"
+    sizes, (bounds, chunk) = (GPU_SIZES, LONG) if DEVICE == "cuda" else (SIZES, SHORT)
+    heads, groups, keys, values = sizes[case]
+    tokens, generator = bounds[-1], torch.Generator().manual_seed(0)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(tokens, *sizes, generator=generator)
+
+    given = RecurrenceInputs(
+        random(groups, keys) / keys**0.5,
+        normalize(random(groups, keys), dim=-1),
+        random(heads, values),
+        -random(heads).abs() / 4,
+        random(heads).sigmoid() if delta else None,
+    ).rows(lambda x: x.to(DEVICE, dtype))
+    given = given._replace(decay=given.decay.float())
+    dout_THV = random(heads, values).to(DEVICE, dtype)
+    kernels, plain = ChunkedRecurrence(bounds, torch.device(DEVICE), chunk), PackedRecurrence(bounds)
+    cpu = given.rows(lambda x: x.float().cpu())
+    found = [kernels.recur(given), *kernels.gradients(given, dout_THV)]
+    expected = [plain.recur(0, cpu), *plain.gradients(cpu, dout_THV.float().cpu())]
+    for own, right in zip(found, expected, strict=True):
+        error = torch.linalg.vector_norm(own.float().cpu() - right) / torch.linalg.vector_norm(right)
+        assert float(error) < TOLERANCE[dtype]

@@ -1,0 +1,92 @@
+"""Compiled training layers of bases some of whose layers keep a recurrent state, against the base's own layers and
+autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from coserve.core.types import LoraSettings
+from coserve.finetune.layers.graphs import LayerGraphs
+from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
+from coserve.finetune.packed_rows import pack_rows
+from coserve.kernels.lora.segments import Segments
+from coserve.model.base import Base, wrap_base
+from coserve.model.layers import LayerCut
+from coserve.model.lora import LoraBatch
+from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.model.training.trace import Compile, inductor, interpreted
+from tests.support.examples import in_turns, on_days
+from tests.support.families import tiny_family
+from tests.support.finetuning import CPU, random_corpus, started
+from tests.support.gpu_memory import COSTS
+from tests.support.layer_graphs import RepeatingRecorder
+from tests.support.lora_backends import SEGMENTED
+
+CORPUS = random_corpus(lengths=(70, 2, 1, 5))
+"""A row longer than a chunk of a recurrence, and rows shorter than a convolution."""
+TARGETS = ("in_proj", "in_proj_qkv", "out_proj", "q_proj", "down_proj")
+SHAPES: dict[str, dict[str, object]] = {
+    "qwen3_5_text": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "olmo_hybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 0},
+    "nemotron_h": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "mlp"]},
+    "falcon_h1": {"num_hidden_layers": 1},
+    "jamba": {"num_hidden_layers": 2, "expert_layer_offset": 5},
+    "lfm2": {},
+}
+
+
+def base_of(family: str) -> Base:
+    return wrap_base(tiny_family(family, **SHAPES[family]), name=family)
+
+
+def compiled_of(base: Base, compile: Compile = interpreted, *, levels: bool = True) -> CompiledLayers:
+    layers = CompiledLayers(base, LayerCut(base), compile, costs=lambda: COSTS)
+    layers.compile()
+    if levels:
+        layers.compile_levels(COSTS)
+    return layers
+
+
+def gradients(base: Base, compiled: CompiledLayers | None, rows: Sequence[int], **counts: int) -> list[Tensor]:
+    """The loss's sums and all gradients of a packed batch of these rows."""
+    targets = tuple(name for name in TARGETS if any(site.endswith(f".{name}") for site in base.spec.sites))
+    optimizer, packed = started(base, LoraSettings(r=2, alpha=4, targets=targets)), pack_rows(CORPUS, rows, CPU)
+    lora = LoraBatch(Segments((0, packed.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
+    runner = MicroBatchRunner(base, recompute=False, compiled=compiled)
+    sums = run_to_end(runner.forward_backward(packed, lora, optimizer.trainable, optimizer.grads, **counts))
+    return [sums, *(one for layer in optimizer.grads for one in layer)]
+
+
+def close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for own, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, right, rtol=5e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("family", in_turns([*SHAPES], ["qwen3_5_text"]))
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_are_those_of_autograd(family: str) -> None:
+    """Of rows that share a batch, whatever layers keep."""
+    base = base_of(family)
+    compiled, expected = compiled_of(base), gradients(base, None, range(4))
+    for counts in ({}, {"partly": 1, "recomputed": len(base.layers) - 1}):
+        close(gradients(base, compiled, range(4), **counts), expected)
+    assert not compiled.notes, "none was refused"
+    graphs = LayerGraphs(compiled, RepeatingRecorder)
+    assert "recurrent layers" in graphs.notes[0] and graphs.padded_size(7) == 7, "no graphs, no padding for them"
+
+
+@on_days(2)
+@pytest.mark.filterwarnings("ignore")
+def test_rows_of_a_batch_learn_what_they_learn_alone() -> None:
+    """With the real compiler."""
+    base = base_of("qwen3_5_text")
+    compiled = compiled_of(base, inductor, levels=False)
+    together = gradients(base, compiled, range(3))
+    alone = [gradients(base, compiled, [row]) for row in range(3)]
+    close(together, [torch.stack(own).sum(0) for own in zip(*alone, strict=True)])
+    close(together, gradients(base, None, range(3)))
