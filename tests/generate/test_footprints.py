@@ -14,7 +14,7 @@ from coserve.core.types import AdapterRef
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
 from coserve.generate.execution.graph_executor import GraphExecutor
-from coserve.generate.execution.graphs.captured import covering_graph
+from coserve.generate.execution.graphs.graph_set import covering_graph
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments

@@ -22,7 +22,7 @@ from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graphs.decode import DecodeGraph
-from coserve.generate.execution.graphs.left_out import LeftOut
+from coserve.generate.execution.graphs.graph_set import LeftOut
 from coserve.generate.execution.graphs.mixed import MixedGraph
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator

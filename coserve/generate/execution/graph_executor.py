@@ -19,10 +19,8 @@ from coserve.core.types import AdapterRef
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS, GraphFootprints, LoraFootprint
 from coserve.generate.execution.graph_sizes import CAPTURE_AFTER, MIXED_TOKENS, decode_batches, mixed_capacities
-from coserve.generate.execution.graphs.decode import DecodeGraph
-from coserve.generate.execution.graphs.decode_set import DecodeGraphs
-from coserve.generate.execution.graphs.mixed import Rows, rows_of
-from coserve.generate.execution.graphs.mixed_set import MixedGraphs
+from coserve.generate.execution.graphs.decode import DecodeGraph, DecodeGraphs
+from coserve.generate.execution.graphs.mixed import MixedGraphs, Rows, rows_of
 from coserve.generate.execution.graphs.shared import GraphState, LogitsBuffer, make_graph_pool
 from coserve.generate.execution.interface import SequenceInput, StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.generate.execution.packing import by_adapter, pack

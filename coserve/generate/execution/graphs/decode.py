@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from coserve.generate.execution.footprint import LoraFootprint
-from coserve.generate.execution.graph_sizes import TileCapacity, decode_tile_capacities
-from coserve.generate.execution.graphs.captured import CapturedStep
-from coserve.generate.execution.graphs.shared import GraphState, InputBuffer, InputCopies
+from coserve.generate.execution.graph_sizes import decode_tile_capacities
+from coserve.generate.execution.graphs.graph_set import GraphSet
+from coserve.generate.execution.graphs.shared import GraphState
+from coserve.generate.execution.graphs.step_graph import StepGraph
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.generate.sampling.draws import likeliest
 from coserve.kernels.attention.interface import StaticPagedAttention, TokenRun
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segments import Segments
+from coserve.memory.kv import KvCache
 
 
-class DecodeGraph:
-    """Steps of up to B sequences with one token each.
-
-    With adapters there is a graph for each capacity of LoRA tiles, all over the same buffers.
-    """
+class DecodeGraph(StepGraph[StaticPagedAttention]):
+    """Steps of up to B sequences with one token each."""
 
     def __init__(self, state: GraphState, attention: StaticPagedAttention, footprint: LoraFootprint) -> None:
         """`footprint`: covers the footprint of each step."""
-        batch, device = attention.batch, state.token_slots.tokens.device
-        self._state, self._attention = state, attention
-        self._lora: StaticSlotLora | None = None
+        batch, lora = attention.batch, None
         if footprint.max_rank:
             capacities = decode_tile_capacities(batch)
-            self._lora = StaticSlotLora(state.adapter_slots, batch, footprint, capacities, decode=True)
-        self._inputs, self._copies = InputBuffer((batch, batch), device), InputCopies(device)
-        self._captured = CapturedStep(self._step, self._lora)
-        self._attention.load(())
-
-    def capture(self) -> Iterator[None]:
-        """Capture in pieces. Exhaust it before the first `run`; steps of other graphs may run between pieces."""
-        if self._state.pool is not None:
-            yield from self._captured.capture(self._state.pool, lambda: self._attention.load(()))
+            lora = StaticSlotLora(state.adapter_slots, batch, footprint, capacities, decode=True)
+        super().__init__(state, attention, lora, (batch, batch))
 
     def run(
         self, runs: Sequence[TokenRun], slots: Sequence[int], tokens: Sequence[int], segments: Segments | None
@@ -49,15 +39,7 @@ class DecodeGraph:
         Returns logits (N, V) and the most likely tokens (N), already stored in the token slots; `NOT_FINITE` for none.
         The next run of any graph overwrites both.
         """
-        self._copies.wait()
-        self._attention.load(runs)
-        self._inputs.load(slots, tokens)
-        capacity: TileCapacity | None = None
-        if self._lora is not None:
-            assert segments is not None, "expected adapters where the graph adds them"
-            capacity = self._lora.load(segments)
-        self._copies.record()
-        logits, best = self._captured.replay(capacity)
+        logits, best = self._run(runs, segments, (slots, tokens))
         return logits[: len(runs)], best[: len(runs)]
 
     def _step(self, lora: PreparedLora | None) -> tuple[Tensor, Tensor]:
@@ -67,3 +49,25 @@ class DecodeGraph:
         best = likeliest(logits)
         self._state.token_slots.store(slots, best)
         return self._state.logits.keep(logits), best
+
+
+class DecodeGraphs(GraphSet[int, DecodeGraph]):
+    """A base's decode graphs, by batch size and LoRA footprint."""
+
+    def __init__(self, state: GraphState, kv: KvCache, batches: tuple[int, ...], max_tokens: int) -> None:
+        """`batches`: smallest first; `max_tokens`: longest context."""
+        super().__init__(state.fused.base, batches)
+        self._state, self._kv, self._max_tokens = state, kv, max_tokens
+
+    def holding(self, sequences: int, footprint: LoraFootprint, *, capture: bool = True) -> DecodeGraph | None:
+        """Return the graph for a step of `sequences` sequences; None: none is large enough, or none can be captured.
+
+        `capture`: capture the graph of the next size if it is missing; otherwise a larger one serves until then.
+        """
+        fit = [batch for batch in self._sizes if batch >= sequences]
+        if capture and fit and self._covering(fit[:1], footprint) is None:
+            self._capture_at_once(fit[0], footprint)
+        return self._covering(fit, footprint)
+
+    def _make(self, size: int, footprint: LoraFootprint) -> DecodeGraph:
+        return DecodeGraph(self._state, self._kv.static_attention(size, self._max_tokens), footprint)

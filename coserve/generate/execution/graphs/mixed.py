@@ -6,24 +6,27 @@ variants, which Triton would compile while serving. A graph is one launch, and i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from coserve.generate.execution.footprint import LoraFootprint
-from coserve.generate.execution.graph_sizes import DECODE_KERNEL_TOKENS, TileCapacity, mixed_tile_capacities
-from coserve.generate.execution.graphs.captured import CapturedStep
-from coserve.generate.execution.graphs.shared import GraphState, InputBuffer, InputCopies
+from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
+from coserve.generate.execution.graph_sizes import CAPTURE_AFTER, DECODE_KERNEL_TOKENS, mixed_tile_capacities
+from coserve.generate.execution.graphs.graph_set import GraphSet
+from coserve.generate.execution.graphs.shared import GraphState
+from coserve.generate.execution.graphs.step_graph import StepGraph
 from coserve.generate.execution.interface import SequenceInput
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.sampling.draws import likeliest
-from coserve.kernels.attention.interface import MixedAttention, TokenRun
+from coserve.kernels.attention.interface import MixedAttention, MixedCapacity, TokenRun
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segmented.plan import PREFILL_TILE_ROWS
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
+from coserve.memory.kv import KvCache
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def rows_of(sequences: Iterable[SequenceInput], token_slots: TokenSlots) -> Rows
     return rows
 
 
-class MixedGraph:
+class MixedGraph(StepGraph[MixedAttention]):
     """Steps of up to T tokens, padded; otherwise like `DecodeGraph`."""
 
     def __init__(
@@ -70,22 +73,13 @@ class MixedGraph:
         decode_kernel_tokens: int = DECODE_KERNEL_TOKENS,
     ) -> None:
         """`footprint`: covers the footprint of each step; `decode_kernel_tokens`: see `DECODE_KERNEL_TOKENS`."""
-        self.capacity, device = attention.capacity, state.token_slots.tokens.device
+        self.capacity, lora = attention.capacity, None
         tokens, sequences = self.capacity.tokens, self.capacity.sequences
-        self._state, self._attention = state, attention
-        self._lora: StaticSlotLora | None = None
         if footprint.max_rank:
             tiles = mixed_tile_capacities(tokens, sequences, decode_kernel_tokens=decode_kernel_tokens)
             decode = tiles[0].rows < PREFILL_TILE_ROWS
-            self._lora = StaticSlotLora(state.adapter_slots, tokens, footprint, tiles, decode=decode)
-        self._inputs = InputBuffer((tokens, tokens, tokens, sequences, sequences), device)
-        self._copies, self._captured = InputCopies(device), CapturedStep(self._step, self._lora)
-        self._attention.load(())
-
-    def capture(self) -> Iterator[None]:
-        """Capture in pieces. Exhaust it before the first `run`; steps of other graphs may run between pieces."""
-        if self._state.pool is not None:
-            yield from self._captured.capture(self._state.pool, lambda: self._attention.load(()))
+            lora = StaticSlotLora(state.adapter_slots, tokens, footprint, tiles, decode=decode)
+        super().__init__(state, attention, lora, (tokens, tokens, tokens, sequences, sequences))
 
     def run(self, rows: Rows, runs: Sequence[TokenRun], segments: Segments | None) -> tuple[Tensor, Tensor]:
         """Launch a step that fits the capacity. Returns the same as `DecodeGraph.run`, for the rows `keep`.
@@ -93,14 +87,7 @@ class MixedGraph:
         `segments`: with adapter slots; given if and only if the graph has adapters.
         """
         assert (self._lora is None) == (segments is None), "expected adapters where the graph adds them"
-        self._copies.wait()
-        self._attention.load(runs)
-        self._inputs.load(rows.tokens, rows.slots, rows.positions, rows.keep, rows.to)
-        tiles: TileCapacity | None = None
-        if self._lora is not None and segments is not None:
-            tiles = self._lora.load(segments)
-        self._copies.record()
-        logits, best = self._captured.replay(tiles)
+        logits, best = self._run(runs, segments, (rows.tokens, rows.slots, rows.positions, rows.keep, rows.to))
         return logits[: len(rows.to)], best[: len(rows.to)]
 
     def _step(self, lora: PreparedLora | None) -> tuple[Tensor, Tensor]:
@@ -112,3 +99,43 @@ class MixedGraph:
         best = likeliest(logits)
         self._state.token_slots.store(to, best)
         return self._state.logits.keep(logits), best
+
+
+class MixedGraphs(GraphSet[MixedCapacity, MixedGraph]):
+    """A base's mixed graphs, by capacity and LoRA footprint."""
+
+    def __init__(
+        self,
+        state: GraphState,
+        kv: KvCache,
+        capacities: Sequence[MixedCapacity],
+        *,
+        capture_after: int | None = CAPTURE_AFTER,
+    ) -> None:
+        """`capacities`: smallest first; `capture_after`: see `CAPTURE_AFTER`; None: never during a step."""
+        super().__init__(state.fused.base, capacities)
+        self._state, self._kv, self._capture_after = state, kv, capture_after
+        self._attention: dict[MixedCapacity, MixedAttention] = {}
+        self._missed: Counter[tuple[MixedCapacity, LoraFootprint]] = Counter()
+
+    def _order(self) -> Iterable[MixedCapacity]:
+        """Return the largest first, as all others fit its memory; then the smallest, as most steps are small."""
+        return self._sizes if self._graphs else super()._order()
+
+    def holding(self, runs: Sequence[TokenRun], footprint: LoraFootprint) -> MixedGraph | None:
+        """Return the graph for the step, at most one size larger than needed because padding costs time; None: run the
+        step without a graph."""
+        fit = [capacity for capacity in self._sizes if capacity.holds(runs)][:2]
+        found = self._covering(fit, footprint)
+        if found is None and fit and self._capture_after is not None:
+            self._missed[fit[0], footprint] += 1
+            if self._missed[fit[0], footprint] >= self._capture_after:
+                if not self._graphs:  # largest first, for its memory; without adapters: fewer kernels
+                    self._capture_at_once(self._sizes[-1], NO_ADAPTERS)
+                found = self._capture_at_once(fit[0], footprint)
+        return found
+
+    def _make(self, size: MixedCapacity, footprint: LoraFootprint) -> MixedGraph:
+        if size not in self._attention:
+            self._attention[size] = self._kv.mixed_attention(size)
+        return MixedGraph(self._state, self._attention[size], footprint)
