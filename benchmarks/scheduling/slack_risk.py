@@ -29,7 +29,7 @@ from benchmarks.common.results import Results
 from coserve.core.link.engine import EngineStopped, Shutdown
 from coserve.core.link.generation import Generate, RequestFailed, Tokens
 from coserve.core.link.jobs import StartJob
-from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
@@ -42,6 +42,7 @@ from coserve.queues.shapes import StepShape
 from tests.support import fake_ports
 from tests.support.fake_gpu import BlockingTrainer, Noise, OverlappedGenerator, job_always
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, Meter, NoAdapters
+from tests.support.local_link import LocalLink
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual
 

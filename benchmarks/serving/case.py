@@ -21,7 +21,7 @@ from coserve.core.cancellation import Cancellation
 from coserve.core.link.engine import Shutdown
 from coserve.core.link.generation import Generate, RequestFailed, Tokens
 from coserve.core.link.jobs import JobCheckpoint, JobNote, JobSnapshot, JobStarted, JobSucceeded, JobWaiting
-from coserve.core.link.link import FromEngine, ToEngine, local_pair
+from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import TrainingBatches
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
@@ -43,6 +43,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.queues.policies.choice import make_policy
+from tests.support.local_link import local_pair
 
 SEED = 7
 GREEDY = SamplingParams(temperature=0.0)

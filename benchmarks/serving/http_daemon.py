@@ -141,12 +141,13 @@ async def offline(size: Size, model: Path, root: Path) -> None:
     from coserve.config import Config
     from coserve.core.link.engine import Shutdown
     from coserve.core.link.generation import Generate, RequestFailed, Tokens
-    from coserve.core.link.link import FromEngine, local_pair
+    from coserve.core.link.link import FromEngine
     from coserve.core.sampling import SamplingParams
     from coserve.core.types import AdapterRef, Slo
     from coserve.engine.worker import build_engine
     from coserve.model.base import load_base
     from coserve.state.folder import DataFolder
+    from tests.support.local_link import local_pair
 
     config = Config(**serve_arguments(size, model, root / "offline"), prefix_cache=False)
     for i in range(ADAPTERS):

@@ -85,7 +85,6 @@ class DeviceMemory:
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """See `AdmitsJobs`."""
         return self._admission.troubles
 
     @property

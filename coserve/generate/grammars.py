@@ -46,7 +46,6 @@ class Matcher:
         self.state, self.rules = state, rules
 
     def accept(self, token: int) -> bool:
-        """See `Constraint`."""
         if self.rules is not None:
             self.rules.accept(token)
         if self.state is None:
@@ -56,7 +55,6 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        """See `Constraint`."""
         return "" if self.state is None else self.state.get_error()
 
     def finish_mask(self, words_W: Words, ends: Iterable[int]) -> None:

@@ -9,12 +9,13 @@ import pytest
 
 from coserve.core.link.engine import EngineStopped, Shutdown
 from coserve.core.link.generation import Generate, RequestFailed
-from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import Slo
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, Meter, NoAdapters, Prices
+from tests.support.local_link import LocalLink
 from tests.support.virtual_clock import run_virtual
 
 FREE = Prices(0.0, 0.0, 0.0, 0.0)

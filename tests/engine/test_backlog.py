@@ -8,12 +8,13 @@ import random
 import pytest
 
 from coserve.core.link.engine import Shutdown
-from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.engine.engine import Engine
 from coserve.engine.gauges import LOGGED_BACKLOG
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
+from tests.support.local_link import LocalLink
 from tests.support.virtual_clock import run_virtual
 
 PRICES = Prices(step=0.01, token=0.0, micro_step=0.01, spikes=0.0)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from coserve.core.garbage import IDLE, YOUNG_WHEN_IDLE, GarbageCollection
 from coserve.core.link.engine import EngineStopped, Shutdown
 from coserve.core.link.generation import Generate, Tokens
-from coserve.core.link.link import local_pair
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import Slo
 from coserve.engine.engine import Engine
@@ -17,6 +16,7 @@ from coserve.generate.plan import Ran, Share
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 from tests.support.interpreter import Interpreter
+from tests.support.local_link import local_pair
 from tests.support.virtual_clock import run_virtual
 
 PRICES = Prices(step=0.1, token=0.0, micro_step=0.01, spikes=0.0)

@@ -33,7 +33,7 @@ from coserve.core.link.jobs import (
     ResumeJob,
     StartJob,
 )
-from coserve.core.link.link import FromEngine, local_pair
+from coserve.core.link.link import FromEngine
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import LoraSettings
 from coserve.engine.device_memory import DeviceMemory, Fixed
@@ -44,6 +44,7 @@ from coserve.queues.policies.paper import Ets
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters
 from tests.support.gpu_memory import BASE, COSTS
 from tests.support.job_scene import FREE, Trouble, ask, ended, said, scene, start
+from tests.support.local_link import local_pair
 from tests.support.records import make_spec
 from tests.support.virtual_clock import run_virtual
 

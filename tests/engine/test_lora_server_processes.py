@@ -15,7 +15,7 @@ from coserve.core.errors import ConfigError, UnsupportedBase
 from coserve.core.health import LoraServerInfo
 from coserve.core.link.engine import Shutdown
 from coserve.core.link.generation import RequestFailed, Tokens
-from coserve.core.link.link import FromEngine, Link, ToEngine, local_pair
+from coserve.core.link.link import FromEngine, Link, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.types import AdapterRef
 from coserve.engine.lora_server.start import make_servers
@@ -23,6 +23,7 @@ from coserve.engine.worker import build_engine
 from coserve.model.base import wrap_base
 from tests.support.families import tiny_family
 from tests.support.generation import prompt, request
+from tests.support.local_link import local_pair
 from tests.support.lora_servers import REFS, save_adapters
 
 

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 from coserve.core.link.engine import DropAdapter, Shutdown
 from coserve.core.link.generation import Generate, Tokens
-from coserve.core.link.link import local_pair
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, Slo
 from coserve.engine.engine import Engine
 from coserve.engine.inbox import MESSAGES_AT_ONCE
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
+from tests.support.local_link import local_pair
 from tests.support.virtual_clock import run_virtual
 
 PRICES = Prices(step=0.01, token=0.0, micro_step=0.01, spikes=0.0)

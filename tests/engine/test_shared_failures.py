@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coserve.core.link.jobs import JobFailed, JobSucceeded, StartJob
-from coserve.core.link.link import local_pair
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef
 from coserve.engine.engine import Engine, JobPlaces
@@ -18,6 +17,7 @@ from coserve.finetune.passes.mixing import BatchLimits
 from coserve.queues.policy import Decision, Train, View, Wait
 from tests.support.fake_ports import FakeGenerator, Inline, Meter, NoAdapters, Prices
 from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
+from tests.support.local_link import local_pair
 
 CORPUS = random_corpus(9, (4, 4, 6, 4))
 

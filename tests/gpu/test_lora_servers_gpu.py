@@ -11,12 +11,12 @@ import torch
 from coserve.config import Config
 from coserve.core.link.engine import Shutdown
 from coserve.core.link.generation import RequestFailed, Tokens
-from coserve.core.link.link import local_pair
 from coserve.core.link.stats import EngineStats
 from coserve.engine.worker import build_engine
 from coserve.model.base import load_base
 from tests.support.families import tiny_family
 from tests.support.generation import prompt, request
+from tests.support.local_link import local_pair
 from tests.support.lora_servers import REFS, save_adapters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]

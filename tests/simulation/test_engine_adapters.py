@@ -15,7 +15,7 @@ import pytest
 from coserve.core.errors import AdapterNotFound, StorageBusy
 from coserve.core.link.engine import DropAdapter, Shutdown
 from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
-from coserve.core.link.link import FromEngine, LocalLink, ToEngine, local_pair
+from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, Slo
@@ -29,6 +29,7 @@ from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy
 from coserve.state.retries import Backoff
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
+from tests.support.local_link import LocalLink, local_pair
 
 FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
 COLD, OTHER = AdapterRef("cold", 1), AdapterRef("other", 1)

@@ -11,13 +11,14 @@ import pytest
 from coserve.core.link.engine import EngineStopped, Shutdown
 from coserve.core.link.generation import CancelRequest, Generate, Tokens
 from coserve.core.link.jobs import JobCheckpoint, JobProgress, JobStarted, StartJob
-from coserve.core.link.link import FromEngine, LocalLink, ToEngine, local_pair
+from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import Slo
 from coserve.engine.engine import Engine, JobPlaces
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters, Prices
+from tests.support.local_link import LocalLink, local_pair
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual
 

@@ -7,12 +7,13 @@ import random
 
 from coserve.core.link.engine import EngineStopped, Shutdown
 from coserve.core.link.generation import Generate, Tokens
-from coserve.core.link.link import FromEngine, LocalLink, ToEngine, local_pair
+from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import Slo
 from coserve.engine.engine import Engine
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
+from tests.support.local_link import LocalLink, local_pair
 
 FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
 

@@ -12,7 +12,7 @@ import pytest
 from coserve.core.link.engine import EngineStopped, Shutdown
 from coserve.core.link.generation import Generate, Tokens
 from coserve.core.link.jobs import StartJob
-from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.micro_step import MicroStep
@@ -26,6 +26,7 @@ from coserve.queues.shapes import StepShape
 from tests.support.examples import sample
 from tests.support.fake_gpu import FREE, job_always
 from tests.support.fake_ports import Inline, Meter, NoAdapters
+from tests.support.local_link import LocalLink
 from tests.support.scenario import job_spec
 from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer
 from tests.support.virtual_clock import run_virtual

@@ -11,7 +11,7 @@ import pytest
 from coserve.core.link.engine import EngineStopped, Shutdown
 from coserve.core.link.generation import Generate
 from coserve.core.link.jobs import StartJob
-from coserve.core.link.link import FromEngine, LocalLink, ToEngine, local_pair
+from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
@@ -23,6 +23,7 @@ from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Decision, Serve, Train, View, Wait
 from tests.support.fake_gpu import FREE, BlockingTrainer, OverlappedGenerator, job_always
 from tests.support.fake_ports import Inline, Meter, NoAdapters
+from tests.support.local_link import LocalLink, local_pair
 from tests.support.scenario import job_spec
 from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer
 from tests.support.virtual_clock import run_virtual

@@ -16,7 +16,7 @@ import pytest
 from coserve.core.link.engine import EngineStopped, Shutdown
 from coserve.core.link.generation import Generate
 from coserve.core.link.jobs import JobProgress, StartJob
-from coserve.core.link.link import FromEngine, local_pair
+from coserve.core.link.link import FromEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.micro_step import MicroStep
@@ -26,6 +26,7 @@ from coserve.queues.policies.slack import Slack
 from coserve.queues.risk import FIRST_GUESS
 from tests.support.examples import sample
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
+from tests.support.local_link import local_pair
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual
 

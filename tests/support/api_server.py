@@ -28,7 +28,6 @@ from coserve.api.tokenizer.handlers import MAX_TEXTS
 from coserve.api.tracking.feed import CLOSING
 from coserve.config import Config
 from coserve.core.link.generation import Generate
-from coserve.core.link.link import local_pair
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
@@ -39,6 +38,7 @@ from coserve.state.retries import Backoff
 from coserve.state.thread import LOCK_BACKOFF, RegistryThread
 from tests.support.cutting import Cutter
 from tests.support.fake_engine import CONTEXT, FakeEngine, make_base
+from tests.support.local_link import local_pair
 from tests.support.records import import_adapter
 
 RESERVE = 1 << 20

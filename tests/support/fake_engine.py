@@ -29,7 +29,7 @@ from coserve.core.link.jobs import (
     ResumeJob,
     StartJob,
 )
-from coserve.core.link.link import FromEngine, LocalLink, PeerLost, ToEngine
+from coserve.core.link.link import FromEngine, PeerLost, ToEngine
 from coserve.core.link.stats import EngineStats, StallCounts, Starving, StepCounts
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.step_metrics import StepMetrics
@@ -37,6 +37,7 @@ from coserve.core.training.jobs import JobSpec
 from coserve.core.types import AdapterRef, BaseSpec, FinishReason, LoraSettings, SiteSpec
 from coserve.lora.files.peft import adapter_config
 from coserve.state.folder import DataFolder
+from tests.support.local_link import LocalLink
 
 CONTEXT = 128
 SITE = "model.layers.0.self_attn.q_proj"

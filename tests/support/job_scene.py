@@ -13,7 +13,7 @@ from coserve.core.cancellation import Cancellation, Cancelled
 from coserve.core.link.engine import Shutdown
 from coserve.core.link.generation import Generate, Tokens
 from coserve.core.link.jobs import JobCheckpoint, JobStarted, StartJob
-from coserve.core.link.link import FromEngine, LocalLink, ToEngine, local_pair
+from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
@@ -25,6 +25,7 @@ from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.spatial import Spatial
 from coserve.queues.request import Request
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
+from tests.support.local_link import LocalLink, local_pair
 from tests.support.records import make_spec
 
 FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)

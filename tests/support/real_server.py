@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from coserve.core.link.engine import Shutdown
-from coserve.core.link.link import local_pair
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.worker import build_engine
 from coserve.model.base import Base, load_base
 from tests.support.api_server import Api, serve_api
+from tests.support.local_link import local_pair
 
 
 @cache

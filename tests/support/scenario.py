@@ -21,7 +21,7 @@ from coserve.core.link.jobs import (
     SnapshotDone,
     StartJob,
 )
-from coserve.core.link.link import FromEngine, LocalLink, ToEngine
+from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import TrainingSettings
@@ -46,6 +46,7 @@ from tests.support.fake_ports import (
     Prices,
     adapters_on_disk,
 )
+from tests.support.local_link import LocalLink
 from tests.support.virtual_clock import VirtualClockLoop, run_virtual
 
 

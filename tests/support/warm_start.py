@@ -35,7 +35,6 @@ async def start(settings: str) -> dict[str, object]:
 
     from coserve.core.link.engine import Shutdown
     from coserve.core.link.generation import Generate, Tokens
-    from coserve.core.link.link import local_pair
     from coserve.core.sampling import SamplingParams
     from coserve.core.types import Slo
     from coserve.engine.spatial.training_stream import make_training_stream
@@ -44,6 +43,7 @@ async def start(settings: str) -> dict[str, object]:
     from coserve.engine.warming.part_runner import make_part_runner
     from coserve.engine.worker import build_engine
     from coserve.model.base import load_base
+    from tests.support.local_link import local_pair
 
     compilations = watch_compilations()
     base = load_base(config.model, device=config.device, dtype=config.dtype, load_format=config.load_format)

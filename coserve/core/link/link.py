@@ -6,9 +6,8 @@ A `Link` is one end of a duplex channel of messages. `local_pair` joins two ends
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from coserve.core.link.engine import (
     DropAdapter,
@@ -80,8 +79,6 @@ FromEngine = (
     | EngineStats
     | EngineStopped
 )
-OutT = TypeVar("OutT")
-InT = TypeVar("InT")
 Out_contra = TypeVar("Out_contra", contravariant=True)
 In_co = TypeVar("In_co", covariant=True)
 
@@ -107,38 +104,3 @@ class Link(Protocol[Out_contra, In_co]):
     async def receive(self) -> In_co: ...
 
     async def close(self) -> None: ...
-
-
-class LocalLink(Generic[OutT, InT]):
-    """One end of a link within a process."""
-
-    def __init__(self, outbox: asyncio.Queue[OutT | None], inbox: asyncio.Queue[InT | None]) -> None:
-        self._outbox, self._inbox = outbox, inbox
-
-    @property
-    def backlog(self) -> int:
-        return 0
-
-    def send(self, message: OutT) -> None:
-        self._outbox.put_nowait(message)
-
-    def send_all(self, messages: Sequence[OutT]) -> None:
-        for message in messages:
-            self.send(message)
-
-    async def receive(self) -> InT:
-        message = await self._inbox.get()
-        if message is None:
-            self._inbox.put_nowait(None)
-            raise PeerLost("the other end of the link closed")
-        return message
-
-    async def close(self) -> None:
-        self._outbox.put_nowait(None)
-
-
-def local_pair() -> tuple[LocalLink[ToEngine, FromEngine], LocalLink[FromEngine, ToEngine]]:
-    """Return the API's end and the engine's end of a link within a process."""
-    to_engine: asyncio.Queue[ToEngine | None] = asyncio.Queue()
-    from_engine: asyncio.Queue[FromEngine | None] = asyncio.Queue()
-    return LocalLink(to_engine, from_engine), LocalLink(from_engine, to_engine)

@@ -173,12 +173,10 @@ class RemoteStep:
         self._sites = {name: site for server in running.servers for name, site in server.sites.items()}
 
     def gate_up(self, site: str, x_ND: Tensor, chosen_NK: Tensor) -> Pending:
-        """See `RemoteTerms`."""
         found = TensorSpec((*chosen_NK.shape, self._sites[site].out_features), x_ND.dtype)
         return self._running.exchange(self._step, site, (x_ND, chosen_NK.long()), found, down=False)
 
     def down(self, site: str, h_NKI: Tensor, weights_NK: Tensor) -> Pending:
-        """See `RemoteTerms`."""
         found = TensorSpec((len(h_NKI), self._sites[site].out_features), h_NKI.dtype)
         return self._running.exchange(self._step, site, (h_NKI, weights_NK.float()), found, down=True)
 

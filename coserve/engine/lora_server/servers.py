@@ -169,7 +169,6 @@ class LoraServers:
 
     @property
     def losses(self) -> int:
-        """See `RemotePairs`."""
         with self._changed:
             return self._losses + (self._running is not None and self._running.lost)
 
@@ -225,7 +224,6 @@ class LoraServers:
     # ---- steps
 
     def step(self, segments: Segments, slots: Sequence[int], device: torch.device) -> RemoteStep | None:
-        """See `RemoteExperts`."""
         running = self._running
         if running is not None:
             return running.step(segments, slots, device)

@@ -63,7 +63,6 @@ class ServersCopies(NoMirror):
         self._servers = servers
 
     def dropped(self, ref: AdapterRef) -> None:
-        """See `CopyMirror`."""
         self._servers.dropped(ref)
 
 

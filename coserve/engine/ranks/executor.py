@@ -68,19 +68,16 @@ class RankedExecutor:
                 raise EngineFault(FAILED) from error
 
     def forget(self, sequence: int) -> None:
-        """See `StepExecutor`."""
         self._tables.forget(sequence)
         self._followers.send(Forget(sequence))
         self._local.forget(sequence)
 
     def evicted(self, adapter: AdapterRef) -> None:
-        """See `StepExecutor`."""
         self._followers.send(DropAdapter(adapter, in_pages=True))
         self._local.evicted(adapter)
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """See `StepExecutor`."""
         return self._local.troubles
 
     def prepare(self) -> bool:
@@ -96,11 +93,9 @@ class FollowersCopies:
         self._followers = followers
 
     def loaded(self, ref: AdapterRef, span: Span, moved: Mapping[int, int]) -> None:
-        """See `CopyMirror`."""
         self._followers.send(LoadIntoPages(ref, span.first, span.pages, dict(moved)))
 
     def dropped(self, ref: AdapterRef) -> None:
-        """See `CopyMirror`."""
         self._followers.send(DropAdapter(ref))
 
 

@@ -189,7 +189,6 @@ class RankedTrainer(Trainer):
         return run
 
     def release_memory(self) -> bool:
-        """See `Trainer.release_memory`."""
         self._followers.send(ReleaseMemory())
         return super().release_memory()
 
@@ -199,7 +198,6 @@ class RankedTrainer(Trainer):
         super().abandon(job, finish_update=finish_update)
 
     def drop(self, job: str) -> None:
-        """See `Trainer.drop`."""
         self._followers.send(DropJob(self._loads.pop(job)))
         super().drop(job)
 

@@ -51,7 +51,6 @@ class CompiledLayerPass:
         self._inputs: list[Tensor] = []
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
-        """See `LayerPass.forward`."""
         level, trained = self._levels[i], i >= self._first
         output_1TD, saved = self._pass.forward(i, h_1TD, level or Kept.ALL, learns=trained and level is not None)
         if trained and level is not None:
@@ -61,7 +60,6 @@ class CompiledLayerPass:
         return output_1TD
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        """See `LayerPass.backward`."""
         level = self._levels[i]
         if level is None:
             level = Kept.ALL

@@ -47,7 +47,6 @@ class EagerLayerPass:
         self._saved: list[_SavedLayer] = []
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
-        """See `LayerPass.forward`."""
         learns = i >= self._first
         keep_graph = learns and i >= self._keep_from
         input_1TD = h_1TD.detach().requires_grad_(keep_graph and i > self._first)
@@ -57,7 +56,6 @@ class EagerLayerPass:
         return output_1TD.detach()
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        """See `LayerPass.backward`."""
         bottom, saved = i == self._first, self._saved.pop()
         input_1TD, output_1TD = saved.input_1TD, saved.output_1TD
         if output_1TD is None:

@@ -60,32 +60,27 @@ class EagerExecutor:
         self._masks: Masks = NO_MASKS
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[EagerStep]:
-        """See `StepExecutor`."""
         groups, self._masks = by_adapter(step.sequences), NO_MASKS
         self._seen.update(zip(step.adapters, adapters, strict=True))
         parts = [[group] for group in groups] if self._lora_backend.one_adapter_a_step else [groups]
         return [self._step(pack(part), adapters) for part in parts]
 
     def choose(self, masks: Masks) -> None:
-        """See `StepExecutor`."""
         self._masks = masks
 
     def forget(self, sequence: int) -> None:
         """See `StepExecutor`. No state is kept between steps."""
 
     def evicted(self, adapter: AdapterRef) -> None:
-        """See `StepExecutor`."""
         weights = self._seen.pop(adapter, None)
         if weights is not None:
             self._lora_backend.forget(weights.sites)
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """See `StepExecutor`."""
         return ()
 
     def prepare(self) -> bool:
-        """See `StepExecutor`."""
         return False
 
     def _step(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> EagerStep:

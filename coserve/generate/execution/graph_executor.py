@@ -78,7 +78,6 @@ class GraphStep:
             self.copied.record()
 
     def collect(self) -> StepResult:
-        """See `StepInFlight`."""
         assert self.host is not None, "expected `StepExecutor.choose` before the step is collected"
         if self.copied is not None:
             self.copied.synchronize()
@@ -210,7 +209,6 @@ class GraphExecutor:
         return next((capture for capture in chain(first, others) if capture is not None), None)
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[StepInFlight]:
-        """See `StepExecutor`."""
         own = [sequence for sequence in step.sequences if not sequence.needs_prompt_logits]
         launched: list[StepInFlight] = [self._launch(StepInput(step.adapters, own), adapters)] if own else []
         if len(own) < len(step.sequences):
@@ -228,7 +226,6 @@ class GraphExecutor:
             self.prepare()
 
     def choose(self, masks: Masks) -> None:
-        """See `StepExecutor`."""
         self._eager.choose(masks)
         unchosen, self._unchosen = self._unchosen, None
         if unchosen is not None:
@@ -239,7 +236,6 @@ class GraphExecutor:
             self._capture_a_piece()
 
     def forget(self, sequence: int) -> None:
-        """See `StepExecutor`."""
         if self._unchosen is not None:  # it ended with the step before: its row is still to be chosen
             self._ended.append(sequence)
             return
@@ -247,13 +243,11 @@ class GraphExecutor:
         self._token_slots.free(sequence)
 
     def evicted(self, adapter: AdapterRef) -> None:
-        """See `StepExecutor`."""
         self._adapter_slots.free(adapter)
         self._eager.evicted(adapter)
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """See `StepExecutor`."""
         count = len(self._decode_graphs.left_out) + len(self._mixed_graphs.left_out)
         if not count:
             return ()

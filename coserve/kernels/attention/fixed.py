@@ -41,7 +41,6 @@ class FixedAttention(PackedAttention):
     def attend_keeping(
         self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams
     ) -> tuple[Tensor, Tensor | None]:
-        """See `PackedAttention.attend_keeping`."""
         chunks = params.chunked and params.window is not None and self._longest > params.window
         self.capturable &= not chunks and (one_kernel(q_HTD, v_KTD, params) or not q_HTD.is_cuda)
         return super().attend_keeping(q_HTD, k_KTD, v_KTD, params)

@@ -39,7 +39,6 @@ class PackedRecurrence:
     def convolve(
         self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
     ) -> Tensor:
-        """See `Recurrence.convolve`."""
         return convolved(x_TC, self.offsets(x_TC.device), weight_CW, bias_C, activation)
 
     def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:

@@ -61,7 +61,6 @@ class SlotRecurrence:
     def convolve(
         self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
     ) -> Tensor:
-        """See `Recurrence.convolve`."""
         taps_TW, last_BW = self._taps_of(weight_CW.shape[1], x_TC.shape[0])
         states = self._states[layer].conv
         rows = torch.cat((states.index_select(0, self._from).flatten(0, 1), x_TC.to(states.dtype)))
@@ -69,7 +68,6 @@ class SlotRecurrence:
         return tapped(rows, taps_TW, weight_CW, bias_C, activation).to(x_TC.dtype)
 
     def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
-        """See `Recurrence.recur`."""
         states = self._states[layer].recurrent
         state, out_THV = states.index_select(0, self._from), torch.zeros_like(given.v)
         every = prepared(given)

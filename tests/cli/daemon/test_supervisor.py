@@ -17,8 +17,9 @@ from coserve.core.errors import StartupError, UnsupportedBase
 from coserve.core.gpu_memory import PoolShape
 from coserve.core.health import EngineRanks
 from coserve.core.link.engine import EngineReady
-from coserve.core.link.link import FromEngine, Link, ToEngine, local_pair
+from coserve.core.link.link import FromEngine, Link, ToEngine
 from tests.support.fake_engine import make_base
+from tests.support.local_link import local_pair
 from tests.support.virtual_clock import run_virtual
 
 READY = EngineReady(spec=make_base(8), kv_tokens=64, pool=PoolShape(4, 1 << 20, 16), lora_backend="reference")

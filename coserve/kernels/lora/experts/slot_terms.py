@@ -93,11 +93,9 @@ class SlotExpertLora:
         self._width = max(16, 1 << (rank - 1).bit_length())
 
     def changes(self, sites: Collection[str]) -> bool:
-        """See `ExpertLora`."""
         return True
 
     def sorted_rows(self, chosen_TK: Tensor, experts: int) -> ExpertRows:
-        """See `ExpertLora`."""
         slots = next(iter(self._tables.values())).ranks.shape[0]
         key_TK = torch.add(self._slots_T[: len(chosen_TK), None], chosen_TK, alpha=slots + 1)
         return ExpertRows.of(chosen_TK, torch.argsort(key_TK.reshape(-1)), experts)
