@@ -25,11 +25,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from coserve.admission.padding import MOST_SHAPES
 from coserve.admission.shapes import ITEMSIZE, SiteShape, role_of
 from coserve.core.gpu_memory import GroupCosts, Kept, LevelCosts, TrainingCosts
 from coserve.core.names import is_end
 from coserve.core.types import BaseSpec
+
+LEAST_STEP = 64
+"""Tokens. Batches are padded to a multiple of it or, if that is larger, of the largest power of two up to a sixteenth
+of their size."""
+MOST_SHAPES = 6
+"""Most batch sizes that have CUDA graphs at the same time. Each keeps its static tensors between batches."""
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -231,3 +236,9 @@ def _lora_layer(
         last=kept.get(len(costs.groups) - 1, 0.0),
         shrinks=tuple(shrinks),
     )
+
+
+def padded(tokens: int, least_step: int = LEAST_STEP) -> int:
+    """Return the size that a batch of `tokens` tokens is padded to, so that few sizes need CUDA graphs."""
+    step = max(least_step, 1 << max(tokens.bit_length() - 5, 0))
+    return -(-tokens // step) * step

@@ -16,8 +16,8 @@ from coserve.admission.micro_batch import (
     MicroBatchShape,
     lora_layers,
     micro_batch_bytes,
+    padded,
 )
-from coserve.admission.padding import padded
 from coserve.admission.shapes import JobState, SiteShape, job_state, lora_shapes, pinned_bytes
 from coserve.core.gpu_memory import Kept, MemoryModel, TrainingCosts
 from coserve.core.training.jobs import JobSpec

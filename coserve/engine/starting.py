@@ -1,16 +1,26 @@
-"""Start of an engine: progress reports, and reaction to a shutdown, as kernels may take minutes to compile."""
+"""Start of an engine: progress reports, the end of the warm-up process's socket, and reaction to a shutdown, as kernels
+may take minutes to compile."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import msgspec
+
+from coserve.core.link.channel import AsyncChannel
 from coserve.core.link.engine import EngineWarming, Shutdown
 from coserve.core.link.link import FromEngine, Link, PeerLost, ToEngine
+from coserve.engine.warmup.messages import Progress, WarmUpTask
+
+COMPILES = "compiling kernels"
+WAITS = "waiting for another daemon, which compiles into the same cache folder"
+DIED = "warm-up: its process died; what is missing is compiled in the engine's process"
 
 log = logging.getLogger(__name__)
 
@@ -79,3 +89,24 @@ class StartProgress:
         began, before = self._first
         left = round((now - began) * (total - done) / (done - before), 1) if done > before else None
         self._send(EngineWarming(what=what, done=done, total=total, seconds_left=left))
+
+
+async def follow(sock: socket.socket, told: Callable[[str, int], None]) -> tuple[str, ...]:
+    """Follow the warm-up's process until it has ended, and with it all processes that used the GPU. Returns notes for
+    the operator. `told` is called with the current activity and the finished units. On cancellation, the process
+    ends."""
+    channel = await AsyncChannel[WarmUpTask, Progress].open(sock, msgspec.msgpack.Decoder(Progress))
+    last: Progress | None = None
+    try:
+        while True:
+            last = await channel.receive()
+            if not last.ended:
+                told(WAITS if last.waiting else COMPILES, last.done)
+    except PeerLost:
+        pass
+    finally:
+        await channel.close()
+    if last is None or not last.ended:
+        log.error("%s", DIED)
+        return (DIED,)
+    return tuple(last.notes)

@@ -37,10 +37,9 @@ from coserve.engine.ranks.serve import load_ranked_base, watched
 from coserve.engine.ranks.trainer import RankedTrainer
 from coserve.engine.spatial.slices_in_flight import TURNS, Marks
 from coserve.engine.spatial.training_stream import TrainingStream, make_training_stream, prepare_environment
-from coserve.engine.starting import EndedAtStart, StartProgress, until_shutdown
+from coserve.engine.starting import EndedAtStart, StartProgress, follow, until_shutdown
 from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.compiled import make_compiled
-from coserve.engine.warming.follow import follow
 from coserve.engine.warmup.launch import StartedWarmUp
 from coserve.engine.warmup.messages import WarmUpTask
 from coserve.engine.warmup.parts import units

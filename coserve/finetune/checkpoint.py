@@ -18,15 +18,32 @@ from torch import Tensor
 
 from coserve.core.errors import CheckpointUnreadable, StorageError
 from coserve.core.names import CHECKPOINT_STATE, CHECKPOINT_TENSORS
+from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import Optimizer
 from coserve.core.types import BaseSpec, Wire
 from coserve.core.validation import decoder_of
-from coserve.finetune.progress import TrainingProgress
 from coserve.lora.store.tensor_writer import write_tensors
 from coserve.state.durable import remove_dir, replace_dir, safetensors_errors, sweep
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
+
+
+class TrainingProgress(Wire, frozen=True):
+    """Progress after the last optimizer step. With the optimizer's state it makes up a checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    trained_tokens: int = 0
+    last_loss: float | None = None
+    best_valid_loss: float | None = None
+    best_step: int | None = None
+    evaluations_without_gain: int = 0
+    valid_loss_before: float | None = None
+    """See `StepMetrics.valid_loss_before`."""
+    pending: StepMetrics | None = None
+    """Metrics of the last step while its evaluation is pending."""
+
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,9 @@ from coserve.core.errors import CheckpointUnreadable
 from coserve.core.link.jobs import JobStarted
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import BaseSpec
-from coserve.finetune.checkpoint import load_checkpoint, prune, save_checkpoint
+from coserve.finetune.checkpoint import TrainingProgress, load_checkpoint, prune, save_checkpoint
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.progress import TrainingProgress
 from coserve.state.folder import DataFolder
 
 log = logging.getLogger(__name__)

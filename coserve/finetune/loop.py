@@ -19,11 +19,11 @@ from coserve.data.corpus.batch import Batch, corpus_batch
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.encoder import encoded_tokens
+from coserve.finetune.checkpoint import TrainingProgress
 from coserve.finetune.encoder import with_encoder
 from coserve.finetune.losses.formulas import perplexity
 from coserve.finetune.losses.loss import Loss
 from coserve.finetune.memory_limits import MemoryLimits, MicroBatches
-from coserve.finetune.progress import TrainingProgress
 from coserve.finetune.sessions.session import FinishUpdate, TrainingSession, suspended
 from coserve.state.durable import disk_errors
 from coserve.state.failpoints import failpoint

@@ -17,9 +17,8 @@ from coserve.core.link.generation import RequestFailed, Tokens
 from coserve.generate.active import LOADED_BYTES, ActiveRequests
 from coserve.generate.line import Line
 from coserve.generate.output_lengths import OutputLengths
-from coserve.generate.plan import Plan, Room, Share, step_shape
+from coserve.generate.plan import Plan, Room, Share, StepBudget, step_shape
 from coserve.generate.sources import AdapterSource, PageSource, SlotSource
-from coserve.generate.step_budget import StepBudget
 from coserve.queues.deadlines import Deadlines
 from coserve.queues.inference import InferenceQueue
 from coserve.queues.request import Request, State

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from coserve.admission.memory import READINGS, Hold, MemoryAdmission, Start, check_fits, too_large
-from coserve.admission.padding import MOST_SHAPES, padded
+from coserve.admission.micro_batch import MOST_SHAPES, padded
 from coserve.admission.recompute_plan import Option, RecomputePlan, job_memory, shared_bytes
 from coserve.admission.shapes import flat_elements, job_state, lora_shapes
 from coserve.core.errors import BY_CODE, JobTooLarge

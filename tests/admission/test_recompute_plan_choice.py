@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.admission.memory import MemoryAdmission, Start
-from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_batch_bytes
-from coserve.admission.padding import padded
+from coserve.admission.micro_batch import MicroBatchShape, lora_layers, micro_batch_bytes, padded
 from coserve.admission.recompute_plan import RECOMPUTE_OVERHEAD, Overheads, RecomputePlan, job_memory
 from coserve.admission.shapes import lora_shapes
 from coserve.core.gpu_memory import Kept, LayerTime, LevelCosts, LinearBytes, MemoryModel, TrainingCosts

@@ -13,7 +13,7 @@ import pytest
 
 from coserve.config import Config, config_from_json
 from coserve.core.link.channel import Channel, frame
-from coserve.engine.warming.follow import COMPILES, DIED, WAITS, follow
+from coserve.engine.starting import COMPILES, DIED, WAITS, follow
 from coserve.engine.warmup import launch
 from coserve.engine.warmup.gpu import CONTEXT_BYTES, Gpu
 from coserve.engine.warmup.key import ASSEMBLER, CACHES

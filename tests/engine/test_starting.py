@@ -15,8 +15,7 @@ from coserve.core.errors import UnsupportedBase
 from coserve.core.health import Warming
 from coserve.core.link.engine import EngineWarming, Shutdown
 from coserve.core.link.link import FromEngine, ToEngine
-from coserve.engine.starting import CAPTURING, LOADING, EndedAtStart, StartProgress, until_shutdown
-from coserve.engine.warming.follow import follow
+from coserve.engine.starting import CAPTURING, LOADING, EndedAtStart, StartProgress, follow, until_shutdown
 from coserve.engine.worker import build_engine
 from tests.support.local_link import LocalLink, local_pair
 from tests.support.real_server import bundled_base

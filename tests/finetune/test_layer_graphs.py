@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from coserve.admission.padding import padded
+from coserve.admission.micro_batch import padded
 from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.link.jobs import JobSucceeded
 from coserve.core.link.link import FromEngine

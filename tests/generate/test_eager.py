@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.generate.execution.interface import StepInput
-from coserve.kernels.lora.per_adapter import PerAdapterBackend
+from coserve.kernels.lora.grouped import PerAdapterBackend
 from coserve.kernels.lora.types import LoraPair
 from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base

@@ -26,9 +26,9 @@ from coserve.generate.execution.graphs.graph_set import LeftOut
 from coserve.generate.execution.graphs.mixed import MixedGraph
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.generate.generator import Generator
+from coserve.generate.plan import LONGEST, PATIENCE, StepBudget
 from coserve.generate.sampling import device_sampler
 from coserve.generate.sampling.choices import Chosen
-from coserve.generate.step_budget import LONGEST, PATIENCE, StepBudget
 from coserve.kernels.lora.segmented.adapter_table import Slots
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.queues.shedding import QueueSpeed
+from coserve.engine.reception import QueueSpeed
 
 
 def measured(gap: float, count: int = 4) -> QueueSpeed:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
-from coserve.core.link.link import FromEngine, PeerLost, ToEngine
-
-OutT = TypeVar("OutT")
-InT = TypeVar("InT")
+from coserve.core.link.link import FromEngine, InT, OutT, PeerLost, ToEngine
 
 
 class LocalLink(Generic[OutT, InT]):

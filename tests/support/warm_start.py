@@ -38,8 +38,8 @@ async def start(settings: str) -> dict[str, object]:
     from coserve.core.sampling import SamplingParams
     from coserve.core.types import Slo
     from coserve.engine.spatial.training_stream import make_training_stream
+    from coserve.engine.starting import follow
     from coserve.engine.warming.compilations import watch_compilations
-    from coserve.engine.warming.follow import follow
     from coserve.engine.warming.part_runner import make_part_runner
     from coserve.engine.worker import build_engine
     from coserve.model.base import load_base

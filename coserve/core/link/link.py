@@ -79,6 +79,8 @@ FromEngine = (
     | EngineStats
     | EngineStopped
 )
+OutT = TypeVar("OutT")
+InT = TypeVar("InT")
 Out_contra = TypeVar("Out_contra", contravariant=True)
 In_co = TypeVar("In_co", covariant=True)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from coserve.admission.padding import LEAST_STEP, MOST_SHAPES, padded
+from coserve.admission.micro_batch import LEAST_STEP, MOST_SHAPES, padded
 from coserve.core.gpu_memory import Kept
 from coserve.finetune.layers.compiled import CompiledLayerPass
 from coserve.finetune.layers.graph_passes import (

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from coserve.core.errors import ConfigError
-from coserve.kernels.lora.grouped import GroupedBackend
+from coserve.kernels.lora.grouped import GroupedBackend, PerAdapterBackend
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.kernels.lora.per_adapter import PerAdapterBackend
 from coserve.kernels.lora.reference import ReferenceBackend
 
 BACKENDS = ("reference", "naive", "grouped", "block_sparse", "segmented")

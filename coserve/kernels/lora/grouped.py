@@ -1,5 +1,5 @@
 """`grouped`: the base runs batched, and each site loops over its adapters, like PEFT. The default on CPU, and a
-baseline."""
+baseline. `naive`: one forward of the base per adapter, the paper's first baseline (ETS §4.3.2)."""
 
 from __future__ import annotations
 
@@ -93,3 +93,10 @@ def _linear(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
         x_NI, weight_OI = pad(x_NI, (0, int(inputs == 1))), pad(weight_OI, (0, int(inputs == 1), 0, int(outputs == 1)))
         return linear(x_NI, weight_OI)[:, :outputs]
     return linear(x_NI, weight_OI)
+
+
+class PerAdapterBackend(GroupedBackend):
+    """`grouped` over batches with one adapter each."""
+
+    name = "naive"
+    one_adapter_a_step = True

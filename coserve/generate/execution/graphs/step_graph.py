@@ -40,7 +40,8 @@ class StepGraph(ABC, Generic[AnyAttention]):
     ) -> None:
         """`lora`: None: the step adds no adapters' terms; `columns`: sizes of its columns of inputs."""
         device = state.token_slots.tokens.device
-        self._state, self._attention, self._lora = state, attention, lora
+        self._state, self._lora = state, lora
+        self._attention: AnyAttention = attention
         self._inputs, self._copies = InputBuffer(columns, device), InputCopies(device)
         self._captured: dict[TileCapacity | None, _Captured] = {}
         attention.load(())
