@@ -21,10 +21,8 @@ from prometheus_client.core import Metric
 from typer.main import get_command
 
 from coserve import client
-from coserve.api.access.handlers import AdminApi
-from coserve.api.access.routes import admin_routes
-from coserve.api.anthropic.handlers import AnthropicApi
-from coserve.api.anthropic.routes import message_routes
+from coserve.api.access.handlers import AdminApi, admin_routes
+from coserve.api.anthropic.handlers import AnthropicApi, message_routes
 from coserve.api.http.openapi import describe_api
 from coserve.api.http.route import ALWAYS
 from coserve.api.metrics.prometheus import Metrics
@@ -32,25 +30,18 @@ from coserve.api.metrics.vllm_names import vllm_names
 from coserve.api.native.aliases import AliasApi, alias_routes
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
-from coserve.api.openai.batches.handlers import BatchesApi
-from coserve.api.openai.batches.routes import batch_routes
-from coserve.api.openai.files.handlers import FilesApi
-from coserve.api.openai.files.routes import file_routes
-from coserve.api.openai.finetuning.handlers import FineTuningApi
-from coserve.api.openai.finetuning.routes import finetuning_routes
+from coserve.api.openai.batches.handlers import BatchesApi, batch_routes
+from coserve.api.openai.files.handlers import FilesApi, file_routes
+from coserve.api.openai.finetuning.handlers import FineTuningApi, finetuning_routes
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lora import LoraApi
-from coserve.api.openai.responses.handlers import ResponsesApi
-from coserve.api.openai.responses.routes import response_routes
+from coserve.api.openai.responses.handlers import ResponsesApi, response_routes
 from coserve.api.openai.routes import openai_routes
-from coserve.api.sessions.handlers import SessionsApi
-from coserve.api.sessions.routes import session_routes
-from coserve.api.tgi.handlers import TgiApi
-from coserve.api.tgi.routes import tgi_routes
+from coserve.api.sessions.handlers import SessionsApi, session_routes
+from coserve.api.tgi.handlers import TgiApi, tgi_routes
 from coserve.api.tinker.handlers import TinkerApi
 from coserve.api.tinker.routes import tinker_routes
-from coserve.api.tokenizer.handlers import TokenizerApi
-from coserve.api.tokenizer.routes import tokenizer_routes
+from coserve.api.tokenizer.handlers import TokenizerApi, tokenizer_routes
 from coserve.cli.app import app, run
 from coserve.cli.settings_help import default_text, option_line
 from coserve.config import Config, sections

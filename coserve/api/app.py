@@ -11,10 +11,8 @@ from functools import cache
 import msgspec
 from aiohttp import web
 
-from coserve.api.access.handlers import AdminApi
-from coserve.api.access.routes import admin_routes
-from coserve.api.anthropic.handlers import AnthropicApi
-from coserve.api.anthropic.routes import message_routes
+from coserve.api.access.handlers import AdminApi, admin_routes
+from coserve.api.anthropic.handlers import AnthropicApi, message_routes
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.idle_collection import IdleCollection
 from coserve.api.http.limits import STREAMS_TIMEOUT
@@ -28,31 +26,23 @@ from coserve.api.native.aliases import AliasApi, alias_routes
 from coserve.api.native.handlers import NativeApi
 from coserve.api.native.routes import native_routes
 from coserve.api.openai.batches.answers import batch_answers
-from coserve.api.openai.batches.handlers import BatchesApi
-from coserve.api.openai.batches.routes import batch_routes
+from coserve.api.openai.batches.handlers import BatchesApi, batch_routes
 from coserve.api.openai.batches.runner import BatchRunner
 from coserve.api.openai.batches.store import BatchStore
 from coserve.api.openai.errors import OPENAI_ERRORS, is_openai, no_such_path
-from coserve.api.openai.files.handlers import FilesApi
-from coserve.api.openai.files.routes import file_routes
-from coserve.api.openai.finetuning.handlers import FineTuningApi
-from coserve.api.openai.finetuning.routes import finetuning_routes
+from coserve.api.openai.files.handlers import FilesApi, file_routes
+from coserve.api.openai.finetuning.handlers import FineTuningApi, finetuning_routes
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lora import LoraApi
-from coserve.api.openai.responses.handlers import ResponsesApi
-from coserve.api.openai.responses.routes import response_routes
+from coserve.api.openai.responses.handlers import ResponsesApi, response_routes
 from coserve.api.openai.routes import openai_routes
-from coserve.api.page.handlers import PageApi
-from coserve.api.page.routes import page_routes
+from coserve.api.page.handlers import PageApi, page_routes
 from coserve.api.service import Service
-from coserve.api.sessions.handlers import SessionsApi
-from coserve.api.sessions.routes import session_routes
-from coserve.api.tgi.handlers import TgiApi
-from coserve.api.tgi.routes import tgi_routes
+from coserve.api.sessions.handlers import SessionsApi, session_routes
+from coserve.api.tgi.handlers import TgiApi, tgi_routes
 from coserve.api.tinker.handlers import TinkerApi
 from coserve.api.tinker.routes import tinker_routes
-from coserve.api.tokenizer.handlers import MAX_TEXTS, TokenizerApi
-from coserve.api.tokenizer.routes import tokenizer_routes
+from coserve.api.tokenizer.handlers import MAX_TEXTS, TokenizerApi, tokenizer_routes
 from coserve.config import Config
 from coserve.core.garbage import GarbageCollection
 from coserve.core.logs.access import AccessLogger

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.api.generation.merge import CHUNKS, merge_streams
-from coserve.api.generation.turns import Turns
+from coserve.api.generation.waiting_limit import Turns
 from coserve.core.link.channel import api_end, engine_end
 from coserve.core.link.generation import Admitted
 from coserve.core.link.link import FromEngine

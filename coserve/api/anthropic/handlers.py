@@ -11,12 +11,15 @@ from coserve.api.anthropic.schemas import (
     AnthropicError,
     AnthropicErrorInfo,
     CountTokensRequest,
+    Message,
+    MessageEvent,
     MessagesRequest,
     TokenCountResponse,
 )
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import ErrorFormat, json_response
+from coserve.api.http.route import BODY_ERRORS, BUSY, Route
 from coserve.api.http.sse import EventStream
 from coserve.api.openai.errors import openai_error
 from coserve.api.openai.handlers import OpenAIApi
@@ -75,3 +78,29 @@ def count_tokens(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     adapter_of(request.model, base)
     ids = template_ids(context.tokenizer, template_chat(request, context.tokenizer.chat_template))
     return msgspec.json.encode(TokenCountResponse(input_tokens=len(ids)))
+
+
+def message_routes(api: AnthropicApi) -> tuple[Route, ...]:
+    return (
+        Route(
+            "POST",
+            "/v1/messages",
+            api.create_message,
+            "Answer, as Anthropic's messages do",
+            body=MessagesRequest,
+            response=Message,
+            events=MessageEvent,
+            errors=(404, 422, *BODY_ERRORS, BUSY),
+            error_formats=(ANTHROPIC_ERRORS,),
+        ),
+        Route(
+            "POST",
+            "/v1/messages/count_tokens",
+            api.count_message_tokens,
+            "Count the tokens of a prompt, as Anthropic's messages do",
+            body=CountTokensRequest,
+            response=TokenCountResponse,
+            errors=(404, *BODY_ERRORS, BUSY),
+            error_formats=(ANTHROPIC_ERRORS,),
+        ),
+    )

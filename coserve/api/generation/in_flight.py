@@ -20,8 +20,7 @@ from coserve.api.generation.prompts import bad_word_ids, check_generate, encode_
 from coserve.api.generation.request_state import RequestState, new_request_id, new_state
 from coserve.api.generation.stop_tokens import stop_tokens
 from coserve.api.generation.targets import targets_of
-from coserve.api.generation.turns import Turns
-from coserve.api.generation.waiting_limit import WaitingLimit
+from coserve.api.generation.waiting_limit import Turns, WaitingLimit
 from coserve.api.metrics.prometheus import Metrics
 from coserve.api.metrics.traces import Traces
 from coserve.config import Config

@@ -15,9 +15,11 @@ from importlib import resources
 from aiohttp import web
 
 from coserve.api.http.responses import json_response
+from coserve.api.http.route import Route
 from coserve.api.http.security import Handler
 from coserve.api.page.history import ReportHistory
 from coserve.core.errors import InvalidRequest, NotFound
+from coserve.core.schemas import History, Pointers
 
 INDEX = "index.html"
 DOCS = "docs.html"
@@ -101,3 +103,42 @@ def _seconds(text: str) -> float:
     if not math.isfinite(found):
         raise InvalidRequest(f"expected seconds, got {text[:80]!r}", field="after")
     return found
+
+
+def page_routes(api: PageApi) -> tuple[Route, ...]:
+    """The page itself, its files, and its history."""
+    return (
+        Route(
+            "GET",
+            "/",
+            api.root,
+            "Where to look; the web page if the client accepts HTML and not JSON",
+            response=Pointers,
+            public=True,
+        ),
+        Route(
+            "GET",
+            "/page/{id}",
+            api.page_file,
+            "A file of the web page",
+            media="application/octet-stream",
+            errors=(404,),
+            public=True,
+        ),
+        Route(
+            "GET",
+            "/docs",
+            api.docs,
+            "This description as a page, with an example for each route",
+            media="text/html",
+            public=True,
+        ),
+        Route(
+            "GET",
+            "/history",
+            api.history,
+            "The engine's reports of the last minutes, oldest first",
+            response=History,
+            query=("after",),
+        ),
+    )

@@ -10,6 +10,8 @@ from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
+from coserve.api.http.route import BODY_ERRORS, BUSY, Route, Schema
+from coserve.api.http.security import Handler
 from coserve.api.service import Service
 from coserve.api.sessions.session import ClientSession
 from coserve.core.errors import InvalidRequest, NotFound
@@ -115,3 +117,57 @@ def _call(body: schemas.ComputeRequest, learns: bool) -> tuple[Compute, list[int
 def _result(done: CallDone, counts: list[int]) -> schemas.ComputeResult:
     parts = np.split(np.frombuffer(done.values, np.float32), np.cumsum(counts)[:-1])
     return schemas.ComputeResult(loss=done.metrics["loss:sum"], log_probs=[part.tolist() for part in parts])
+
+
+def session_routes(api: SessionsApi) -> tuple[Route, ...]:
+    calls: tuple[tuple[str, Handler, str, Schema, Schema], ...] = (
+        (
+            "forward_backward",
+            api.forward_backward,
+            "Add the gradients of a batch's loss",
+            schemas.ComputeRequest,
+            schemas.ComputeResult,
+        ),
+        ("forward", api.forward, "Compute a batch's loss", schemas.ComputeRequest, schemas.ComputeResult),
+        ("optim_step", api.optim_step, "Update the weights", schemas.OptimStepRequest, schemas.OptimStepResult),
+        ("save", api.save_session, "Save weights and moments", schemas.SaveStateRequest, schemas.SavedState),
+        (
+            "publish",
+            api.publish_session,
+            "Publish the weights as an adapter",
+            schemas.PublishRequest,
+            schemas.PublishedAdapter,
+        ),
+    )
+    return (
+        Route(
+            "POST",
+            "/sessions",
+            api.open_session,
+            "Open a training session, whose steps come from you",
+            body=schemas.SessionRequest,
+            response=schemas.Session,
+            errors=(*BODY_ERRORS, 404, 410, 422, BUSY),
+        ),
+        Route("GET", "/sessions/{id}", api.get_session, "Show a session", response=schemas.Session, errors=(404,)),
+        Route(
+            "DELETE",
+            "/sessions/{id}",
+            api.close_session,
+            "End a session and free its memory",
+            response=schemas.ClosedSession,
+            errors=(404,),
+        ),
+        *(
+            Route(
+                "POST",
+                f"/sessions/{{id}}/{name}",
+                handler,
+                summary,
+                body=body,
+                response=response,
+                errors=(*BODY_ERRORS, 404, 410, BUSY, 507),
+            )
+            for name, handler, summary, body, response in calls
+        ),
+    )

@@ -1,4 +1,4 @@
-"""The API of LoRAX and TGI."""
+"""The API of LoRAX and TGI, and the translation of their requests into `GenerateRequest`s."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from msgspec import UNSET
 from coserve import __version__
 from coserve.api.generation.full_response import collect
 from coserve.api.http.bodies import BodyReader
+from coserve.api.http.body_types import refuse_unless_neutral
 from coserve.api.http.responses import error_response, json_response
+from coserve.api.http.route import BODY_ERRORS, BUSY, Route
 from coserve.api.http.sse import EventStream
 from coserve.api.service import Service
 from coserve.api.tgi.errors import TGI_ERRORS, tgi_error
-from coserve.api.tgi.requests import has_details, tgi_request
 from coserve.api.tgi.schemas import (
+    BASE_NAME,
     TgiDetails,
     TgiInfo,
     TgiParameters,
@@ -29,9 +31,25 @@ from coserve.api.tgi.schemas import (
 )
 from coserve.api.tgi.tokens import TgiLogprobsBuilder, finish_reason, token_of, top_tokens
 from coserve.config import Config
-from coserve.core.errors import CoserveError
+from coserve.core.errors import CoserveError, InvalidRequest
 from coserve.core.limits import MAX_CHOICES, MAX_STOPS
 from coserve.core.schemas import GenerateChunk, GenerateRequest
+
+DEFAULT_TOKENS = 100
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "adapter_source": ("local",),
+    "api_token": (),
+    "merged_adapters": (),
+    "typical_p": (1, 1.0),
+    "truncate": (),
+    "watermark": (False,),
+    "apply_chat_template": (False,),
+    "schema": (),
+    "response_format": (),
+    "grammar": (),
+}
+"""Values, other than empty ones, that are accepted for features that are not implemented."""
 
 
 class TgiApi:
@@ -152,3 +170,69 @@ class TgiApi:
                     generated_text="".join(parts),
                     details=details if parameters.details else None,
                 )
+
+
+def tgi_routes(api: TgiApi) -> tuple[Route, ...]:
+    """The routes of LoRAX and TGI, except `/generate` and `/health`."""
+    errors = (404, 422, *BODY_ERRORS, BUSY)
+    return (
+        Route(
+            "POST",
+            "/",
+            api.generate_root,
+            "Generate text, as the clients of LoRAX, TGI and huggingface_hub ask for it",
+            body=TgiRequest,
+            response=TgiResponse,
+            listed=True,
+            events=TgiStreamEvent,
+            errors=errors,
+            error_formats=(TGI_ERRORS,),
+        ),
+        Route("GET", "/info", api.info, "The base and the limits, as TGI says them", response=TgiInfo),
+        Route(
+            "POST",
+            "/generate_stream",
+            api.generate_stream,
+            "Generate text as LoRAX and TGI do, a token an event",
+            body=TgiRequest,
+            events=TgiStreamEvent,
+            errors=errors,
+            error_formats=(TGI_ERRORS,),
+        ),
+    )
+
+
+def tgi_request(body: TgiRequest, *, stream: bool) -> GenerateRequest:
+    """Translate a request. Raises `InvalidRequest`, which names the parameter."""
+    parameters = body.parameters or TgiParameters()
+    for name, defaults in _NEUTRAL.items():
+        refuse_unless_neutral(name, getattr(parameters, name), defaults, within="parameters.")
+    if stream and parameters.decoder_input_details:
+        raise InvalidRequest("expected it left out in streams", field="parameters.decoder_input_details")
+    has_warpers = any(value is not None for value in (parameters.temperature, parameters.top_k, parameters.top_p))
+    sampled = (parameters.do_sample or has_warpers) and parameters.temperature != 0
+    if (parameters.best_of or 1) > 1 and (stream or not sampled or parameters.seed is not None):
+        raise InvalidRequest("more than 1 needs sampling, no seed and no stream", field="parameters.best_of")
+    scored = stream or has_details(parameters) or (parameters.best_of or 1) > 1
+    return GenerateRequest(
+        prompt=body.inputs,
+        adapter=None if parameters.adapter_id == BASE_NAME else parameters.adapter_id or None,
+        stream=stream,
+        n=parameters.best_of or 1,
+        max_tokens=parameters.max_new_tokens or DEFAULT_TOKENS,
+        temperature=(parameters.temperature or 1.0) if sampled else 0.0,
+        top_k=parameters.top_k or 0,
+        top_p=parameters.top_p or 1.0,
+        repetition_penalty=parameters.repetition_penalty or 1.0,
+        frequency_penalty=parameters.frequency_penalty or 0.0,
+        stop=parameters.stop,
+        include_stop_str_in_output=True,
+        ignore_eos=parameters.ignore_eos_token or False,
+        logprobs=max(parameters.top_n_tokens or 0, parameters.return_k_alternatives or 0) if scored else None,
+        prompt_logprobs=0 if parameters.decoder_input_details else None,
+        seed=parameters.seed,
+    )
+
+
+def has_details(parameters: TgiParameters) -> bool:
+    return bool(parameters.details or parameters.decoder_input_details)

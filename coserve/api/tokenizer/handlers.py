@@ -16,6 +16,7 @@ from coserve.api.generation.async_tokenizer import chat_ids
 from coserve.api.http.bodies import SMALL_BODY, BodyReader
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import encoded_json, json_response
+from coserve.api.http.route import BODY_ERRORS, BUSY, Route
 from coserve.api.openai.requests import adapter_of
 from coserve.api.openai.schemas import ModelName
 from coserve.api.service import Service
@@ -197,3 +198,29 @@ def detokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
         raise InvalidRequest(f"expected token ids below {base.vocab}, got {max(request.tokens)}", field="tokens")
     text = context.tokenizer.decode(request.tokens, skip_special=False)
     return msgspec.json.encode(DetokenizeResponse(prompt=text))
+
+
+def tokenizer_routes(api: TokenizerApi) -> tuple[Route, ...]:
+    """The tokenizer routes of vLLM outside `/v1`."""
+    return (
+        Route(
+            "POST",
+            "/tokenize",
+            api.tokenize,
+            "Text or a chat to token ids",
+            body=TokenizeRequest,
+            response=TokenizeResponse,
+            errors=(404, *BODY_ERRORS, BUSY),
+        ),
+        Route(
+            "POST",
+            "/detokenize",
+            api.detokenize,
+            "Token ids to text",
+            body=DetokenizeRequest,
+            response=DetokenizeResponse,
+            errors=(404, *BODY_ERRORS, BUSY),
+        ),
+        Route("GET", "/tokenizer_info", api.tokenizer_info, "The tokenizer", response=TokenizerInfo),
+        Route("GET", "/version", api.version, "coserve's version", response=Version),
+    )

@@ -1,4 +1,4 @@
-"""The handlers of `/v1/batches`."""
+"""`/v1/batches`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
+from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
 from coserve.api.openai.batches.runner import BatchRunner
 from coserve.api.openai.batches.schemas import Batch, BatchList, BatchProblems, NewBatch, RequestCounts
 from coserve.api.openai.batches.store import BatchRecord
+from coserve.api.openai.errors import openai_route
 from coserve.api.openai.lists import list_query
 from coserve.core.access.principal import principal
 from coserve.core.limits import PAGE_LIMIT
@@ -75,4 +77,43 @@ def batch(record: BatchRecord) -> Batch:
         completed_at=at(record.ended_at, only="completed"),
         failed_at=at(record.ended_at, only="failed"),
         cancelled_at=at(record.ended_at, only="cancelled"),
+    )
+
+
+def batch_routes(api: BatchesApi) -> tuple[Route, ...]:
+    return (
+        openai_route(
+            "POST",
+            "/v1/batches",
+            api.create_batch,
+            "Answer the requests of a file, when others leave room",
+            body=NewBatch,
+            response=Batch,
+            errors=(404, *BODY_ERRORS, BUSY, 507),
+        ),
+        openai_route(
+            "GET",
+            "/v1/batches",
+            api.list_batches,
+            "List batches, newest first",
+            response=BatchList,
+            query=PAGE,
+            errors=(404,),
+        ),
+        openai_route(
+            "GET",
+            "/v1/batches/{id}",
+            api.get_batch,
+            "Show a batch",
+            response=Batch,
+            errors=(404,),
+        ),
+        openai_route(
+            "POST",
+            "/v1/batches/{id}/cancel",
+            api.cancel_batch,
+            "Cancel a batch; answers that it has are kept",
+            response=Batch,
+            errors=(404, 507),
+        ),
     )

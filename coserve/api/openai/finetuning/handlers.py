@@ -9,12 +9,15 @@ from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
+from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
+from coserve.api.openai.errors import openai_route
 from coserve.api.openai.finetuning.requests import job_request
 from coserve.api.openai.finetuning.rows import joined_rows
 from coserve.api.openai.finetuning.schemas import (
     CheckpointList,
     CreateJob,
     FineTuningEventList,
+    FineTuningJob,
     FineTuningJobList,
 )
 from coserve.api.openai.finetuning.views import checkpoint_objects, event_object, job_object
@@ -22,6 +25,8 @@ from coserve.api.openai.lists import list_query
 from coserve.api.service import Service
 from coserve.core.errors import InvalidRequest, NotFound
 from coserve.state.registry.records import JobOrigin
+
+JOBS = "/v1/fine_tuning/jobs"
 
 
 class FineTuningApi:
@@ -96,3 +101,69 @@ def _event_number(after: str, job: str) -> int:
     if number == after or not (number.isascii() and number.isdigit() and len(number) <= 15):
         raise InvalidRequest(f"expected an event of this job, got {after[:80]!r}", field="after")
     return int(number)
+
+
+def finetuning_routes(api: FineTuningApi) -> tuple[Route, ...]:
+    changes = (
+        ("cancel", api.cancel_tuning, "Cancel"),
+        ("pause", api.pause_tuning, "Pause"),
+        ("resume", api.resume_tuning, "Resume"),
+    )
+    return (
+        openai_route(
+            "POST",
+            JOBS,
+            api.create_tuning,
+            "Start a fine-tuning job from an uploaded file, as OpenAI does",
+            body=CreateJob,
+            response=FineTuningJob,
+            headers=("Idempotency-Key",),
+            errors=(404, 409, 422, *BODY_ERRORS, BUSY, 507),
+        ),
+        openai_route(
+            "GET",
+            JOBS,
+            api.list_tunings,
+            "List jobs, newest first, in OpenAI's format",
+            response=FineTuningJobList,
+            query=PAGE,
+            errors=(404,),
+        ),
+        openai_route(
+            "GET",
+            f"{JOBS}/{{id}}",
+            api.get_tuning,
+            "Show a job in OpenAI's format",
+            response=FineTuningJob,
+            errors=(404,),
+        ),
+        *(
+            openai_route(
+                "POST",
+                f"{JOBS}/{{id}}/{name}",
+                handler,
+                f"{verb} a job",
+                response=FineTuningJob,
+                errors=(404, 409, 507),
+            )
+            for name, handler, verb in changes
+        ),
+        openai_route(
+            "GET",
+            f"{JOBS}/{{id}}/events",
+            api.tuning_events,
+            "List a job's events, newest first",
+            response=FineTuningEventList,
+            query=PAGE,
+            errors=(404,),
+        ),
+        openai_route(
+            "GET",
+            f"{JOBS}/{{id}}/checkpoints",
+            api.tuning_checkpoints,
+            "List the weights of a job that requests can use",
+            response=CheckpointList,
+            query=PAGE,
+            errors=(404,),
+        ),
+    )

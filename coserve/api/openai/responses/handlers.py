@@ -1,4 +1,4 @@
-"""The handler of `/v1/responses`: a chat in another form."""
+"""`/v1/responses`: a chat in another form."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
+from coserve.api.http.route import BODY_ERRORS, BUSY, Route
 from coserve.api.http.sse import EventStream
-from coserve.api.openai.errors import openai_error
+from coserve.api.openai.errors import openai_error, openai_route
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.responses.answers import ResponseEvents, response
 from coserve.api.openai.responses.requests import chat_of
-from coserve.api.openai.responses.schemas import ResponseRequest
+from coserve.api.openai.responses.schemas import Response, ResponseEvent, ResponseRequest
 
 
 class ResponsesApi:
@@ -30,3 +31,18 @@ class ResponsesApi:
             ResponseEvents(body).of(self._api.chat_chunks(chat)), openai_error, event_of=lambda event: event.type
         )
         return await stream.close()
+
+
+def response_routes(api: ResponsesApi) -> tuple[Route, ...]:
+    return (
+        openai_route(
+            "POST",
+            "/v1/responses",
+            api.create_response,
+            "Answer, as OpenAI's responses do; nothing is stored",
+            body=ResponseRequest,
+            response=Response,
+            events=ResponseEvent,
+            errors=(404, 422, *BODY_ERRORS, BUSY),
+        ),
+    )
