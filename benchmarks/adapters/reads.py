@@ -38,7 +38,7 @@ from coserve.lora.files.tensorfile import digest_file
 from coserve.lora.store.files import load_packed
 from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.packed_files import PackedFiles, PackedForm
-from coserve.lora.store.times import LoadTimes
+from coserve.lora.store.reads import LoadTimes
 from coserve.model.lora import LoraWeights
 
 ADAPTERS = {"r8": (8, False), "r24": (24, False), "r16_all": (16, True)}

@@ -9,9 +9,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from coserve.core.errors import AdapterError, CorpusError, QueueFull, RequestError
 
@@ -99,3 +99,22 @@ async def uncancelled_thread(call: Callable[P, T], *arguments: P.args, **options
     """Run `call` in a thread and return its result. If the caller is cancelled, the call finishes first, as in
     `uncancelled`."""
     return await uncancelled(asyncio.create_task(asyncio.to_thread(call, *arguments, **options)))
+
+
+class Commits:
+    """Runs each change in its own task. The caller keeps its lock or upload folder until the change has ended."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def run(self, change: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `change`, or raise what it raises. See `uncancelled`."""
+        task = asyncio.create_task(change)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await uncancelled(task)
+
+    async def close(self) -> None:
+        """Wait for all running changes."""
+        while self._running:
+            await asyncio.wait(self._running)

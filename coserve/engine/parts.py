@@ -41,8 +41,8 @@ from coserve.lora.store.files import load_adapter, load_packed
 from coserve.lora.store.host import HostBudget
 from coserve.lora.store.host_memory import HostMemory, Unread
 from coserve.lora.store.packed_files import PackedFiles, PackedForm
+from coserve.lora.store.reads import LoadTimes
 from coserve.lora.store.store import AdapterStore
-from coserve.lora.store.times import LoadTimes
 from coserve.memory.allocator import Reading, read_device
 from coserve.memory.graph_bytes import CudaMemory, GraphBytes
 from coserve.memory.kv import CPU_TOKENS, KvCache

@@ -19,7 +19,7 @@ from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.generate.plan import Ran, Share
 from coserve.generate.schedule import Scheduler
-from coserve.lora.store.times import LoadTimes
+from coserve.lora.store.reads import LoadTimes
 from coserve.memory.allocator import AllocatorStats
 
 

@@ -12,8 +12,7 @@ from coserve.core.link.sessions import CallDone, CallFailed, CallSession
 from coserve.core.training.calls import AdamParams, Compute, SaveAdapter, SaveState, SessionSpec, Step
 from coserve.engine.active_job import ActiveJob
 from coserve.engine.run_job import JobRun, JobServices
-from coserve.finetune.sessions.calls import Work
-from coserve.finetune.sessions.client import Result
+from coserve.finetune.sessions.client import Result, Work
 from coserve.finetune.trainer import Trainer
 
 

@@ -27,8 +27,7 @@ from coserve.finetune.job_checkpoint import JobCheckpoints
 from coserve.finetune.layers.compiled import uncompiled
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.publication import Published, Snapshot, publication, publish_adapter, snapshot
-from coserve.finetune.sessions.calls import Work, work_of
-from coserve.finetune.sessions.client import ClientTrainee
+from coserve.finetune.sessions.client import ClientTrainee, Work, work_of
 from coserve.finetune.sessions.outcome import Retry
 from coserve.finetune.sessions.sessions import Sessions, TrainerSettings
 from coserve.finetune.sessions.states import load_state, save_state

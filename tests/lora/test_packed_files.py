@@ -19,7 +19,7 @@ from coserve.lora.store.files import load_packed, save_adapter
 from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.packed_files import PackedFiles, PackedForm
 from coserve.lora.store.packing import PartedSites, packed_bytes
-from coserve.lora.store.times import LoadTimes
+from coserve.lora.store.reads import LoadTimes
 from coserve.model.lora import LoraWeights
 from tests.support.finetuning import tiny_base
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from coserve.core.errors import AdapterError, BodyTooLarge, CorruptAdapter, UnsafeAdapter
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
-from coserve.lora.files.unpack import MEMBERS, unpack_adapter
+from coserve.lora.files.archive import MEMBERS, unpack_adapter
 from tests.support.examples import examples
 
 BOTH = ((ADAPTER_CONFIG, b"{}"), (ADAPTER_WEIGHTS, b"tensors" * 1000))

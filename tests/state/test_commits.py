@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from coserve.core.cancellation import Commits
 from coserve.core.errors import AdapterNotFound, MalformedRow, StorageFailed, UnsafeAdapter
-from coserve.state.commits import Commits
 
 
 async def cut_off(error: BaseException | None) -> None:

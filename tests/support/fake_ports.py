@@ -39,8 +39,8 @@ from coserve.finetune.passes.mixing import BatchLimits, Size, companions
 from coserve.generate.plan import Ran, Share, step_shape
 from coserve.generate.schedule import Scheduler
 from coserve.lora.store.pages import Activated
+from coserve.lora.store.reads import LoadTimes
 from coserve.lora.store.store import AdapterStore
-from coserve.lora.store.times import LoadTimes
 from coserve.memory.allocator import AllocatorStats
 from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request, State

@@ -25,7 +25,7 @@ from coserve.api.adapters.size import refuse_too_large
 from coserve.api.engine_client import EngineClient
 from coserve.api.http.parsing import local_path
 from coserve.config import Config
-from coserve.core.cancellation import uncancelled
+from coserve.core.cancellation import Commits, uncancelled
 from coserve.core.errors import (
     BaseMismatch,
     EngineUnavailable,
@@ -39,7 +39,6 @@ from coserve.core.schemas import Adapter, AdapterList, AdapterUpdate, DeletedAda
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.data.offload.pool import HelperPool
 from coserve.lora.files.archive import AdapterArchive
-from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder

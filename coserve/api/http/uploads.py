@@ -19,7 +19,7 @@ from coserve.api.http.server import ask_for_body
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import BodyTooLarge, InvalidRequest, QueueFull, UnsafeAdapter, UnsupportedEncoding
 from coserve.core.names import ARCHIVES, PICKLE_SUFFIXES
-from coserve.lora.files.unpack import unpack_adapter
+from coserve.lora.files.archive import unpack_adapter
 from coserve.state.durable import disk_errors
 
 MAX_SETTINGS_BYTES = 1 << 20

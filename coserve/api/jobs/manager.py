@@ -31,6 +31,7 @@ from coserve.api.jobs.views import JobViews
 from coserve.api.stopping import Stopping
 from coserve.config import Config
 from coserve.core.access.principal import idempotency_key, principal
+from coserve.core.cancellation import Commits
 from coserve.core.errors import CoserveError, EngineUnavailable, InvalidRequest, QueueFull, QuotaExceeded, WrongJobState
 from coserve.core.link.jobs import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.core.schemas import DeletedJob, DocumentJob, FinetuneRequest, Job, JobList
@@ -40,7 +41,6 @@ from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.pending import PendingDocument
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.state.commits import Commits
 from coserve.state.durable import remove_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder

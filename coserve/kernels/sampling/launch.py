@@ -9,9 +9,8 @@ from torch import Tensor
 
 from coserve.kernels.gpu.device import interpreted
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
-from coserve.kernels.sampling.argmax_kernels import peak, top
 from coserve.kernels.sampling.constants import COLUMNS
-from coserve.kernels.sampling.draw_kernels import settle, sift, weigh
+from coserve.kernels.sampling.draw_kernels import peak, settle, sift, top, weigh
 from coserve.kernels.sampling.logit_kernels import mask, penalise
 from coserve.kernels.sampling.threshold_kernel import threshold
 

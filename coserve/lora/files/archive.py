@@ -1,20 +1,34 @@
-"""Streams an adapter's PEFT files as a tar file. No torch."""
+"""Archives of adapters: streams PEFT files as a tar file, and takes them out of an archive that nobody vouches for. No
+torch."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
+import io
 import os
+import stat
+import struct
 import tarfile
-from collections.abc import AsyncIterator
+import zipfile
+import zlib
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from typing import BinaryIO, Final
+from pathlib import Path, PurePosixPath
+from typing import IO, BinaryIO, Final, NamedTuple
 
-from coserve.core.errors import AdapterNotFound
-from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.errors import AdapterNotFound, BodyTooLarge, CorruptAdapter, UnsafeAdapter
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
 from coserve.lora.files.tensorfile import check_digest, open_regular
+from coserve.state.durable import disk_errors
 from coserve.state.registry.records import AdapterRecord
+
+MEMBERS: Final = 1000
+"""Most files and folders in an archive."""
+DIRECTORY_BYTES: Final = 1 << 20
+"""Most bytes of a zip file's directory, which is read as a whole."""
+BROKEN = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, ValueError, struct.error)
 
 CHUNK: Final = 256 << 10
 
@@ -65,3 +79,108 @@ class AdapterArchive:
 
     def close(self) -> None:
         self._open.close()
+
+
+class Member(NamedTuple):
+    """A file in an archive."""
+
+    name: str
+    regular: bool
+    """False: a link or a device."""
+    content: IO[bytes] | None
+
+
+def unpack_adapter(archive: Path, folder: Path, most: int) -> None:
+    """Write the archive's `adapter_config.json` and `adapter_model.safetensors` into `folder`, under these names: no
+    path of the archive is ever used. They may lie in any one folder of it; other files are skipped.
+
+    Raises:
+        BodyTooLarge: more than `most` bytes, unpacked.
+        UnsafeAdapter: a link or a device.
+        CorruptAdapter: not a tar file (plain or gzip) or zip file, damaged, or not the files of one adapter.
+    """
+    found = dict[str, PurePosixPath]()
+    try:
+        with archive.open("rb") as file:
+            for number, member in enumerate(_zip(file, most) if zipfile.is_zipfile(file) else _tar(file, most)):
+                path = PurePosixPath(member.name)
+                if number >= MEMBERS:
+                    raise CorruptAdapter(f"expected an archive of at most {MEMBERS} files")
+                if not member.regular:
+                    raise UnsafeAdapter(f"expected regular files in the archive, got {member.name[-80:]!r}")
+                if path.name not in ADAPTER_FILES or member.content is None:
+                    continue
+                if path.name in found:
+                    raise CorruptAdapter(f"expected the files of one adapter, got {path.name} twice")
+                found[path.name] = path.parent
+                with disk_errors(), (folder / path.name).open("xb") as target:
+                    most -= _copy(member.content, target, most)
+    except BROKEN as error:
+        raise CorruptAdapter(f"the archive is damaged, or is no tar or zip file: {error}") from None
+    if len(found) < len(ADAPTER_FILES) or len(set(found.values())) > 1:
+        got = " and ".join(str(parent / name) for name, parent in found.items())[-200:]
+        raise CorruptAdapter(f"expected {' and '.join(ADAPTER_FILES)} in one folder, got {got or 'neither'}")
+
+
+def _tar(file: IO[bytes], most: int) -> Iterator[Member]:
+    file.seek(0)
+    packed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    stream = _Bounded(gzip.GzipFile(fileobj=file) if packed else file, most)
+    with tarfile.open(fileobj=stream, mode="r|") as tar:
+        for member in tar:
+            if not member.isdir():
+                yield Member(member.name, member.isreg(), tar.extractfile(member) if member.isreg() else None)
+
+
+def _zip(file: IO[bytes], most: int) -> Iterator[Member]:
+    _check_directory(file)
+    with zipfile.ZipFile(file) as whole:
+        for member in whole.infolist():
+            if member.is_dir():
+                continue
+            if member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise CorruptAdapter(f"expected {member.filename[-80:]!r} without a password, and stored or deflated")
+            kind = stat.S_IFMT(member.external_attr >> 16)
+            with whole.open(member) as content:
+                yield Member(member.filename, kind in (0, stat.S_IFREG), content)
+
+
+def _check_directory(file: IO[bytes]) -> None:
+    """Refuse a zip file whose directory, which `zipfile` reads as a whole, is large. Raises `CorruptAdapter`."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - (1 << 16) - 22))
+    tail = file.read()
+    end = len(tail) - 22 if tail[-22:-18] == b"PK\5\6" and tail[-2:] == b"\0\0" else tail.rfind(b"PK\5\6")
+    _, directory = struct.unpack_from("<HL", tail, end + 10)
+    if directory > DIRECTORY_BYTES or tail[max(0, end - 20) : end].startswith(b"PK\6\7"):
+        raise CorruptAdapter(f"expected a zip file of at most {MEMBERS} files, and no zip64")
+
+
+class _Bounded(io.RawIOBase):
+    """A stream of at most so many bytes, some more for the archive's own blocks."""
+
+    def __init__(self, stream: IO[bytes] | gzip.GzipFile, most: int) -> None:
+        self._stream, self._most, self._left = stream, most, most + 2 * MEMBERS * tarfile.BLOCKSIZE
+
+    def read(self, size: int = -1) -> bytes:
+        found = self._stream.read(min(size, CHUNK) if size >= 0 else CHUNK)
+        self._left -= len(found)
+        if self._left < 0:
+            raise _too_large(self._most)
+        return found
+
+
+def _copy(source: IO[bytes], target: IO[bytes], most: int) -> int:
+    """Copy all bytes; return how many. Raises `BodyTooLarge` beyond `most`."""
+    copied = 0
+    while chunk := source.read(CHUNK):
+        copied += len(chunk)
+        if copied > most:
+            raise _too_large(most)
+        target.write(chunk)
+    return copied
+
+
+def _too_large(most: int) -> BodyTooLarge:
+    return BodyTooLarge(f"expected an archive of at most {most} bytes, unpacked", field="file")

@@ -22,8 +22,8 @@ from coserve.lora.files.tensorfile import TensorFile, check_digest, digest_file
 from coserve.lora.store.cartridges import embeddings, read_prefixes
 from coserve.lora.store.packing import packed
 from coserve.lora.store.reading import read_sites
+from coserve.lora.store.reads import LoadTimes
 from coserve.lora.store.tensor_writer import write_tensors
-from coserve.lora.store.times import LoadTimes
 from coserve.model.lora import LoraWeights
 
 FILLERS = 2

@@ -34,7 +34,7 @@ from coserve.lora.files.packed_header import (
 )
 from coserve.lora.files.tensorfile import open_regular
 from coserve.lora.store.packing import PackedLayout, PackedSites, SitePlace
-from coserve.lora.store.times import LoadTimes
+from coserve.lora.store.reads import LoadTimes
 from coserve.model.lora import LoraWeights
 from coserve.state.durable import disk_errors, write_errors
 

@@ -15,7 +15,7 @@ import torch
 from coserve.lora.store.entry import Entry, GpuCopy
 from coserve.lora.store.interfaces import CopyMirror, NoMirror, RemotePairs
 from coserve.lora.store.packing import copied_into, without_experts
-from coserve.lora.store.times import LoadTimes
+from coserve.lora.store.reads import LoadTimes
 from coserve.memory.buffer import PageBuffer
 from coserve.memory.pages import Span
 from coserve.model.lora import LoraWeights

@@ -20,8 +20,7 @@ from coserve.lora.store.host_memory import HostMemory, Room, Unread
 from coserve.lora.store.interfaces import CopyMirror, NoMirror, RemotePairs
 from coserve.lora.store.packing import packed_bytes
 from coserve.lora.store.pages import Activated, AdapterPages
-from coserve.lora.store.times import LoadTimes
-from coserve.lora.store.turns import ReadTurns
+from coserve.lora.store.reads import LoadTimes, ReadTurns
 from coserve.memory.buffer import PageBuffer
 from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
