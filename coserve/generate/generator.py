@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from sys import maxsize
-from typing import Protocol
 
 import torch
 
@@ -21,7 +20,7 @@ from coserve.core.errors import (
 )
 from coserve.core.link.generation import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
-from coserve.core.types import AdapterRef, BaseSpec, FinishReason
+from coserve.core.types import AdapterRef, FinishReason
 from coserve.generate.checks import no_token_error
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
 from coserve.generate.grammars import Grammars
@@ -34,20 +33,12 @@ from coserve.generate.step_input import step_input
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.allocator import AllocatorStats, allocator_stats
 from coserve.memory.kv import KvCache
+from coserve.model.base import Base
 from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape
 
 log = logging.getLogger(__name__)
-
-
-class DescribesBase(Protocol):
-    """The part of `model.Base` that generation needs."""
-
-    @property
-    def spec(self) -> BaseSpec: ...
-    @property
-    def device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True)
@@ -71,7 +62,7 @@ class Generator:
 
     def __init__(
         self,
-        base: DescribesBase,
+        base: Base,
         store: AdapterStore,
         kv: KvCache,
         executor: StepExecutor,

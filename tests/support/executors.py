@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from coserve.generate.execution.eager import EagerExecutor, RunsBase
+from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.memory.kv import KvCache
+from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from tests.support.lora_backends import GROUPED
 
 
-def eager(base: RunsBase, kv: KvCache, lora_backend: LoraBackend = GROUPED) -> EagerExecutor:
+def eager(base: Base, kv: KvCache, lora_backend: LoraBackend = GROUPED) -> EagerExecutor:
     return EagerExecutor(base, kv, lora_backend)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,38 +19,15 @@ from coserve.kernels.lora.experts.interface import RemoteExperts
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.kv import KvCache
-from coserve.model.base import Attention
+from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.model.parallel.sharding import Sharding
-
-
-class RunsBase(Protocol):
-    """The part of `model.Base` that an executor needs."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def sharding(self) -> Sharding | None: ...
-
-    def forward(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        attention: Attention,
-        *,
-        lora: LoraBatch | None,
-        keep: Tensor | None,
-        gather: bool = True,
-    ) -> Tensor: ...
 
 
 class EagerExecutor:
     """Implements `StepExecutor`. If the LoRA backend computes one adapter at a time, a step becomes one forward per
     adapter."""
 
-    def __init__(
-        self, base: RunsBase, kv: KvCache, lora_backend: LoraBackend, remote: RemoteExperts | None = None
-    ) -> None:
+    def __init__(self, base: Base, kv: KvCache, lora_backend: LoraBackend, remote: RemoteExperts | None = None) -> None:
         """`remote`: the LoRA servers, if there are any."""
         self._remote = remote
         self._base, self._kv, self._lora_backend = base, kv, lora_backend.keeping()
