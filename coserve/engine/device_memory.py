@@ -5,21 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from coserve.admission.memory import Hold, MemoryAdmission, Start
 from coserve.core.gpu_memory import MemoryUse, TrainingCosts
 from coserve.core.training.jobs import JobSpec
 from coserve.memory.allocator import Reading
-
-
-class GraphSizes(Protocol):
-    """The interface of `memory.graph_bytes.GraphBytes`."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def complete(self) -> bool: ...
+from coserve.memory.graph_bytes import GraphBytes
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ class DeviceMemory:
         admission: MemoryAdmission,
         fixed: Fixed,
         read: Callable[[], Reading],
-        graphs: GraphSizes,
+        graphs: GraphBytes,
         graphs_done: Callable[[int], None] = lambda size: None,
         clock: Callable[[], float] = time.monotonic,
         taken_elsewhere: Callable[[], int] = lambda: 0,

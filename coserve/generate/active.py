@@ -9,7 +9,8 @@ from itertools import takewhile
 from coserve.generate.line import number_of
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Share
-from coserve.generate.sources import AdapterSource, PageSource, SlotSource
+from coserve.generate.sources import AdapterSource, PageSource
+from coserve.memory.state_pool import StateSlots
 from coserve.queues.request import Request
 
 LOADED_BYTES = 256 << 20
@@ -29,7 +30,7 @@ class ActiveRequests:
         self,
         pages: PageSource,
         adapters: AdapterSource,
-        states: SlotSource | None,
+        states: StateSlots | None,
         *,
         lengths: OutputLengths,
         loaded_bytes: int,

@@ -18,7 +18,8 @@ from coserve.generate.active import LOADED_BYTES, ActiveRequests
 from coserve.generate.line import Line
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Plan, Room, Share, StepBudget, step_shape
-from coserve.generate.sources import AdapterSource, PageSource, SlotSource
+from coserve.generate.sources import AdapterSource, PageSource
+from coserve.memory.state_pool import StateSlots
 from coserve.queues.deadlines import Deadlines
 from coserve.queues.inference import InferenceQueue
 from coserve.queues.request import Request, State
@@ -66,7 +67,7 @@ class Scheduler:
         prepare: Callable[[Request], None] = lambda request: None,
         failed: Callable[[Request, Exception], None] = lambda request, error: None,
         precede: Callable[[Request, int], None] = lambda request, first: None,
-        states: SlotSource | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         """`max_queue`, `fair`: see `InferenceQueue`; `scored_tokens`, `loaded_bytes`: see `SCORED_TOKENS`,
         `LOADED_BYTES`; `lengths`: lengths of past answers. `compiled` says whether a grammar is; if not, it begins it.

@@ -25,13 +25,6 @@ class PageSource(Protocol):
     def pages_for(self, tokens: int) -> int: ...
 
 
-class SlotSource(Protocol):
-    """The part of `memory.StateSlots` that the scheduler needs; it has a slot for each active request."""
-
-    def allocate(self) -> int | None: ...
-    def free(self, slot: int) -> None: ...
-
-
 class AdapterSource(Protocol):
     """The part of `AdapterStore` that the scheduler needs; it loads adapters into pages of the same pool."""
 
