@@ -13,7 +13,7 @@ from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
-from coserve.lora.store.cartridges import cartridge, embeddings
+from coserve.lora.store.files import cartridge, embeddings
 from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.examples import sample
 from tests.support.finetuning import CPU, random_corpus, tiny_base

@@ -18,8 +18,7 @@ from coserve.finetune.encoder import encode, with_encoder
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_jobs
-from coserve.lora.store.cartridges import embeddings
-from coserve.lora.store.files import load_adapter
+from coserve.lora.store.files import embeddings, load_adapter
 from coserve.model.lora import LoraBatch
 from tests.support.examples import sample
 from tests.support.finetuning import CPU, random_corpus, tiny_base

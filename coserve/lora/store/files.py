@@ -1,4 +1,8 @@
-"""Reads and writes adapters in PEFT's file format."""
+"""Reads and writes adapters in PEFT's file format, cartridges as pairs of keys and values.
+
+Letters of cartridges: P tokens, L layers, W numbers of a token's keys (all heads) in a layer, and as many of its
+values.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from coserve.core.errors import UnsupportedAdapter
+from coserve.core.errors import CorruptAdapter, UnsupportedAdapter
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_rows
-from coserve.core.types import AdapterDigests, BaseSpec
+from coserve.core.types import AdapterDigests, BaseSpec, LoraSettings
+from coserve.kernels.lora.types import LoraPair
 from coserve.lora.files.bdlora import blocks_at
-from coserve.lora.files.cartridge import EMBEDDINGS
+from coserve.lora.files.cartridge import EMBEDDINGS, read_cartridge
 from coserve.lora.files.ends import peft_name
 from coserve.lora.files.experts import peft_module
 from coserve.lora.files.gate import is_cartridge, read_any_config
-from coserve.lora.files.peft import FINGERPRINT, PREFIX, QUANTIZATION, config_file, read_layout
+from coserve.lora.files.peft import FINGERPRINT, PREFIX, QUANTIZATION, check_base, config_file, read_layout
 from coserve.lora.files.tensorfile import TensorFile, check_digest, digest_file
-from coserve.lora.store.cartridges import embeddings, read_prefixes
 from coserve.lora.store.packing import packed
 from coserve.lora.store.reading import read_sites
 from coserve.lora.store.reads import LoadTimes
 from coserve.lora.store.tensor_writer import write_tensors
 from coserve.model.lora import LoraWeights
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 FILLERS = 2
 """Threads that read one adapter's matrices while another one hashes its file. SHA-256 is sequential and takes longer
@@ -139,3 +146,32 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
         metadata[QUANTIZATION] = base.quantization
     write_tensors(folder / ADAPTER_WEIGHTS, tensors, metadata)
     (folder / ADAPTER_CONFIG).write_text(config_file(weights.settings, base, weights.sites))
+
+
+def read_prefixes(config: dict[str, object], file: TensorFile, base: BaseSpec, dtype: torch.dtype) -> LoraWeights:
+    """Read the cartridge of an open file: on the CPU, in `dtype`. Raises `BaseMismatch`, `CorruptAdapter`,
+    `ShapeMismatch`, `StorageError`."""
+    check_base(file, base)
+    settings, entry = read_cartridge(config, file, base)
+    found = torch.frombuffer(file.read(entry), dtype=_DTYPES[entry.dtype]).reshape(entry.shape).to(dtype)
+    if not bool(torch.isfinite(found).all()):
+        raise CorruptAdapter(f"the cartridge is not finite in {str(dtype).removeprefix('torch.')}")
+    return cartridge(settings, base, found)
+
+
+def cartridge(settings: LoraSettings, base: BaseSpec, embeddings_PN: Tensor) -> LoraWeights:
+    """Return the pairs of a tensor (P, 2 L W)."""
+    parts = embeddings_PN.chunk(2 * base.layers, 1)
+    return LoraWeights(
+        settings,
+        {
+            name: LoraPair(keys_PW.contiguous(), values_PW.T.contiguous(), 1.0)
+            for name, keys_PW, values_PW in zip(base.prefixes, parts[::2], parts[1::2], strict=True)
+        },
+    )
+
+
+def embeddings(weights: LoraWeights) -> Tensor:
+    """Return the tensor of a cartridge's pairs: fp32 on the CPU, (P, 2 L W)."""
+    parts = [part for pair in weights.prefix for part in (pair.a_RD, pair.b_OR.T)]
+    return torch.cat([part.detach().float().cpu() for part in parts], 1)
