@@ -17,6 +17,8 @@ MEMORY = 32
 """Admissions after which one counts 1/e of a new one, in the admission rate."""
 LEFT_ON_ARRIVAL = 0.5
 """Mean fraction of the gap between admissions that is left when a request arrives."""
+FIRST_TOKEN_STEPS = 2
+"""Steps with prompts between a request's admission and its first token: the one in flight, and its own."""
 
 
 class QueueSpeed:
@@ -66,10 +68,6 @@ class QueueSpeed:
 def retry_after(seconds: float) -> float:
     """Clamp `seconds` to the bounds of `Retry-After`."""
     return min(max(seconds, RETRY_AT_LEAST), RETRY_AT_MOST)
-
-
-FIRST_TOKEN_STEPS = 2
-"""Steps with prompts between a request's admission and its first token: the one in flight, and its own."""
 
 
 class Reception:

@@ -17,8 +17,23 @@ from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape
 from coserve.queues.slices import Slices
 from coserve.queues.sliding import SlidingQuantile
 
+NOTHING = InFlight()
+PROMPT_STEPS, PROMPT_STEP = 64, 0.9
+"""Number of latest steps with prompts, and the quantile of their times, that say how long one takes."""
+_KINDS = {
+    (kind, beside): tuple((each, where) for each in (kind, *STEP_KINDS) for where in (beside, not beside))
+    for kind in STEP_KINDS
+    for beside in (False, True)
+}
+"""For a step kind, overlapped with training or not: kinds of measured steps that predict it, best first."""
+FORGET: dict[StepKind, tuple[int, int]] = {"decode": (200, 1000), "prefill": (40, 200)}
+"""Steps of a kind in a row without overlap after which the errors of overlapped ones, and then their times, are
+forgotten, so that they are measured anew."""
+
 
 class Turns:
+    """Counts of inference batches and fine-tuning turns."""
+
     def __init__(self) -> None:
         self._job: str | None = None
         self._since_job = self._since_micro_batch = 0
@@ -39,20 +54,6 @@ class Turns:
         if self._job is not None and not in_training(self._job):
             self._job, self._since_job = None, 0
         return Turn(self._job, self._since_job, self._since_micro_batch)
-
-
-NOTHING = InFlight()
-PROMPT_STEPS, PROMPT_STEP = 64, 0.9
-"""Number of latest steps with prompts, and the quantile of their times, that say how long one takes."""
-_KINDS = {
-    (kind, beside): tuple((each, where) for each in (kind, *STEP_KINDS) for where in (beside, not beside))
-    for kind in STEP_KINDS
-    for beside in (False, True)
-}
-"""For a step kind, overlapped with training or not: kinds of measured steps that predict it, best first."""
-FORGET: dict[StepKind, tuple[int, int]] = {"decode": (200, 1000), "prefill": (40, 200)}
-"""Steps of a kind in a row without overlap after which the errors of overlapped ones, and then their times, are
-forgotten, so that they are measured anew."""
 
 
 class ReadyJobs(Protocol):

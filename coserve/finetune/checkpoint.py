@@ -28,6 +28,8 @@ from coserve.state.durable import remove_dir, replace_dir, safetensors_errors, s
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 
+log = logging.getLogger(__name__)
+
 
 class TrainingProgress(Wire, frozen=True):
     """Progress after the last optimizer step. With the optimizer's state it makes up a checkpoint."""
@@ -43,9 +45,6 @@ class TrainingProgress(Wire, frozen=True):
     """See `StepMetrics.valid_loss_before`."""
     pending: StepMetrics | None = None
     """Metrics of the last step while its evaluation is pending."""
-
-
-log = logging.getLogger(__name__)
 
 
 class _State(Wire, frozen=True):

@@ -23,6 +23,12 @@ SWEEPS = 2
 """Coordinate-descent sweeps per sample. Each starts from the last solution, so it converges over the samples."""
 LARGEST_WEIGHT = 1e9
 """Largest weight of a new sample relative to the first. Beyond it all sums are rescaled."""
+WINDOW = 5
+"""Samples that the level is computed from."""
+CLIP = 2.0
+"""Before the shape learns from a sample, it is clipped to within this factor of its prediction, against outliers."""
+ATTAINMENT = 0.995
+"""Default fraction of answers that must be in time (`slo_attainment`)."""
 
 
 class Regression:
@@ -67,14 +73,6 @@ class Regression:
         self._weight = 1.0
         self._targets = [factor * value for value in self._targets]
         self._products = [[factor * value for value in row] for row in self._products]
-
-
-WINDOW = 5
-"""Samples that the level is computed from."""
-CLIP = 2.0
-"""Before the shape learns from a sample, it is clipped to within this factor of its prediction, against outliers."""
-ATTAINMENT = 0.995
-"""Default fraction of answers that must be in time (`slo_attainment`)."""
 
 
 class Prediction(NamedTuple):
