@@ -6,13 +6,13 @@ Precedence: command line, then `COSERVE_<NAME>`, then the TOML file of `--config
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
+
+import msgspec
 
 from coserve.core.errors import ConfigError
 from coserve.core.logs.setup import LogSettings
@@ -398,16 +398,8 @@ def setting_sources(given: Mapping[str, object], environ: Mapping[str, str] = os
 
 def config_to_json(config: Config) -> bytes:
     """Return the settings for the engine process, without the API key."""
-    settings = dataclasses.asdict(dataclasses.replace(config, api_key=None, host="127.0.0.1"))
-    return json.dumps(settings, default=str).encode()
+    return msgspec.json.encode(dataclasses.replace(config, api_key=None, host="127.0.0.1"), enc_hook=str)
 
 
 def config_from_json(content: bytes) -> Config:
-    settings = json.loads(content)
-    hints = get_type_hints(Config)
-    for name, value in settings.items():
-        if value is not None and Path in (hints[name], *get_args(hints[name])):
-            settings[name] = Path(value)
-        elif isinstance(value, list):
-            settings[name] = tuple(value)
-    return Config(**settings)
+    return msgspec.json.decode(content, type=Config, dec_hook=lambda kind, value: kind(value))  # kind: Path
