@@ -188,18 +188,11 @@ def _counters(kinds: Mapping[tuple[int, ...], Sequence[StackedWeights]], device:
 
 def gemm_cases(stacked: Sequence[StackedWeights]) -> list[StackedWeights]:
     """Return, for each shape, enough weights, including copies, to exceed the L2 cache."""
-    return [one for kind in _by_kind(stacked).values() for one in _exceeding_l2(kind)]
-
-
-def _by_kind(stacked: Sequence[StackedWeights]) -> dict[tuple[int, ...], list[StackedWeights]]:
-    kinds: dict[tuple[int, ...], list[StackedWeights]] = {}
-    for one in stacked:
-        kinds.setdefault((one.in_features, *one.sizes), []).append(one)
-    return kinds
+    return [one for kind in _kinds(stacked).values() for one in _exceeding_l2(kind)]
 
 
 def _exceeding_l2(kind: Sequence[StackedWeights]) -> list[StackedWeights]:
     """The weights of one shape, with copies so that they exceed the L2 cache together (at most `MEASURED`)."""
     size = kind[0].weight.numel() * kind[0].weight.element_size()
-    copies = min(MEASURED, max(len(kind), -(-L2_BYTES // size))) - len(kind)
+    copies = min(MEASURED, -(-L2_BYTES // size)) - len(kind)
     return [*kind, *(replace(kind[0], weight=kind[0].weight.clone()) for _ in range(copies))]

@@ -49,9 +49,13 @@ class SlotLora(PreparedLora):
         return list(ys)
 
     def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
-        terms.add_(ys, x_TD, self.plan, self._tables[group], overlapped=overlapped)
+        self._add(group, ys, x_TD, overlapped=overlapped)
         if self._biases is not None:
             scale_rows(ys, self.plan.tiles, self._tables[group], self._biases[group])
+
+    def _add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool) -> None:
+        """Add the terms, not scaled yet where an adapter is DoRA."""
+        terms.add_(ys, x_TD, self.plan, self._tables[group], overlapped=overlapped)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def part_blocks(R: int, shards: int) -> int:
     return -(-R // (shards * RANK_BLOCK))
 
 
-class ShardedSlotLora(PreparedLora):
+class ShardedSlotLora(SlotLora):
     """`SlotLora` for fully sharded pairs: the table points at this GPU's shards, but `SiteTable.ranks` has whole
     ranks."""
 
@@ -94,24 +98,15 @@ class ShardedSlotLora(PreparedLora):
     ) -> None:
         """`groups`, `biases`: see `SlotLora`. They must be equal on every GPU, as must the numbers of rows, tiles and
         ranks."""
-        self._tables, self._exchanges, self._plan = tables, exchanges, plan
-        self._groups, self._biases = groups, biases
+        super().__init__(tables, plan.whole, groups, biases)
+        self._exchanges, self._part = exchanges, plan.part
 
     def changes(self, group: SiteGroup) -> bool:
-        return group.index in self._groups and group in self._exchanges
-
-    def add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor) -> list[Tensor]:
-        self.add_(group, ys, x_TD)
-        return list(ys)
-
-    def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
-        self._add(group, ys, x_TD, overlapped=overlapped)
-        if self._biases is not None:
-            scale_rows(ys, self._plan.whole.tiles, self._tables[group], self._biases[group])
+        return super().changes(group) and group in self._exchanges
 
     def _add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool) -> None:
         table, exchange = self._tables[group], self._exchanges[group]
-        plan = self._plan_of(exchange)
+        plan = self._part if exchange.shards > 1 else self.plan
         if exchange.outputs is not None:
             start, stop = exchange.outputs
             ys = [y[:, start:stop] for y in ys]
@@ -121,6 +116,3 @@ class ShardedSlotLora(PreparedLora):
         h = prefill_shrink(x_TD, plan, table, shards=exchange.shards)
         h = exchange.run(h[None, None])[:, 0]
         prefill_expand(ys, ys, h if exchange.shards > 1 else h[0], plan, table, shards=exchange.shards)
-
-    def _plan_of(self, exchange: Exchange) -> TilePlan:
-        return self._plan.part if exchange.shards > 1 else self._plan.whole
