@@ -37,6 +37,7 @@ from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import shard_of
 from coserve.model.parallel.residual import add_in_sums
 from coserve.model.recurrent.ops import RUNNING_RECURRENCE
+from coserve.model.recurrent.unrepeated import drop_repeats
 
 NOT_FUSED = "expected to run within FusedBase.forward"
 RECOMPILES = 64
@@ -239,15 +240,16 @@ class FusedBase:
         self.gemms = gemms
         forwards: list[Callable[..., object]] = [type(layer).forward for layer in base.layers]
         if compiled:
-            made = compiler(self._with_residuals(_inductor(options) if backend is None else backend))
+            made = compiler(self._rewriting(_inductor(options) if backend is None else backend))
             # One function for all layers of a class, so that they share its compiled graphs.
             unique = {f: torch.compile(f, backend=made, dynamic=True, fullgraph=True) for f in dict.fromkeys(forwards)}
             forwards = [unique[forward] for forward in forwards]
         self._layers = Layers(base.layers, forwards)
         self._stubs = [self._stub(index) for index in range(len(base.layers))]
 
-    def _with_residuals(self, backend: Backend) -> Backend:
-        """Wrap `backend` so that sums over the ranks in a layer also add the residual."""
+    def _rewriting(self, backend: Backend) -> Backend:
+        """Wrap `backend` so that sums over the ranks in a layer also add the residual, and recurrences read no repeated
+        heads."""
         groups = [group for layer in self.groups for group in layer]
         adding = {group for group, shard in self._summed.items() if shard.mesh.adds_at_once}
         sums = {group.index for group in groups if group in adding} - {
@@ -256,9 +258,10 @@ class FusedBase:
 
         def traced(module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[object]]:
             add_in_sums(module, sums)
+            drop_repeats(module)
             return backend(module, inputs)
 
-        return traced if sums else backend
+        return traced if sums or self.base.states else backend
 
     @property
     def stacked(self) -> list[StackedWeights]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -91,11 +92,16 @@ def test_equal_prompts_share_no_pages() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_steps_in_fixed_buffers_give_the_same_tokens() -> None:
     """As CUDA graphs run them, with layers that are traced, but not compiled."""
-    family, base = "qwen3_5_text", base_of("qwen3_5_text")
+    family, base, traced = "qwen3_5_text", base_of("qwen3_5_text"), list[str]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        traced.append(graph.code)
+        return graph.forward
+
     asked = [request(str(i), prompt(5 + 20 * i, i)) for i in range(4)]
     expected = collect(generator(family), asked)
     kv = KvCache.for_base(base, 2048, 16, sequences=4)
-    executor = graphs(FusedBase(base, backend=lambda graph, inputs: graph.forward), kv, max_running=4)
+    executor = graphs(FusedBase(base, backend=backend), kv, max_running=4)
     gen = Generator(base, shelf_of(family).store(), kv, executor, max_running=4, step_tokens=32)
     for one in asked:
         gen.add(one)
@@ -105,6 +111,8 @@ def test_steps_in_fixed_buffers_give_the_same_tokens() -> None:
             assert not isinstance(message, RequestFailed), message
             found[message.id] += message.tokens
     assert found == {id: tokens for id, (tokens, _) in expected.items()}
+    assert any("coserve.recur" in code for code in traced)
+    assert not any("repeat_interleave" in code for code in traced), "the recurrence reads the heads that there are"
 
 
 @pytest.mark.filterwarnings("ignore")

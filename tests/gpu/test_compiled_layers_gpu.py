@@ -66,6 +66,17 @@ def test_gradients_of_layers_with_a_recurrent_state(family: str, options: dict[s
     equal_gradients(wrap_base(tiny_family(family, **options).to(DEVICE, torch.bfloat16), name=family))
 
 
+@pytest.mark.parametrize("family", ["mixtral", "lfm2_moe"])
+@pytest.mark.filterwarnings("ignore")
+def test_layers_with_experts_are_compiled(family: str) -> None:
+    """They are compared with the layers themselves. Gradients of a whole model are not, as rounding may send a token to
+    another expert."""
+    base = wrap_base(tiny_family(family).to(DEVICE, torch.bfloat16), name=family)
+    layers = CompiledLayers(base, LayerCut(base))
+    layers.compile()
+    assert layers.ready
+
+
 @pytest.mark.parametrize("strategy", ["nfs", "slora"])
 def test_gradients_of_a_rank_without_the_others(tmp_path: Path, strategy: str) -> None:
     """Its collectives return its own term, with compiled layers and without."""

@@ -19,13 +19,14 @@ from coserve.finetune.packed_rows import PackedRows, pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
-from coserve.model.base import Base
+from coserve.model.base import Base, wrap_base
 from coserve.model.dropout import DropoutSpec, dropout_of
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.kinds import kind_of
 from coserve.model.training.trace import Compile, CompiledLayer, interpreted, trace_layer
+from tests.support.families import tiny_family
 from tests.support.finetuning import CPU, Bench, job_spec, random_corpus, started, tiny_base
 from tests.support.gpu_memory import COSTS
 from tests.support.lora_backends import GROUPED, SEGMENTED
@@ -237,6 +238,12 @@ def test_layers_that_differ_in_a_number_are_of_two_kinds() -> None:
     assert kind_of(first, groups) == kind_of(second, groups)
     cast(nn.Module, second.input_layernorm).variance_epsilon = 0.5
     assert kind_of(first, groups) != kind_of(second, groups)
+
+
+def test_layers_with_experts_are_of_one_kind() -> None:
+    base = wrap_base(tiny_family("mixtral"), name="mixtral")
+    first, second = base.layers[:2]
+    assert kind_of(first, {}) == kind_of(second, {})
 
 
 def test_a_layer_for_one_number_of_tokens_is_refused() -> None:

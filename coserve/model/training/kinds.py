@@ -8,10 +8,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from coserve.model.experts.forward import SITES as EXPERT_SITES
 from coserve.model.lora import SITE, SharedInput
 from coserve.model.packed import PACKED
 
-NOT_COMPARED = frozenset({"layer_idx", "forward", SITE, PACKED, "_parameters", "_buffers", "_modules"})
+NOT_COMPARED = frozenset({"layer_idx", "forward", SITE, EXPERT_SITES, PACKED, "_parameters", "_buffers", "_modules"})
 """Attributes of a module that do not affect its kind, or that are compared separately."""
 HOOKS = "_hooks"
 """Substring of the names of a module's hook tables, whose keys are unique numbers."""

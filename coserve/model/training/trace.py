@@ -147,10 +147,13 @@ def trace_layer(run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: i
     mode = FakeTensorMode(shape_env=shapes)
     fakes = [_fake(mode, tensor, tokens, place) for place, tensor in enumerate(tensors)]
     fakes[0].requires_grad_()
-    with tracing(TracingContext(mode)):
-        joint = _joint(run, fakes)
-        joint_graph_passes(joint)
-        forward, backward = _cut(joint, Kept.ALL)
+    try:
+        with tracing(TracingContext(mode)):
+            joint = _joint(run, fakes)
+            joint_graph_passes(joint)
+            forward, backward = _cut(joint, Kept.ALL)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise UnsupportedBase(f"its layers cannot be traced for training: {error}") from error
     _refuse_constants(forward, backward)
     return TracedLayer(forward, backward, joint, mode, shapes, fakes[0])
 
@@ -197,12 +200,9 @@ def _again(backward: fx.GraphModule) -> Again:
 
 def _joint(run: Callable[..., Tensor], fakes: Sequence[FakeTensor]) -> fx.GraphModule:
     """Trace forward and backward as one graph: (inputs, output's gradient) -> (output, inputs' gradients)."""
-    try:
-        joint = aot_export_joint_simple(
-            lambda *inputs: (run(*inputs),), tuple(fakes), trace_joint=True, decompositions=select_decomp_table()
-        )
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise UnsupportedBase(f"its layers cannot be traced for training: {error}") from error
+    joint = aot_export_joint_simple(
+        lambda *inputs: (run(*inputs),), tuple(fakes), trace_joint=True, decompositions=select_decomp_table()
+    )
     return cast(fx.GraphModule, joint)
 
 

@@ -1,0 +1,40 @@
+"""Hands a recurrence the queries and keys of the heads that there are, not copies for all heads that read them."""
+
+from __future__ import annotations
+
+import operator
+from typing import cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+
+def drop_repeats(module: GraphModule) -> int:
+    """Let each `coserve::recur` of a traced layer read queries and keys as they were before `repeat_interleave`: it
+    groups heads alike itself, and the copies take kernels of their own. Returns the number of dropped repeats."""
+    graph, found = module.graph, 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in (torch.ops.coserve.recur, torch.ops.coserve.recur.default):
+            continue
+        repeated = [_repeat_before(taken) for taken in node.args[:2]]
+        if None in repeated:
+            continue
+        for taken, repeat in zip(cast("list[Node]", node.args[:2]), cast("list[Node]", repeated), strict=True):
+            taken.replace_input_with(repeat, cast(Node, repeat.args[0]))
+            if not repeat.users:
+                graph.erase_node(repeat)
+            found += 1
+    if found:
+        graph.lint()
+        module.recompile()
+    return found
+
+
+def _repeat_before(taken: object) -> Node | None:
+    """The `x.repeat_interleave(n, dim=2)` (1, T, H, K) whose only row is `taken`; None if there is none."""
+    if not isinstance(taken, Node) or taken.target is not operator.getitem or taken.args[1] != 0:
+        return None
+    repeat = taken.args[0]
+    if not isinstance(repeat, Node) or repeat.target != "repeat_interleave" or repeat.kwargs != {"dim": 2}:
+        return None
+    return repeat
