@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -39,37 +39,54 @@ class Stored(Protocol):
     def id(self) -> str: ...
     @property
     def created_at(self) -> float: ...
+    @property
+    def project(self) -> str: ...
 
 
 S = TypeVar("S", bound=Stored)
 
 
-def read_records(folder: Path, kind: type[S]) -> dict[str, S]:
-    """Return the records, `RECORD`, of all folders below `folder`, by id, oldest first; those that were damaged are
-    logged and left out. Raises `StorageError` if the machine cannot read one now."""
-    found = []
-    with read_errors():
-        for entry in folder.iterdir() if folder.is_dir() else ():
-            if entry.name.startswith("."):
-                continue
-            try:
-                found.append(msgspec.json.decode((entry / RECORD).read_bytes(), type=kind))
-            except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
-                log.warning("%s is not listed: its record was damaged from outside", entry.name)
-    return {record.id: record for record in sorted(found, key=lambda each: each.created_at)}
+class RecordStore(Generic[S]):
+    """The records, `RECORD`, of all folders below `folder`. `load` does disk work: call it on a thread; the rest reads
+    the records in memory."""
 
-
-class FileStore:
-    """All uploaded files. `load`, `add` and `remove` do disk work: call them on a thread, one at a time for each file;
-    the rest reads the records in memory. `clock` returns seconds since the epoch."""
-
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        self._folder, self._clock = folder, clock
-        self._records: dict[str, FileRecord] = {}
+    def __init__(self, folder: Path, kind: type[S], noun: str) -> None:
+        """`noun`: of one thing, for the user."""
+        self._folder, self._kind, self._noun = folder, kind, noun
+        self._records: dict[str, S] = {}
 
     def load(self) -> None:
-        """Read the records of all files. Raises `StorageError` if the machine cannot read one now."""
-        self._records = read_records(self._folder, FileRecord)
+        """Read all records; those that were damaged are logged and left out. Raises `StorageError` if the machine
+        cannot read one now."""
+        found = []
+        with read_errors():
+            for entry in self._folder.iterdir() if self._folder.is_dir() else ():
+                if entry.name.startswith("."):
+                    continue
+                try:
+                    found.append(msgspec.json.decode((entry / RECORD).read_bytes(), type=self._kind))
+                except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+                    log.warning("%s is not listed: its record was damaged from outside", entry.name)
+        self._records = {record.id: record for record in sorted(found, key=lambda each: each.created_at)}
+
+    def get(self, id: str) -> S:
+        """Return a record. Raises `NotFound`, also for one that the principal does not see."""
+        if (record := self._records.get(id)) is None or not principal().sees(record.project):
+            raise NotFound(f"no {self._noun} {id[:80]!r}", field="id")
+        return record
+
+    def all(self) -> list[S]:
+        """Return the records that the principal sees, oldest first."""
+        return [record for record in self._records.values() if principal().sees(record.project)]
+
+
+class FileStore(RecordStore[FileRecord]):
+    """All uploaded files. `load`, `add` and `remove` do disk work: call them on a thread, one at a time for each file.
+    `clock` returns seconds since the epoch."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(folder, FileRecord, "file")
+        self._clock = clock
 
     def add(self, source: Path, filename: str, purpose: str) -> FileRecord:
         """Move `source`, on the same file system, into the store; durable when this returns. Raises `StorageError`."""
@@ -89,19 +106,9 @@ class FileStore:
         self._records[record.id] = record
         return record
 
-    def get(self, id: str) -> FileRecord:
-        """Return a file's record. Raises `NotFound`."""
-        if (record := self._records.get(id)) is None or not principal().sees(record.project):
-            raise NotFound(f"no file {id[:80]!r}", field="id")
-        return record
-
     def content(self, id: str) -> Path:
         """Return the path of a file's content. Raises `NotFound`."""
         return self._folder / self.get(id).id / CONTENT
-
-    def all(self) -> list[FileRecord]:
-        """Return the records that the principal sees, oldest first."""
-        return [record for record in self._records.values() if principal().sees(record.project)]
 
     def bytes_of(self, project: str) -> int:
         """Bytes of all files of a project."""

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from coserve.core.access.principal import DEFAULT_PROJECT, principal
+from coserve.core.access.principal import DEFAULT_PROJECT
 from coserve.core.errors import NotFound
 from coserve.core.types import Wire
 from coserve.state.durable import replace_dir, write_file
-from coserve.state.files import RECORD, read_records
+from coserve.state.files import RECORD, RecordStore
 
 INPUT, OUTPUT, ERRORS = "input.jsonl", "output.jsonl", "errors.jsonl"
 
@@ -60,16 +60,11 @@ class BatchRecord(Wire, frozen=True, kw_only=True):
         return self.status in ENDED
 
 
-class BatchStore:
+class BatchStore(RecordStore[BatchRecord]):
     """All batches. `load`, `add` and `save` do disk work: call them on a thread, one at a time for each batch."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._records: dict[str, BatchRecord] = {}
-
-    def load(self) -> None:
-        """Read all records. Raises `StorageError` if the machine cannot read one now."""
-        self._records = read_records(self._folder, BatchRecord)
+        super().__init__(folder, BatchRecord, "batch")
 
     def add(self, record: BatchRecord, content: Path) -> None:
         """Keep a new batch, and `content` until it has ended, as a link: its file may be deleted before. Durable when
@@ -82,16 +77,6 @@ class BatchStore:
                 raise NotFound(f"no file {record.input_file_id}", field="input_file_id") from None
             (target / RECORD).write_bytes(msgspec.json.encode(record))
         self._records[record.id] = record
-
-    def get(self, id: str) -> BatchRecord:
-        """Return a batch's record. Raises `NotFound`, also for one that the principal does not see."""
-        if (record := self._records.get(id)) is None or not principal().sees(record.project):
-            raise NotFound(f"no batch {id[:80]!r}", field="id")
-        return record
-
-    def all(self) -> list[BatchRecord]:
-        """Return the records that the principal sees, oldest first."""
-        return [record for record in self._records.values() if principal().sees(record.project)]
 
     def save(self, record: BatchRecord) -> None:
         """Replace a batch's record; durable when this returns. Raises `StorageError`."""
