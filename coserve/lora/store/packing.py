@@ -100,8 +100,20 @@ class PackedLayout:
             getattr(own, field).copy_(getattr(pair, field))
 
 
-class PackedSites(Mapping[str, LoraPair]):
-    """A mapping from sites to an adapter's pairs, as views of one run of memory."""
+class LaidOutSites(Mapping[str, LoraPair]):
+    """A mapping from sites to an adapter's pairs, which lie in memory as `layout` says."""
+
+    layout: PackedLayout
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.places)
+
+    def __len__(self) -> int:
+        return len(self.layout.places)
+
+
+class PackedSites(LaidOutSites):
+    """The pairs of an adapter as views of one run of memory."""
 
     def __init__(self, memory_N: Tensor, layout: PackedLayout) -> None:
         """`memory_N`: uint8, all of the layout's bytes."""
@@ -113,12 +125,6 @@ class PackedSites(Mapping[str, LoraPair]):
         if pair is None:
             pair = self._pairs[name] = self.layout.pair(name, self.memory_N)
         return pair
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layout.places)
-
-    def __len__(self) -> int:
-        return len(self.layout.places)
 
     def entries(self, names: Sequence[str]) -> list[TableEntry]:
         """Return the kernels' table entries of these sites, in order. Makes no views."""
@@ -139,7 +145,7 @@ class PackedSites(Mapping[str, LoraPair]):
             self.layout.copy(name, source[name], self.memory_N)
 
 
-class PartedSites(Mapping[str, LoraPair]):
+class PartedSites(LaidOutSites):
     """The pairs of an adapter whose bytes lie in several parts of memory, cut anywhere. A pair is read as a copy."""
 
     def __init__(
@@ -156,12 +162,6 @@ class PartedSites(Mapping[str, LoraPair]):
             at += len(part)
         return self.layout.pair(name, torch.cat(found), place.first)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layout.places)
-
-    def __len__(self) -> int:
-        return len(self.layout.places)
-
 
 def packed_bytes(weights: LoraWeights) -> int:
     """Bytes of the adapter's layout."""
@@ -171,7 +171,7 @@ def packed_bytes(weights: LoraWeights) -> int:
 def layout_of(weights: LoraWeights) -> PackedLayout:
     """Return the adapter's layout, or the one that it would get."""
     sites = weights.sites
-    return sites.layout if isinstance(sites, PackedSites | PartedSites) else PackedLayout(sites)
+    return sites.layout if isinstance(sites, LaidOutSites) else PackedLayout(sites)
 
 
 def bytes_beside(weights: LoraWeights) -> int:
@@ -193,9 +193,7 @@ def packed(weights: LoraWeights, *, for_kernels: bool) -> LoraWeights:
     that already has this layout is returned as it is.
     """
     sites = weights.sites
-    if isinstance(sites, PackedSites | PartedSites) and (
-        sites.layout.for_kernels if for_kernels else sites.layout.vector == 1
-    ):
+    if isinstance(sites, LaidOutSites) and (sites.layout.for_kernels if for_kernels else sites.layout.vector == 1):
         return weights
     whole = {name: pair.dense() for name, pair in sites.items()} if for_kernels else sites
     layout = PackedLayout(whole, VECTOR if for_kernels else 1)
