@@ -202,11 +202,7 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
         final, required = loop.finished, loop.finished and loop.spec.evaluated
         copy = snapshot(job, step, ref, weights, self._base, self._store, final=final, required=required)
 
-        def run() -> Callable[[], JobSnapshot | JobNote]:
-            with self._job_errors():
-                return copy()
-
-        return Snapshot(ref, step, run, required)
+        return Snapshot(ref, step, self._job_errors()(copy), required)
 
     def abandon(self, job: str, *, finish_update: bool = False) -> None:
         """Drop the unfinished optimizer step and its memory. Other jobs of its pass continue. `finish_update`: if the
@@ -221,12 +217,7 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
         with self._job_errors():
             own = self._read_document(job)
             write = publication(self._job(job).loop, self._base, self._folder, self._store, own)
-
-        def run() -> Callable[[], Published]:
-            with self._job_errors():
-                return write()
-
-        return run
+        return self._job_errors()(write)
 
     def _read_document(self, job: str) -> Callable[[], LoraWeights] | None:
         """Let the job's encoder read its document; the returned function returns the cartridge. None: it has none."""
@@ -268,12 +259,7 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
         with self._job_errors():
             weights = self.client(session).session.current_weights()
         copy = publish_adapter(call.ref, weights, self._base, self._folder, self._store, files=call.files)
-
-        def run() -> Callable[[], None]:
-            with self._job_errors():
-                return copy()
-
-        return run
+        return self._job_errors()(copy)
 
     def holds_memory_of(self, job: str) -> bool:
         """Whether a pass of other jobs still holds memory of a job that was dropped."""
