@@ -53,8 +53,8 @@ class PackedRecurrence:
         return self._recur(given)
 
     def _kernels_for(self, given: RecurrenceInputs) -> ChunkedRecurrence | None:
-        """The kernels, if they can compute these inputs."""
-        if not given.v.is_cuda or given.decay.dim() == 3:
+        """The kernels, if they can compute these inputs. Not those in fp32, for which they take minutes to compile."""
+        if not given.v.is_cuda or given.decay.dim() == 3 or given.k.dtype == torch.float32:
             return None
         from coserve.kernels.recurrent.chunked.recurrence import MOST_KEYS, ChunkedRecurrence  # needs Triton
 

@@ -58,7 +58,8 @@ def inputs_back(
     chunks_ptr, H, G, K, V, DELTA: tl.constexpr, Z: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks, heads): dq and dk by head (T, H, K), and the decays' gradient (T, H). With DELTA also dw (T, H, K),
-    and what goes through A, u and w is missing in dk and the decays' gradient: the latter is that of g."""
+    and dk and the decays' gradient are parts, for `solve_back`: without what goes through A, u and w, and the latter is
+    that of g."""
     n, h = tl.program_id(0), tl.program_id(1)
     i, group = tl.arange(0, Z), h // (H // G)
     start, end = tl.load(chunks_ptr + 2 * n), tl.load(chunks_ptr + 2 * n + 1)
@@ -100,11 +101,11 @@ def inputs_back(
 
 @triton.jit
 def solve_back(
-    dk_ptr, dv_ptr, ddecay_ptr, dbeta_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, inverse_ptr, dnew_ptr, dw_ptr,
-    chunks_ptr, H, G, K, V, Z: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    dk_ptr, dv_ptr, ddecay_ptr, dbeta_ptr, part_dk_ptr, part_dg_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, inverse_ptr,
+    dnew_ptr, dw_ptr, chunks_ptr, H, G, K, V, Z: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, heads): dv (T, H, V) and dbeta (T, H); adds to dk what goes through A, u and w, and turns the
-    gradient of g into that of the decays."""
+    """Grid (chunks, heads): dk by head (T, H, K), dv (T, H, V), and the gradients of the decays and of beta (T, H),
+    given the parts of dk and dg that `inputs_back` computed."""
     n, h = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, Z)
     t = tl.load(chunks_ptr + 2 * n) + i
@@ -129,9 +130,9 @@ def solve_back(
     through = da * dot(k, tl.trans(k), k_ptr)
     dbeta += tl.sum(through, 1)
     through *= beta[:, None]
-    dg += tl.sum(through, 1) - tl.sum(through, 0) + head(ddecay_ptr, t, here, h, H)
+    dg += tl.sum(through, 1) - tl.sum(through, 0) + head(part_dg_ptr, t, here, h, H)
     da *= beta[:, None]
-    dk += dot(da, k, k_ptr) + dot(tl.trans(da), k, k_ptr) + rows(dk_ptr, t, here, h, H, K, 0, BK)
+    dk += dot(da, k, k_ptr) + dot(tl.trans(da), k, k_ptr) + rows(part_dk_ptr, t, here, h, H, K, 0, BK)
     put_rows(dk_ptr, dk, t, here, h, H, K, 0, BK)
     tl.store(dbeta_ptr + t.to(tl.int64) * H + h, dbeta, mask=here)
     _put_decay(ddecay_ptr, dg, t, here, h, H)

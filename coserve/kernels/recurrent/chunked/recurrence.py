@@ -68,18 +68,22 @@ class ChunkedRecurrence:
         of_values = self._sequences, batch.heads, batch.value_blocks
         tensors = dstates, dnew, dout, q, k, kept.w, decay, chunks, self._first
         batch.launch(scan_back, of_values, *tensors, warps=8, DELTA=delta)
-        dq_THK, dk_THK = (q.new_empty(tokens, batch.heads, keys, dtype=torch.float32) for _ in range(2))
-        dw, ddecay = torch.empty_like(kept.w), decay.new_empty(decay.shape, dtype=torch.float32)
-        of_chunks, found = (self._count, batch.heads), [dq_THK, dk_THK, dw, ddecay]
+        summed = torch.float32 if groups < batch.heads else q.dtype
+        dq, dk = (q.new_empty(tokens, batch.heads, keys, dtype=summed) for _ in range(2))
+        ddecay, of_chunks, dbeta = torch.empty_like(decay), (self._count, batch.heads), list[Tensor]()
+        # Parts have memory of their own: one thread might overwrite what another of its program has not read yet.
+        part_dk = dk if beta is None else torch.empty_like(dk, dtype=torch.float32)
+        part_dg = ddecay if beta is None else torch.empty_like(ddecay, dtype=torch.float32)
+        dv, dw = dnew.to(v.dtype), torch.empty_like(kept.w)
         inputs = q, k, kept.new, kept.states, dout, dnew, dstates, decay
-        batch.launch(inputs_back, of_chunks, *found, *inputs, chunks, warps=8, DELTA=delta)
-        dv, dbeta = dnew.to(v.dtype), list[Tensor]()
+        batch.launch(inputs_back, of_chunks, dq, part_dk, dw, part_dg, *inputs, chunks, warps=8, DELTA=delta)
         if beta is not None:
             dv, dbeta = torch.empty_like(v), [torch.empty_like(beta)]
-            found = [dk_THK, dv, ddecay, *dbeta]
+            found = dk, dv, ddecay, *dbeta, part_dk, part_dg
             batch.launch(solve_back, of_chunks, *found, k, v, decay, beta, kept.inverse, dnew, dw, chunks, warps=8)
-        dq, dk = (x.view(tokens, groups, -1, keys).sum(2).to(q.dtype) for x in (dq_THK, dk_THK))
-        return [dq, dk, dv, ddecay.to(decay.dtype), *dbeta]
+        if groups < batch.heads:
+            dq, dk = (x.view(tokens, groups, -1, keys).sum(2).to(q.dtype) for x in (dq, dk))
+        return [dq, dk, dv, ddecay, *dbeta]
 
     def _forward(self, batch: _Batch) -> _Forward:
         """Compute all but the outputs."""
