@@ -28,7 +28,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.groups import share_inputs
 from coserve.model.lora import LoraBatch
 from tests.support import predicted_memory as predicted
-from tests.support.examples import examples
+from tests.support.examples import examples, marks_on_days
 from tests.support.live_bytes import LiveBytes
 
 BACKEND = predicted.FakeSegmentedBackend()
@@ -93,7 +93,7 @@ TARGETS = {
 TOP_SITE = {"gpt2": "transformer.h.1.mlp.c_proj", "llama": "model.layers.1.mlp.down_proj"}
 
 
-@pytest.fixture(scope="module", params=[GPT2, pytest.param(LLAMA, marks=pytest.mark.slow)], ids=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=[GPT2, pytest.param(LLAMA, marks=marks_on_days(0))], ids=["gpt2", "llama"])
 def base(request: pytest.FixtureRequest) -> Iterator[Measured]:
     yield from measured(request.param)
 

@@ -16,6 +16,7 @@ from benchmarks.bdlora.loads import loads_of, speedups, table_2
 from benchmarks.bdlora.plan import PARTS, SHAPES, Plan, Variant, bd_rank
 from benchmarks.bdlora.ranks import RankFailed, RankProcesses
 from benchmarks.bdlora.results import key_of, keys
+from tests.support.examples import marks_on_days, on_days
 
 
 def test_ranks_at_equal_parameters() -> None:
@@ -88,8 +89,9 @@ def test_runs_on_different_gpus_are_not_compared() -> None:
     assert "tp.decode_speedup.tp2_4.8b" not in keys(rows, [], {"2": "H100", "4": "H200"})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=marks_on_days(1)), pytest.param(4, marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_a_tiny_run_writes_rows_loads_and_figures(size: int, tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -116,7 +118,7 @@ def test_a_tiny_run_writes_rows_loads_and_figures(size: int, tmp_path: Path) -> 
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".md", ".png"}
 
 
-@pytest.mark.slow
+@on_days(2)
 def test_a_rank_that_fails_or_hangs_ends_the_run(tmp_path: Path) -> None:
     with RankProcesses(1, tmp_path, tiny=True) as ranks, pytest.raises(RankFailed, match="no answer of ranks"):
         ranks.call("hardware", limit=0.0)

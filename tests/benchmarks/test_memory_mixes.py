@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.memory.mixes import FULL, measure, random_mix
 from benchmarks.memory.report import merged, summary
+from tests.support.examples import on_days
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 
@@ -49,7 +50,7 @@ def test_results_of_several_processes_are_one() -> None:
         merged([parts[0], {"run": {"commit": "y"}}])
 
 
-@pytest.mark.slow
+@on_days(0)
 def test_a_run_without_a_gpu() -> None:
     found = measure(Namespace(tiny=True, mixes=1, seconds=600.0, seed=0, own_layers=True, commit="x"))
     assert found["summary"]["oom"] == 0

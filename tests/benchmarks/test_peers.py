@@ -27,6 +27,7 @@ from coserve.workloads.opening import open_workload
 from coserve.workloads.report.files import Report
 from coserve.workloads.scenario import Finetuning
 from coserve.workloads.trace import Trace, load_trace, save_trace
+from tests.support.examples import on_days
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_VLLM = f"""
@@ -96,7 +97,7 @@ def test_the_trainer_alone_is_a_run_without_requests(place: Place, tmp_path: Pat
     assert report.summary.requests == 0 and report.summary.finetune_window_throughput > 0
 
 
-@pytest.mark.slow
+@on_days(1)
 def test_vllm_beside_peft_writes_what_coserve_writes(place: Place, tmp_path: Path) -> None:
     path = tmp_path / "small.jsonl"
     save_trace(small_trace(), path)
@@ -205,6 +206,7 @@ def test_a_trace_of_other_ranks_is_refused(tmp_path: Path) -> None:
         make_adapters(tmp_path, SMALL.config, open_workload({"rank": (8,), "duration": 1.0}).scenario)
 
 
+@on_days(2)
 async def test_a_trainer_that_fails_ends(tmp_path: Path) -> None:
     path = tmp_path / "small.jsonl"
     save_trace(small_trace(), path)

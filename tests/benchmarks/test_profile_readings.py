@@ -21,6 +21,7 @@ from benchmarks.memory.profile.request import Kind, Workload
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
+from tests.support.examples import in_turns, on_days
 from tests.support.live_bytes import LiveBytes
 from tests.support.lora_backends import GROUPED
 from tests.support.predicted_memory import fake_tensors
@@ -139,8 +140,7 @@ def trial(meter: LiveBytes, **shape: object) -> CoserveTrial:
     return CoserveTrial(wrap_base(model, name="tiny"), meter, backends)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", in_turns(list(Kind)))
 def test_fake_tensors_take_what_real_ones_take(kind: Kind) -> None:
     """The same passes, methods and meter: all but the tensors' contents."""
     workload, found = LORA if kind is Kind.LORA else Workload(kind=kind), []
@@ -155,7 +155,7 @@ def test_fake_tensors_take_what_real_ones_take(kind: Kind) -> None:
     assert fake_one == pytest.approx(real, rel=0.005)
 
 
-@pytest.mark.slow
+@on_days(2)
 def test_what_libraries_keep_is_not_the_adapters() -> None:
     """A GPU's libraries allocate workspaces in the first pass, before an adapter is made: here 4 MiB."""
     config = tiny_model("llama").config

@@ -37,7 +37,7 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("deaths", in_turns(DEATHS))
+@pytest.mark.parametrize("deaths", in_turns(DEATHS, days=6))
 def test_a_daemon_killed_again_and_again(
     model: Path, reference: Reference, tmp_path: Path, deaths: list[tuple[str, str]]
 ) -> None:

@@ -9,11 +9,12 @@ import pytest
 
 from tests.support.crash_oracle import STEPS, Reference, curve_of, digest, job_request
 from tests.support.daemon_process import DaemonProcess, Died, Json
+from tests.support.examples import on_days
 
 SAMPLING = {"sample_prompts": ["The quick", "The line"], "sample_steps": 2, "sample_max_tokens": 8}
 
 
-@pytest.mark.slow
+@on_days(0)
 def test_samples_of_a_killed_daemon_are_made_once(model: Path, reference: Reference, tmp_path: Path) -> None:
     """At step 2, before which there is no checkpoint, and at step 4."""
     data = tmp_path / "data"

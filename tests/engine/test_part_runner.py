@@ -36,6 +36,7 @@ from coserve.model.parallel.fully_sharded import RankLora
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.trace import interpreted
 from tests.support import sharded
+from tests.support.examples import marks_on_days
 from tests.support.families import tiny_family
 from tests.support.launches import kinds
 
@@ -66,8 +67,14 @@ ALIKE = (LAYERS, "gemms-1", "mixed-16")
 OWN = ("training-16", "blocks-16", "graphs-16")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("sharding", "parts"), [("nfs", OWN), ("slora", (*ALIKE, *OWN))], ids=["nfs", "slora"])
+@pytest.mark.parametrize(
+    ("sharding", "parts"),
+    [
+        pytest.param("nfs", OWN, marks=marks_on_days(0, 2)),
+        pytest.param("slora", (*ALIKE, *OWN), marks=marks_on_days(1, 2)),
+    ],
+    ids=["nfs", "slora"],
+)
 def test_a_worker_runs_parts_for_one_of_several_ranks_without_the_others(
     sharding: str, parts: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -109,8 +116,10 @@ def test_fully_sharded_terms_are_trained_as_compiled_layers_do(
     assert bool(ran) is (sharding == "slora")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("sharding", "inner"), [("nfs", 48), ("slora", 64)])
+@pytest.mark.parametrize(
+    ("sharding", "inner"),
+    [pytest.param("nfs", 48, marks=marks_on_days(1, 2)), pytest.param("slora", 64, marks=marks_on_days(0, 2))],
+)
 def test_kernels_of_compiled_layers_are_those_of_the_warm_up(
     sharding: str, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

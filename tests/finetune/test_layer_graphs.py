@@ -21,7 +21,7 @@ from coserve.model.base import Base
 from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.trace import interpreted
-from tests.support.examples import on_days
+from tests.support.examples import marks_on_days, on_days
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base, train_together
 from tests.support.layer_graphs import RepeatingRecorder
 from tests.support.lora_backends import SEGMENTED
@@ -90,8 +90,8 @@ def graphs_of(layers: CompiledLayers, *recorders: RepeatingRecorder, **options: 
     "jobs",
     [
         pytest.param((job(0, steps=2),), id="one"),
-        pytest.param((job(0, steps=6), job(1, steps=6)), id="alike", marks=pytest.mark.slow),
-        pytest.param((job(0, steps=6), job(2, steps=6, r=16)), id="unlike", marks=pytest.mark.slow),
+        pytest.param((job(0, steps=6), job(1, steps=6)), id="alike", marks=marks_on_days(1)),
+        pytest.param((job(0, steps=6), job(2, steps=6, r=16)), id="unlike", marks=marks_on_days(2)),
     ],
 )
 def test_jobs_learn_what_they_learn_without(

@@ -46,8 +46,9 @@ def conditions(lora_backend: LoraBackend, work: Work = WORK, *, recompute: bool 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sample(["llama", "gpt2", "gemma3"], "llama"))
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("family", "recompute"), [("llama", False), ("llama", True), ("gpt2", True), ("gemma3", False)]
+)
 def test_any_base_can_be_measured_and_stays_what_it_is(family: str, recompute: bool) -> None:
     base = wrap_base(tiny_model(family), name=family, eos_token_ids=())
     before = [parameter.clone() for parameter in base.model.parameters()]
@@ -132,7 +133,7 @@ def test_recomputed_layers_leave_their_inputs_only() -> None:
 @pytest.mark.slow
 def test_a_plan_is_measured_once_for_its_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the numbers, which a fake device gives."""
-    base, path = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=()), tmp_path / "memory.json"
+    base, path = wrap_base(tiny_model("llama", num_hidden_layers=1), name="llama"), tmp_path / "memory.json"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 64 * GIB))
     meter, again, other = Steps(), Steps(), Steps()

@@ -21,6 +21,7 @@ from coserve.lora.store.packing import packed
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
+from tests.support.examples import in_turns
 from tests.support.families import tiny_family
 from tests.support.lora_backends import GROUPED
 
@@ -77,7 +78,7 @@ def test_steps_over_slots_equal_plain_torch() -> None:
     assert not slots.footprint(replace(own, adapters=(found[0], -1, -1, -1))).experts
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", in_turns(["gpt_oss", "qwen3_moe"], days=2))
 def test_layers_with_experts_compile_into_one_graph(family: str) -> None:
     """Traced by torch.compile, without inductor."""
     base = wrap_base(tiny_family(family), name=family)

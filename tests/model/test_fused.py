@@ -16,7 +16,7 @@ from coserve.kernels.lora.types import LoraPair, SiteGroup
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
-from tests.support.examples import sample
+from tests.support.examples import in_turns
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import FAMILIES, tiny_model
 
@@ -48,7 +48,7 @@ def suffixes(groups: Sequence[SiteGroup]) -> list[tuple[str, ...]]:
     return [tuple(name.rsplit(".", 1)[1] for name in group.names) for group in groups]
 
 
-@pytest.mark.parametrize("family", sample(FAMILIES, "llama", "gpt2", "phi3"))
+@pytest.mark.parametrize("family", in_turns(FAMILIES, ("llama", "gpt2", "phi3")))
 def test_sites_together_give_the_models_logits(family: str) -> None:
     base = wrap_base(tiny_model(family), name=family)
     weights = adapter(base)
@@ -85,7 +85,7 @@ def test_conv1d_weights_lie_as_linear_ones_do() -> None:
     assert all(torch.equal(parameter, before[name]) for name, parameter in base.model.named_parameters())
 
 
-@pytest.mark.parametrize("family", sample(["gemma2", "gpt2", "phi3"], "gpt2"))
+@pytest.mark.parametrize("family", in_turns(["gemma2", "gpt2", "phi3"], ["gpt2"], days=2))
 def test_one_graph_serves_all_layers_of_a_kind(family: str) -> None:
     """Traced, with no code generated: layers of any index, batches of any size, with adapters and without."""
     base = wrap_base(tiny_model(family, **({} if family.startswith("g") else {"num_hidden_layers": 5})), name=family)
@@ -113,7 +113,7 @@ def plainly(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[.
     return graph.forward
 
 
-@pytest.mark.parametrize("family", sample(["llama", "gemma2"]))
+@pytest.mark.parametrize("family", in_turns(["llama", "gemma2"], days=2))
 def test_torch_compile_is_asked_once_a_kind_of_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once layers are bound to graphs: with the same logits, whatever the rows, and with adapters."""
     base = wrap_base(tiny_model(family, **({} if family.startswith("g") else {"num_hidden_layers": 5})), name=family)

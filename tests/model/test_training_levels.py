@@ -271,7 +271,7 @@ def test_rewards_are_0_at_the_reference_whatever_layers_keep() -> None:
         assert torch.linalg.vector_norm((own - right).float()) <= 0.02 * torch.linalg.vector_norm(right.float())
 
 
-@pytest.mark.parametrize("family", in_turns(["gpt2", "gemma2", "gemma3", "mistral", "phi", "phi3", "qwen3"]))
+@pytest.mark.parametrize("family", in_turns(["gpt2", "gemma2", "gemma3", "mistral", "phi", "phi3", "qwen3"], days=7))
 def test_gradients_of_other_families(family: str) -> None:
     base = tiny_base(family)
     compiled, expected = with_levels(base), gradients(base, None)

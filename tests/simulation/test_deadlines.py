@@ -29,19 +29,11 @@ def seconds(e2e: float | None, weight: float = 1.0) -> float:
         (5.0, request("r", e2e)),
     ]
     scenario = Scenario(
-        seed=0,
         policy=Slack(patience=1e9, weight=weight),
         script=tuple(script),
         plans={"j": JobPlan(300, 8, 1 << 20, None)},
         prices=Prices(step=STEP, token=0.0, micro_step=0.01, spikes=0.0),
         max_running=4,
-        max_queue=9,
-        fair=True,
-        max_active_jobs=1,
-        step_tokens=64,
-        chaos=0.0,
-        patience=1e9,
-        delay=0.0,
     )
     outcome = play(scenario)
     return outcome.of("r")[-1][0] - outcome.sent["r"]

@@ -30,9 +30,9 @@ def request(id: str, adapter: str | None, cost: int) -> Generate:
 
 
 def flood(seed: int, policy: str, *, fair: bool, max_queue: int) -> Scenario:
-    """300 requests of one adapter at once and 100 more on the way; ten of others, two each, later on."""
+    """150 requests of one adapter at once and 50 more on the way; ten of others, two each, later on."""
     chance = random.Random(seed)
-    script = [(0.0 if i < 300 else chance.uniform(0, 3), request(f"hot{i}", "hot", COST)) for i in range(400)]
+    script = [(0.0 if i < 150 else chance.uniform(0, 3), request(f"hot{i}", "hot", COST)) for i in range(200)]
     for i in range(2 * LIGHT):
         name = None if i % LIGHT == 0 else f"light{i % LIGHT}"
         script.append((chance.uniform(0.2, 2), request(f"x{i}", name, chance.randint(2, COST))))

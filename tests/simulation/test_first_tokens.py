@@ -29,19 +29,11 @@ def test_a_request_whose_adapter_is_read_waits_no_longer_than_others(policy: Pol
     script = [(0.0, StartJob(spec=job_spec("j0"))), *((at, request(number, ttft)) for number, at in enumerate(TIMES))]
     played = play(
         Scenario(
-            seed=1,
             policy=policy,
             script=tuple(script),
             plans={"j0": JobPlan(120, 64, 1000, None)},
             prices=Prices(step=0.01, token=1e-4, micro_step=0.004, spikes=0.0),
             max_running=8,
-            max_queue=100,
-            fair=True,
-            max_active_jobs=1,
-            step_tokens=256,
-            chaos=0.0,
-            patience=1.0,
-            delay=0.0,
             cold=COLD,
             share=0.5 if isinstance(policy, Overlap) else None,
         )
@@ -65,19 +57,10 @@ def test_a_requests_queue_time_ends_when_its_first_step_begins() -> None:
     script = tuple((float(number), request(number, 1.0)) for number in range(3))
     played = play(
         Scenario(
-            seed=1,
             policy=Slack(1.0),
             script=script,
-            plans={},
             prices=Prices(step=0.5, token=0.0, micro_step=0.0, spikes=0.0),
             max_running=8,
-            max_queue=100,
-            fair=True,
-            max_active_jobs=1,
-            step_tokens=256,
-            chaos=0.0,
-            patience=1.0,
-            delay=0.0,
         )
     )
     for number in range(3):

@@ -35,19 +35,13 @@ def outcome(
     script += [(0.0, StartJob(spec=job_spec(id))) for id in plans]
     return play(
         Scenario(
-            seed=0,
             policy=policy,
             script=tuple(sorted(script, key=lambda event: event[0])),
             plans=plans,
             prices=PRICES,
             max_running=8,
-            max_queue=1 << 20,
             fair=False,
             max_active_jobs=JOBS,
-            step_tokens=256,
-            chaos=0.0,
-            patience=0.5,
-            delay=2.0,
             batch_rows=batch_rows,
         )
     )

@@ -36,19 +36,11 @@ def live(
         script.append((number / rate, request))
     return play(
         Scenario(
-            seed=0,
             policy=Slack(patience=1e9),
             script=tuple(script),
             plans={"j": JobPlan(500, 8, 1 << 20, None)},
             prices=Prices(step=STEP, token=0.0, micro_step=0.01, spikes=0.0),
             max_running=BATCH,
-            max_queue=999,
-            fair=True,
-            max_active_jobs=1,
-            step_tokens=64,
-            chaos=0.0,
-            patience=1e9,
-            delay=0.0,
         )
     )
 

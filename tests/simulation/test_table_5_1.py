@@ -20,7 +20,7 @@ from coserve.queues.policy import Policy
 from tests.support.fake_ports import JobPlan, Prices
 from tests.support.scenario import Scenario, job_spec, play
 
-SECONDS = 400
+SECONDS = 300
 BATCH, DELAY = 64, 5.0
 STEPS = 4
 """Of a request; all of a batch end together, as in the paper."""
@@ -52,19 +52,13 @@ def scenario(policy: Policy, rows: int, share: float | None = None) -> Scenario:
     plans = {f"j{i}": JobPlan(rows // 32, 1, 1 << 20, None) for i in range(SECONDS // 20)}
     script += [(20.0 * i, StartJob(spec=job_spec(id))) for i, id in enumerate(plans)]
     return Scenario(
-        seed=0,
         policy=policy,
         script=tuple(sorted(script, key=lambda event: event[0])),
         plans=plans,
         prices=PRICES,
         max_running=BATCH,
-        max_queue=1 << 20,
         fair=False,
         max_active_jobs=4,
-        step_tokens=256,
-        chaos=0.0,
-        patience=0.0,
-        delay=DELAY,
         share=share,
     )
 

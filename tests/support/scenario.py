@@ -54,19 +54,19 @@ from tests.support.virtual_clock import VirtualClockLoop, run_virtual
 class Scenario:
     """Everything that a run depends on. `script` is what the API process sends, and when."""
 
-    seed: int
     policy: Policy
     script: tuple[tuple[float, ToEngine], ...]
-    plans: dict[str, JobPlan]
     prices: Prices
     max_running: int
-    max_queue: int
-    fair: bool
-    max_active_jobs: int
-    step_tokens: int
-    chaos: float
-    patience: float
-    delay: float
+    plans: dict[str, JobPlan] = field(default_factory=dict)
+    seed: int = 0
+    max_queue: int = 1 << 20
+    fair: bool = True
+    max_active_jobs: int = 1
+    step_tokens: int = 256
+    chaos: float = 0.0
+    patience: float = 0.0
+    delay: float = 0.0
     cold: float = 0.0
     """Mean seconds of reading an adapter; 0: all are in memory."""
     share: float | None = None

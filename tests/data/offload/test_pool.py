@@ -232,13 +232,11 @@ async def test_a_large_corpus_becomes_the_same_job_as_in_this_process(tmp_path: 
     rows = [{"text": f"row {number} of the corpus, the cat sat on the mat"} for number in range(3000)]
     async with serve_api(tmp_path / "data") as api:
         api.engine.go_jobs.clear()
-        status, inline = await api.call("POST", "/finetune", json={"adapter": "inline", "data": rows})
-        assert status == 202
+        inline = await api.answered(202, "POST", "/finetune", json={"adapter": "inline", "data": rows})
         form = aiohttp.FormData()
         form.add_field("settings", '{"adapter": "file"}')
         form.add_field("file", b"".join(msgspec.json.encode(row) + b"\n" for row in rows), filename="rows.jsonl")
-        status, upload = await api.call("POST", "/finetune", data=form)
-        assert status == 202
+        upload = await api.answered(202, "POST", "/finetune", data=form)
         assert (inline["rows"], inline["tokens"]) == (upload["rows"], upload["tokens"])
         first, second = (api.folder.corpus(job["id"]).read_bytes() for job in (inline, upload))
         assert first == second

@@ -56,7 +56,7 @@ class Source(msgspec.Struct):
     template: str
 
 
-@pytest.mark.parametrize("source", [*sample(LARGE, "repeat"), *in_turns(ENDLESS)])
+@pytest.mark.parametrize("source", [*sample(LARGE, "repeat"), *in_turns(ENDLESS, days=len(ENDLESS))])
 async def test_a_hostile_template_ends_with_a_typed_error(pool: HelperPool, source: str) -> None:
     with pytest.raises(InvalidRequest, match=r"the base's chat template (exceeds|refuses)") as refused:
         await pool.run(tasks.render, Source(source))

@@ -192,7 +192,7 @@ def test_a_job_has_the_losses_and_the_weights_of_one_process(two: Ranks, folders
             torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-3, msg=name)
 
 
-@WAYS
+@pytest.mark.parametrize("ep", in_turns({"features": 1, "experts": 2}, days=2))
 def test_layers_of_a_rank_compile_into_one_graph(folders: dict[str, str], ep: int) -> None:
     """Traced by torch.compile, without inductor, and without the other rank: they give what the layers give."""
     base = load(folders["gpt_oss"], LoneRank(1, 2), ep)
