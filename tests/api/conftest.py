@@ -3,11 +3,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
 from tests.support.api_server import Api, serve_api
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 
 @asynccontextmanager
@@ -32,3 +36,12 @@ async def lasting_api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     """As `api`, one for all tests of a module, on the module's event loop: for requests that leave nothing behind."""
     async with serving(tmp_path_factory.mktemp("lasting")) as api:
         yield api
+
+
+@pytest.fixture
+async def client(api: Api) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's own client of `api`."""
+    openai = pytest.importorskip("openai")
+    url = f"http://127.0.0.1:{api.port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client

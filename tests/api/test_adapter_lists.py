@@ -15,8 +15,7 @@ from tests.support.fake_engine import write_peft
 
 
 async def names(api: Api, **query: str) -> list[str]:
-    status, listed = await api.call("GET", "/adapters", params=query)
-    assert status == 200, listed
+    listed = await api.answered(200, "GET", "/adapters", params=query)
     return [adapter["id"] for adapter in listed["data"]]
 
 

@@ -33,8 +33,7 @@ async def poet(api: Api) -> Api:
 
 
 async def bring_in(api: Api, name: str = "poet") -> int:
-    status, adapter = await api.call("POST", "/adapters", json={"name": name, "path": "peft"})
-    assert status == 201, adapter
+    adapter = await api.answered(201, "POST", "/adapters", json={"name": name, "path": "peft"})
     return int(adapter["version"])
 
 

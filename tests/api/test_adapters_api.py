@@ -82,8 +82,7 @@ async def test_files_that_are_not_those_that_were_registered_are_not_sent(api: A
 
 
 async def test_upload_show_list_download_delete(api: Api, peft: Path) -> None:
-    status, adapter = await api.call("POST", "/adapters", data=upload(peft))
-    assert status == 201
+    adapter = await api.answered(201, "POST", "/adapters", data=upload(peft))
     assert (adapter["ref"], adapter["rank"], adapter["source"], adapter["base"]) == ("poet@1", 3, "import", "fake")
     assert (await api.call("POST", "/adapters", data=upload(peft)))[1]["version"] == 2
     assert list(api.folder.staging.iterdir()) == []

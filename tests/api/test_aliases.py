@@ -27,8 +27,7 @@ async def test_every_route_takes_an_alias_and_the_canary_gets_its_share(api: Api
         for path in ("/v1/completions", "/v1/chat/completions"):
             body = {"model": "prod", "prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
             body.pop("messages" if path == "/v1/completions" else "prompt")
-            status, answer = await api.call("POST", path, json=body)
-            assert status == 200, answer
+            await api.answered(200, "POST", path, json=body)
         assert (await client.set_alias("prod", "poet@1", canary="poet", weight=0.5)).canary == "poet@2"
         got = Counter([(await client.generate("a", adapter="prod")).version for _ in range(24)])
         assert got.keys() == {1, 2}

@@ -192,8 +192,7 @@ async def test_messages_say_what_was_expected_and_what_came(api: Api) -> None:
 )
 @pytest.mark.parametrize("path", ["/generate", "/finetune", "/adapters"])
 async def test_malformed_json(api: Api, path: str, body: bytes) -> None:
-    status, found = await api.call("POST", path, data=body)
-    assert status == 400
+    found = await api.answered(400, "POST", path, data=body)
     assert found["error"]["code"] in ("malformed_json", "unknown_field", BAD)
     if path == "/generate":
         assert found["error"]["code"] == ("unknown_field" if body.startswith(b'{"a"') else "malformed_json")
@@ -300,8 +299,7 @@ async def test_a_field_twice(api: Api, pad: str) -> None:
         ("/generate", '"inputs": "a b", "inputs": "x"'),
         ("/v1/completions", '"model": "fake", "prompt": "x", "max_tokens": 4, "max_tokens": 5'),
     ):
-        status, _ = await api.call("POST", path, data=f"{{{pad}{body}}}".encode())
-        assert status == 200
+        _ = await api.answered(200, "POST", path, data=f"{{{pad}{body}}}".encode())
 
 
 async def test_the_bases_name_for_an_adapter(api: Api) -> None:

@@ -80,7 +80,7 @@ async def test_answers_and_errors(tmp_path: Path) -> None:
             "other": (404, "model"),
             "long": (400, "stop"),
         }
-        asked = [message for message in await api.engine.saw(Generate) if isinstance(message, Generate)]
+        asked = await api.generated()
         assert {message.slo.batch for message in asked} == {True}
         for endpoint, body, text in (
             ("/v1/completions", {"prompt": "x"}, lambda body: body["choices"][0]["text"]),
@@ -139,7 +139,7 @@ async def test_a_batch_goes_on_after_a_restart_and_is_cancelled(tmp_path: Path) 
         good = await results(client, found.output_file_id)
         assert set(good) == {f"n{i}" for i in range(6)} and good["n0"]["body"] == {}
         assert found.request_counts is not None and found.request_counts.completed == 6
-        asked = [message for message in await api.engine.saw(Generate) if isinstance(message, Generate)]
+        asked = await api.generated()
         assert len(asked) == 5
         assert [each.id async for each in client.batches.list()] == [cancelled, waits, first.id]
         assert await client.batches.retrieve(first.id) == first

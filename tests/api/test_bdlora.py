@@ -14,12 +14,12 @@ from coserve.data.corpus.defaults import choose_learning_rate
 from coserve.lora.files.tensorfile import TensorFile, read_json
 from tests.support.api_server import Api
 from tests.support.fake_engine import write_peft
+from tests.support.real_jobs import text, train
 from tests.support.real_server import serve_real
 
 ROWS = [
     {"prompt": "Today we", "completion": f" sighted {what} to the south."} for what in ("a sail", "land", "a whale")
 ]
-TRAINING = {"steps": 4, "batch_tokens": 64, "learning_rate": 0.02}
 ADAPTERS = {
     "plain": {"r": 5},
     "bd": {"r": 8, "bd_blocks": 4},
@@ -27,20 +27,12 @@ ADAPTERS = {
 }
 
 
-async def train(api: Api, name: str, **settings: Any) -> dict[str, Any]:
-    """The job, succeeded."""
-    body = {"adapter": name, "data": ROWS, "training": TRAINING, **settings}
-    status, job = await api.call("POST", "/finetune", json=body)
-    assert status == 202, job
-    return await api.job_until(job["id"], "succeeded")
-
-
-async def text(api: Api, adapter: str | None) -> str:
-    body = {"prompt": "Today we", "max_tokens": 8, "temperature": 0, "adapter": adapter}
-    status, answer = await api.call("POST", "/generate", json=body)
-    assert status == 200, answer
-    found: str = answer["choices"][0]["text"]
-    return found
+@pytest.fixture
+async def poet(api: Api) -> None:
+    """A plain adapter to convert."""
+    assert api.config.data_root is not None
+    write_peft(api.config.data_root / "poet", api.base, rank=4)
+    await api.answered(201, "POST", "/adapters", json={"name": "poet", "path": "poet"})
 
 
 def shape_of(api: Api, ref: AdapterRef, tensor: str) -> tuple[int, ...]:
@@ -74,11 +66,15 @@ async def test_block_diagonal_adapters_are_trained_shown_continued_and_served_wi
         job = await train(api, "plain-bd2", continue_from="plain-bd2")
         assert (job["result"], job["lora"]["bd_blocks"], job["lora"]["r"]) == ("plain-bd2@2", 2, 10)
 
-        status, done = await api.call(
-            "POST", "/adapters/plain/convert", json={"bd_blocks": 2, "rank": 2, "name": "small"}
+        done = await api.answered(
+            201, "POST", "/adapters/plain/convert", json={"bd_blocks": 2, "rank": 2, "name": "small"}
         )
-        assert status == 201
-        taught = {"continue_from": "small", "teacher": "plain", "training": TRAINING | {"validation_split": 0.34}}
+        taught = {
+            "continue_from": "small",
+            "teacher": "plain",
+            "data": ROWS,
+            "training": {"steps": 4, "batch_tokens": 64, "validation_split": 0.34},
+        }
         job = await train(api, "small", **taught)
         assert (job["result"], job["teacher"], job["lora"]["bd_blocks"]) == ("small@2", "plain@1", 2)
         metrics = job["metrics"]
@@ -109,10 +105,8 @@ async def test_wrong_blocks_are_refused(api: Api) -> None:
         assert message in answer["error"]["message"]
 
 
-async def test_an_adapter_is_converted_to_another_name_and_back(api: Api, tmp_path: Path) -> None:
-    assert api.config.data_root is not None
-    write_peft(api.config.data_root / "poet", api.base, rank=4)
-    await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
+@pytest.mark.usefixtures("poet")
+async def test_an_adapter_is_converted_to_another_name_and_back(api: Api) -> None:
     body = {"bd_blocks": 2, "rank": 4, "name": "bard"}
     status, done = await api.call("POST", "/adapters/poet@1/convert", json=body)
     assert (status, done["adapter"]["ref"], done["adapter"]["rank"]) == (201, "bard@1", 4), done
@@ -121,6 +115,7 @@ async def test_an_adapter_is_converted_to_another_name_and_back(api: Api, tmp_pa
     assert list(api.folder.staging.iterdir()) == []
 
 
+@pytest.mark.usefixtures("poet")
 async def test_conversions_that_are_refused_leave_nothing(api: Api) -> None:
     refused: list[tuple[str, dict[str, object], int, str]] = [
         ("poet", {"bd_blocks": 0}, 400, "bd_blocks"),
@@ -131,9 +126,6 @@ async def test_conversions_that_are_refused_leave_nothing(api: Api) -> None:
         ("poet", {"bd_blocks": 2, "name": "fake"}, 400, "name"),
         ("nobody", {"bd_blocks": 2}, 404, "adapter"),
     ]
-    assert api.config.data_root is not None
-    write_peft(api.config.data_root / "poet", api.base, rank=4)
-    await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
     for path, body, status, field in refused:
         got, answer = await api.call("POST", f"/adapters/{path}/convert", json=body)
         assert (got, answer["error"]["field"]) == (status, field), answer
@@ -141,10 +133,8 @@ async def test_conversions_that_are_refused_leave_nothing(api: Api) -> None:
         assert list(api.folder.staging.iterdir()) == []
 
 
+@pytest.mark.usefixtures("poet")
 async def test_a_conversion_may_submit_the_job_that_distills_it(api: Api) -> None:
-    assert api.config.data_root is not None
-    write_peft(api.config.data_root / "poet", api.base, rank=4)
-    await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
     distill: dict[str, Any] = {"data": [{"text": "a b"}, {"text": "b a"}], "training": {"steps": 1}}
     body = {"bd_blocks": 2, "rank": 4, "distill": distill}
     status, done = await api.call("POST", "/adapters/poet/convert", json=body)
@@ -164,10 +154,8 @@ async def test_a_conversion_may_submit_the_job_that_distills_it(api: Api) -> Non
     assert (await api.call("GET", "/adapters/other"))[0] == 404
 
 
+@pytest.mark.usefixtures("poet")
 async def test_a_conversion_ends_with_its_client(api: Api) -> None:
-    assert api.config.data_root is not None
-    write_peft(api.config.data_root / "poet", api.base, rank=4)
-    await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
     call = asyncio.create_task(api.call("POST", "/adapters/poet/convert", json={"bd_blocks": 2}))
     async with asyncio.timeout(60):
         while not list(api.folder.staging.iterdir()):  # noqa: ASYNC110 - files send no event
@@ -179,10 +167,8 @@ async def test_a_conversion_ends_with_its_client(api: Api) -> None:
     assert (await api.call("POST", "/adapters/poet/convert", json={"bd_blocks": 2}))[0] == 201
 
 
+@pytest.mark.usefixtures("poet")
 async def test_a_conversion_whose_source_is_deleted_finds_no_adapter(api: Api) -> None:
-    assert api.config.data_root is not None
-    write_peft(api.config.data_root / "poet", api.base, rank=4)
-    await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
     call = asyncio.create_task(api.call("POST", "/adapters/poet/convert", json={"bd_blocks": 2}))
     async with asyncio.timeout(60):
         while not list(api.folder.staging.iterdir()):  # noqa: ASYNC110 - files send no event

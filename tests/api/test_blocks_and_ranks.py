@@ -47,9 +47,7 @@ def write_three_blocks(folder: Path, base: BaseSpec) -> None:
 
 
 async def submit(api: Api, **fields: Any) -> dict[str, Any]:
-    status, job = await api.call("POST", "/finetune", json={"adapter": "poet", "data": ROWS} | fields)
-    assert status == 202, job
-    return dict(job)
+    return await api.answered(202, "POST", "/finetune", json={"adapter": "poet", "data": ROWS} | fields)
 
 
 def sent(api: Api) -> list[str]:

@@ -110,14 +110,12 @@ def open_files() -> list[Path]:
 
 
 async def submit(api: Api, name: str) -> str:
-    status, job = await api.call("POST", "/finetune", json={"adapter": name, "data": ROWS})
-    assert status == 202, job
+    job = await api.answered(202, "POST", "/finetune", json={"adapter": name, "data": ROWS})
     return str(job["id"])
 
 
 async def bring_in(api: Api, name: str, rank: int = 1) -> AdapterRef:
-    status, adapter = await api.call("POST", "/adapters", json={"name": name, "path": f"rank{rank}"})
-    assert status == 201, adapter
+    adapter = await api.answered(201, "POST", "/adapters", json={"name": name, "path": f"rank{rank}"})
     assert adapter["rank"] == rank
     return AdapterRef(name, adapter["version"])
 

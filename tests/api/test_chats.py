@@ -12,7 +12,6 @@ import aiohttp
 import pytest
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.link.generation import Generate
 from tests.support.api_server import Api, serve_api, with_template
 from tests.support.chat_templates import PHI_3, QWEN3
 
@@ -49,12 +48,8 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 async def prompt_of(api: Api, path: str, body: dict[str, Any]) -> str:
     """The text of the prompt that the engine got."""
-    status, answer = await api.call("POST", path, json=body)
-    assert status == 200, answer
-    if path == "/tokenize":
-        ids = answer["tokens"]
-    else:
-        ids = [message.prompt for message in await api.engine.saw(Generate) if isinstance(message, Generate)][-1]
+    answer = await api.answered(200, "POST", path, json=body)
+    ids = answer["tokens"] if path == "/tokenize" else (await api.generated())[-1].prompt
     return with_template(None).decode(ids, skip_special=False)
 
 
@@ -74,8 +69,7 @@ async def rows_of(api: Api, row: dict[str, Any], *, arrow: bool = True) -> tuple
         {"data": form},
         *([{"json": {"adapter": "b", "path": "rows.parquet"}}] if arrow else []),
     ):
-        status, job = await api.call("POST", "/finetune", **body)
-        assert status == 202, job
+        job = await api.answered(202, "POST", "/finetune", **body)
         found.append((job["tokens"], job["target_tokens"]))
     assert len(set(found)) == 1
     return found[0]
@@ -167,8 +161,7 @@ async def check_variables(api: Api, path: str) -> None:
     assert without == plain + "<think>\n\n</think>\n\n"
     status, answer = await api.call("POST", path, json=body | {"chat_template_kwargs": {"enable_thinkin": False}})
     assert status == 400 and "got 'enable_thinkin'" in answer["error"]["message"], answer
-    status, answer = await api.call("POST", path, json={"prompt": "x", "chat_template_kwargs": {"enable_thinking": 1}})
-    assert status == 400
+    answer = await api.answered(400, "POST", path, json={"prompt": "x", "chat_template_kwargs": {"enable_thinking": 1}})
 
 
 async def test_variables_of_the_template_in_rows(api: Api) -> None:

@@ -51,15 +51,13 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         for i in range(ADAPTERS):
             (root / f"a{i}").mkdir(parents=True)
             save_adapter(root / f"a{i}", weights(i), bundled_base().spec)
-            status, body = await api.call("POST", "/adapters", json={"name": f"a{i}", "path": f"a{i}"})
-            assert status == 201, body
+            await api.answered(201, "POST", "/adapters", json={"name": f"a{i}", "path": f"a{i}"})
         yield api
 
 
 async def ask(api: Api, adapter: str | None) -> str:
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
-    status, answer = await api.call("POST", "/generate", json=body | ({"adapter": adapter} if adapter else {}))
-    assert status == 200, answer
+    answer = await api.answered(200, "POST", "/generate", json=body | ({"adapter": adapter} if adapter else {}))
     text: str = answer["choices"][0]["text"]
     return text
 
@@ -90,8 +88,7 @@ async def test_files_that_are_not_the_registered_ones_fail_their_requests_alone(
 
 async def test_a_deleted_adapter_fails_its_requests_alone(api: Api) -> None:
     alone = await ask(api, "a1")
-    status, _ = await api.call("DELETE", "/adapters/a0")
-    assert status == 200
+    _ = await api.answered(200, "DELETE", "/adapters/a0")
     status, body = await api.call("POST", "/generate", json={"prompt": PROMPT, "adapter": "a0", "max_tokens": 1})
     assert (status, body["error"]["code"]) == (404, "adapter_not_found")
     assert await ask(api, "a1") == alone

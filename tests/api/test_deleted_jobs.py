@@ -25,8 +25,7 @@ ROWS = [{"text": "a b"}]
 
 async def ended_job(api: Api, state: str = "succeeded", **fields: Any) -> str:
     api.engine.go_jobs.set() if state == "succeeded" else api.engine.go_jobs.clear()
-    status, job = await api.call("POST", "/finetune", json={"adapter": "poet", "data": ROWS} | fields)
-    assert status == 202, job
+    job = await api.answered(202, "POST", "/finetune", json={"adapter": "poet", "data": ROWS} | fields)
     if state == "cancelled":
         await api.call("POST", f"/finetune/{job['id']}/cancel")
     await api.job_until(job["id"], state)

@@ -33,8 +33,7 @@ async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tm
             found = []
             for answer in (" yes", " no"):
                 request = {"prompt": "Word 99:" + answer, "max_tokens": 0, "prompt_logprobs": 0, **adapter}
-                status, body = await api.call("POST", "/generate", json=request)
-                assert status == 200, body
+                body = await api.answered(200, "POST", "/generate", json=request)
                 found.append(sum(entry["logprob"] or 0.0 for entry in body["prompt_logprobs"]))
             return found[0] - found[1]
 
@@ -44,8 +43,7 @@ async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tm
         for reference in ("start", "base"):
             training = {"loss": DPO | {"reference": reference}, "steps": 1}
             body = {"adapter": reference, "continue_from": "polite", "data": ROWS, "training": training}
-            status, job = await api.call("POST", "/finetune", json=body)
-            assert status == 202, job
+            job = await api.answered(202, "POST", "/finetune", json=body)
             first[reference] = (await api.job_until(job["id"], "succeeded"))["metrics"]
         assert first["start"]["loss"] == pytest.approx(0.6931, abs=1e-4) and first["start"]["rewards"]["margin"] == 0.0
         assert first["base"]["loss"] < 0.65 and first["base"]["rewards"]["margin"] > 0.1, "it has been learned before"
@@ -81,7 +79,8 @@ async def test_rows_and_loss_belong_together(api: Api) -> None:
 async def test_the_learning_rate_that_is_chosen_is_a_twentieth(api: Api) -> None:
     rates = []
     for adapter, rows, training in (("a", ROWS, {"loss": DPO}), ("b", [{"text": "a b c"}], {})):
-        status, job = await api.call("POST", "/finetune", json={"adapter": adapter, "data": rows, "training": training})
-        assert status == 202, job
+        job = await api.answered(
+            202, "POST", "/finetune", json={"adapter": adapter, "data": rows, "training": training}
+        )
         rates.append(job["training"]["learning_rate"])
     assert rates[0] == pytest.approx(rates[1] / 20, rel=0.05)

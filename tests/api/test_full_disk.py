@@ -18,8 +18,7 @@ async def submit(api: Api, adapter: str, rank: int) -> str:
     body = {"adapter": adapter, "data": ROWS, "lora": {"r": rank}, "training": {"steps": 2, "batch_tokens": 16}}
     status, job = await api.call("POST", "/finetune", json=body)
     assert status in (200, 201, 202), job
-    id: str = job["id"]
-    return id
+    return str(job["id"])
 
 
 async def until_it_waits(api: Api, id: str) -> dict[str, Any]:
@@ -45,11 +44,9 @@ async def test_a_job_waits_for_space_and_space_can_be_made(tmp_path: Path, order
             assert (job["state"], job["step"]) == ("running", 2)
             assert job["waiting"].startswith("waiting for space")
             fill(disk)
-            status, body = await api.call("POST", "/generate", json={"prompt": "hello", "max_tokens": 2})
-            assert status == 200, body
+            body = await api.answered(200, "POST", "/generate", json={"prompt": "hello", "max_tokens": 2})
             if order == "delete":
-                status, body = await api.call("DELETE", "/adapters/old")
-                assert status == 200, body
+                body = await api.answered(200, "DELETE", "/adapters/old")
                 job = await api.job_until(id, "succeeded")
                 assert (job["state"], job["waiting"], job["result"]) == ("succeeded", None, "new@1")
             else:

@@ -13,8 +13,7 @@ from tests.support.fake_engine import write_peft
 
 
 async def test_a_whole_answer(api: Api) -> None:
-    status, body = await api.call("POST", "/generate", json={"prompt": "hello", "seed": 7, "temperature": 0.5})
-    assert status == 200
+    body = await api.answered(200, "POST", "/generate", json={"prompt": "hello", "seed": 7, "temperature": 0.5})
     (choice,) = body["choices"]
     assert choice["text"] == REPLY
     assert choice["token_ids"] == api.reply
@@ -46,8 +45,7 @@ async def test_token_ids_and_chats_are_prompts_too(api: Api) -> None:
 
 
 async def test_choices_have_seeds_of_their_own(api: Api) -> None:
-    status, body = await api.call("POST", "/generate", json={"prompt": "x", "n": 3, "seed": 5, "logprobs": 1})
-    assert status == 200
+    body = await api.answered(200, "POST", "/generate", json={"prompt": "x", "n": 3, "seed": 5, "logprobs": 1})
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
     assert {choice["text"] for choice in body["choices"]} == {REPLY}
     assert len(body["choices"][0]["logprobs"]) == len(api.reply)
@@ -71,8 +69,7 @@ async def test_a_stream_is_the_whole_answer_in_pieces(api: Api) -> None:
 
 
 async def test_a_stop_text_ends_the_choice_and_its_tokens(api: Api) -> None:
-    status, body = await api.call("POST", "/generate", json={"prompt": "x", "stop": [" on", "dog"]})
-    assert status == 200
+    body = await api.answered(200, "POST", "/generate", json={"prompt": "x", "stop": [" on", "dog"]})
     (choice,) = body["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("the cat sat", "stop", " on")
     assert await api.engine.saw(CancelRequest)

@@ -21,8 +21,7 @@ ONCE = {"Idempotency-Key": "once"}
 
 
 async def job_of(api: Api, request: dict[str, Any]) -> str:
-    status, job = await api.call("POST", "/finetune", json=request, headers=ONCE)
-    assert status == 202, job
+    job = await api.answered(202, "POST", "/finetune", json=request, headers=ONCE)
     return str(job["id"])
 
 
@@ -78,8 +77,7 @@ async def test_uploads_are_compared_by_their_content(api: Api, rows: int) -> Non
         form.add_field("file", "\n".join(lines).encode(), filename="rows.jsonl")
         return form
 
-    status, first = await api.call("POST", "/finetune", data=upload("the dog ran"), headers=ONCE)
-    assert status == 202, first
+    first = await api.answered(202, "POST", "/finetune", data=upload("the dog ran"), headers=ONCE)
     status, again = await api.call("POST", "/finetune", data=upload("the dog ran"), headers=ONCE)
     assert (status, again["id"]) == (202, first["id"])
     error = await api.refused(

@@ -58,8 +58,7 @@ async def submit(api: Api, **training: Any) -> tuple[int, Any]:
 async def started(api: Api, **training: Any) -> str:
     status, job = await submit(api, **training)
     assert status == 202, job
-    id: str = job["id"]
-    return id
+    return str(job["id"])
 
 
 def samples(events: list[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -33,10 +33,7 @@ ROWS = [{"text": "one two three"}, {"prompt": "a", "completion": "b"}]
 async def submit(api: Api, **fields: Any) -> dict[str, Any]:
     headers = fields.pop("headers", {})
     request = {"adapter": "poet", "data": ROWS, "training": {"steps": 3}, "lora": {"r": 2}} | fields
-    status, job = await api.call("POST", "/finetune", json=request, headers=headers)
-    assert status == 202, job
-    found: dict[str, Any] = job
-    return found
+    return await api.answered(202, "POST", "/finetune", json=request, headers=headers)
 
 
 async def test_a_job_from_rows_to_an_adapter_that_serves(api: Api) -> None:
@@ -246,8 +243,7 @@ async def test_pause_resume_cancel(api: Api) -> None:
     status, paused = await api.call("POST", f"{path}/pause")
     assert (status, paused["state"]) == (200, "paused")
     assert (await api.refused(409, "wrong_job_state", "POST", f"{path}/pause"))["field"] == "id"
-    status, resumed = await api.call("POST", f"{path}/resume")
-    assert status == 200
+    resumed = await api.answered(200, "POST", f"{path}/resume")
     assert resumed["state"] in ("queued", "running")
     status, cancelled = await api.call("POST", f"{path}/cancel")
     assert (status, cancelled["state"]) == (200, "cancelled")

@@ -24,8 +24,7 @@ def job(rank: int, **more: Any) -> dict[str, Any]:
 
 async def train(api: Api, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of a job that succeeds."""
-    status, accepted = await api.call("POST", "/finetune", json=body)
-    assert status == 202, accepted
+    accepted = await api.answered(202, "POST", "/finetune", json=body)
     events = [event for _, event in await api.events(accepted["id"])]
     assert events[-1]["state"] == "succeeded", events
     return events
@@ -86,8 +85,7 @@ async def test_adapters_of_a_daemon_with_a_larger_pool_are_named_at_each_request
 async def test_a_job_of_a_daemon_with_a_larger_pool_trains_on_and_says_why_it_has_no_samples(tmp_path: Path) -> None:
     sampling = {"sample_prompts": ["The quick"], "sample_steps": 1, "sample_max_tokens": 4}
     async with serve_real(tmp_path, kv_tokens=LARGE, max_active_jobs=1) as api:
-        status, accepted = await api.call("POST", "/finetune", json=job(RANK, training=sampling))
-        assert status == 202
+        accepted = await api.answered(202, "POST", "/finetune", json=job(RANK, training=sampling))
         assert (await api.call("POST", f"/finetune/{accepted['id']}/pause"))[0] == 200
     async with serve_real(tmp_path, kv_tokens=SMALL) as api:
         assert (await api.call("POST", f"/finetune/{accepted['id']}/resume"))[0] == 200

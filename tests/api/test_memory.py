@@ -32,8 +32,7 @@ async def test_a_job_that_never_fits_is_refused_with_both_numbers(tmp_path: Path
         assert "at most 80000 bytes" in body["error"]["message"]
         assert "a smaller rank" in body["error"]["message"]
         assert not any(api.folder.staging.iterdir()), "its corpus is gone"
-        status, job = await api.call("POST", "/finetune", json=request(2))
-        assert status == 202, job
+        await api.answered(202, "POST", "/finetune", json=request(2))
         (told,) = await api.engine.saw(StartJob)
         assert isinstance(told, StartJob)
         assert 0 < told.spec.longest < told.spec.tokens, "of the longest of two rows"

@@ -10,7 +10,6 @@ import pytest
 
 from coserve.api.anthropic.handlers import anthropic_error
 from coserve.core.errors import EngineUnavailable, PromptTooLong
-from coserve.core.link.generation import Generate
 from tests.support.api_server import Api, serve_api, tokenizer, with_template
 from tests.support.chat_templates import PHI_3, QWEN3
 
@@ -45,12 +44,8 @@ async def client(api: Api) -> AsyncIterator[AsyncAnthropic]:
         yield client
 
 
-async def last(api: Api) -> Generate:
-    return [message for message in await api.engine.saw(Generate) if isinstance(message, Generate)][-1]
-
-
 async def prompt(api: Api) -> str:
-    return tokenizer().decode((await last(api)).prompt, skip_special=False)
+    return tokenizer().decode((await api.generated())[-1].prompt, skip_special=False)
 
 
 def asked(**fields: Any) -> dict[str, Any]:
@@ -67,7 +62,7 @@ async def test_a_stream_is_the_whole_answer(api: Api, client: AsyncAnthropic, re
     assert [block.input for block in whole.content if block.type == "tool_use"] == [{"city": "Bonn"}] * reply.count(
         CALL
     )
-    generated = await last(api)
+    generated = (await api.generated())[-1]
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (len(generated.prompt), len(api.reply))
     assert generated.sampling.max_tokens == 200
     counted = await client.messages.count_tokens(**{name: body[name] for name in body if name != "max_tokens"})
@@ -114,15 +109,15 @@ async def test_options_reach_the_engine(api: Api, client: AsyncAnthropic) -> Non
     drawn = {"temperature": 0.5, "top_k": 7, "top_p": 0.9}  # the newest client has no parameters for them
     answer = await client.messages.create(**asked(stop_sequences=["Two"], extra_body=drawn))
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "Two")
-    sampling = (await last(api)).sampling
+    sampling = (await api.generated())[-1].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 7, 0.9)
     cut = await client.messages.create(**asked(max_tokens=2, thinking={"type": "disabled"}))
     assert (cut.stop_reason, cut.stop_sequence, cut.usage.output_tokens) == ("max_tokens", None, 2)
     assert (await prompt(api)).endswith("<think>\n\n</think>\n\n"), "the template's own form of no reasoning"
     await client.messages.create(**asked(output_config={"format": {"type": "json_schema", "schema": SCHEMA}}))
-    assert (await last(api)).grammar is not None
+    assert (await api.generated())[-1].grammar is not None
     await client.messages.create(**asked(tools=[WEATHER], tool_choice={"type": "tool", "name": "weather"}))
-    assert (await last(api)).grammar is not None
+    assert (await api.generated())[-1].grammar is not None
     begun = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "I think"}]
     await client.messages.create(**asked(messages=begun))
     assert (await prompt(api)).endswith("I think"), "the answer goes on where the last message ends"

@@ -16,8 +16,7 @@ async def test_three_jobs_train_together_and_each_tells_its_own_story(tmp_path: 
         for number, rank in enumerate((2, 4, 8)):
             training = {"steps": 20 + number, "batch_tokens": 32, "seed": number}
             body = {"adapter": f"a{number}", "data": ROWS, "lora": {"r": rank}, "training": training}
-            status, job = await api.call("POST", "/finetune", json=body)
-            assert status == 202, job
+            job = await api.answered(202, "POST", "/finetune", json=body)
             jobs.append(job["id"])
         await asyncio.gather(*(api.job_until(job, "succeeded") for job in jobs))
         for number, job in enumerate(jobs):

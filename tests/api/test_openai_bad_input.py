@@ -102,14 +102,12 @@ def api(lasting_api: Api) -> Api:
 
 
 async def check_works(api: Api, path: str) -> None:
-    status, body = await api.call("POST", path, json=good(path))
-    assert status == 200, body
+    await api.answered(200, "POST", path, json=good(path))
 
 
 @pytest.mark.parametrize(("path", "body", "field"), CASES, ids=lambda value: str(value)[:40])
 async def test_a_value_that_is_wrong(api: Api, path: str, body: dict[str, Any], field: str) -> None:
-    status, answer = await api.call("POST", path, json=good(path) | body)
-    assert status == 400, answer
+    answer = await api.answered(400, "POST", path, json=good(path) | body)
     error = answer["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["param"], error["type"]) == (field, "invalid_request_error")

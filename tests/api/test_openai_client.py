@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,16 +28,9 @@ def client_of(api: Api, key: str = "none") -> AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key=key, max_retries=0, timeout=120)
 
 
-@pytest.fixture
-async def client(api: Api) -> AsyncIterator[AsyncOpenAI]:
-    async with client_of(api) as client:
-        yield client
-
-
 async def sampled(api: Api) -> SamplingParams:
     """How the last sequence is sampled."""
-    found = [message for message in await api.engine.saw(Generate) if isinstance(message, Generate)]
-    return found[-1].sampling
+    return (await api.generated())[-1].sampling
 
 
 async def test_a_completion(api: Api, client: AsyncOpenAI) -> None:
@@ -59,7 +51,7 @@ async def test_prompts_in_every_form(api: Api, client: AsyncOpenAI) -> None:
         assert {choice.text for choice in done.choices} == {REPLY}
         assert done.usage is not None
         assert done.usage.completion_tokens == 2 * count * len(api.reply)
-    sent = [message.prompt for message in await api.engine.saw(Generate) if isinstance(message, Generate)]
+    sent = [message.prompt for message in await api.generated()]
     assert set(sent[-4:]) == {tuple(IDS), (5,)}  # nothing is put before token ids
 
 

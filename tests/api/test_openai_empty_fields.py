@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -47,12 +46,6 @@ OPTIONAL = [
     for field in info.fields
     if not field.required
 ]
-
-
-@pytest.fixture
-async def client(api: Api) -> AsyncIterator[AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.mark.parametrize(("struct", "name"), OPTIONAL, ids=lambda value: getattr(value, "__name__", value))

@@ -87,8 +87,7 @@ async def real(tmp_path: Path) -> AsyncIterator[Api]:
     (root / "poet").mkdir(parents=True)
     save_adapter(root / "poet", weights(), bundled_base().spec)
     async with serve_real(tmp_path / "data", data_root=root, step_tokens=16) as api:
-        status, body = await api.call("POST", "/adapters", json={"name": "poet", "path": "poet"})
-        assert status == 201, body
+        await api.answered(201, "POST", "/adapters", json={"name": "poet", "path": "poet"})
         yield api
 
 

@@ -128,8 +128,7 @@ async def test_preferences_and_a_native_job(api: Api, client: AsyncOpenAI) -> No
     assert done.method.dpo.hyperparameters is not None
     assert done.method.dpo.hyperparameters.beta == 0.2
     body = {"adapter": "poet", "data": [{"text": "Once upon a time."}], "training": {"steps": 1}, "lora": {"r": 2}}
-    status, native = await api.call("POST", "/finetune", json=body)
-    assert status == 202, native
+    native = await api.answered(202, "POST", "/finetune", json=body)
     poet = await finished(api, client, native["id"])
     assert (poet.fine_tuned_model, poet.training_file) == ("poet@1", "")
     listed = [job.id async for job in client.fine_tuning.jobs.list(limit=1)]

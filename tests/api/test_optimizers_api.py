@@ -18,10 +18,9 @@ ROWS = [{"text": f"Word {n} is followed by word {n + 1}."} for n in range(12)]
 async def test_a_job_with_lion_and_noise_learns(tmp_path: Path) -> None:
     async with serve_real(tmp_path) as api:
         training = {"optimizer": "lion", "neftune_alpha": 5, "steps": 12, "batch_tokens": 64, "validation_split": 0.25}
-        status, job = await api.call(
-            "POST", "/finetune", json={"adapter": "a", "data": ROWS, "lora": {"r": 4}, "training": training}
+        job = await api.answered(
+            202, "POST", "/finetune", json={"adapter": "a", "data": ROWS, "lora": {"r": 4}, "training": training}
         )
-        assert status == 202, job
         said = job["training"]
         assert (said["optimizer"], said["beta2"], said["neftune_alpha"]) == ("lion", 0.99, 5.0)
         ended = await api.job_until(job["id"], "succeeded")

@@ -12,10 +12,7 @@ IDS = tokenizer().encode("hello there")
 
 
 async def ask(api: Api, **body: Any) -> dict[str, Any]:
-    status, answer = await api.call("POST", "/generate", json={"prompt": IDS, **body})
-    assert status == 200, answer
-    found: dict[str, Any] = answer
-    return found
+    return await api.answered(200, "POST", "/generate", json={"prompt": IDS, **body})
 
 
 async def test_a_prompt_is_scored_beside_its_answer(api: Api) -> None:

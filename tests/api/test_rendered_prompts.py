@@ -21,8 +21,7 @@ async def test_nothing_is_put_before_a_rendered_prompt(tmp_path: Path, path: str
     async with serve_api(tmp_path, tokens=own) as api:
         for add, begin in ((None, [own.bos_token_id] * 2), (True, [own.bos_token_id] * 2), (False, [own.bos_token_id])):
             body = {"prompt": "<bos><|user|>hi"} | ({} if add is None else {"add_special_tokens": add})
-            status, answer = await api.call("POST", path, json=body)
-            assert status == 200, answer
+            await api.answered(200, "POST", path, json=body)
             sent = (await api.engine.saw(Generate))[-1]
             assert isinstance(sent, Generate)
             assert list(sent.prompt) == [*begin, *own.encode("<|user|>hi", add_special=False)]
@@ -51,6 +50,5 @@ async def test_a_job_notes_what_its_rows_will_not_teach(tmp_path: Path) -> None:
     async with serve_api(tmp_path / "data", tokens=own, data_root=root) as api:
         for number, ((rows, said), blank) in enumerate(product(NOTES, (0, SMALL_FILE))):
             (root / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), *[""] * blank]))
-            status, job = await api.call("POST", "/finetune", json={"adapter": f"new-{number}", "path": "rows.jsonl"})
-            assert status == 202, job
+            job = await api.answered(202, "POST", "/finetune", json={"adapter": f"new-{number}", "path": "rows.jsonl"})
             assert [note.split(":")[0] for note in job["notes"]] == said, blank

@@ -86,8 +86,7 @@ async def test_a_job_whose_adapter_could_not_be_read_again_is_refused(tmp_path: 
         config = json.loads((folder / "adapter_config.json").read_text())
         config["target_modules"] = ["q_proj", *map(str, range(100_000))]
         (folder / "adapter_config.json").write_text(json.dumps(config, separators=(",", ":")))
-        status, body = await api.call("POST", "/adapters", json={"name": "large", "path": str(folder)})
-        assert status == 201, body
+        await api.answered(201, "POST", "/adapters", json={"name": "large", "path": str(folder)})
         asked = {"adapter": "larger", "continue_from": "large", "data": [ROW]}
         found = await api.refused(422, "unsupported_adapter", "POST", "/finetune", json=asked)
         assert found["field"] == "continue_from" and str(1 << 20) in found["message"]

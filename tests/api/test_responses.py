@@ -11,7 +11,6 @@ import pytest
 from coserve.api.openai.responses.answers import response
 from coserve.api.openai.responses.schemas import ResponseRequest
 from coserve.api.openai.schemas import ChatAnswer, ChatChoice, ChatCompletion, ChatFinish
-from coserve.core.link.generation import Generate
 from coserve.core.schemas import Usage
 from tests.support.api_server import Api, serve_api, tokenizer, with_template
 from tests.support.chat_templates import QWEN3
@@ -39,19 +38,8 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         yield api
 
 
-@pytest.fixture
-async def client(api: Api) -> AsyncIterator[AsyncOpenAI]:
-    url = f"http://127.0.0.1:{api.port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-async def last(api: Api) -> Generate:
-    return [message for message in await api.engine.saw(Generate) if isinstance(message, Generate)][-1]
-
-
 async def prompt(api: Api) -> str:
-    return tokenizer().decode((await last(api)).prompt, skip_special=False)
+    return tokenizer().decode((await api.generated())[-1].prompt, skip_special=False)
 
 
 def shapes(answer: Response) -> list[Any]:
@@ -95,7 +83,7 @@ async def test_a_stream_is_the_whole_answer(api: Api, client: AsyncOpenAI, reply
     assert [item.type for item in whole.output] == kinds.get(reply, ["message"])
     stream = await streamed(client, **asked)
     assert (shapes(stream), stream.status, stream.usage) == (shapes(whole), whole.status, whole.usage)
-    assert (await last(api)).sampling.max_tokens == 200
+    assert (await api.generated())[-1].sampling.max_tokens == 200
 
 
 async def test_what_was_answered_is_sent_back(api: Api, client: AsyncOpenAI) -> None:
@@ -140,7 +128,7 @@ async def test_formats_cuts_and_logprobs(api: Api, client: AsyncOpenAI) -> None:
     cut = await client.responses.create(**asked, text=text)
     assert (cut.status, cut.metadata, cut.store) == ("incomplete", {"a": "b"}, False)
     assert cut.incomplete_details is not None and cut.incomplete_details.reason == "max_output_tokens"
-    assert (await last(api)).grammar is not None
+    assert (await api.generated())[-1].grammar is not None
     scored = await client.responses.create(**asked, include=["message.output_text.logprobs"], top_logprobs=1)
     (message,) = scored.output
     assert message.type == "message" and message.content[0].type == "output_text"

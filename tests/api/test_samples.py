@@ -28,8 +28,7 @@ SAMPLING = {"sample_prompts": PROMPTS, "sample_steps": 2, "sample_max_tokens": 8
 async def train(api: Api, adapter: str, **training: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A job at its end, and its events."""
     body = {"adapter": adapter, "data": ROWS, "lora": {"r": 2}, "training": TRAINING | training}
-    status, job = await api.call("POST", "/finetune", json=body)
-    assert status == 202, job
+    job = await api.answered(202, "POST", "/finetune", json=body)
     events = [event for _, event in await api.events(job["id"])]
     assert events[-1]["state"] == "succeeded", events
     _, job = await api.call("GET", f"/finetune/{job['id']}")
@@ -46,8 +45,7 @@ async def greedy(api: Api, adapter: str) -> list[tuple[str, str]]:
     for prompt in PROMPTS:
         named = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
         body = named | {"adapter": adapter, "temperature": 0, "max_tokens": 8}
-        status, answer = await api.call("POST", "/generate", json=body)
-        assert status == 200, answer
+        answer = await api.answered(200, "POST", "/generate", json=body)
         choice = answer["choices"][0]
         found.append((choice["text"], choice["finish_reason"]))
     return found
@@ -115,8 +113,7 @@ async def test_samples_are_of_the_class_batch_and_of_an_adapter_that_no_user_can
 
 
 async def refused(api: Api, body: dict[str, Any]) -> dict[str, Any]:
-    status, answer = await api.call("POST", "/generate", json=body)
-    assert status == 400, answer
+    answer = await api.answered(400, "POST", "/generate", json=body)
     found: dict[str, Any] = answer["error"]
     return found
 

@@ -20,17 +20,14 @@ EXAMPLES = [{"tokens": [5, 6, 7, 8], "labels": [6, 7, 8, 9], "weights": [1, 1, 1
 
 
 async def opened(api: Api, **body: object) -> str:
-    status, session = await api.call("POST", "/sessions", json={"r": 4} | body)
-    assert status == 200, session
+    session = await api.answered(200, "POST", "/sessions", json={"r": 4} | body)
     return f"/sessions/{session['id']}"
 
 
 async def step(api: Api, session: str) -> float:
-    status, computed = await api.call("POST", f"{session}/forward_backward", json={"examples": EXAMPLES})
-    assert status == 200, computed
+    computed = await api.answered(200, "POST", f"{session}/forward_backward", json={"examples": EXAMPLES})
     assert [len(row) for row in computed["log_probs"]] == [4]
-    status, stepped = await api.call("POST", f"{session}/optim_step", json={"learning_rate": 0.01})
-    assert status == 200, stepped
+    await api.answered(200, "POST", f"{session}/optim_step", json={"learning_rate": 0.01})
     loss: float = computed["loss"]
     return loss
 

@@ -29,8 +29,7 @@ JOB = {
 
 async def ask(api: Api, prompt: str) -> object:
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
-    status, answer = await api.call("POST", "/generate", json=body)
-    assert status == 200, answer
+    answer = await api.answered(200, "POST", "/generate", json=body)
     return answer["choices"][0]["token_ids"]
 
 
@@ -41,8 +40,7 @@ async def test_jobs_and_requests_get_what_they_get_in_turns(tmp_path: Path, besi
     for policy in ("slack", beside):
         training = None if policy == "slack" else device.stream()
         async with serve_real(tmp_path / policy, training=training, policy=policy) as api:
-            status, job = await api.call("POST", "/finetune", json=JOB)
-            assert status == 202, job
+            job = await api.answered(202, "POST", "/finetune", json=JOB)
             texts = [await ask(api, prompt) for prompt in prompts]
             ended = await api.job_until(job["id"], "succeeded")
             _, health = await api.call("GET", "/health")

@@ -20,10 +20,7 @@ IDS = tokenizer().encode(PROMPT)
 
 
 async def ask(api: Api, **parameters: Any) -> dict[str, Any]:
-    status, answer = await api.call("POST", "/generate", json={"inputs": PROMPT, "parameters": parameters})
-    assert status == 200, answer
-    found: dict[str, Any] = answer
-    return found
+    return await api.answered(200, "POST", "/generate", json={"inputs": PROMPT, "parameters": parameters})
 
 
 async def streamed(api: Api, path: str = "/generate_stream", **body: Any) -> list[dict[str, Any]]:

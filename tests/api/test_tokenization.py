@@ -26,10 +26,9 @@ async def test_there_and_back(api: Api) -> None:
 
 
 async def test_texts_longer_than_the_context(api: Api) -> None:
-    status, body = await api.call("POST", "/tokenize", json={"prompt": "word " * 10_000})
-    assert status == 200
+    body = await api.answered(200, "POST", "/tokenize", json={"prompt": "word " * 10_000})
     assert body["count"] > CONTEXT
-    status, again = await api.call("POST", "/detokenize", json={"tokens": body["tokens"]})
+    _, again = await api.call("POST", "/detokenize", json={"tokens": body["tokens"]})
     assert again["prompt"] == "word " * 10_000
 
 
@@ -45,8 +44,7 @@ async def test_chats(api: Api) -> None:
 
 
 async def test_what_the_tokenizer_is(api: Api) -> None:
-    status, body = await api.call("GET", "/tokenizer_info")
-    assert status == 200
+    body = await api.answered(200, "GET", "/tokenizer_info")
     assert tokenizer().encode(body["eos_token"]) == [tokenizer().eos_token_id]
     assert "messages" in body["chat_template"]
     assert body["model_max_length"] == CONTEXT

@@ -36,8 +36,7 @@ async def test_a_generation_is_a_span(traced: tuple[Api, InMemorySpanExporter]) 
     api, exporter = traced
     body = {"prompt": "the secret", "adapter": "poet", "max_tokens": 3, "temperature": 0.5, "n": 2}
     headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
-    status, answer = await api.call("POST", "/generate", json=body, headers=headers)
-    assert status == 200
+    answer = await api.answered(200, "POST", "/generate", json=body, headers=headers)
     (span,) = exporter.get_finished_spans()
     assert (span.name, span.kind, span.status.status_code) == (
         "text_completion poet@2",

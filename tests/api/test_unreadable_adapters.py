@@ -15,8 +15,7 @@ UNREADABLE = "adapter.read=EIO"
 
 
 async def submit(api: Api, adapter: str) -> str:
-    status, job = await api.call("POST", "/finetune", json={"adapter": adapter, "data": [{"text": "a b"}]})
-    assert status == 202, job
+    job = await api.answered(202, "POST", "/finetune", json={"adapter": adapter, "data": [{"text": "a b"}]})
     return str(job["id"])
 
 

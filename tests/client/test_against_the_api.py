@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from coserve.client import AsyncClient, RetryPolicy
@@ -118,18 +117,6 @@ async def test_a_corpus_as_a_file(tmp_path: Path) -> None:
         assert caught.value.line == 2
 
 
-@pytest.mark.filterwarnings("ignore:.* rows were too long")
-async def test_many_rows_are_those_of_a_file(tmp_path: Path) -> None:
-    rows = [{"text": f"{row} " + " word" * 20_000} for row in range(90)]
-    file = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
-    async with daemon(tmp_path) as (_, client):
-        first = await client.finetune("a", rows, training={"steps": 1}, idempotency_key="k")
-        again = await client.finetune("a", file=file, training={"steps": 1}, idempotency_key="k")
-        assert first.id == again.id and first.info.rows == 90
-        with pytest.raises(MalformedRow, match="line 91"):
-            await client.finetune("a", [*rows, {"txt": "x"}], training={"steps": 1})
-
-
 async def test_pause_resume_and_cancel(tmp_path: Path) -> None:
     async with daemon(tmp_path) as (api, client):
         api.engine.go_jobs.clear()
@@ -179,18 +166,3 @@ async def test_a_daemon_whose_engine_died_and_came_back(tmp_path: Path) -> None:
         assert (await waiting).status == "ready"
         assert (await client.generate("hello")).choices[0].text == REPLY
         assert (await client.health()).status == "ready"
-
-
-async def test_the_key(tmp_path: Path) -> None:
-    async with daemon(tmp_path, api_key="secret-of-sixteen") as (api, client):
-        assert (await client.generate("hello")).choices[0].text == REPLY
-        async with AsyncClient(f"http://127.0.0.1:{api.port}", retry=FAST) as stranger:
-            assert (await stranger.health()).status == "ready"
-            with pytest.raises(Unauthorized):
-                await stranger.generate("hello")
-
-
-async def test_metrics_and_description(tmp_path: Path) -> None:
-    async with daemon(tmp_path) as (_, client):
-        assert "# TYPE" in await client.metrics()
-        assert "/generate" in (await client.openapi())["paths"]

@@ -34,8 +34,7 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
 async def learn(api: Api, adapter: str, recipe: str, **training: Any) -> dict[str, Any]:
     document = SMALL | ASKED | {"recipe": recipe, "prefix_tokens": TOKENS}
     body = {"adapter": adapter, "document": document, "training": training}
-    status, job = await api.call("POST", "/finetune", json=body)
-    assert status == 202, job
+    job = await api.answered(202, "POST", "/finetune", json=body)
     await api.events(job["id"])
     return (await api.call("GET", f"/finetune/{job['id']}"))[1]
 
@@ -79,8 +78,7 @@ async def test_an_encoder_makes_a_cartridge(api: Api) -> None:
     _, adapter = await api.call("GET", "/adapters/read")
     assert (adapter["cartridge"], adapter["rank"], adapter["targets"]) == (True, TOKENS, [])
     body = {"prompt": "Where does the bridge stand?", "adapter": "read", "max_tokens": 3}
-    status, answer = await api.call("POST", "/generate", json=body)
-    assert status == 200, answer
+    await api.answered(200, "POST", "/generate", json=body)
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -24,8 +24,7 @@ async def asking(tmp_path: Path) -> AsyncIterator[tuple[Api, str]]:
     """A job whose first questions are with the engine."""
     async with serve_api(tmp_path / "data", max_active_jobs=1, context=1024) as api:
         api.engine.go_requests.clear()
-        status, job = await api.call("POST", "/finetune", json=BODY)
-        assert status == 202, job
+        job = await api.answered(202, "POST", "/finetune", json=BODY)
         await api.engine.saw(Generate, 4)
         yield api, job["id"]
 
@@ -42,8 +41,7 @@ async def test_a_paused_job_asks_no_more_until_it_is_resumed(asking: tuple[Api, 
     api.engine.go_requests.set()
     await api.works()  # the next request is answered, so the paused ones were dropped
     assert job["document"]["phase"] == "questions"
-    status, _ = await api.call("POST", f"/finetune/{id}/resume")
-    assert status == 200
+    _ = await api.answered(200, "POST", f"/finetune/{id}/resume")
     # The fake engine says the same to every question: there are too few different ones to learn from.
     events = await api.events(id)
     assert events[-1][1]["state"] == "failed"

@@ -35,8 +35,7 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
 async def learn(api: Api, adapter: str, steps: int = 2, **document: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events and the ended job of a document."""
     body = {"adapter": adapter, "document": SMALL | document, "training": {"steps": steps, "learning_rate": 4e-3}}
-    status, job = await api.call("POST", "/finetune", json=body)
-    assert status == 202, job
+    job = await api.answered(202, "POST", "/finetune", json=body)
     assert job["document"]["phase"] == "questions"
     assert (await api.call("GET", "/health"))[1]["jobs"] == 1
     events = [event for _, event in await api.events(job["id"])]
@@ -56,8 +55,7 @@ async def test_a_document_goes_through_its_phases_and_is_served(api: Api) -> Non
     assert 0 < found["recovered"] < 1
     assert job["rows"] >= 2
     assert job["document"]["generated_tokens"] > 0
-    status, answer = await api.call("POST", "/generate", json={"prompt": "Where?", "adapter": job["result"]})
-    assert status == 200, answer
+    await api.answered(200, "POST", "/generate", json={"prompt": "Where?", "adapter": job["result"]})
     _, second = await learn(api, "second", steps=1, text=TEXT.replace("Orvane", "Selkie"), **ASKED)
     assert second["document"]["evaluation"]["other_adapter"] == "bridge@1"
     assert second["document"]["evaluation"]["other"]["nll"] > 0

@@ -13,14 +13,9 @@ from coserve.core.names import CHECKPOINT_STATE
 from coserve.core.training.jobs import JobSpec
 from coserve.model.base import Base
 from coserve.state.failpoints import armed
-from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
+from tests.support.finetuning import Bench, job_spec, random_corpus
 
 CORPUS = random_corpus()
-
-
-@pytest.fixture(scope="module")
-def base() -> Base:
-    return tiny_base("llama")
 
 
 def damage(bench: Bench, spec: JobSpec, *steps: int) -> None:

@@ -26,17 +26,12 @@ from coserve.lora.files.tensorfile import digest_file
 from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
-from tests.support.finetuning import Bench, gradient_sums, job_spec, metrics_of, random_corpus, tiny_base
+from tests.support.finetuning import Bench, gradient_sums, job_spec, metrics_of, random_corpus
 from tests.support.lora_backends import GROUPED, SEGMENTED
 
 CORPUS = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
 TEACHER, STUDENT = AdapterRef("teacher", 1), AdapterRef("student", 1)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def base() -> Base:
-    return tiny_base("llama")
 
 
 def adapter(base: Base, seed: int, settings: LoraSettings) -> LoraWeights:

@@ -51,11 +51,6 @@ START = AdapterRef("start", 1)
 JOB: dict[str, Any] = {"loss": DPO, "steps": 5, "batch_tokens": 40, "micro_batch_tokens": 40, "checkpoint_steps": 2}
 
 
-@pytest.fixture(scope="module")
-def base() -> Base:
-    return tiny_base("llama")
-
-
 def adapter(base: Base, seed: int = 3) -> LoraWeights:
     """One that changes the outputs."""
     weights = new_adapter(LoraSettings(r=4, alpha=8), base.spec, seed=seed, dtype=torch.float32, device="cpu")

@@ -18,16 +18,11 @@ from coserve.core.link.link import FromEngine
 from coserve.core.training.micro_step import MicroStep
 from coserve.finetune.layers.eager import EagerLayerPass
 from coserve.model.base import Base
-from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
+from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
 from tests.support.memory_faults import out_of_memory_at
 
 CORPUS = random_corpus()
 CHANGES = {"validation_split": 0.3, "eval_steps": 2, "checkpoint_steps": 2, "early_stopping_patience": 5}
-
-
-@pytest.fixture(scope="module")
-def base() -> Base:
-    return tiny_base("llama")
 
 
 class Stream:

@@ -18,15 +18,10 @@ from coserve.finetune.sessions.session import Boundary, Event, FinishUpdate, Sli
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch
-from tests.support.finetuning import CPU, random_corpus, started, tiny_base
+from tests.support.finetuning import CPU, random_corpus, started
 from tests.support.lora_backends import GROUPED
 
 CORPUS = random_corpus()
-
-
-@pytest.fixture(scope="module")
-def base() -> Base:
-    return tiny_base("llama")
 
 
 def session_on(base: Base, *, overlapped: bool = False) -> TrainingSession:

@@ -12,14 +12,9 @@ from coserve.core.link.jobs import JobSucceeded
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.training_pass import TrainingPass
 from coserve.model.base import Base
-from tests.support.finetuning import Bench, alive, job_spec, metrics_of, random_corpus, tiny_base
+from tests.support.finetuning import Bench, alive, job_spec, metrics_of, random_corpus
 
 CORPUS = random_corpus()
-
-
-@pytest.fixture(scope="module")
-def base() -> Base:
-    return tiny_base("llama")
 
 
 def test_a_cancelled_start_is_not_finished(base: Base, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
-from tests.support.finetuning import CPU, gradient_sums, started, tiny_base
+from tests.support.finetuning import CPU, gradient_sums, started
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import VOCAB
 
@@ -70,11 +70,6 @@ LOSSES: dict[str, tuple[TokenLoss, Formula]] = {
     "gspo": (Gspo(low=0.9, high=1.5), gspo),
     "dro": (Dro(beta=0.1), lambda p, w, q, a: -(p * a - 0.05 * (p - q) ** 2).sum()),
 }
-
-
-@pytest.fixture(scope="module")
-def base() -> Base:
-    return tiny_base("llama")
 
 
 def drawn(*shape: int, seed: int = 0) -> np.ndarray:

@@ -39,11 +39,6 @@ CORPUS = random_corpus()
 REF = AdapterRef("learned", 1)
 
 
-@pytest.fixture(scope="module")
-def base() -> Base:
-    return tiny_base("llama")
-
-
 def logits(base: Base, weights: LoraWeights) -> torch.Tensor:
     batch = LoraBatch(Segments((0, 6), (0,)), (weights,), GROUPED)
     with torch.no_grad():

@@ -84,6 +84,10 @@ class Api:
     def _reply(self, request: Generate) -> Iterable[int]:
         return self.reply
 
+    async def generated(self) -> list[Generate]:
+        """The requests that the engine has got, at least one."""
+        return [message for message in await self.engine.saw(Generate) if isinstance(message, Generate)]
+
     async def settled(self) -> None:
         """Until all that the engine has told is written down and done: a job's end is announced before its files go."""
         await self.service.recorder.settled()
@@ -99,6 +103,12 @@ class Api:
             self._described(method, response)
             return response.status, await response.json(content_type=None)
 
+    async def answered(self, status: int, method: str, path: str, **kwargs: Any) -> Any:
+        """The JSON of the answer, which has that status."""
+        got, body = await self.call(method, path, **kwargs)
+        assert got == status, body
+        return body
+
     def _described(self, method: str, response: aiohttp.ClientResponse) -> None:
         """`/openapi.json` names this status."""
         for route in self.app[ROUTES]:
@@ -108,8 +118,8 @@ class Api:
 
     async def refused(self, status: int, code: str, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """The request is refused so, and the next good one is answered."""
-        got, body = await self.call(method, path, **kwargs)
-        assert (got, body["error"]["code"]) == (status, code), body
+        body = await self.answered(status, method, path, **kwargs)
+        assert body["error"]["code"] == code, body
         await self.works()
         found: dict[str, Any] = body["error"]
         return found

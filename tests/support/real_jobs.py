@@ -11,14 +11,12 @@ async def train(api: Api, name: str, **settings: object) -> dict[str, Any]:
     """The job, succeeded."""
     training = {"steps": 4, "batch_tokens": 64, "learning_rate": 0.02}
     body = {"adapter": name, "data": [{"prompt": "Today we", "completion": " sighted land."}], "training": training}
-    status, job = await api.call("POST", "/finetune", json=body | settings)
-    assert status == 202, job
+    job = await api.answered(202, "POST", "/finetune", json=body | settings)
     return await api.job_until(job["id"], "succeeded")
 
 
 async def text(api: Api, adapter: str | None) -> str:
     body = {"prompt": "Today we", "max_tokens": 8, "temperature": 0, "adapter": adapter}
-    status, answer = await api.call("POST", "/generate", json=body)
-    assert status == 200, answer
+    answer = await api.answered(200, "POST", "/generate", json=body)
     found: str = answer["choices"][0]["text"]
     return found

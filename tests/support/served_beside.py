@@ -24,13 +24,11 @@ async def served(folder: Path, training: TrainingStream | None, **settings: str)
 
         async def ask(prompt: str, **more: str) -> object:
             body = {"prompt": prompt, "max_tokens": 24, "temperature": 0.0, "ignore_eos": True, **more}
-            status, answer = await api.call("POST", "/generate", json=body)
-            assert status == 200, answer
+            answer = await api.answered(200, "POST", "/generate", json=body)
             return answer["choices"][0]["token_ids"]
 
         texts = [await ask("Once upon a time")]
-        status, job = await api.call("POST", "/finetune", json=JOB)
-        assert status == 202, job
+        job = await api.answered(202, "POST", "/finetune", json=JOB)
         texts += [await ask(f"Once upon a time there were {n}") for n in ("two", "three", "four", "five")]
         ended = await api.job_until(job["id"], "succeeded")
         texts.append(await ask("one two three", adapter="learned"))

@@ -30,8 +30,7 @@ CURVE = [(1, 3.0), (2, 1.5), (3, 1.0)]
 
 
 async def submit(api: Api) -> str:
-    status, job = await api.call("POST", "/finetune", json=REQUEST)
-    assert status == 202, job
+    job = await api.answered(202, "POST", "/finetune", json=REQUEST)
     return str(job["id"])
 
 

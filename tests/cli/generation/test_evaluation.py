@@ -41,8 +41,7 @@ async def test_an_adapter_that_has_learned_its_rows_beats_the_base(
     async with serve_real(tmp_path / "data") as api:
         training = {"steps": 12, "batch_tokens": 64, "learning_rate": 0.02}
         body = {"adapter": "a", "data": [ROW], "training": training, "lora": {"r": 4}}
-        status, job = await api.call("POST", "/finetune", json=body)
-        assert status == 202, job
+        job = await api.answered(202, "POST", "/finetune", json=body)
         await api.job_until(job["id"], "succeeded")
         command = ["eval", "a", str(data), "--url", f"http://127.0.0.1:{api.port}"]
         assert await asyncio.to_thread(run_command, [*command, "--json"]) == 0
