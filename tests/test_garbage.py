@@ -1,16 +1,38 @@
-"""Garbage is collected while nothing waits; in a busy process it does not grow without bound."""
+"""The API process and the engine collect garbage while nothing waits; in a busy process it does not grow."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.core.garbage import FULL_INTERVAL, MIDDLE_INTERVAL, YOUNG_WHEN_BUSY, YOUNG_WHEN_IDLE, GarbageCollection
+from coserve.api.http.idle_collection import IdleCollection
+from coserve.core.garbage import (
+    FULL_INTERVAL,
+    IDLE,
+    MIDDLE_INTERVAL,
+    YOUNG_WHEN_BUSY,
+    YOUNG_WHEN_IDLE,
+    GarbageCollection,
+)
+from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.generation import Generate, Tokens
+from coserve.core.sampling import SamplingParams
+from coserve.core.types import Slo
+from coserve.engine.engine import Engine
+from coserve.generate.plan import Ran, Share
+from coserve.queues.policies.slack import Slack
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 from tests.support.interpreter import Interpreter
+from tests.support.local_link import local_pair
+from tests.support.virtual_clock import run_virtual
 
 
 @given(st.lists(st.tuples(st.integers(0, 2 * YOUNG_WHEN_BUSY), st.booleans()), max_size=60))
@@ -83,3 +105,81 @@ def test_cycles_do_not_pile_up_under_a_load_without_end(quiet: None) -> None:
         garbage.while_busy()
         most = max(most, Knot.alive)
     assert YOUNG_WHEN_BUSY // 4 < most <= YOUNG_WHEN_BUSY
+
+
+def test_it_waits_for_a_pause_between_requests() -> None:
+    async def main() -> None:
+        interpreter = Interpreter()
+        middleware = IdleCollection(GarbageCollection(interpreter.collect, interpreter.count)).middleware()
+
+        async def answer(seconds: float) -> None:
+            async def handler(request: web.Request) -> web.StreamResponse:
+                interpreter.counts[0] += YOUNG_WHEN_IDLE
+                await asyncio.sleep(seconds)
+                return web.Response()
+
+            await middleware(make_mocked_request("GET", "/"), handler)
+
+        stream = asyncio.create_task(answer(20 * IDLE))
+        for _ in range(20):
+            await answer(IDLE / 2)
+            await asyncio.sleep(IDLE / 2)
+            assert 2 not in interpreter.collected, "a stream is in progress, or a request has just ended"
+        await stream
+        await asyncio.sleep(2 * IDLE)
+        assert interpreter.collected.count(2) == 1
+        await asyncio.sleep(100 * IDLE)
+        assert interpreter.collected.count(2) == 1
+
+    run_virtual(main())
+
+
+PRICES = Prices(step=0.1, token=0.0, micro_step=0.01, spikes=0.0)
+REQUEST = Generate(
+    id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=30), adapter=None, slo=Slo(ttft=1.0, tpot=1.0)
+)
+
+
+class Littering(FakeGenerator):
+    """Each step leaves containers behind, not enough to be worth an interruption."""
+
+    interpreter: Interpreter
+
+    def run(self, shares: Sequence[Share]) -> Ran:
+        self.interpreter.counts[0] += YOUNG_WHEN_IDLE // 10
+        assert self.interpreter.collected.count(2) == 0, "a request runs"
+        return super().run(shares)
+
+
+def test_a_request_is_not_interrupted_and_the_idle_engine_collects_once() -> None:
+    async def main() -> list[int]:
+        loop, rng, meter, interpreter = asyncio.get_running_loop(), random.Random(0), Meter(), Interpreter()
+        generator = Littering(meter, PRICES, 64, rng, 0.0)
+        generator.interpreter = interpreter
+        api, engine_end = local_pair()
+        engine = Engine(
+            generator,
+            FakeTrainer(meter, PRICES, {}, rng, loop.time),
+            NoAdapters(),
+            Slack(1.0),
+            engine_end,
+            clock=loop.time,
+            pace=meter.pace,
+            garbage=GarbageCollection(interpreter.collect, interpreter.count),
+        )
+        run = asyncio.create_task(engine.run())
+        api.send(REQUEST)
+        while not (isinstance(message := await api.receive(), Tokens) and message.finished):
+            assert interpreter.collected == []
+        await asyncio.sleep(IDLE / 2)
+        assert interpreter.collected == [0], "the young generation, at once"
+        await asyncio.sleep(IDLE)
+        assert interpreter.collected == [0, 2]
+        await asyncio.sleep(100 * IDLE)
+        api.send(Shutdown())
+        while not isinstance(await api.receive(), EngineStopped):
+            pass
+        await run
+        return interpreter.collected
+
+    assert run_virtual(main()) == [0, 2]

@@ -1,4 +1,4 @@
-"""Large answers are encoded in pieces, and large messages of the engine are taken in parts."""
+"""Large answers are encoded in pieces, large messages taken in parts; what a helper process gives back is small."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import msgspec
 import pytest
 
 from coserve.api.generation.output_queue import MAX_MERGED, OutputQueue
+from coserve.api.http.decode_tasks import MAX_CHARACTERS, MAX_VALUES, DecodeBodyArguments, decode_body, unpack
 from coserve.api.http.json_blocks import VALUES_AT_ONCE, JsonListBuilder, count_values, encode_in_chunks
+from coserve.api.openai.schemas import ChatRequest, CompletionRequest
+from coserve.core.errors import InvalidRequest
 from coserve.core.link.generation import Tokens
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.schemas import Choice, GenerateResponse, Logprob, PromptLogprob, Timing, Usage
 from coserve.core.types import FinishReason
+from coserve.data.offload.protocol import TaskContext, name_of
+from tests.support.api_server import tokenizer
 
 
 def response(tokens: int, scored: int) -> GenerateResponse:
@@ -76,3 +81,31 @@ async def test_messages_that_pile_up_come_in_parts() -> None:
     assert [token for message in found for token in message.tokens] == list(range(1000))
     assert sum(len(message.prompt_logprobs) for message in found) == 1000
     assert len(found) < 20
+
+
+def decode(body: dict[str, object], type: type[msgspec.Struct]) -> object:
+    arguments = DecodeBodyArguments(name_of(type), dialect=True, context=None)
+    context = TaskContext(tokenizer(), lambda: None)
+    return unpack(decode_body(context, msgspec.msgpack.encode(arguments), msgspec.json.encode(body)))
+
+
+def chat(characters: int) -> dict[str, object]:
+    """Messages of so many characters together, names of fields and roles included."""
+    overhead = len("messages") + 2 * len("role" + "content" + "user")
+    half = (characters - overhead) // 2
+    texts = ("x" * half, "y" * (characters - overhead - half))
+    return {"messages": [{"role": "user", "content": text} for text in texts]}
+
+
+def test_the_characters_of_all_texts_together_are_counted() -> None:
+    fits = decode(chat(MAX_CHARACTERS - 1000), ChatRequest)
+    assert isinstance(fits, ChatRequest) and len(fits.messages) == 2
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_CHARACTERS} characters of text"):
+        decode(chat(MAX_CHARACTERS + 1), ChatRequest)
+
+
+def test_so_are_its_values() -> None:
+    fits = decode({"prompt": [7] * (MAX_VALUES - 1000)}, CompletionRequest)
+    assert isinstance(fits, CompletionRequest)
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_VALUES} values"):
+        decode({"prompt": [7] * (MAX_VALUES + 1)}, CompletionRequest)

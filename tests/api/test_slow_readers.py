@@ -1,4 +1,4 @@
-"""A client that does not read, and two hundred that leave at once, hold nobody else up. Over real sockets."""
+"""Server-sent events, and readers that do not read or that leave: they hold nobody up, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+from hypothesis import given
+from hypothesis import strategies as st
 
-from coserve.core.link.generation import Admitted, CancelRequest, Generate, Tokens
+from coserve.api.generation.output_queue import MAX_MERGED, UNMERGED, EngineOutput, OutputQueue
+from coserve.api.http.sse import EventStream
+from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
+from coserve.core.logprobs import PackedLogprobs, TokenLogprob
+from coserve.core.schemas import ErrorBody, ErrorInfo
+from coserve.core.types import FinishReason
 from tests.support.api_server import Api, serve_api
 from tests.support.fake_engine import FakeEngine
 
@@ -89,3 +99,103 @@ async def test_two_hundred_that_leave_at_once_hold_nobody_up(api: Api) -> None:
     assert await streamed(api) == whole
     cancelled = await api.engine.saw(CancelRequest, LEAVERS)
     assert len({message.id for message in cancelled if isinstance(message, CancelRequest)}) == LEAVERS
+
+
+class Sink:
+    """Stands in for the connection: keeps what is written, or never gets rid of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stuck: bool = False) -> None:
+        self.written = b""
+
+        async def write(response: web.StreamResponse, data: bytes) -> None:
+            if stuck:
+                await asyncio.Event().wait()
+            self.written += data
+
+        monkeypatch.setattr(web.StreamResponse, "write", write)
+
+
+async def test_events_have_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = Sink(monkeypatch)
+    stream = EventStream(make_mocked_request("GET", "/"), write_timeout=1)
+    assert not stream.begun
+    await stream.send(ErrorBody(error=ErrorInfo(code="a", message="line\nline")), event="error", id=7)
+    await stream.heartbeat()
+    await stream.send("[DONE]")
+    assert stream.begun
+    assert sink.written == (
+        b'event: error\nid: 7\ndata: {"error":{"code":"a","message":"line\\nline","field":null}}\n\n'
+        b": \n\ndata: [DONE]\n\n"
+    )
+
+
+async def test_a_reader_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    Sink(monkeypatch, stuck=True)
+    stream = EventStream(make_mocked_request("GET", "/"), write_timeout=0.01)
+    with pytest.raises(ConnectionResetError):
+        await stream.send("x")
+
+
+def tokens(id: str, *ids: int, end: bool = False) -> Tokens:
+    logprobs = PackedLogprobs.of(TokenLogprob(-float(each)) for each in ids)
+    return Tokens(id=id, tokens=ids, logprobs=logprobs, finished=FinishReason.LENGTH if end else None)
+
+
+async def drain(inbox: OutputQueue, until: EngineOutput) -> list[EngineOutput]:
+    found = [await inbox.get()]
+    while found[-1] != until:
+        found.append(await inbox.get())
+    return found
+
+
+messages = st.one_of(
+    st.builds(lambda name, count: tokens(name, *range(count)), st.sampled_from("ab"), st.integers(0, 3)),
+    st.builds(lambda name: tokens(name, 7, end=True), st.sampled_from("ab")),
+    st.builds(Admitted, id=st.sampled_from("ab")),
+    st.builds(lambda name: RequestFailed(id=name, code="internal_error", message="m"), st.sampled_from("ab")),
+)
+
+
+@given(st.lists(messages, max_size=40))
+def test_joining_keeps_order_tokens_and_ends(said: list[EngineOutput]) -> None:
+    last = Admitted(id="last", at=0.0)
+
+    async def run() -> list[EngineOutput]:
+        inbox = OutputQueue()
+        for message in (*said, last):
+            inbox.put(message)
+        return await drain(inbox, last)
+
+    found = asyncio.run(run())
+    assert _flat(found) == _flat([*said, last])
+    for before, after in pairwise(found):
+        if isinstance(before, Tokens) and isinstance(after, Tokens) and before.id == after.id:
+            assert before.finished is not None, "two messages that could have been one"
+
+
+def _flat(said: list[EngineOutput]) -> list[object]:
+    """One entry a token, end or other message."""
+    flat: list[object] = []
+    for message in said:
+        if isinstance(message, Tokens):
+            flat += [(message.id, *pair) for pair in zip(message.tokens, message.logprobs, strict=True)]
+            flat += [] if message.finished is None else [(message.id, message.finished)]
+        else:
+            flat.append(message)
+    return flat
+
+
+async def test_a_message_alone_is_not_waited_for_more_of() -> None:
+    inbox = OutputQueue()
+    got = asyncio.create_task(inbox.get())
+    await asyncio.sleep(0)
+    assert not got.done()
+    inbox.put(tokens("a", 1))
+    assert await got == tokens("a", 1)
+
+
+def test_what_waits_long_is_held_in_few_messages() -> None:
+    inbox = OutputQueue()
+    for number in range(UNMERGED + 10 * MAX_MERGED):
+        inbox.put(tokens("a", number))
+    assert len(inbox) <= UNMERGED + 11

@@ -1,5 +1,4 @@
-"""A rank that follows has the same pages, adapters and jobs as rank 0, whatever rank 0 decides. Here both hold the
-whole base."""
+"""Other ranks follow rank 0: pages, steps and jobs are the same, and what rank 0 knows of their memory."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterDigests, AdapterRef, Slo
 from coserve.data.corpus.batch import Batch, Example
 from coserve.engine.ranks.commands import RunVerb, command_decoder, command_encoder
-from coserve.engine.ranks.executor import FollowersCopies, RankedExecutor, load_on_all
+from coserve.engine.ranks.executor import FollowersCopies, FollowersMemory, RankedExecutor, load_on_all
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.engine.ranks.followers import RankLost
 from coserve.engine.ranks.trainer import RankedTrainer
@@ -280,3 +279,21 @@ def test_a_verb_arrives_as_it_was_sent() -> None:
         assert np.array_equal(getattr(found, name), getattr(row, name))
         assert getattr(found, name).dtype == getattr(row, name).dtype
     assert found.sampled_K is found.advantages_K is None
+
+
+def never(tokens: int) -> object:
+    raise AssertionError(tokens)
+
+
+def test_the_last_answer_counts_and_nobody_waits_for_the_next() -> None:
+    outside = [700, 500, 900, 800, 800]
+    following = Following(never, outside=lambda: outside.pop(0))  # type: ignore[arg-type]
+    memory = FollowersMemory(following.followers)
+    try:
+        found = []
+        for _ in range(5):
+            found.append(memory.taken())
+            following.catch_up()
+        assert found == [0, 0, 0, 400, 300], "beyond the least so far"
+    finally:
+        following.followers.close()

@@ -1,4 +1,4 @@
-"""An engine that waits for its kernels ends when it is asked to."""
+"""An engine that starts: it ends when asked to, and what its parts make of a memory plan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ import pytest
 from coserve.api.engine_client import EngineClient
 from coserve.config import Config
 from coserve.core.errors import UnsupportedBase
+from coserve.core.gpu_memory import GIB
 from coserve.core.health import Warming
 from coserve.core.link.engine import EngineWarming, Shutdown
 from coserve.core.link.link import FromEngine, ToEngine
+from coserve.engine import parts as parts_module
+from coserve.engine.parts import EngineParts, PoolSize
 from coserve.engine.starting import CAPTURING, LOADING, EndedAtStart, StartProgress, follow, until_shutdown
 from coserve.engine.worker import build_engine
+from coserve.memory.allocator import Reading
+from coserve.memory.plan import MemoryPlan
+from tests.support.finetuning import tiny_base
+from tests.support.gpu_memory import COSTS
 from tests.support.local_link import LocalLink, local_pair
 from tests.support.real_server import bundled_base
 
@@ -89,3 +96,32 @@ def test_a_batch_that_a_step_cannot_hold_is_told(tmp_path: Path, caplog: pytest.
         lines = [f"at most {step_tokens} requests run at once, below max_running" in line for line in caplog.messages]
         assert lines.count(True) == said
         assert any("below max_running" in note for note in ready.notes) is said
+
+
+PLAN = MemoryPlan(
+    pages=100, page_bytes=1 << 20, taken=GIB, step=GIB, training=3 * GIB, jobs=GIB, graphs=GIB, costs=COSTS, error=0.0
+)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> EngineParts:
+    folder: Path = tmp_path_factory.mktemp("data")
+    return EngineParts(tiny_base("llama"), Config(data_dir=folder, lora_sharding="slora", tp=2))
+
+
+def test_jobs_have_what_the_plan_sets_aside_for_them(parts: EngineParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = Reading(total=80 * GIB, free=60 * GIB, reserved=10 * GIB, allocated=9 * GIB, peak=9 * GIB)
+    monkeypatch.setattr(parts_module, "read_device", lambda _: now)
+    pool = PoolSize(100 * 16, PLAN, loaded=8 * GIB)
+    model, device = parts.memory_model(pool), parts.device_memory(pool)
+    assert model is not None and device is not None
+    assert (model.training, model.costs, model.ranks, model.fully_sharded) == (4 * GIB, COSTS, 2, True)
+    use = device.use(0)
+    assert (use.training, use.pages, use.weights) == (4 * GIB, 101 << 20, 8 * GIB)
+    assert device.planned == use.planned == 8 * GIB + PLAN.set_aside
+
+
+def test_without_a_plan_jobs_are_not_admitted_by_memory(parts: EngineParts) -> None:
+    pool = PoolSize(1000)
+    assert parts.memory_model(pool) is None
+    assert parts.device_memory(pool) is None

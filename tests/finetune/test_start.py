@@ -1,18 +1,21 @@
-"""Starting a job on a thread: it can be cancelled, leaves nothing behind, and prepares what belongs to many rows
-ahead."""
+"""How a job starts on a thread, and what the outcomes of its slices and evaluations mean for it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coserve.core.cancellation import Cancellation, Cancelled
-from coserve.core.link.jobs import JobSucceeded
+from coserve.core.errors import JobOutOfMemory, NonFiniteLoss
+from coserve.core.link.jobs import JobNote, JobSucceeded
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.passes.training_pass import TrainingPass
+from coserve.finetune.sessions.outcome import PEER_FAILED, Outcome, Verdict, judge
 from coserve.model.base import Base
-from tests.support.finetuning import Bench, alive, job_spec, metrics_of, random_corpus
+from coserve.model.lora import LoraWeights
+from tests.support.finetuning import Bench, alive, job_spec, metrics_of, random_corpus, tiny_base
 
 CORPUS = random_corpus()
 
@@ -58,3 +61,47 @@ def test_a_job_that_is_dropped_leaves_no_memory(base: Base, tmp_path: Path, monk
         bench.advance(spec.id, 2)
     bench.trainer.drop(spec.id)
     assert len(alive(AdapterOptimizer)) == before
+
+
+MEMORY = JobOutOfMemory.code
+DONE, LEFT, FULL = Outcome(), Outcome(PEER_FAILED), Outcome(MEMORY, "no memory")
+UPDATED = Outcome(updated=True)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "verdict"),
+    [
+        ([DONE, DONE], Verdict()),
+        ([DONE, FULL], Verdict(MEMORY, "no memory", retry=True)),
+        ([LEFT, FULL, LEFT, FULL], Verdict(MEMORY, "no memory", retry=True)),
+        ([UPDATED, FULL], Verdict(MEMORY, "no memory")),
+        ([UPDATED, UPDATED], Verdict()),
+        ([FULL, Outcome("storage", "disk full")], Verdict(MEMORY, "no memory")),
+        ([LEFT, Outcome("storage", "disk full")], Verdict("storage", "disk full")),
+        ([Outcome(NonFiniteLoss.code, "nan")] * 2, Verdict(NonFiniteLoss.code, "nan")),
+    ],
+)
+def test_a_job_tries_again_only_where_all_ranks_can(outcomes: list[Outcome], verdict: Verdict) -> None:
+    assert judge(outcomes) == verdict
+
+
+def no_memory(weights: LoraWeights) -> LoraWeights:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_without_memory_for_its_copy_the_job_fails(evaluated: bool, tmp_path: Path) -> None:
+    bench, corpus = Bench(tiny_base("llama"), tmp_path), random_corpus(0, (5, 4))
+    options = {"steps": 1} | ({} if evaluated else {"sample_prompts": ["x"], "sample_steps": 1})
+    spec = bench.place(corpus, msgspec.structs.replace(job_spec(corpus, "job", **options), evaluated=evaluated))
+    bench.start(spec)
+    while not bench.trainer.finished(spec.id):
+        bench.trainer.advance(spec.id, None)
+    assert bench.trainer.snapshot_due(spec.id)
+    bench.store.host_copy = no_memory  # type: ignore[method-assign]
+    take = bench.trainer.snapshot(spec.id)
+    if evaluated:
+        with pytest.raises(JobOutOfMemory, match="before it is published"):
+            take()
+    else:
+        assert isinstance(take()(), JobNote), "samples alone are left out"

@@ -1,4 +1,4 @@
-"""The inference queue against plain lists: bounded, nothing lost, nothing twice, in order within an adapter."""
+"""The queue of requests: turns, classes, places, and how long one waits behind a full batch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from coserve.core.errors import QueueFull
 from coserve.core.link.generation import Generate
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, Slo
+from coserve.engine.reception import QueueSpeed
 from coserve.queues.inference import QUANTUM, InferenceQueue
 from coserve.queues.request import Request
 
@@ -307,3 +308,60 @@ def test_in_a_full_queue_the_class_batch_gives_way() -> None:
     with pytest.raises(QueueFull):
         push(queue, of_class("b9", batch=True), 1.0)
     assert sorted(ids(queue)) == ["i0", "more", "new"]
+
+
+def measured(gap: float, count: int = 4) -> QueueSpeed:
+    """A full batch has taken a request each `gap` seconds, the last one at `(count - 1) * gap`, and others wait."""
+    speed = QueueSpeed()
+    speed.began_to_wait()
+    for number in range(count):
+        speed.admitted(1, gap * number, others_wait=True)
+    return speed
+
+
+def test_the_wait_grows_with_those_ahead() -> None:
+    speed = measured(0.5)
+    assert speed.gap == pytest.approx(0.5)
+    assert [speed.wait(ahead, 1.5, full=True) for ahead in (0, 1, 9)] == [
+        pytest.approx(0.25),
+        pytest.approx(0.75),
+        pytest.approx(4.75),
+    ]
+
+
+def test_how_long_the_batch_has_taken_nobody_tells_its_speed() -> None:
+    """Also before anybody who waited was admitted."""
+    assert measured(0.5).wait(0, 9.5, full=True) > 0.5
+    unknown = measured(0.0, count=1)
+    assert unknown.gap == 0
+    assert unknown.wait(1, 4.0, full=True) == pytest.approx(6.0)
+    assert unknown.wait(1, 4.0, full=False) == 0, "it is not the batch that they wait for"
+
+
+def test_the_speed_is_that_of_the_requests_that_wait_now() -> None:
+    """Long answers gave a place each 5 s; then the queue was empty."""
+    speed = measured(5.0)
+    speed.began_to_wait()
+    assert speed.gap == 0
+
+
+def test_what_a_policy_holds_back_tells_no_speed() -> None:
+    speed = QueueSpeed()
+    speed.admitted(0, 0.0, others_wait=False)
+    speed.admitted(1, 0.05, others_wait=False)
+    assert speed.gap == 0
+
+
+def test_idle_time_is_no_time_between_admissions() -> None:
+    speed = QueueSpeed()
+    for now in (0.0, 10.0, 20.0):
+        speed.began_to_wait()
+        speed.admitted(1, now, others_wait=False)
+    assert speed.gap == 0
+
+
+def test_later_admissions_count_more() -> None:
+    speed = measured(1.0)
+    for number in range(200):
+        speed.admitted(1, 3.0 + 0.1 * (number + 1), others_wait=True)
+    assert speed.gap == pytest.approx(0.1, rel=0.02)

@@ -1,4 +1,4 @@
-"""A registry of each earlier schema is brought to today's, and copied before that."""
+"""A registry of an earlier schema is brought to today's and copied before that; what a backup copies of jobs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from coserve.core.schemas import DocumentJob, DocumentSettings
 from coserve.core.types import AdapterRef
+from coserve.state.backup import back_up
+from coserve.state.folder import DataFolder
 from coserve.state.registry.database import SCHEMA_VERSION
 from coserve.state.registry.registry import Registry
 from tests.support.records import import_adapter, make_adapter, make_job
@@ -84,3 +88,18 @@ def test_a_registry_of_an_earlier_schema(version: int, tmp_path: Path) -> None:
         assert copy.execute("SELECT id FROM jobs").fetchall() == [("job-1",)]
     Registry(path).close()  # no second copy of what is today's
     assert not (tmp_path / f"registry.sqlite3.schema-{SCHEMA_VERSION}").exists()
+
+
+def test_a_document_that_is_not_a_corpus_yet_is_copied(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path / "data")
+    for made in (folder.adapters, folder.files, folder.jobs):
+        made.mkdir(parents=True)
+    job = msgspec.structs.replace(make_job(), document=DocumentJob(settings=DocumentSettings()))
+    with closing(Registry(folder.database)) as registry:
+        registry.create_job(job)
+    folder.job(job.spec.id).mkdir()
+    folder.document(job.spec.id).write_bytes(b"chunks")
+    (folder.job(job.spec.id) / "questions.jsonl").write_bytes(b"{}\n")
+    assert back_up(folder.root, tmp_path / "copy").jobs == 1
+    copied = tmp_path / "copy" / folder.job(job.spec.id).relative_to(folder.root)
+    assert {path.name for path in copied.iterdir()} == {folder.document(job.spec.id).name, "questions.jsonl"}

@@ -1,4 +1,6 @@
-"""Scenarios become traces; traces survive a file."""
+"""Scenarios become traces; traces survive a file, and no file is lost."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.cli.app import run as command_line
 from coserve.core.errors import CoserveError, EmptyCorpus, InvalidRequest, MalformedRow
 from coserve.data.corpus.rows import parse_row
 from coserve.workloads.arrivals import Pattern, Process
 from coserve.workloads.bundled import bundled_prompts, bundled_rows
 from coserve.workloads.lengths import Lengths
 from coserve.workloads.openai_target import OpenAITarget
+from coserve.workloads.opening import open_workload
 from coserve.workloads.popularity import Shape
 from coserve.workloads.scenario import Finetuning, Scenario
 from coserve.workloads.synthesis import make_trace
@@ -264,14 +268,6 @@ def test_a_trace_of_another_version_is_refused(tmp_path: Path, version: bytes) -
 # ---- saving
 
 
-def test_a_trace_is_saved_over_the_file_that_it_is_read_from(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    save_trace(make_trace(Scenario(), PROMPTS, ROWS), path)
-    before = path.read_bytes()
-    save_trace(load_trace(path), path)
-    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
-
-
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_a_save_that_fails_leaves_the_earlier_file(tmp_path: Path, failure: BaseException) -> None:
     def arrivals() -> Iterator[Arrival]:
@@ -300,11 +296,6 @@ def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path) not in str(caught.value)
 
 
-def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
-    save_trace(Trace(scenario=Scenario(), arrivals=()), tmp_path / "t")
-    assert [*load_trace(tmp_path / "t").arrivals] == []
-
-
 def test_classes_are_drawn_by_their_share_and_change_nothing_else() -> None:
     plain = make_trace(Scenario(rate=20.0), PROMPTS, ROWS)
     mixed = make_trace(Scenario(rate=20.0, batch_share=0.25), PROMPTS, ROWS)
@@ -319,3 +310,35 @@ def test_a_class_is_a_service_tier_of_other_servers() -> None:
     (first, *_) = make_trace(Scenario(), PROMPTS, ROWS).prompts
     bodies = [target.body(msgspec.structs.replace(first, slo_class=name)) for name in (None, "batch", "interactive")]
     assert [body.get("service_tier") for body in bodies] == [None, "flex", "priority"]
+
+
+BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,8,4,12,API\n"
+
+
+def test_a_trace_saved_over_itself_stays(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    save_trace(open_workload({"duration": 1.0}), path)
+    before = path.read_text()
+    assert command_line(["bench", "--trace", str(path), "--no-run", "--save", str(path)]) == 0
+    assert path.read_text() == before
+    assert command_line(["bench", "--trace", str(path), "--slo-ttft", "2", "--no-run", "--save", str(path)]) == 0
+    assert path.read_text().splitlines()[1:] == before.splitlines()[1:] and '"slo_ttft":2.0' in path.read_text()
+
+
+def test_a_recording_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "burst.csv"
+    path.write_text(BURSTGPT)
+    assert command_line(["bench", "--trace", str(path), "--no-run", "--save", str(path)]) == 2
+    assert "save: expected another file than the recording of --trace" in capsys.readouterr().err
+    assert path.read_text() == BURSTGPT
+
+
+@pytest.mark.parametrize("content", ['{"type":"workload","version":2,"scenario":{}}\n', "hello\n"])
+def test_a_file_of_another_version_or_format_is_named(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(content)
+    assert command_line(["bench", "--trace", str(path), "--no-run", "--save", str(tmp_path / "saved")]) == 2
+    said = capsys.readouterr().err
+    assert "trace.jsonl, line 1: expected a" in said and len(said.splitlines()) == 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coserve.core.training.jobs import JobState
 from coserve.workloads.gauges import Snapshot
-from coserve.workloads.metrics import Limits, attainment, attains, satisfaction, spread, trained_until
+from coserve.workloads.metrics import Limits, satisfaction, spread, trained_until
 from coserve.workloads.replay import JobSample, ReplayResult, Sample
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import Queue, summarise
@@ -95,20 +95,6 @@ def test_failed_requests_have_no_latency_and_keep_no_slo() -> None:
     assert summary.output_tokens == 2
 
 
-@pytest.mark.parametrize(
-    ("limits", "kept"),
-    [
-        (Limits(), True),
-        (Limits(ttft=0.5, tpot=0.3, e2e=1.1001), True),
-        (Limits(ttft=0.4), False),
-        (Limits(tpot=0.29), False),
-        (Limits(e2e=1.0), False),
-    ],
-)
-def test_an_answer_is_good_if_it_keeps_every_limit(limits: Limits, kept: bool) -> None:
-    assert attains(sample(1.5, 1.7, 2.0999), limits) is kept
-
-
 def test_fine_tuning_counts_what_was_trained_by_the_end() -> None:
     jobs = [job((1.0, 100), (9.0, 50)), job((4.0, 7), (11.0, 1000), state=JobState.RUNNING)]
     summary = summarise(run([], jobs))
@@ -131,16 +117,6 @@ def test_a_spread_is_in_order_and_inside_its_values(values: list[float]) -> None
     assert min(values) - tolerance <= found.p50 <= found.p90 <= found.p95 <= found.p99 <= max(values) + tolerance
     assert found.p50 == pytest.approx(statistics.median(values))
     assert found.mean == pytest.approx(statistics.fmean(values))
-
-
-@given(st.lists(st.floats(0.01, 100), max_size=30), st.integers(0, 5), st.floats(0.01, 100), st.floats(0.01, 100))
-def test_attainment_is_a_share_that_grows_with_the_limit(ends: list[float], failed: int, a: float, b: float) -> None:
-    samples = [sample(end, due=0.0) for end in ends] + [sample(error="timeout")] * failed
-    low, high = sorted((a, b))
-    of = {limit: attainment(samples, Limits(e2e=limit)) for limit in (low, high)}
-    assert 0 <= of[low] <= of[high] <= 1
-    if samples:
-        assert of[low] == sum(end <= low for end in ends) / len(samples)
 
 
 # ---- the summary against a slow and obvious reference

@@ -1,4 +1,4 @@
-"""A record is one line, whatever text users sent; registry changes are logged once they are committed."""
+"""A record is one line, whatever text users sent, and a storm one line a minute; changes are logged once committed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from coserve.core.errors import StorageFull
 from coserve.core.logs.format import JsonFormatter, TextFormatter, log_event
+from coserve.core.logs.throttled import ThrottledLog
 from coserve.state.failpoints import armed
 from coserve.state.registry.registry import Registry
 from tests.support.records import import_adapter, make_adapter, make_job
@@ -78,3 +79,14 @@ def test_what_is_not_committed_is_not_told(tmp_path: Path, caplog: pytest.LogCap
     registry.delete_adapter("imported")
     assert caplog.messages == ["job accepted", "adapter imported", "adapter deleted"]
     registry.close()
+
+
+def test_a_storm_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    storm = ThrottledLog(logging.getLogger(__name__), "no room", lambda: now)
+    for now in (0.0, 0.1, 30.0, 61.0, 62.0):  # noqa: B007  # the clock reads it
+        storm.warn(": 3 of 3")
+    assert [record.getMessage() for record in caplog.records] == [
+        "no room: 3 of 3",
+        "no room: 3 of 3 (2 times more since the last warning)",
+    ]

@@ -1,14 +1,19 @@
-"""What is on disk is believed only as far as it is whole and was made under the same conditions."""
+"""The folder of a warm-up's caches: its name, what is in it, and Python's own bytecode."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import coserve
 from coserve.config import Config
+from coserve.engine.warmup import key
+from coserve.engine.warmup.bytecode import cache_bytecode
 from coserve.engine.warmup.gpu import Gpu
 from coserve.engine.warmup.key import cache_folder, cache_root, compiler_environment, key_fields, shape_key
 from coserve.engine.warmup.launch import plan_warm_up
@@ -128,3 +133,73 @@ def test_a_shape_is_the_bases_config_and_the_settings_that_kernels_depend_on(tmp
     before = shape_key(config)
     (tmp_path / "config.json").write_text('{"hidden_size": 128}')
     assert shape_key(config) != before
+
+
+CODE = [f"{name}/code.py" for name in key.SOURCES if not name.endswith(".py")] + [
+    name for name in key.SOURCES if name.endswith(".py")
+]
+MEANING = ("core/gpu_memory.py", "core/training/code.py", "core/types.py", "admission/code.py", "lora/files/code.py")
+"""Where it is said what measured costs mean, which are kept beside the kernels."""
+
+
+@pytest.mark.parametrize("changed", [*MEANING, "kernels/code.py"])
+def test_other_code_has_another_cache(changed: str, tmp_path: Path) -> None:
+    for name in {*CODE, *MEANING, "cli/code.py"}:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("")
+    before = key.source_digest(tmp_path)
+    (tmp_path / "cli" / "code.py").write_text("x = 1")
+    assert key.source_digest(tmp_path) == before
+    (tmp_path / changed).write_text("x = 1")
+    assert key.source_digest(tmp_path) != before
+
+
+def test_all_that_is_named_is_there() -> None:
+    folder = Path(coserve.__file__).parent
+    assert [name for name in key.SOURCES if not (folder / name).exists()] == []
+
+
+def test_the_code_itself_has_a_digest() -> None:
+    assert len(key.source_digest()) == 64
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The sources of an installed package, which no test of this process has imported."""
+    path = tmp_path / "site" / "some_library.py"
+    path.parent.mkdir()
+    path.touch()
+    monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
+    return path
+
+
+def cached(tmp_path: Path) -> bool:
+    """Whether bytecode goes to the cache folder afterwards, of children too."""
+    cache_bytecode(Config(data_dir=tmp_path), "some_library")
+    folder = str(tmp_path / "cache" / "bytecode")
+    found = sys.pycache_prefix == folder
+    assert found == (os.environ["PYTHONPYCACHEPREFIX"] == folder) == (not sys.dont_write_bytecode)
+    return found
+
+
+@pytest.mark.usefixtures("library")
+def test_a_library_that_nobody_compiled_is_cached(tmp_path: Path) -> None:
+    assert cached(tmp_path)
+    assert "PYTHONDONTWRITEBYTECODE" not in os.environ
+
+
+def test_a_compiled_library_is_read_as_it_is(tmp_path: Path, library: Path) -> None:
+    compiled = library.parent / "__pycache__" / f"some_library.{sys.implementation.cache_tag}.pyc"
+    compiled.parent.mkdir()
+    compiled.touch()
+    assert not cached(tmp_path)
+
+
+@pytest.mark.usefixtures("library")
+def test_a_folder_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", "/chosen")
+    assert not cached(tmp_path)

@@ -1,4 +1,4 @@
-"""The collectives of a mesh, and their counts."""
+"""The collectives of a mesh and their counts, and those between a shrink and an expand."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from coserve.model.parallel.exchange import GatheredRanks, SummedTerms
 from coserve.model.parallel.join import join
-from coserve.model.parallel.mesh import GroupMesh, Mesh
+from coserve.model.parallel.mesh import GroupMesh, LoneRank, Mesh
 from coserve.model.parallel.symmetric import symmetric_mesh
-from tests.support.ranks import Ranks, rank_of
+from tests.support.ranks import OneShotMesh, Ranks, rank_of
 
 
 @pytest.mark.slow
@@ -52,3 +53,47 @@ def test_ranks_whose_devices_share_no_memory_say_so(two: Ranks) -> None:
     for kind, note, total in two.run(_without_shared_memory):
         assert (kind, total) == ("GroupMesh", [2.0, 2.0])
         assert note.startswith("ranks: NCCL alone sums up")
+
+
+SPLITS, SHAPE = 3, (2, 5, 8)
+"""Sites, tokens, ranks of a part."""
+
+
+def _part(rank: int) -> Tensor:
+    return torch.randn(SPLITS, *SHAPE, generator=torch.Generator().manual_seed(rank))
+
+
+def _exchanged(mesh: Mesh, one_shot: bool, longest: int) -> list[tuple[Tensor, dict[str, int]]]:
+    """Parts, then a sum; their splits added up."""
+    assert isinstance(mesh, GroupMesh)
+    mesh = OneShotMesh(mesh.group) if one_shot else mesh
+    found, own = list[tuple[Tensor, dict[str, int]]](), _part(mesh.rank)
+    for how in (GatheredRanks(mesh, split_bytes=longest), SummedTerms(mesh, None, split_bytes=longest)):
+        h = own[None].clone()
+        if how.needs_all_parts(mesh.size * own[0].nbytes):
+            h = torch.stack([own if rank == how.own else torch.zeros_like(own) for rank in range(mesh.size)])
+        mesh.traffic.clear()
+        got = how.run(h)
+        found.append((got.sum(1), dict(mesh.traffic.calls)))
+    return found
+
+
+def test_parts_and_sums_of_all_ranks(two: Ranks) -> None:
+    expected = torch.stack([_part(rank).sum(0) for rank in range(2)])
+    for one_shot in (False, True):
+        for longest in (0, 1 << 18):
+            for gathered, summed in two.run(_exchanged, one_shot, longest):
+                torch.testing.assert_close(gathered[0], expected)
+                torch.testing.assert_close(summed[0], expected.sum(0)[None])
+                assert gathered[1] == {"all_reduce" if one_shot else "all_gather": 1}
+                assert summed[1] == {"all_reduce": 1}
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_one_rank_alone_takes_the_path_of_small_messages(size: int) -> None:
+    """So that it compiles the kernels of those that a `SymmetricMesh` serves."""
+    how = GatheredRanks(LoneRank(1, size))
+    assert how.needs_all_parts(1 << 10)
+    assert not how.needs_all_parts(1 << 21)
+    own = torch.ones(1, SPLITS, 2, 1 << 15, 16)
+    assert how.run(own).shape == (size, 1, 2, 1 << 15, 16)
