@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from coserve.model.base import Base
-from tests.support.finetuning import tiny_base
+if TYPE_CHECKING:
+    from coserve.model.base import Base
 
 
 @pytest.fixture(scope="module")
 def base() -> Base:
     """A small Llama, the same for all tests of a module: none of them changes it."""
+    from tests.support.finetuning import tiny_base  # not before Triton's setting
+
     return tiny_base("llama")
