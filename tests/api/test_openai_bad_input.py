@@ -23,24 +23,14 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT: dict[str, Any] = {"model": "fake", "messages": [TURN]}
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
+# What is sampled how is refused as by `POST /generate` (test_bad_input.py): here are a few of it.
 BOTH: list[tuple[dict[str, Any], str]] = [
     ({"n": 129}, "n"),
-    ({"n": 0}, "n"),
     ({"temperature": -1}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
     ({"top_k": -2}, "top_k"),
-    ({"stop": ["x"] * 17}, "stop"),
     ({"stop": ""}, "stop"),
-    ({"stop_token_ids": [1] * 17}, "stop_token_ids"),
-    ({"stop_token_ids": [4096]}, "stop_token_ids"),
-    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias.1"),
-    ({"logit_bias": {"4096": 1}}, "logit_bias"),
-    ({"presence_penalty": 3}, "presence_penalty"),
     ({"max_tokens": CONTEXT + 1}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
     ({"seed": -(1 << 63) - 1}, "seed"),
     ({"seed": 1 << 63}, "seed"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -1,4 +1,4 @@
-"""`/generate` and `/generate_stream` in LoRAX's and TGI's words, over a fake engine."""
+"""`/generate` and `/generate_stream` in the words of LoRAX and TGI: what test_tgi_clients.py does not show."""
 
 from __future__ import annotations
 
@@ -35,15 +35,6 @@ async def sampled(api: Api) -> SamplingParams:
     return last.sampling
 
 
-async def test_a_text(api: Api) -> None:
-    assert await ask(api) == {"generated_text": REPLY, "details": None}
-    params = await sampled(api)
-    assert (params.max_tokens, params.temperature) == (100, 0.0)
-    assert (await ask(api, return_full_text=True))["generated_text"] == PROMPT + REPLY
-    status, answer = await api.call("POST", "/generate", json={"inputs": PROMPT})
-    assert (status, answer["generated_text"]) == (200, REPLY)
-
-
 async def test_sampling(api: Api) -> None:
     await ask(api, do_sample=True)
     assert (await sampled(api)).temperature == 1.0
@@ -53,19 +44,6 @@ async def test_sampling(api: Api) -> None:
     params = await sampled(api)
     assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (1.0, 3, 0.5, 1.2)
     assert (params.ignore_eos, params.max_tokens, params.seed) == (True, 4, 9)
-
-
-async def test_details(api: Api) -> None:
-    details = (await ask(api, details=True, decoder_input_details=True, temperature=0.5, seed=4))["details"]
-    assert (details["finish_reason"], details["prompt_tokens"], details["seed"]) == ("length", len(IDS), 4)
-    assert details["generated_tokens"] == len(api.reply)
-    assert [(token["id"], token["logprob"]) for token in details["prefill"]] == [
-        (id, -0.25 if place else None) for place, id in enumerate(IDS)
-    ]
-    assert [token["id"] for token in details["tokens"]] == api.reply
-    assert "".join(token["text"] for token in details["tokens"]) == REPLY
-    assert not any(token["special"] for token in details["tokens"])
-    assert (await ask(api, details=True))["details"]["seed"] is None  # nothing was drawn
 
 
 async def test_how_it_ends(api: Api) -> None:
