@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coserve.api.openai import requests as openai_requests
-from tests.support.api_server import Api, serve_api
+from tests.support.api_server import Api
 from tests.support.examples import examples
 from tests.support.fake_engine import CONTEXT
 
@@ -190,15 +189,13 @@ _FIELDS = st.sampled_from(
 
 @settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(bodies=st.lists(st.dictionaries(_FIELDS, _JSON, max_size=3), min_size=8, max_size=8))
-async def test_no_body_is_our_own_fault(tmp_path_factory: pytest.TempPathFactory, bodies: list[dict[str, Any]]) -> None:
-    path: Path = tmp_path_factory.mktemp("fuzz")
-    async with serve_api(path / "data", max_queue=8, read_timeout=60.0) as api:
-        for body in bodies:
-            for target in PATHS:
-                content = json.dumps(good(target) | body | {"stream": False}).encode(errors="surrogatepass")
-                status, answer = await api.call("POST", target, data=content)
-                assert status in (200, 400, 404, 413, 429), (status, answer)
-        await api.works()
+async def test_no_body_is_our_own_fault(api: Api, bodies: list[dict[str, Any]]) -> None:
+    for body in bodies:
+        for target in PATHS:
+            content = json.dumps(good(target) | body | {"stream": False}).encode(errors="surrogatepass")
+            status, answer = await api.call("POST", target, data=content)
+            assert status in (200, 400, 404, 413, 429), (status, answer)
+    await api.works()
 
 
 async def test_a_message_begins_with_its_field(api: Api) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from itertools import groupby
 from pathlib import Path
@@ -146,6 +147,7 @@ async def test_the_sdk_and_the_command_line_learn_files(
             await client.learn("file", "text", recipe="magic")  # type: ignore[arg-type]
     given = ["learn", "two", str(tmp_path / "a.txt"), str(tmp_path / "b.md"), "--questions-per-chunk", "2"]
     given += ["--set", "document.answer_tokens=4", "--set", "document.publish=always", "--set", "training.steps=1"]
+    given += ["--set", f"document.questions={json.dumps(ASKED['questions'])}"]
     assert await asyncio.to_thread(run, [*given, "--url", url]) == 0
     out = capsys.readouterr().out
     assert "succeeded" in out

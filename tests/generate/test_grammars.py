@@ -28,6 +28,7 @@ from coserve.model.base import Base, load_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request
+from tests.support.examples import in_turns
 from tests.support.executors import eager, graphs
 from tests.support.finetuning import Bench
 from tests.support.following import Following
@@ -191,7 +192,7 @@ def ahead_in_turn(base: Base, kv: KvCache) -> StepExecutor:
     return InTurn(ahead(base, kv))
 
 
-@pytest.mark.parametrize("executor", [eager, ahead_in_turn])
+@pytest.mark.parametrize("executor", in_turns([eager, ahead_in_turn], [eager], days=2))
 def test_other_ranks_apply_the_same_masks(
     executor: Callable[[Base, KvCache], StepExecutor], tmp_path: Path, grammars: Grammars
 ) -> None:

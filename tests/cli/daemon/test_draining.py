@@ -10,12 +10,12 @@ import shutil
 import signal
 import ssl
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from coserve.cli.app import run
 from coserve.core.link.generation import Generate
 from tests.support.api_server import REPLY, Api, read_events, serve_api
 from tests.support.daemon_process import DaemonProcess
@@ -71,18 +71,17 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     return cert, key
 
 
-def test_sigterm_over_https(model: Path, tmp_path: Path) -> None:
+def test_sigterm_over_https(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cert, key = certificate(tmp_path)
     options = ("--tls-cert", str(cert), "--tls-key", str(key), "--log-format", "json")
     slow = "generate.mid_stream=delay:0.3s"
     with DaemonProcess(model, tmp_path / "data", failpoints=slow, options=options) as daemon:
         daemon.wait_ready()
         port = int(daemon.url.rsplit(":", 1)[1])
-        command = [sys.executable, "-P", "-m", "coserve.cli", "jobs", "list", "--url", f"https://127.0.0.1:{port}"]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("COSERVE_")}
-        environ |= {"SSL_CERT_FILE": str(cert)}
-        said = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-        assert said.returncode == 0, said.stderr
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        assert run(["jobs", "list", "--url", f"https://127.0.0.1:{port}"]) == 0
         context = ssl.create_default_context(cafile=str(cert))
         with closing(http.client.HTTPSConnection("127.0.0.1", port, context=context)) as client:
             body = {"prompt": "The", "stream": True, "max_tokens": 10, "ignore_eos": True}
@@ -94,6 +93,6 @@ def test_sigterm_over_https(model: Path, tmp_path: Path) -> None:
             events = read_events((begun + response.read()).decode())
         assert events[-1]["data"] == "[DONE]" and "error" not in json.dumps(events)
         assert daemon.wait() == 0
-    refused = [sys.executable, "-P", "-m", "coserve.cli", "serve", "--tls-cert", str(cert)]
-    said = subprocess.run(refused, env=environ, capture_output=True, text=True, check=False)
-    assert said.returncode == 2 and "expected both tls_cert and tls_key" in said.stderr
+    capsys.readouterr()
+    assert run(["serve", "--tls-cert", str(cert)]) == 2
+    assert "expected both tls_cert and tls_key" in capsys.readouterr().err
