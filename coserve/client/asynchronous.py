@@ -8,7 +8,7 @@ import random
 import uuid
 import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -25,18 +25,17 @@ from coserve.client.options import (
     Prompt,
     adapter_upload,
     check_header,
+    corpus_body,
     corpus_upload,
     cut_warning,
     finetune_request,
     generate_request,
     learn_request,
-    with_rows,
 )
 from coserve.client.remote_files import local_files
 from coserve.client.retry import RetryPolicy
 from coserve.client.training import AsyncTrainingSession
 from coserve.client.transport import HttpTransport, Response, Transport
-from coserve.client.validation import joined_rows
 from coserve.core.errors import InternalError, InvalidRequest, Unreachable
 from coserve.core.health import Health
 from coserve.core.schemas import (
@@ -174,8 +173,8 @@ class AsyncClient:
         path given as `data` names a local file. docs/guide/data.md describes rows; `columns` maps fields of a row to
         the corpus's columns: `{"prompt": "question", "completion": "answer"}`.
 
-        `validation`: rows that are not learned, or the path of a local file of them, on which the loss is measured
-        every `training.eval_steps`. Files beside it, and its own, are JSON Lines.
+        `validation`: rows that are not learned, or the path of a local file of them in any such format, on which the
+        loss is measured every `training.eval_steps`; beside `data` or `file`.
 
         With a `teacher` the job learns that adapter's outputs at the rows' targets instead of their tokens
         (distillation).
@@ -205,26 +204,19 @@ class AsyncClient:
         check_header(key, "idempotency_key")
         if isinstance(data, str | Path):
             data, file = None, data
-        async with AsyncExitStack() as stack:
-            if validation is not None:
-                rows = data if file is None else file
-                if rows is None:
-                    raise InvalidRequest("expected data or file beside validation", field="validation")
-                joined = joined_rows(rows, validation, training)
-                data, (file, training) = None, await stack.enter_async_context(joined)
-            body = finetune_request(
-                adapter, data, path, continue_from, teacher, lora, training, metadata, on_conflict, columns, test
-            )
-            request = self._caller.request(
-                "POST",
-                "/finetune",
-                headers={
-                    "Idempotency-Key": key,
-                    "Accept": "text/event-stream, application/json",
-                },
-                body=await asyncio.to_thread(with_rows, body) if file is None else corpus_upload(body, file),
-            )
-            job = await self._caller.submit(request, on_preparing or (lambda _: None))
+        body = finetune_request(
+            adapter, data, path, continue_from, teacher, lora, training, metadata, on_conflict, columns, test
+        )
+        request = self._caller.request(
+            "POST",
+            "/finetune",
+            headers={
+                "Idempotency-Key": key,
+                "Accept": "text/event-stream, application/json",
+            },
+            body=await asyncio.to_thread(corpus_body, body, file, validation),
+        )
+        job = await self._caller.submit(request, on_preparing or (lambda _: None))
         self._warn_of_cut(job)
         return AsyncJobHandle(self._caller, job)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import abc
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
@@ -237,27 +238,50 @@ def encode_body(body: msgspec.Struct) -> bytes:
     return encode(body)
 
 
-def with_rows(request: FinetuneRequest) -> FinetuneRequest | Upload:
-    """Return the request as it is or, if its rows are too many for a JSON body, an upload with them as a JSONL file.
-    Raises as `encode_body`."""
-    if request.data is None:
+def corpus_body(
+    request: FinetuneRequest,
+    file: Path | str | bytes | None,
+    validation: Iterable[Mapping[str, Any]] | Path | str | None,
+) -> FinetuneRequest | Upload:
+    """Return the request as it is, or the upload of a corpus as a file's path or content, of rows that are too many for
+    a JSON body, and of rows for validation. Raises as `encode_body` and `corpus_upload`."""
+    if validation is None and file is None and request.data is None:
         return request
-    check(request.data, "data")
-    lines = [encode(row, f"data[{number}]") for number, row in enumerate(request.data)]
-    if sum(map(len, lines)) <= MAX_INLINE_BYTES:
+    rows = _row_lines(request.data, "data") if file is None and request.data is not None else b""
+    if validation is None and file is None and len(rows) <= MAX_INLINE_BYTES:
         return request
-    return corpus_upload(msgspec.structs.replace(request, data=None), b"".join(line + b"\n" for line in lines))
+    if file is None and request.data is None:
+        raise InvalidRequest("expected data or file beside validation", field="validation")
+    upload = corpus_upload(msgspec.structs.replace(request, data=None), rows if file is None else file)
+    if validation is None:
+        return upload
+    given: Path | str | bytes
+    if isinstance(validation, str | Path):
+        given = validation
+    else:
+        given = _row_lines(rows_of(validation, "validation"), "validation")
+    return replace(upload, files=(*upload.files, ("validation", "validation", _content(given, "validation"))))
+
+
+def _row_lines(rows: list[dict[str, Any]], field: str) -> bytes:
+    """Return rows as JSON Lines. Raises `InvalidRequest` for a value without a JSON form."""
+    check(rows, field)
+    return b"".join(encode(row, f"{field}[{number}]") + b"\n" for number, row in enumerate(rows))
 
 
 def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:
     """Return the upload of settings and a corpus, given as a file's path or content. Raises `InvalidRequest` for a path
     that is not a file."""
-    if not isinstance(file, bytes):
-        file = Path(file)
-        if not file.is_file():
-            found = "a folder" if file.is_dir() else "nothing there"
-            raise InvalidRequest(f"expected a file of rows, got {str(file)!r}: {found}", field="file")
-    return Upload(encode_body(request), (("corpus", file),))
+    return Upload(encode_body(request), (("file", "corpus", _content(file, "file")),))
+
+
+def _content(file: Path | str | bytes, field: str) -> Path | bytes:
+    if isinstance(file, bytes):
+        return file
+    if not (path := Path(file)).is_file():
+        found = "a folder" if path.is_dir() else "nothing there"
+        raise InvalidRequest(f"expected a file of rows, got {str(path)!r}: {found}", field=field)
+    return path
 
 
 def cut_warning(job: Job) -> str | None:
@@ -276,14 +300,14 @@ def adapter_upload(name: str, source: Path) -> Upload:
     missing."""
     settings = encode_body(ImportRequest(name=name))
     if source.is_file():
-        return Upload(settings, ((source.name, source),))
+        return Upload(settings, (("file", source.name, source),))
     if not source.is_dir():
         got = f"got {str(source)!r}, where there is neither"
         raise InvalidRequest(f"expected a folder of PEFT files or an archive, {got}", field="folder")
     for file in ADAPTER_FILES:
         if not (source / file).is_file():
             raise InvalidRequest(f"expected a file {file!r} in the folder, got none", field="folder")
-    return Upload(settings, tuple((file, source / file) for file in ADAPTER_FILES))
+    return Upload(settings, tuple(("file", file, source / file) for file in ADAPTER_FILES))
 
 
 def as_struct(value: object, type: type[T], field: str) -> T:

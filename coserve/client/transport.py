@@ -25,10 +25,11 @@ FEW_CONNECTIONS = 100
 
 @dataclass(frozen=True)
 class Upload:
-    """A multipart body: the settings as JSON, then files, each under the part name that the daemon expects."""
+    """A multipart body: the settings as JSON, then files: each with the part name and the file name that the daemon
+    expects, and its content or path."""
 
     settings: bytes
-    files: tuple[tuple[str, bytes | Path], ...]
+    files: tuple[tuple[str, str, bytes | Path], ...]
 
 
 @dataclass(frozen=True)
@@ -208,13 +209,13 @@ def _payload(body: bytes | Upload | None, opened: list[Callable[[], None]]) -> b
         return body
     form = aiohttp.FormData(default_to_multipart=True)
     form.add_field("settings", body.settings.decode(), content_type="application/json")
-    for name, content in body.files:
+    for part, name, content in body.files:
         if isinstance(content, bytes):
             file: IO[bytes] = io.BytesIO(content)  # a file is sent in chunks, bytes would be sent at once
         else:
             file = content.open("rb")
             opened.append(file.close)
-        form.add_field("file", file, filename=name, content_type="application/octet-stream")
+        form.add_field(part, file, filename=name, content_type="application/octet-stream")
     return form
 
 

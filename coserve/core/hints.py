@@ -58,6 +58,9 @@ ALIASES = {
     "model": "adapter",
     "inputs": "prompt",
     "dataset": "data",
+    "eval_dataset": "validation",
+    "validation_data": "validation",
+    "validation_file": "validation",
 }
 _BATCH = ("batch_tokens", "coserve counts a batch in tokens")
 OTHER_UNITS = {

@@ -6,14 +6,20 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import re2
 
 from coserve.core.errors import InvalidRequest, MalformedRow
 from coserve.core.schemas import EvalScore, PromptLogprob
 from coserve.core.types import Wire
+from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.rows import ChatRow, CompletionRow, PreferenceRow, Row, TextRow
+from coserve.data.corpus.staging import MEMORY, bounded_memory, source_rows
+from coserve.data.offload.protocol import TaskContext
 
 Match = Callable[[str, str], bool]
 """Compares a generated text with the expected one."""
@@ -54,6 +60,24 @@ def question(row: Row) -> Question:
             return Question({"messages": messages, **more}, str(last["content"]))
         case PreferenceRow():
             raise MalformedRow("expected rows of texts, prompts and completions, or chats, got a pair", line=row.line)
+
+
+class ReadQuestions(Wire, frozen=True):
+    """Arguments of `read_questions`: a file or folder of rows, and a path for a copy as JSON Lines."""
+
+    source: str
+    copy: str
+    columns: dict[str, str]
+    most: int
+
+
+def read_questions(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+    """Task of a helper process: `ReadQuestions` in, the first `most` `Question`s out, as MessagePack. Raises as
+    `source_rows`, and `MalformedRow`."""
+    request = msgspec.msgpack.decode(arguments, type=ReadQuestions)
+    with bounded_memory(MEMORY):
+        rows = source_rows(Path(request.source), Path(request.copy), Columns(request.columns), context.progress)
+        return msgspec.msgpack.encode([question(row) for row in islice(rows, request.most)])
 
 
 def matcher(regex: str | None, field: str | None) -> Match:

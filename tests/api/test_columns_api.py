@@ -13,7 +13,7 @@ import pytest
 
 from coserve.cli.app import run
 from coserve.client import AsyncClient
-from coserve.core.errors import EmptyCorpus, InvalidRequest, MalformedRow
+from coserve.core.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
 from coserve.core.schemas import Job
 from tests.support.api_server import Api
 
@@ -110,18 +110,20 @@ async def test_rows_for_validation_of_the_sdk(api: Api, tmp_path: Path) -> None:
             {"data": ROWS, "validation": ROWS[:2]},
             {"data": ROWS, "validation": tmp_path / "held"},
             {"file": lines, "validation": ROWS[:2], "training": {"steps": 1}},
+            {"file": CSV.encode(), "validation": table(tmp_path / "rows.csv", "csv", ROWS[:2])},
         ):
             made = await job(**given)
             assert (made.rows, made.training.validation_rows) == (7, 2)
         with pytest.raises(MalformedRow, match=r"^validation: line 2: "):
             await job([ROWS[0], {"question": "a"}], data=ROWS)
+        with pytest.raises(NoTargets, match=r"^validation: line 4: "):  # after a header and a record of two lines
+            await job(table(tmp_path / "bad.csv", "csv", [ROWS[0], {**ROWS[0], "answer": ""}]), file=CSV.encode())
         with pytest.raises(MalformedRow, match=r"^line 1: "):
             await job(ROWS, data=[{"question": "a"}])
         for validation, more, field in (
-            (ROWS, {"file": CSV.encode()}, "data"),
             (ROWS, {"path": "rows"}, "validation"),
             (ROWS, {"data": ROWS, "training": {"validation_rows": 1}}, "validation"),
-            (ROWS, {"data": ROWS, "training": {"validation_split": 0.5}}, "training.validation_rows"),
+            (ROWS, {"data": ROWS, "training": {"validation_split": 0.5}}, "validation"),
             ([], {"data": ROWS}, "validation"),
             ({"text": "a"}, {"data": ROWS}, "validation"),
             (tmp_path / "none", {"data": ROWS}, "validation"),
@@ -129,3 +131,46 @@ async def test_rows_for_validation_of_the_sdk(api: Api, tmp_path: Path) -> None:
             with pytest.raises((InvalidRequest, EmptyCorpus)) as caught:
                 await job(validation, **more)
             assert caught.value.field == field, caught.value
+
+
+JOB = {"adapter": "poet", "data": ROWS, "columns": COLUMNS}
+
+
+async def test_rows_for_validation_are_a_field_of_the_request(api: Api) -> None:
+    assert api.config.data_root is not None
+    held = table(api.config.data_root / "held", "csv", ROWS[:2])
+    for validation in ({"data": ROWS[:2]}, {"path": "held"}):
+        status, job = await api.call("POST", "/finetune", json=JOB | {"validation": validation})
+        assert (status, job["rows"], job["training"]["validation_rows"]) == (202, 7, 2), job
+    held.unlink()
+    for validation, more, status, field in (
+        ({}, {}, 400, "validation"),
+        ({"data": ROWS, "path": "held"}, {}, 400, "validation"),
+        ({"path": "held"}, {}, 400, "validation"),
+        ({"path": "../held"}, {}, 403, "validation"),
+        ({"data": []}, {}, 422, "validation"),
+        ({"data": [ROWS[0], {"question": "a"}]}, {}, 422, "validation"),
+        ({"data": ROWS}, {"training": {"validation_split": 0.5}}, 400, "validation"),
+        ({"data": 1001 * ROWS[:1]}, {}, 400, "validation.data"),
+    ):
+        found, body = await api.call("POST", "/finetune", json=JOB | {"validation": validation} | more)
+        assert (found, body["error"]["field"]) == (status, field), body
+    body = {"adapter": "b", "document": "text", "validation": {"data": ROWS}}
+    assert (await api.call("POST", "/finetune", json=body))[1]["error"]["field"] == "validation"
+    assert not any(api.folder.staging.iterdir()), "what was sent stays behind"
+
+
+async def test_other_rows_for_validation_are_another_request(api: Api) -> None:
+    async def send(rows: bytes) -> tuple[int, Any]:
+        form = aiohttp.FormData()
+        form.add_field("settings", json.dumps({"adapter": "poet", "columns": COLUMNS}), content_type="application/json")
+        form.add_field("file", CSV.encode(), filename="corpus")
+        form.add_field("validation", rows, filename="any")
+        return await api.call("POST", "/finetune", data=form, headers={"Idempotency-Key": "k"})
+
+    lines = [json.dumps(row).encode() for row in ROWS]
+    (_, first), (_, again) = [await send(lines[0]) for _ in range(2)]
+    assert first["id"] == again["id"]
+    status, body = await send(lines[1])
+    assert (status, body["error"]["code"]) == (422, "idempotency_mismatch")
+    assert "another validation" in body["error"]["message"]

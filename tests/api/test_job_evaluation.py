@@ -25,7 +25,8 @@ LEARN = {"data": [ROW], "training": {"steps": 3, "batch_tokens": 64, "learning_r
 async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
     folder = tmp_path_factory.mktemp("test-rows")
     (folder / "root").mkdir()
-    (folder / "root" / "test.jsonl").write_text(f"{json.dumps(ROW)}\n")
+    (folder / "root" / "test.csv").write_text('prompt,completion\nToday we," sighted land."\n')
+    (folder / "root" / "other.csv").write_text("prompt,other\nToday we,sighted\n")
     async with serve_real(folder / "data", data_root=folder / "root") as api:
         yield api
 
@@ -34,9 +35,7 @@ async def test_a_job_records_what_coserve_eval_finds(
     api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with AsyncClient(f"http://127.0.0.1:{api.port}") as client:
-        handle = await client.finetune(
-            "a", [ROW], lora={"r": 4}, training=LEARN["training"], test={"path": "test.jsonl"}
-        )
+        handle = await client.finetune("a", [ROW], lora={"r": 4}, training=LEARN["training"], test={"path": "test.csv"})
         job = await handle.wait()
     assert job.test is not None, job.notes
     assert job.test.adapter.rows == job.test.base.rows == 1
@@ -85,12 +84,13 @@ async def test_the_command_uploads_rows_to_test_and_texts_have_no_match(
     ("test", "field", "what"),
     [
         ({}, "test", "one of data and path"),
-        ({"data": [ROW], "path": "test.jsonl"}, "test", "one of data and path"),
+        ({"data": [ROW], "path": "test.csv"}, "test", "one of data and path"),
         ({"data": [ROW], "regex": "("}, "test.regex", "regular expression"),
         ({"data": [ROW], "regex": "a", "json_field": "b"}, "test.regex", "both"),
         ({"data": [{"prompt": "a", "chosen": "b", "rejected": "c"}]}, "test", "line 1: expected rows"),
         ({"data": [ROW, {"prompt": "x " * 2000, "completion": "y"}]}, "test", "row 2"),
         ({"path": "../secret"}, "test.path", ""),
+        ({"path": "other.csv"}, "test", "line 2: "),
     ],
 )
 async def test_rows_that_cannot_be_measured_are_refused(

@@ -15,6 +15,7 @@ import msgspec
 from coserve.api.adapters.catalog import AdapterCatalog, refuse_base_name
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.engine_client import EngineClient
+from coserve.api.jobs.sources import UploadedRows
 from coserve.core.cancellation import uncancelled, uncancelled_thread
 from coserve.core.errors import AdapterError, InvalidRequest, StorageError
 from coserve.core.names import NAME_RULE, is_name
@@ -50,7 +51,7 @@ class Conversions:
         helpers: HelperPool,
         engine: EngineClient,
         catalog: AdapterCatalog,
-        submit: Callable[[FinetuneRequest, Path | None, str | None], Awaitable[Job]],
+        submit: Callable[[FinetuneRequest, UploadedRows, str | None], Awaitable[Job]],
     ) -> None:
         """`helpers`: a pool for conversions only, since its processes run at a low priority; `submit`:
         `JobManager.submit`."""
@@ -119,7 +120,7 @@ class Conversions:
             teacher=str(teacher),
             training=distillation.training,
         )
-        return (await self._submit(request, None, None)).id
+        return (await self._submit(request, UploadedRows(), None)).id
 
 
 def convert(context: TaskContext, arguments: bytes, body: bytes) -> bytes:

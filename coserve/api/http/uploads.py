@@ -24,6 +24,8 @@ from coserve.state.durable import disk_errors
 
 MAX_SETTINGS_BYTES = 1 << 20
 MAX_UPLOADS = 8
+VALIDATION = "validation"
+"""The part with a file of rows for validation, and the name under which it is saved."""
 ARCHIVE = "archive"
 """Name under which an archive of the expected files is saved."""
 MAX_FIELDS = 8
@@ -56,8 +58,8 @@ class UploadReader:
     ) -> AsyncIterator[tuple[T, Path]]:
         """Yield the part `settings` as `type`, and a folder with the files, which is deleted when the block ends.
 
-        `names`: the file names to expect, or one archive of an adapter with them; empty: one file, saved as `file`. At
-        most `MAX_UPLOADS` run at once.
+        `names`: the file names to expect, or one archive of an adapter with them; empty: one file, saved as `file`, and
+        maybe a part `validation`, saved under this name. At most `MAX_UPLOADS` run at once.
         """
         async with self._folder(request, staging) as folder:
             with body_errors():
@@ -104,6 +106,9 @@ class UploadReader:
                 name = _file_name(part, names, files)
                 files.add(name)
                 await self._save(request, part, folder / name)
+            elif part.name == VALIDATION and not names and VALIDATION not in files:
+                files.add(VALIDATION)
+                await self._save(request, part, folder / VALIDATION)
             else:
                 raise InvalidRequest(f"expected one part 'settings' and parts 'file', got {str(part.name)[:80]!r}")
         for missing in sorted(set() if ARCHIVE in files else set(names or ("file",)) - files):
@@ -175,7 +180,7 @@ def is_upload(request: web.Request) -> bool:
 def _file_name(part: BodyPartReader, names: tuple[str, ...], seen: set[str]) -> str:
     """Return the name to save a file under: one of ours, never the client's."""
     if not names:
-        if seen:
+        if "file" in seen:
             raise InvalidRequest("expected one file, got more", field="file")
         return "file"
     given = part.filename or ""

@@ -4,8 +4,8 @@ is published."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Self
 
@@ -14,14 +14,12 @@ import msgspec
 from coserve.api.documents.asking import Asker, task_group
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt
-from coserve.api.http.parsing import local_path
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.core.errors import CorpusError, CoserveError, EngineUnavailable, InvalidRequest, RequestError
 from coserve.core.link.jobs import JobNote, JobSnapshot
 from coserve.core.schemas import EvalRequest, EvalResult, EvalScore, GenerateRequest
 from coserve.core.schemas.evaluation import MAX_EVAL_ROWS
 from coserve.core.types import AdapterRef, BaseSpec, Wire
-from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.rows import parse_rows
 from coserve.data.evaluation import Match, Question, RowScore, matcher, mean_score, question, row_score
 from coserve.state.durable import read_errors, write_file
@@ -48,8 +46,13 @@ class JobTest(Wire, frozen=True):
             return msgspec.json.decode(path.read_bytes(), type=cls)
 
 
-async def read_test(request: EvalRequest, base: BaseSpec, texts: AsyncTokenizer, data_root: Path | None) -> JobTest:
-    """Return the rows as questions. Raises `InvalidRequest`, `CorpusError` leaves (with the row), `ForbiddenPath`."""
+ReadFile = Callable[[str], Awaitable[list[Question]]]
+"""Returns the questions of a file below the daemon's `data_root`."""
+
+
+async def read_test(request: EvalRequest, base: BaseSpec, texts: AsyncTokenizer, read_file: ReadFile) -> JobTest:
+    """Return the rows as questions. Raises `InvalidRequest`, `CorpusError` leaves (with the row), `ForbiddenPath`,
+    `HelperLost`, `StorageError`."""
     if (request.data is None) == (request.path is None):
         got = "none" if request.data is None else "both"
         raise InvalidRequest(f"expected one of data and path, got {got}", field="test")
@@ -58,7 +61,10 @@ async def read_test(request: EvalRequest, base: BaseSpec, texts: AsyncTokenizer,
     except InvalidRequest as error:
         raise InvalidRequest(error.message, field=f"test.{error.field}") from None
     try:
-        questions = await asyncio.to_thread(_questions, request, data_root)
+        if request.path is not None:
+            questions = await read_file(str(request.path))
+        else:
+            questions = await asyncio.to_thread(lambda: [question(row) for row in parse_rows(request.data or [])])
     except CorpusError as error:
         raise type(error)(f"test: {error.message}", field="test") from error
     except RequestError as error:
@@ -74,13 +80,6 @@ async def read_test(request: EvalRequest, base: BaseSpec, texts: AsyncTokenizer,
         except RequestError as error:
             raise InvalidRequest(f"row {number}: {error.message}", field="test") from error
     return JobTest(settings, questions)
-
-
-def _questions(request: EvalRequest, data_root: Path | None) -> list[Question]:
-    rows = (
-        parse_rows(request.data) if request.data is not None else parse_jsonl(local_path(str(request.path), data_root))
-    )
-    return [question(row) for row in islice(rows, MAX_EVAL_ROWS + 1)]
 
 
 async def _check(asked: Question, settings: EvalRequest, base: BaseSpec, texts: AsyncTokenizer) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -26,6 +25,7 @@ from coserve.api.jobs.notes import record_cut_rows, replacement_notes
 from coserve.api.jobs.preparation import Show
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.request_digests import KEY, check_same_request, request_digests
+from coserve.api.jobs.sources import UploadedRows
 from coserve.api.jobs.submission import Submission
 from coserve.api.jobs.views import JobViews
 from coserve.api.stopping import Stopping
@@ -256,14 +256,14 @@ class JobManager:
     async def submit(
         self,
         request: FinetuneRequest,
-        upload: Path | None,
+        uploaded: UploadedRows,
         key: str | None,
         show: Show = lambda _: None,
         origin: JobOrigin | None = None,
     ) -> Job:
         """Accept a job; it is durable when this returns. The same request with the same `key` returns the first job
         again, after waiting for the request that creates it. `show` is told the progress of a large corpus.
-        `origin`: the uploaded files that `upload` holds.
+        `origin`: the files of OpenAI's API that are `uploaded`.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
         `StorageFull`, `JobTooLarge`, `AdapterTooLarge`, `IdempotencyMismatch` (another request had the key),
@@ -272,14 +272,14 @@ class JobManager:
         spec = self._engine.spec
         if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):
             raise InvalidRequest("expected 1 to 128 printable characters", field=KEY)
-        digests = {} if key is None else await asyncio.to_thread(request_digests, request, upload)
+        digests = {} if key is None else await asyncio.to_thread(request_digests, request, uploaded)
         async with self._keys.alone(None if key is None else idempotency_key(key)):
             made = None if key is None else await self._registry(lambda registry: registry.job_with_key(key))
             if made is None:
                 await self._registry(self._check_max_jobs)
                 async with self._stopping.interrupts():
                     record, corpus, test = await self._submission.prepare(
-                        request, upload, spec, self._engine.pool, self._engine.memory, show, origin
+                        request, uploaded, spec, self._engine.pool, self._engine.memory, show, origin
                     )
                 record = msgspec.structs.replace(record, request_digests=digests)
                 # From here on the job is created even if the client leaves.

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
+from coserve.api.jobs.sources import validation_errors
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import CorpusError, EmptyCorpus
 from coserve.core.schemas import Job, Preparing, SubmissionEvent
@@ -37,6 +38,7 @@ from coserve.data.corpus.staging import (
     tokenize_piece,
 )
 from coserve.data.corpus.tokenize import NO_ROWS
+from coserve.data.evaluation import Question, ReadQuestions, read_questions
 from coserve.data.offload.pool import HelperPool
 
 T = TypeVar("T")
@@ -69,19 +71,33 @@ class CorpusPreparation:
         options: Tokenization,
         report: Report = lambda *_: None,
         columns: Columns | None = None,
+        validation: Path | None = None,
     ) -> StagedCorpus:
-        """Tokenise `source`; unused columns are added to `columns`. Raises `CorpusError` leaves, with the line in
-        `source`, `InvalidRequest`, `HelperLost`, `StorageError`. On an error or cancellation, no file stays on the
-        disk."""
+        """Tokenise `source`, and behind it the rows of `validation`; unused columns are added to `columns`. Raises
+        `CorpusError` leaves, with the line in its file, `InvalidRequest`, `HelperLost`, `StorageError`. On an error or
+        cancellation, no file stays on the disk."""
         columns = Columns() if columns is None else columns
         folder = self._folder / f"corpus-{secrets.token_hex(8)}"  # partial files have a unique name
         try:
-            parts = await self._parts(source, options, columns, folder, report)
-            joined = await self._helpers.run(join_parts, JoinParts(parts, str(folder / "corpus")))
+            parts, held = await self._parts(source, options, columns, folder, report), list[CorpusPart]()
+            if validation is not None:
+                with validation_errors():
+                    held = await self._parts(validation, options, columns, folder / "held", lambda *_: None)
+            joined = await self._helpers.run(join_parts, JoinParts([*parts, *held], str(folder / "corpus")))
         except BaseException:
             await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
-        return msgspec.msgpack.decode(joined, type=StagedCorpus)
+        staged = msgspec.msgpack.decode(joined, type=StagedCorpus)
+        return msgspec.structs.replace(staged, validation_rows=sum(part.rows for part in held))
+
+    async def questions(self, source: Path, columns: Columns, most: int) -> list[Question]:
+        """Return what the first `most` rows of a file or folder ask. Raises as `tokenize`, and `MalformedRow`."""
+        copy = self._folder / f"rows-{secrets.token_hex(8)}"
+        try:
+            packed = await self._helpers.run(read_questions, ReadQuestions(str(source), str(copy), columns.names, most))
+        finally:
+            await uncancelled_thread(copy.unlink, missing_ok=True)
+        return msgspec.msgpack.decode(packed, type=list[Question])
 
     async def _parts(
         self, source: Path, options: Tokenization, columns: Columns, folder: Path, report: Report

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from coserve.api.jobs.sources import UploadedRows
 from coserve.core.errors import IdempotencyMismatch
 from coserve.core.schemas import FinetuneRequest
 from coserve.state.registry.records import JobRecord
@@ -18,16 +19,22 @@ LENGTH = 16
 KEY = "Idempotency-Key"
 
 
-def request_digests(request: FinetuneRequest, upload: Path | None) -> dict[str, str]:
+def request_digests(request: FinetuneRequest, uploaded: UploadedRows) -> dict[str, str]:
     """Return a digest of each field that is not its default, by dotted path; fields of lora and training are listed one
-    by one. `data` is the digest of the rows, also if they are in the file `upload`."""
+    by one. `data` is the digest of the rows, also if they are in an uploaded file."""
     found = {name: _digest([msgspec.json.encode(value, order="sorted")]) for name, value in _given(request)}
     if request.data is not None:
         found["data"] = _digest(msgspec.json.encode(row, order="sorted") + b"\n" for row in request.data)
-    elif upload is not None:
-        with upload.open("rb") as file:
-            found["data"] = hashlib.file_digest(file, "sha256").hexdigest()[:LENGTH]
+    elif uploaded.corpus is not None:
+        found["data"] = _file_digest(uploaded.corpus)
+    if uploaded.validation is not None:
+        found["validation"] = _file_digest(uploaded.validation)
     return found
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:LENGTH]
 
 
 def check_same_request(job: JobRecord, given: Mapping[str, str]) -> None:
@@ -48,7 +55,7 @@ def _given(value: msgspec.Struct, parent: str = "") -> Iterator[tuple[str, objec
         name, found = field.name, getattr(value, field.name)
         if isinstance(found, msgspec.Struct) and not parent:
             yield from _given(found, f"{name}.")
-        elif name != "data" and found != _default(field):
+        elif parent + name != "data" and found != _default(field):
             yield parent + name, found
 
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ from coserve.api.adapters.size import refuse_too_large
 from coserve.api.documents.submission import CheckedDocument, DocumentSubmission
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt
-from coserve.api.http.parsing import local_path
 from coserve.api.jobs.conflicts import last_job, refuse_conflict, serialised
 from coserve.api.jobs.evaluation import JobTest, read_test
 from coserve.api.jobs.notes import row_notes
 from coserve.api.jobs.preparation import CorpusPreparation, Report, Show, Tokenization
 from coserve.api.jobs.sampling import sample_request
+from coserve.api.jobs.sources import Source, UploadedRows, corpus_source, local_rows, validation_source
 from coserve.config import Config
 from coserve.core.access.principal import principal
 from coserve.core.cancellation import uncancelled_thread
@@ -37,6 +37,7 @@ from coserve.core.errors import CoserveError, InvalidRequest, RequestError
 from coserve.core.gpu_memory import MemoryModel, PoolShape
 from coserve.core.names import split_ref
 from coserve.core.schemas import FinetuneRequest, Preparing
+from coserve.core.schemas.evaluation import MAX_EVAL_ROWS
 from coserve.core.training.jobs import JobSpec, JobState, Teacher
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import AdapterRef, BaseSpec, LoraSettings
@@ -47,12 +48,12 @@ from coserve.data.corpus.defaults import choose_training
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.limits import check_training, longest_row, micro_batch_limit
 from coserve.data.corpus.rows import ChatRow, PreferenceRow, Row, parse_rows
-from coserve.data.corpus.sources import is_dataset
-from coserve.data.corpus.staging import PendingCorpus
+from coserve.data.corpus.staging import PendingCorpus, StagedCorpus
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.encoder import encoded_tokens
 from coserve.data.documents.pending import PendingDocument
+from coserve.data.evaluation import Question
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.lora.files.peft import config_file
@@ -92,7 +93,7 @@ class Submission:
     async def prepare(
         self,
         request: FinetuneRequest,
-        upload: Path | None,
+        uploaded: UploadedRows,
         spec: BaseSpec,
         pool: PoolShape,
         memory: MemoryModel | None,
@@ -100,13 +101,16 @@ class Submission:
         origin: JobOrigin | None = None,
     ) -> tuple[JobRecord, PendingCorpus | PendingDocument, JobTest | None]:
         """Return the job's record, whose version is provisional, its corpus, and its test rows. `memory`: the engine's
-        memory model, if it has one. `show` is told the progress of a large corpus. `origin`: the uploaded files that
-        `upload` holds.
+        memory model, if it has one. `show` is told the progress of a large corpus. `origin`: the files of OpenAI's
+        API that are `uploaded`.
 
         Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `AdapterBusy`, `BaseMismatch`,
         `ForbiddenPath`, `JobTooLarge`, `AdapterTooLarge`, `UnsupportedAdapter`.
         """
         refuse_base_name(request.adapter, spec, field="adapter")
+        held = await asyncio.to_thread(validation_source, request, uploaded.validation, self._config.data_root)
+        if held is not None:  # their number is known once they are read
+            request = msgspec.structs.replace(request, training=_with_validation(request.training, 1))
         limit = self._config.micro_batch_tokens
         asked, _ = choose_training(request.training, rows=1, tokens=1, hidden=spec.hidden)
         check_training(asked)  # before the corpus is read
@@ -129,19 +133,24 @@ class Submission:
         await refuse_too_large(request.adapter, lora, spec, pool, self._config, field=given)
         await asyncio.to_thread(_check_publishable, lora, spec, field=given)
         teacher, prefix = await self._teacher(request, spec), tuple[int, ...]()
-        asked_test = request.test
-        test = None if asked_test is None else await read_test(asked_test, spec, self._texts, self._config.data_root)
         columns = Columns({str(field): column for field, column in request.columns.items()})
+        asked_test = request.test
+        test = (
+            None
+            if asked_test is None
+            else await read_test(asked_test, spec, self._texts, partial(self._questions, columns))
+        )
         corpus: PendingCorpus | PendingDocument
         if document is not None:
             with self._shown(request.adapter, show):
-                corpus = await self._documents.split(request, upload, document)
+                corpus = await self._documents.split(request, uploaded.corpus, document)
             chunks = corpus.chunks
             prefix, lora = await asyncio.to_thread(
                 document.with_prefix, lora, chunks, self._tokenizer, spec, micro_batch_limit(asked, limit)
             )
         else:
-            corpus = await self._tokenize(request, self._source(request, upload), columns, longest, show)
+            rows = await asyncio.to_thread(corpus_source, request, uploaded.corpus, self._config.data_root)
+            corpus = await self._tokenize(request, rows, held, columns, longest, show)
         try:
             job = JobSpec(
                 id=f"job-{secrets.token_hex(8)}",
@@ -162,6 +171,8 @@ class Submission:
             steps, notes = 0, tuple[str, ...]()
             if not isinstance(corpus, PendingDocument):
                 wanted = request.training
+                if isinstance(corpus, StagedCorpus) and corpus.validation_rows:
+                    wanted = _with_validation(wanted, corpus.validation_rows)
                 if origin is not None and origin.batch_rows is not None:
                     batch_tokens = math.ceil(origin.batch_rows * corpus.token_count / corpus.rows)
                     wanted = msgspec.structs.replace(wanted, batch_tokens=batch_tokens)
@@ -260,6 +271,11 @@ class Submission:
             raise InvalidRequest(error.message, field="continue_from") from None
         return record, settings
 
+    async def _questions(self, columns: Columns, path: str) -> list[Question]:
+        """Return what the test rows of a file at the daemon ask: one more than may be, if there are more."""
+        source = await asyncio.to_thread(local_rows, path, self._config.data_root)
+        return await self._preparation.questions(source, columns, MAX_EVAL_ROWS + 1)
+
     async def _check_samples(self, training: TrainingRequest, spec: BaseSpec) -> None:
         """Raise `InvalidRequest` for samples that the engine cannot generate."""
         field = "training.sample_prompts"
@@ -285,16 +301,17 @@ class Submission:
     async def _tokenize(
         self,
         request: FinetuneRequest,
-        source: list[dict[str, Any]] | Path,
+        source: Source,
+        held: Source | None,
         columns: Columns,
         longest: int,
         show: Show,
     ) -> PendingCorpus:
         """Tokenise a small corpus of texts in a thread, other corpora and all chats in helper processes, which are
-        killed when the client leaves."""
+        killed when the client leaves. `held`: rows for validation."""
         asked = request.training
         options = Tokenization(longest, asked.train_on, asked.loss is not None, asked.one_row_per_answer)
-        if isinstance(source, list) or await asyncio.to_thread(_small, source, columns):
+        if held is None and (isinstance(source, list) or await asyncio.to_thread(_small, source, columns)):
             rows = parse_rows(source, columns) if isinstance(source, list) else parse_jsonl(source, columns=columns)
             with suppress(_Chat):
                 return await asyncio.to_thread(
@@ -302,12 +319,14 @@ class Submission:
                 )
         with suppress(CoserveError):  # rows that need the template will report the error
             await self._texts.read_template()
-        async with self._file(source) as file:
-            with self._shown(request.adapter, show) as report:
-                return await self._preparation.tokenize(file, options, report, columns)
+        async with AsyncExitStack() as stack:
+            file = await stack.enter_async_context(self._file(source))
+            validation = None if held is None else await stack.enter_async_context(self._file(held))
+            report = stack.enter_context(self._shown(request.adapter, show))
+            return await self._preparation.tokenize(file, options, report, columns, validation)
 
     @asynccontextmanager
-    async def _file(self, source: list[dict[str, Any]] | Path) -> AsyncIterator[Path]:
+    async def _file(self, source: Source) -> AsyncIterator[Path]:
         """Yield the source as a file or folder; inline rows are written to a file, which is deleted when the block
         ends."""
         if isinstance(source, Path):
@@ -341,23 +360,6 @@ class Submission:
         """Progress of large corpora that are being tokenised, the latest first."""
         return [found for project, found in reversed(self._preparing.values()) if principal().sees(project)]
 
-    def _source(self, request: FinetuneRequest, upload: Path | None) -> list[dict[str, Any]] | Path:
-        given = [name for name in ("data", "path") if getattr(request, name) is not None]
-        given += [] if upload is None else ["file"]
-        if len(given) != 1:
-            raise InvalidRequest(
-                f"expected one of data, path and file, got {' and '.join(given) or 'none'}", field="data"
-            )
-        if request.data is not None:
-            return request.data
-        if upload is not None:
-            return upload
-        path = local_path(str(request.path), self._config.data_root)
-        if not path.is_file() and not is_dataset(path):
-            splits = " (of a DatasetDict, one split's folder)" if (path / "dataset_dict.json").is_file() else ""
-            raise InvalidRequest(f"expected a file, or a folder of Dataset.save_to_disk{splits}", field="path")
-        return path
-
 
 def _earlier(registry: Registry, *, request: FinetuneRequest, base: str) -> JobRecord | None:
     """Return the job whose version this one will continue from. Raises `AdapterBusy`, `NameTaken`."""
@@ -382,6 +384,10 @@ def _texts(rows: Iterable[Row]) -> Iterator[Row]:
         if isinstance(row.chosen if isinstance(row, PreferenceRow) else row, ChatRow):
             raise _Chat
         yield row
+
+
+def _with_validation(training: TrainingRequest, rows: int) -> TrainingRequest:
+    return msgspec.structs.replace(training, validation_rows=rows)
 
 
 def _write_rows(file: Path, rows: list[dict[str, Any]]) -> None:

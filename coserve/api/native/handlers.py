@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,9 @@ from coserve.api.http.parsing import decode_dialect, decode_json, decode_last, p
 from coserve.api.http.responses import NATIVE_ERRORS, error_response, json_response
 from coserve.api.http.room import check_copy
 from coserve.api.http.sse import EventStream
-from coserve.api.http.uploads import UploadReader, is_upload
+from coserve.api.http.uploads import VALIDATION, UploadReader, is_upload
 from coserve.api.jobs.preparation import submission_events
+from coserve.api.jobs.sources import UploadedRows
 from coserve.api.service import Service
 from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.handlers import TgiApi
@@ -104,21 +106,23 @@ class NativeApi:
         key = request.headers.get("Idempotency-Key")
         if not is_upload(request):
             async with self._service.stopping.read(self._bodies.corpus(request, self._staging)) as (settings, file):
-                return await self._submit(request, settings, file, key)
+                return await self._submit(request, settings, UploadedRows(file), key)
         async with self._service.stopping.read(self._uploads.read(request, FinetuneRequest, self._staging)) as (
             settings,
             folder,
         ):
-            return await self._submit(request, settings, folder / "file", key)
+            validation = folder / VALIDATION
+            held = validation if await asyncio.to_thread(validation.exists) else None
+            return await self._submit(request, settings, UploadedRows(folder / "file", held), key)
 
     async def _submit(
-        self, request: web.Request, settings: FinetuneRequest, file: Path | None, key: str | None
+        self, request: web.Request, settings: FinetuneRequest, rows: UploadedRows, key: str | None
     ) -> web.StreamResponse:
         jobs = self._service.jobs
         if "text/event-stream" not in request.headers.get("Accept", ""):
-            return json_response(await jobs.submit(settings, file, key), status=202)
+            return json_response(await jobs.submit(settings, rows, key), status=202)
         stream = EventStream(request, write_timeout=self._config.read_timeout, status=202)
-        events = submission_events(partial(jobs.submit, settings, file, key), HEARTBEAT)
+        events = submission_events(partial(jobs.submit, settings, rows, key), HEARTBEAT)
         await stream.send_all(events, NATIVE_ERRORS.make, error_event="error")
         return await stream.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import sys
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,13 +113,10 @@ def _finetune(
             "own"
         )
     with connect(url, key) as client:
-        with ExitStack() as stack:
-            given: dict[str, Any] = {"file": file}
-            if validation_file is not None:  # sent as one file, which must have one format
-                for name, path in (("file", file), ("validation", validation_file)):
-                    given[name] = stack.enter_context(json_lines(path, Columns(named)))
-            stack.enter_context(warnings.catch_warnings(action="ignore", category=UserWarning))  # printed below instead
-            job = client.finetune(adapter, on_preparing=_show_preparing, **given, **settings)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # printed below instead
+            job = client.finetune(
+                adapter, file=file, validation=validation_file, on_preparing=_show_preparing, **settings
+            )
         for note in job.info.notes:
             print_note(f"note: {note}")
         print_note(cut_line(job.info))

@@ -61,6 +61,7 @@ from coserve.core.schemas.jobs import (
     RowField,
     Sample,
     SubmissionEvent,
+    ValidationRows,
 )
 from coserve.core.schemas.service import STREAM_END, History, HistoryPoint, Pointers
 
@@ -118,5 +119,6 @@ __all__ = [
     "Timing",
     "Usage",
     "UserQuestion",
+    "ValidationRows",
     "token_usage",
 ]

@@ -19,7 +19,8 @@ class EvalRequest(Wire, frozen=True, omit_defaults=True):
     data: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_EVAL_ROWS)] | None = None
     """Rows of texts, prompts and completions, or chats, as in `FinetuneRequest.data`."""
     path: LocalPath | None = None
-    """A file of JSON Lines under the daemon's `data_root`, of at most 1000 rows."""
+    """A file or folder of at most 1000 rows under the daemon's `data_root`, in a format of `FinetuneRequest.path`;
+    `FinetuneRequest.columns` names its columns, too."""
     regex: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     """Compare what this regular expression (RE2) finds in the texts: its first group, if it has one."""
     json_field: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None

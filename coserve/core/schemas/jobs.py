@@ -10,7 +10,7 @@ from coserve.core.limits import MAX_ROWS, LocalPath, Text
 from coserve.core.names import AdapterName, AdapterRefText
 from coserve.core.schemas.documents import DocumentJob, DocumentRequest
 from coserve.core.schemas.errors import ErrorInfo
-from coserve.core.schemas.evaluation import EvalRequest, EvalResult
+from coserve.core.schemas.evaluation import MAX_EVAL_ROWS, EvalRequest, EvalResult
 from coserve.core.schemas.generation import Finish
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobState
@@ -46,10 +46,18 @@ RowField = Literal[
 OnConflict = Literal["wait", "fork", "refuse"]
 
 
+class ValidationRows(Wire, frozen=True, omit_defaults=True):
+    """Exactly one of `data` and `path`, of rows as those of the corpus."""
+
+    data: Annotated[list[dict[str, Any]], Meta(max_length=MAX_EVAL_ROWS)] | None = None
+    path: LocalPath | None = None
+    """As `FinetuneRequest.path`."""
+
+
 class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     """Body of `POST /finetune`: JSON with `data`, `path` or `document`, or multipart/form-data with a part `settings`
     (this schema as JSON, without `data` and `path`) followed by a part `file` (a corpus in a format of `path`, or a
-    document). A header
+    document) and, if there are any, a part `validation` with a file of rows for validation. A header
     `Idempotency-Key` makes the request safe to repeat.
 
     The answer comes once the whole corpus is tokenised; with `Accept: text/event-stream`, events report the progress.
@@ -64,6 +72,9 @@ class FinetuneRequest(Wire, frozen=True, omit_defaults=True):
     """Maps a field of a row's format to the column of the corpus that holds it, such as `{"prompt": "question",
     "completion": "answer"}`. Other fields are read from the column of the same name. Unused columns are listed in the
     job's `notes`."""
+    validation: ValidationRows | None = None
+    """Rows that are not learned: the loss on them is measured every `training.eval_steps`. They become the last rows of
+    the corpus, `training.validation_rows` of the job."""
     document: Text | DocumentRequest | None = None
     """A document to learn instead of rows: its text, or an object with more settings."""
     continue_from: AdapterRefText | None = None

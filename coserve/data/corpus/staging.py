@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from coserve.core.errors import UnreadableCorpus
+from coserve.core.errors import CorpusError, UnreadableCorpus
 from coserve.core.processes import limited
 from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.columns import Columns
@@ -60,6 +60,8 @@ class StagedCorpus(msgspec.Struct, frozen=True):
     rows_cut: int
     digest: str
     """SHA-256 of the file, hex."""
+    validation_rows: int = 0
+    """Its last rows, which are for validation."""
 
     def arrays(self) -> Corpus:
         """Map the file: its arrays take no memory of this process."""
@@ -131,7 +133,7 @@ def split_into_pieces(context: TaskContext, arguments: bytes, body: bytes) -> by
     `as_json_lines`."""
     request = msgspec.msgpack.decode(arguments, type=SplitSource)
     columns = Columns(request.columns)
-    with _bounded_memory(MEMORY):
+    with bounded_memory(MEMORY):
         source = as_json_lines(Path(request.source), Path(request.rows), columns, context.progress)
         return msgspec.msgpack.encode(Split(split_source(source), list(columns.unused)))
 
@@ -140,7 +142,7 @@ def tokenize_piece(context: TaskContext, arguments: bytes, body: bytes) -> bytes
     """Task of a helper process: `TokenizePiece` in, `CorpusPart` out, as MessagePack. Raises `CorpusError` leaves,
     whose lines count from the piece's beginning, `StorageFull`, `StorageFailed`."""
     request = msgspec.msgpack.decode(arguments, type=TokenizePiece)
-    with _bounded_memory(request.memory):
+    with bounded_memory(request.memory):
         return msgspec.msgpack.encode(_tokenize_piece(context, request))
 
 
@@ -181,7 +183,7 @@ def join_parts(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 
 
 @contextmanager
-def _bounded_memory(size: int) -> Iterator[None]:
+def bounded_memory(size: int) -> Iterator[None]:
     """Limit this process's allocations to `size` bytes inside the block; mapped files do not count. Raises
     `UnreadableCorpus` for `MemoryError`."""
     try:
@@ -191,6 +193,19 @@ def _bounded_memory(size: int) -> Iterator[None]:
         raise UnreadableCorpus(
             f"expected a corpus that is read within {size >> 20} MiB of memory", field="path"
         ) from error
+
+
+def source_rows(source: Path, copy: Path, columns: Columns, progress: Callable[[], None]) -> Iterator[Row]:
+    """Yield the rows of a source of any format; `copy`: path for those of CSV or a JSON array as JSON Lines. Raises as
+    `split_source`, `as_json_lines` and `PieceReader`, with the line in the source."""
+    lines = 0
+    for part in split_source(as_json_lines(source, copy, columns, progress)):
+        piece = PieceReader(part, columns=columns)
+        try:
+            yield from _with_progress(piece, progress)
+        except CorpusError as error:
+            raise error.moved(lines) from error
+        lines += piece.lines
 
 
 def _with_progress(rows: Iterable[Row], progress: Callable[[], None]) -> Iterator[Row]:

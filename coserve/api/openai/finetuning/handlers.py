@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
 from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
+from coserve.api.jobs.sources import UploadedRows
 from coserve.api.openai.errors import openai_route
 from coserve.api.openai.finetuning.requests import job_request
-from coserve.api.openai.finetuning.rows import joined_rows
 from coserve.api.openai.finetuning.schemas import (
     CheckpointList,
     CreateJob,
@@ -23,7 +22,7 @@ from coserve.api.openai.finetuning.schemas import (
 from coserve.api.openai.finetuning.views import checkpoint_objects, event_object, job_object
 from coserve.api.openai.lists import list_query
 from coserve.api.service import Service
-from coserve.core.errors import InvalidRequest, NotFound
+from coserve.core.errors import CorpusError, InvalidRequest, NotFound
 from coserve.state.registry.records import JobOrigin
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -44,10 +43,13 @@ class FineTuningApi:
         origin = JobOrigin(
             training_file=body.training_file, validation_file=body.validation_file, batch_rows=batch_rows
         )
-        async with joined_rows(training, validation, self._service.folder.staging) as (rows, held):
-            settings = msgspec.structs.replace(native.training, validation_rows=held)
-            native = msgspec.structs.replace(native, training=settings)
-            job = await self._service.jobs.submit(native, rows, key, origin=origin)
+        try:
+            job = await self._service.jobs.submit(native, UploadedRows(training, validation), key, origin=origin)
+        except (CorpusError, InvalidRequest) as error:
+            if error.field != "validation":
+                raise
+            message = error.message.replace("validation", "validation_file", 1)
+            raise type(error)(message, field="validation_file") from None
         return await self._show(job.id)
 
     def _file(self, id: str, field: str) -> Path:

@@ -1,0 +1,71 @@
+"""The rows of a fine-tuning request: in its body, in uploaded files, or in files below the daemon's `data_root`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coserve.api.http.parsing import local_path
+from coserve.core.errors import CorpusError, InvalidRequest, RequestError
+from coserve.core.schemas import FinetuneRequest
+from coserve.data.corpus.sources import is_dataset
+
+Source = list[dict[str, Any]] | Path
+
+
+class UploadedRows(NamedTuple):
+    """Files that came with a request: the corpus or document, and rows for validation."""
+
+    corpus: Path | None = None
+    validation: Path | None = None
+
+
+def corpus_source(request: FinetuneRequest, upload: Path | None, root: Path | None) -> Source:
+    """Return the rows to learn. Raises `InvalidRequest`, `ForbiddenPath`."""
+    given = [name for name in ("data", "path") if getattr(request, name) is not None]
+    given += [] if upload is None else ["file"]
+    if len(given) != 1:
+        raise InvalidRequest(f"expected one of data, path and file, got {' and '.join(given) or 'none'}", field="data")
+    if request.data is not None:
+        return request.data
+    return local_rows(str(request.path), root) if upload is None else upload
+
+
+def validation_source(request: FinetuneRequest, upload: Path | None, root: Path | None) -> Source | None:
+    """Return the rows for validation; None: none of their own. Raises `InvalidRequest`, `ForbiddenPath`."""
+    asked, training = request.validation, request.training
+    if asked is None and upload is None:
+        return None
+    given = [] if asked is None else [name for name in ("data", "path") if getattr(asked, name) is not None]
+    given += [] if upload is None else ["the part validation"]
+    if len(given) != 1:
+        got = " and ".join(given) or "none"
+        raise InvalidRequest(f"expected one of data, path and a part validation, got {got}", field="validation")
+    if request.document is not None:
+        raise InvalidRequest("expected no rows for validation beside a document", field="validation")
+    if training.validation_rows or training.validation_split:
+        raise InvalidRequest("expected no validation_rows or validation_split beside validation", field="validation")
+    if asked is None or asked.data is not None:
+        return upload if asked is None else asked.data
+    with validation_errors():
+        return local_rows(str(asked.path), root)
+
+
+def local_rows(text: str, root: Path | None) -> Path:
+    """Return a file of rows, or a folder of datasets, below `root`. Raises `InvalidRequest`, `ForbiddenPath`."""
+    path = local_path(text, root)
+    if not path.is_file() and not is_dataset(path):
+        splits = " (of a DatasetDict, one split's folder)" if (path / "dataset_dict.json").is_file() else ""
+        raise InvalidRequest(f"expected a file, or a folder of Dataset.save_to_disk{splits}", field="path")
+    return path
+
+
+@contextmanager
+def validation_errors() -> Iterator[None]:
+    """Errors in the rows for validation say so, with the line in their own file."""
+    try:
+        yield
+    except (CorpusError, RequestError) as error:
+        raise type(error)(f"validation: {error.message}", field="validation") from error
