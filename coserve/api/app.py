@@ -120,7 +120,8 @@ def make_app(
         connections.check(request)
         await access.admit(request)
 
-    guarded = guard(check, service.metrics.responded, format_of, no_such_path)
+    fixed = [route.path for route in routes if "{" not in route.path]
+    guarded = guard(check, service.metrics.responded, format_of, lambda path: no_such_path(path, fixed))
     app = web.Application(middlewares=[connections.middleware(), idle.middleware(), access.middleware(), guarded])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     _add_routes(app, routes)

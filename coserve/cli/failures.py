@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import typer
@@ -96,7 +96,7 @@ def _usage(error: Any) -> str:  # noqa: ANN401 - click's error, wherever typer k
         options = [] if error.ctx is None else [text for each in error.ctx.command.params for text in each.opts]
         command = "" if error.ctx is None else str(error.ctx.info_name)
         given = error.option_name
-        clear = option_hint(given, options, VERY_NEAR) or _field_hint(given, command)
+        clear = option_hint(given, options, VERY_NEAR) or _field_hint(given, command, options)
         return f"{error.message}{clear or option_hint(given, options)}"
     message = str(error.format_message())
     if not hasattr(error.__cause__, "errors"):
@@ -109,8 +109,8 @@ def _usage(error: Any) -> str:  # noqa: ANN401 - click's error, wherever typer k
     return message.replace(error.message, ours)
 
 
-def _field_hint(option: str, command: str) -> str:
-    """Return a hint to the request's field of that name, if the command's request has one."""
+def _field_hint(option: str, command: str, options: Collection[str]) -> str:
+    """Return a hint to the request's field of that name, if the command's request has one, or to the field's option."""
     if command not in ("finetune", "generate"):
         return ""
     from coserve.core.schemas import FinetuneRequest, GenerateRequest  # the command has already imported them
@@ -119,11 +119,13 @@ def _field_hint(option: str, command: str) -> str:
     found = hint(option.lstrip("-").replace("-", "_"), "", fields_of(request))
     if not found:
         return ""
+    field = found.split()[-1].strip("'?")
+    if (own := f"--{field.replace('_', '-')}") in options:
+        return f"; did you mean {own!r}?"
     if command == "generate":
         return f"{found.removesuffix('?')} of POST /generate{'?' if found.endswith('?') else ''}"
     from coserve.cli.finetuning.settings import ARGUMENTS
 
-    field = found.split()[-1].strip("'?")
     if field in ARGUMENTS:
         return f"; {ARGUMENTS[field]}"
     return found.replace(field, f"--set {field}=VALUE")

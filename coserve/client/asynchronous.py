@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Never, Self, Unpack
 from urllib.parse import quote
 
 from coserve.client.archive import save_adapter
@@ -38,6 +38,7 @@ from coserve.client.training import AsyncTrainingSession
 from coserve.client.transport import HttpTransport, Response, Transport
 from coserve.core.errors import InternalError, InvalidRequest, Unreachable
 from coserve.core.health import Health
+from coserve.core.hints import fields_of, hint
 from coserve.core.schemas import (
     STREAM_END,
     Adapter,
@@ -51,6 +52,7 @@ from coserve.core.schemas import (
     DeletedAdapter,
     Distillation,
     EvalRequest,
+    FinetuneRequest,
     GenerateChunk,
     GenerateResponse,
     ImportRequest,
@@ -151,6 +153,7 @@ class AsyncClient:
 
     async def finetune(
         self,
+        /,
         adapter: str,
         data: Iterable[Mapping[str, Any]] | Path | str | None = None,
         *,
@@ -167,6 +170,7 @@ class AsyncClient:
         test: EvalRequest | Mapping[str, Any] | None = None,
         idempotency_key: str | None = None,
         on_preparing: Callable[[Preparing], None] | None = None,
+        **unknown: Never,
     ) -> AsyncJobHandle:
         """Start a job that makes the next version of `adapter`. The corpus is one of: rows (`data`), a local file or
         its content (`file`: JSON Lines, CSV, parquet or a JSON array), or the path of a file at the daemon (`path`). A
@@ -196,6 +200,9 @@ class AsyncClient:
         the job that the first one made, and another request with the same key raises `IdempotencyMismatch`. By default
         each call has its own key, so that retries never make two jobs.
         """
+        for name in unknown:
+            meant = hint(name, "", fields_of(FinetuneRequest))
+            raise TypeError(f"finetune() got an unexpected keyword argument {name!r}{meant}")
         if sum(each is not None for each in (data, file, path)) > 1:
             raise InvalidRequest(
                 "expected one of data, file and path, got more", field="data" if file is None else "file"

@@ -57,6 +57,7 @@ ALIASES = {
     "lora_request": "adapter",
     "model": "adapter",
     "inputs": "prompt",
+    "text": "prompt",
     "dataset": "data",
     "eval_dataset": "validation",
     "validation_data": "validation",
@@ -137,6 +138,7 @@ OTHER_WAYS = {
     "training.max_length is that of prompt and answer together": (
         "max_prompt_length max_completion_length max_target_length truncation_mode"
     ),
+    "settings of sampling are fields of the request itself": "sampling_params",
     "the base's own tokenizer and chat template are used": "eos_token chat_template_path tokenizer_name*",
     # optimizers and losses
     "the fields of training have all settings of optimizers and schedules": (
@@ -173,6 +175,8 @@ OPTION_ALIASES = {
     **dict.fromkeys(("r", "lora_r", "lora_rank"), "rank"),
     # vLLM
     "tensor_parallel_size": "tp",
+    "enable_expert_parallel": "ep",
+    "uvicorn_log_level": "log_level",
     "gpu_memory_utilization": "memory_fraction",
     "max_num_seqs": "max_running",
     "max_num_batched_tokens": "step_tokens",
@@ -186,6 +190,9 @@ OPTION_ALIASES = {
     # text-generation-inference and SGLang
     "max_concurrent_requests": "max_running",
     "max_running_requests": "max_running",
+    "tp_size": "tp",
+    "mem_fraction_static": "memory_fraction",
+    "chunked_prefill_size": "step_tokens",
 }
 """Maps other programs' command-line options, which are not fields of a request, to ours."""
 NEEDLESS_OPTIONS = {
@@ -194,7 +201,9 @@ NEEDLESS_OPTIONS = {
     ),
     "lora_modules": "adapters are imported while the daemon runs: coserve adapters import NAME FOLDER",
     "enforce_eager": "--compile off runs without compiled layers and CUDA graphs",
-    "max_model_len": "a request may use the base's whole context, and takes pages as it grows",
+    **dict.fromkeys(
+        ("max_model_len", "context_length"), "a request may use the base's whole context, and takes pages as it grows"
+    ),
     "cuda_graph_sizes": "graphs are captured for all sizes up to --max-running and --step-tokens",
     "quantization": "a quantised base is recognised by its config.json, and dequantised at load",
     "max_cpu_loras": "--host-adapter-bytes is the host memory for adapters, in bytes",
@@ -217,6 +226,10 @@ NEEDLESS_OPTIONS = {
         "--tp holds the base on several GPUs; further copies are daemons of their own",
     ),
     **dict.fromkeys(("disable_log_requests", "enable_log_requests"), "texts of requests are never logged"),
+    "disable_log_stats": "GET /metrics has the statistics",
+    "hf_token": "HF_TOKEN is the token of the hub",
+    "distributed_executor_backend": "--tp starts the processes of all GPUs",
+    "attention_backend": "attention has kernels of coserve's own",
     "speculative_config": "there is no speculative decoding",
 }
 """vLLM's server options without a counterpart, and what to do instead."""

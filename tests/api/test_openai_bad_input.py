@@ -123,10 +123,11 @@ async def test_bodies_over_the_limit_and_wrong_methods(api: Api) -> None:
     async with api.http.put(PATHS[0], data=b"{}") as response:
         answer = await response.json()
     assert (response.status, response.headers["Allow"]) == (405, "POST")
-    assert answer["error"]["code"] == "method_not_allowed"
+    assert (answer["error"]["code"], answer["error"]["message"]) == ("method_not_allowed", "expected POST, got PUT")
     assert answer["error"]["type"] == "invalid_request_error"
     for method, path, said in (
         ("GET", "/v1/nothing", "there is no such path"),
+        ("GET", "/v1/models/", "there is no such path; did you mean '/v1/models'?"),
         ("GET", "/v1", "there is no such path"),
         ("POST", "/v1/embeddings", "embeddings are not implemented"),
         ("POST", "/v1/responses/resp_1/cancel", "stored responses are not implemented"),
@@ -140,7 +141,11 @@ async def test_bodies_over_the_limit_and_wrong_methods(api: Api) -> None:
             404,
             {"message": said, "type": "not_found_error", "param": None, "code": "not_found"},
         )
+    _, answer = await api.call("GET", "/v1/models/nope")
+    assert answer["error"]["message"] == "model: no adapter 'nope'; GET /v1/models lists the base and its adapters"
     await api.refused(404, "not_found", "GET", "/nothing")  # no path of OpenAI's: our own shape
+    _, answer = await api.call("POST", "/chat/completions", data=b"{}")
+    assert answer["error"]["message"] == "there is no such path; did you mean '/v1/chat/completions'?"
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,7 @@ def test_files_that_are_not_what_they_should_be(
         (["finetune", "a", __file__, "--warmup-ratio", "1"], "in steps: --set training.warmup_steps=VALUE (see"),
         (["finetune", "a", __file__, "--dropout", "0"], "did you mean '--set lora.dropout=VALUE'? (see"),
         (["finetune", "a", __file__, "--training-file", "x"], "; give the rows as the argument FILE (see"),
+        (["generate", "x", "--adaptor", "a"], "no such option: --adaptor; did you mean '--adapter'? (see"),
         (
             ["generate", "x", "--logit-bias", "1"],
             "no such option: --logit-bias; did you mean 'logit_bias' of POST /generate? (see",

@@ -151,11 +151,11 @@ def _respond(request: web.Request, error: CoserveError, error_format: ErrorForma
 
 def _translate(error: web.HTTPException, no_such_path: Callable[[], NotFound]) -> CoserveError:
     """Return our error for one of aiohttp's own."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return MethodNotAllowed(f"expected {' or '.join(sorted(error.allowed_methods))}, got {error.method[:80]}")
     match error.status:
         case 404:
             return no_such_path()
-        case 405:
-            return MethodNotAllowed("the path has no such method")
         case 413:
             return BodyTooLarge("the body is too large")
         case status if status < 500:

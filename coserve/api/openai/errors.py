@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from coserve.api.http.responses import ErrorFormat, error_info
 from coserve.api.http.route import Route
 from coserve.api.openai.schemas import OpenAIError, OpenAIErrorInfo
 from coserve.core.errors import AdapterNotFound, CoserveError, NotFound, PromptTooLong, QueueFull, Unauthorized
+from coserve.core.hints import near_miss
 
 PREFIX = "/v1"
 """OpenAI's paths: every error under it has OpenAI's shape."""
@@ -81,10 +83,13 @@ def is_openai(path: str) -> bool:
     return path == PREFIX or path.startswith(PREFIX + "/")
 
 
-def no_such_path(path: str) -> NotFound:
-    """Return the error for a path without a route; under `/v1` it names the missing feature."""
+def no_such_path(path: str, known: Iterable[str]) -> NotFound:
+    """Return the error for a path without a route; under `/v1` it names the missing feature. `known`: paths of the
+    routes, one of which may be meant, such as that with `/v1` in front."""
     feature = _FEATURES.get(path.removeprefix(PREFIX).strip("/").partition("/")[0]) if is_openai(path) else None
-    return NotFound("there is no such path" if feature is None else f"{feature} not implemented")
+    if feature is not None:
+        return NotFound(f"{feature} not implemented")
+    return NotFound(f"there is no such path{near_miss(path[:80], known)}")
 
 
 OPENAI_ERRORS = ErrorFormat(OpenAIError, openai_error)

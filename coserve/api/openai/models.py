@@ -60,10 +60,13 @@ async def get_model(service: Service, id: str) -> Model:
         return _base(spec, service.started_at)
     try:
         adapter = await service.adapters.get(*split_ref(name))
-    except AdapterNotFound:
+    except AdapterNotFound as error:
         if "@" in name:
             raise
-        alias = await service.aliases.get(name)
+        try:
+            alias = await service.aliases.get(name)
+        except AdapterNotFound:
+            raise error from None
         adapter = await service.adapters.get(*split_ref(alias.target))
     if adapter.base_fingerprint != spec.fingerprint:
         raise AdapterNotFound(f"adapter {adapter.ref} belongs to another base", field="model")
