@@ -93,7 +93,11 @@ def explain(error: BaseException) -> str:
 def _usage(error: Any) -> str:  # noqa: ANN401 - click's error, wherever typer keeps it
     """Return what is wrong with the arguments: the expected and the given value, or the option that was meant."""
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):
-        options = [] if error.ctx is None else [text for each in error.ctx.command.params for text in each.opts]
+        options = (
+            []
+            if error.ctx is None
+            else [text for each in error.ctx.command.params for text in each.opts if text[:2] == "--"]
+        )
         command = "" if error.ctx is None else str(error.ctx.info_name)
         given = error.option_name
         clear = option_hint(given, options, VERY_NEAR) or _field_hint(given, command, options)
