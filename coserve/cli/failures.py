@@ -119,20 +119,18 @@ def _field_hint(option: str, command: str, options: Collection[str]) -> str:
         return ""
     from coserve.core.schemas import FinetuneRequest, GenerateRequest  # the command has already imported them
 
-    request = FinetuneRequest if command == "finetune" else GenerateRequest
-    found = hint(option.lstrip("-").replace("-", "_"), "", fields_of(request))
-    if not found:
-        return ""
-    field = found.split()[-1].strip("'?")
-    if (own := f"--{field.replace('_', '-')}") in options:
-        return f"; did you mean {own!r}?"
-    if command == "generate":
-        return f"{found.removesuffix('?')} of POST /generate{'?' if found.endswith('?') else ''}"
     from coserve.cli.finetuning.settings import ARGUMENTS
 
-    if field in ARGUMENTS:
+    name, request = option.lstrip("-").replace("-", "_"), FinetuneRequest if command == "finetune" else GenerateRequest
+    found = hint(name, "", fields_of(request))
+    field = name if name in ARGUMENTS else found.split()[-1].strip("'?") if found else ""
+    if (own := f"--{field.replace('_', '-')}") in options:
+        return f"; did you mean {own!r}?"
+    if command == "finetune" and field in ARGUMENTS:
         return f"; {ARGUMENTS[field]}"
-    return found.replace(field, f"--set {field}=VALUE")
+    if command == "generate":
+        return f"{found.removesuffix('?')} of POST /generate{'?' if found.endswith('?') else ''}" if found else ""
+    return found.replace(field, f"--set {field}=VALUE") if found else ""
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

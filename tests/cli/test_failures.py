@@ -161,6 +161,9 @@ def test_files_that_are_not_what_they_should_be(
         ),
         (["finetune", "a", __file__, "--warmup-ratio", "1"], "in steps: --set training.warmup_steps=VALUE (see"),
         (["finetune", "a", __file__, "--dropout", "0"], "did you mean '--set lora.dropout=VALUE'? (see"),
+        (["finetune", "a", __file__, "--data", "x"], "no such option: --data; give the rows as the argument FILE (see"),
+        (["finetune", "a", __file__, "--eval-dataset", "x"], "; give their file with --validation-file (see"),
+        (["finetune", "a", __file__, "--set", "training.epochs=x"], "epochs: expected a number or auto, got 'x' (see"),
         (["finetune", "a", __file__, "--training-file", "x"], "; give the rows as the argument FILE (see"),
         (["generate", "x", "--adaptor", "a"], "no such option: --adaptor; did you mean '--adapter'? (see"),
         (

@@ -20,6 +20,7 @@ ARGUMENTS = {
     "adapter": "give it as the argument ADAPTER",
     "data": "give the rows as the argument FILE",
     "path": "give the rows as the argument FILE",
+    "validation": "give their file with --validation-file",
 }
 """Fields of the request that `--set` refuses, with what to do instead."""
 OPTIONS: dict[str, tuple[str, Any]] = {
