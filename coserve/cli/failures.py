@@ -117,9 +117,8 @@ def _field_hint(option: str, command: str, options: Collection[str]) -> str:
     """Return a hint to the request's field of that name, if the command's request has one, or to the field's option."""
     if command not in ("finetune", "generate"):
         return ""
-    from coserve.core.schemas import FinetuneRequest, GenerateRequest  # the command has already imported them
-
     from coserve.cli.finetuning.settings import ARGUMENTS
+    from coserve.core.schemas import FinetuneRequest, GenerateRequest  # the command has already imported them
 
     name, request = option.lstrip("-").replace("-", "_"), FinetuneRequest if command == "finetune" else GenerateRequest
     found = hint(name, "", fields_of(request))
