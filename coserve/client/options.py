@@ -245,22 +245,24 @@ def corpus_body(
 ) -> FinetuneRequest | Upload:
     """Return the request as it is, or the upload of a corpus as a file's path or content, of rows that are too many for
     a JSON body, and of rows for validation. Raises as `encode_body` and `corpus_upload`."""
-    if validation is None and file is None and request.data is None:
+    if file is None and request.data is not None:
+        rows = _row_lines(request.data, "data")
+        if validation is None and len(rows) <= MAX_INLINE_BYTES:
+            return request
+        file, request = rows, msgspec.structs.replace(request, data=None)
+    if file is None:
+        if validation is not None:
+            raise InvalidRequest("expected data or file beside validation", field="validation")
         return request
-    rows = _row_lines(request.data, "data") if file is None and request.data is not None else b""
-    if validation is None and file is None and len(rows) <= MAX_INLINE_BYTES:
-        return request
-    if file is None and request.data is None:
-        raise InvalidRequest("expected data or file beside validation", field="validation")
-    upload = corpus_upload(msgspec.structs.replace(request, data=None), rows if file is None else file)
+    upload = corpus_upload(request, file)
     if validation is None:
         return upload
-    given: Path | str | bytes
+    held: Path | str | bytes
     if isinstance(validation, str | Path):
-        given = validation
+        held = validation
     else:
-        given = _row_lines(rows_of(validation, "validation"), "validation")
-    return replace(upload, files=(*upload.files, ("validation", "validation", _content(given, "validation"))))
+        held = _row_lines(rows_of(validation, "validation"), "validation")
+    return replace(upload, files=(*upload.files, ("validation", "validation", _content(held, "validation"))))
 
 
 def _row_lines(rows: list[dict[str, Any]], field: str) -> bytes:

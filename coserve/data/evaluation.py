@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 import re2
 
-from coserve.core.errors import InvalidRequest, MalformedRow
+from coserve.core.errors import CorpusError, InvalidRequest, MalformedRow
 from coserve.core.schemas import EvalScore, PromptLogprob
 from coserve.core.types import Wire
 from coserve.data.corpus.columns import Columns
+from coserve.data.corpus.conversion import as_json_lines
 from coserve.data.corpus.rows import ChatRow, CompletionRow, PreferenceRow, Row, TextRow
-from coserve.data.corpus.staging import MEMORY, bounded_memory, source_rows
+from coserve.data.corpus.sources import PieceReader, split_source
+from coserve.data.corpus.staging import MEMORY, bounded_memory
 from coserve.data.offload.protocol import TaskContext
 
 Match = Callable[[str, str], bool]
@@ -73,11 +75,20 @@ class ReadQuestions(Wire, frozen=True):
 
 def read_questions(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     """Task of a helper process: `ReadQuestions` in, the first `most` `Question`s out, as MessagePack. Raises as
-    `source_rows`, and `MalformedRow`."""
+    `as_json_lines`, `split_source` and `PieceReader`, and `MalformedRow`, with the line in the source."""
     request = msgspec.msgpack.decode(arguments, type=ReadQuestions)
+    columns, found, lines = Columns(request.columns), list[Question](), 0
     with bounded_memory(MEMORY):
-        rows = source_rows(Path(request.source), Path(request.copy), Columns(request.columns), context.progress)
-        return msgspec.msgpack.encode([question(row) for row in islice(rows, request.most)])
+        for part in split_source(as_json_lines(Path(request.source), Path(request.copy), columns, context.progress)):
+            piece = PieceReader(part, columns=columns)
+            try:
+                found += [question(row) for row in islice(piece, request.most - len(found))]
+            except CorpusError as error:
+                raise error.moved(lines) from error
+            lines += piece.lines
+            if len(found) == request.most:
+                break
+    return msgspec.msgpack.encode(found)
 
 
 def matcher(regex: str | None, field: str | None) -> Match:

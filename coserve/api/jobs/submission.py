@@ -134,12 +134,9 @@ class Submission:
         await asyncio.to_thread(_check_publishable, lora, spec, field=given)
         teacher, prefix = await self._teacher(request, spec), tuple[int, ...]()
         columns = Columns({str(field): column for field, column in request.columns.items()})
-        asked_test = request.test
-        test = (
-            None
-            if asked_test is None
-            else await read_test(asked_test, spec, self._texts, partial(self._questions, columns))
-        )
+        test = None
+        if request.test is not None:
+            test = await read_test(request.test, spec, self._texts, partial(self._questions, columns))
         corpus: PendingCorpus | PendingDocument
         if document is not None:
             with self._shown(request.adapter, show):

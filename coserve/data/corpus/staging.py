@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from coserve.core.errors import CorpusError, UnreadableCorpus
+from coserve.core.errors import UnreadableCorpus
 from coserve.core.processes import limited
 from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.columns import Columns
@@ -193,19 +193,6 @@ def bounded_memory(size: int) -> Iterator[None]:
         raise UnreadableCorpus(
             f"expected a corpus that is read within {size >> 20} MiB of memory", field="path"
         ) from error
-
-
-def source_rows(source: Path, copy: Path, columns: Columns, progress: Callable[[], None]) -> Iterator[Row]:
-    """Yield the rows of a source of any format; `copy`: path for those of CSV or a JSON array as JSON Lines. Raises as
-    `split_source`, `as_json_lines` and `PieceReader`, with the line in the source."""
-    lines = 0
-    for part in split_source(as_json_lines(source, copy, columns, progress)):
-        piece = PieceReader(part, columns=columns)
-        try:
-            yield from _with_progress(piece, progress)
-        except CorpusError as error:
-            raise error.moved(lines) from error
-        lines += piece.lines
 
 
 def _with_progress(rows: Iterable[Row], progress: Callable[[], None]) -> Iterator[Row]:
