@@ -143,7 +143,7 @@ def finetune_request(
     test: EvalRequest | Mapping[str, Any] | None = None,
 ) -> FinetuneRequest:
     """Build the request. Raises `InvalidRequest` for rows, metadata or settings of a wrong type; `encode` and
-    `with_rows` check the values inside."""
+    `corpus_body` check the values inside."""
     for field, given in (("metadata", metadata), ("columns", columns)):
         if given is not None and not isinstance(given, Mapping):
             raise InvalidRequest(f"expected a mapping, got {type(given).__name__}", field=field)
@@ -233,7 +233,7 @@ def encode_body(body: msgspec.Struct) -> bytes:
     """Return the body as JSON. Raises `InvalidRequest` for a value without a JSON form: NaN, for example, would become
     null, which means the default."""
     for name in body.__struct_fields__:
-        if name != "data":  # `with_rows` has checked the rows
+        if name != "data":  # `corpus_body` has checked the rows
             check(getattr(body, name), name)
     return encode(body)
 
