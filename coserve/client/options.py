@@ -262,7 +262,7 @@ def corpus_body(
         held = validation
     else:
         held = _row_lines(rows_of(validation, "validation"), "validation")
-    return replace(upload, files=(*upload.files, ("validation", "validation", _content(held, "validation"))))
+    return replace(upload, validation=_content(held, "validation"))
 
 
 def _row_lines(rows: list[dict[str, Any]], field: str) -> bytes:
@@ -274,7 +274,7 @@ def _row_lines(rows: list[dict[str, Any]], field: str) -> bytes:
 def corpus_upload(request: FinetuneRequest, file: Path | str | bytes) -> Upload:
     """Return the upload of settings and a corpus, given as a file's path or content. Raises `InvalidRequest` for a path
     that is not a file."""
-    return Upload(encode_body(request), (("file", "corpus", _content(file, "file")),))
+    return Upload(encode_body(request), (("corpus", _content(file, "file")),))
 
 
 def _content(file: Path | str | bytes, field: str) -> Path | bytes:
@@ -302,14 +302,14 @@ def adapter_upload(name: str, source: Path) -> Upload:
     missing."""
     settings = encode_body(ImportRequest(name=name))
     if source.is_file():
-        return Upload(settings, (("file", source.name, source),))
+        return Upload(settings, ((source.name, source),))
     if not source.is_dir():
         got = f"got {str(source)!r}, where there is neither"
         raise InvalidRequest(f"expected a folder of PEFT files or an archive, {got}", field="folder")
     for file in ADAPTER_FILES:
         if not (source / file).is_file():
             raise InvalidRequest(f"expected a file {file!r} in the folder, got none", field="folder")
-    return Upload(settings, tuple(("file", file, source / file) for file in ADAPTER_FILES))
+    return Upload(settings, tuple((file, source / file) for file in ADAPTER_FILES))
 
 
 def as_struct(value: object, type: type[T], field: str) -> T:

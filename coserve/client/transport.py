@@ -25,11 +25,12 @@ FEW_CONNECTIONS = 100
 
 @dataclass(frozen=True)
 class Upload:
-    """A multipart body: the settings as JSON, then files: each with the part name and the file name that the daemon
-    expects, and its content or path."""
+    """A multipart body: the settings as JSON, then files, each under the part name that the daemon expects, and one of
+    rows for validation."""
 
     settings: bytes
-    files: tuple[tuple[str, str, bytes | Path], ...]
+    files: tuple[tuple[str, bytes | Path], ...]
+    validation: bytes | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,8 @@ def _payload(body: bytes | Upload | None, opened: list[Callable[[], None]]) -> b
         return body
     form = aiohttp.FormData(default_to_multipart=True)
     form.add_field("settings", body.settings.decode(), content_type="application/json")
-    for part, name, content in body.files:
+    held = () if body.validation is None else (("validation", "validation", body.validation),)
+    for part, name, content in (*(("file", *file) for file in body.files), *held):
         if isinstance(content, bytes):
             file: IO[bytes] = io.BytesIO(content)  # a file is sent in chunks, bytes would be sent at once
         else:
