@@ -55,7 +55,7 @@ async def _sample(
 ) -> bytes:
     tokens, values = ([list[int]() for _ in range(request.n)], [list[float]() for _ in range(request.n)])
     tops, stopped = [list[list[tuple[int, float]]]() for _ in range(request.n)], [False] * request.n
-    prompt, prompt_tops = list[float](), list[list[tuple[int, float]]]()
+    prompt, prompt_tops, cached = list[float](), list[list[tuple[int, float]]](), 0
     async with aclosing(generation.stream(request, snapshot=snapshot)) as chunks:
         async for chunk in chunks:
             for entry in chunk.prompt_logprobs or ():
@@ -66,6 +66,8 @@ async def _sample(
                 values[chunk.index].append(chosen.logprob)
                 tops[chunk.index].append(_pairs(chosen.top))
             stopped[chunk.index] |= chunk.finish_reason == "stop"
+            if chunk.usage is not None:
+                cached = chunk.usage.prompt_tokens_details.cached_tokens
     top = body.topk_sample_logprobs > 0
     sequences = [
         Sampled(*each, tops[number] if top else None)
@@ -76,6 +78,7 @@ async def _sample(
         sequences,
         prompt if body.prompt_logprobs else None,
         prompt_tops if body.topk_prompt_logprobs else None,
+        cached,
     )
 
 

@@ -244,9 +244,12 @@ class Sampled:
     top: Top | None = None
 
 
-def encode_samples(sequences: Sequence[Sampled], prompt: Sequence[float] | None, prompt_top: Top | None) -> bytes:
-    """Encode a `SampleResponse`. `prompt`: log-probabilities of its tokens, NaN where there is none."""
-    message = _message("SampleResponse")()
+def encode_samples(
+    sequences: Sequence[Sampled], prompt: Sequence[float] | None, prompt_top: Top | None, cached: int
+) -> bytes:
+    """Encode a `SampleResponse`. `prompt`: log-probabilities of its tokens, NaN where there is none. `cached`: tokens
+    of the prompt that the prefix cache had."""
+    message = _message("SampleResponse")(prompt_cache_hit_tokens=cached)
     for each in sequences:
         sequence = message.sequences.add(
             stop_reason=0 if each.stopped else 1,

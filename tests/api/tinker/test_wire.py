@@ -137,12 +137,12 @@ def test_the_sdk_reads_outputs(lengths: list[int], candidates: int | None) -> No
 
 def test_the_sdk_reads_samples() -> None:
     sequences = [Sampled(True, [3, 2], [-0.5, -1.0], [[(3, -0.5), (4, -2.0)], [(2, -1.0)]]), Sampled(False, [], [])]
-    found = deserialize_sample_response(encode_samples(sequences, [np.nan, -0.25], [[], [(9, -0.25)]]))
+    found = deserialize_sample_response(encode_samples(sequences, [np.nan, -0.25], [[], [(9, -0.25)]], 16))
     first, second = found.sequences
     assert (first.stop_reason, first.tokens, first.logprobs) == ("stop", [3, 2], [-0.5, -1.0])
     assert first.topk_logprobs == [[(3, -0.5), (4, -2.0)], [(2, -1.0)]]
     assert (second.stop_reason, second.tokens) == ("length", [])
-    assert found.prompt_logprobs == [None, -0.25]
+    assert (found.prompt_logprobs, found.prompt_cache_hit_tokens) == ([None, -0.25], 16)
     assert found.topk_prompt_logprobs == [None, [(9, -0.25)]]
 
 
