@@ -47,6 +47,7 @@ import traceback
 import urllib.request
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -72,7 +73,8 @@ KV_BYTES = 2 * 30 * 3 * 64 * 2
 ADAPTER_BYTES = 2 * 30 * 16 * (2 * (576 + 192) + 2 * (576 + 576) + 3 * (576 + 1536))
 """Bytes of an adapter of rank 16 on all its linear modules, in bfloat16."""
 KV_TOKENS = 1 << 17
-"""Of each of several daemons on one GPU, which cannot plan its memory together: 3 GB."""
+HOST_BYTES = 1 << 30
+"""Each of several daemons on one GPU cannot plan its memory together with the others: 3 GB of keys and values."""
 ROUNDS = 3
 SILENCE = 900.0
 """Seconds without a byte after which a request is given up: a daemon that compiles beside others is slow."""
@@ -87,6 +89,7 @@ MEANING = (
     "quality",
     "prefix_tokens",
     "per_chunk",
+    "replay",
     "chunk_tokens",
     "steps",
     "model",
@@ -235,6 +238,7 @@ class Run:
             training=training,
             chunk_tokens=self._options.chunk_tokens,
             questions_per_chunk=self._options.per_chunk,
+            replay=self._options.replay,
             answer_tokens=64,
             publish="always",
         )
@@ -272,6 +276,7 @@ class Run:
         if self._options.label:
             key = key.replace("documents.", f"documents.{self._options.label}.")
             size = f"{self._options.people} people a document, {self._options.questions} questions"
+            size += f"; {self._options.per_chunk} generated for each chunk, replay {self._options.replay}"
             about = about | {"note": f"{self._options.label}: {size}"}
         self._results.put(key, round(value, 4), unit, TARGETS.get(key), about=about)
 
@@ -336,6 +341,7 @@ def main() -> None:
     parser.add_argument("--quality", type=Path, help="a file of QuALITY, whose articles are the documents")
     parser.add_argument("--prefix-tokens", type=int, default=128, help="of a cartridge")
     parser.add_argument("--per-chunk", type=int, default=24, help="questions that are generated of each chunk")
+    parser.add_argument("--replay", type=float, default=0.25, help="replayed texts as a share of the questions")
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=48, help="with --cost: of each answer")
     parser.add_argument("--steps", type=int, default=0, help="of each job; 0: what the daemon chooses")
@@ -352,7 +358,7 @@ def main() -> None:
         parser.error("--tiny needs an --out of its own: its numbers say nothing")
     options.began = time.monotonic()
     hardware = gpu_names(tiny=False) if Path("/dev/nvidiactl").exists() else cpu_name()
-    shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "began")}
+    shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "began", "cache")}
     results = Results.of(
         options, FILE, script="benchmarks.documents.learned", hardware=hardware, seed=0, settings=shown
     )
@@ -364,17 +370,20 @@ def main() -> None:
             run = Run(options, results)
             cache = options.cache or folder / "cache"
             serving = ["--model", options.model, "--cache-dir", str(cache), *ROOM, *options.serve.split()]
-            serving += ["--kv-tokens", str(KV_TOKENS)] if options.daemons > 1 else []
+            if options.daemons > 1:
+                serving += ["--kv-tokens", str(KV_TOKENS), "--host-adapter-bytes", str(HOST_BYTES)]
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-            urls = []
-            for index in range(options.daemons):
+
+            def started(index: int) -> str:
                 own = folder / str(index)
                 own.mkdir()
-                urls.append(daemons.enter_context(daemon(serving, own)))
-                if index == 0:  # the later ones load what it compiles
-                    Client(urls[0]).wait_ready(timeout=SILENCE)
-            for url in urls[1:]:
+                url = daemons.enter_context(daemon(serving, own))
                 Client(url).wait_ready(timeout=SILENCE)
+                return url
+
+            urls = [started(0)]  # the others load what it compiles
+            with ThreadPoolExecutor() as together:
+                urls += together.map(started, range(1, options.daemons))
             print(f"{options.daemons} daemons after {time.monotonic() - options.began:.0f} s", flush=True)
             asyncio.run(run.run(urls))
     if options.out.resolve() == Path("benchmarks/results").resolve():

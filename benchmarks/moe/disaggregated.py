@@ -174,9 +174,11 @@ def measure(case: Case, system: str, ratio: float, gpus: int, results: Results) 
                 import_adapter(url, f"real{seed}")
             names = [f"a{i:04d}" for i in range(case.adapters)]
             link(root / "data", [f"real{seed}" for seed in range(REAL)], names)
+            end = case.seconds + case.limits[0] + case.limits[1] * case.longest
+            warm = make_requests(case, names, case.rates[0])
+            LoadProcesses(2).run(url, warm, start=soon(), until=end)  # the first steps load their kernels
             for rate in case.rates:
                 requests = make_requests(case, names, rate)
-                end = case.seconds + case.limits[0] + case.limits[1] * case.longest
                 samples = LoadProcesses(2).run(url, requests, start=soon(), until=end)
                 ttft, tpot = latencies(samples)
                 errors = sorted({each.error for each in samples if each.error is not None})
