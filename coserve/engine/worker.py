@@ -110,7 +110,7 @@ def build_engine(
     )
     progress.loads("loading compiled layers")
     compiled = make_compiled(parts, kv, task, training, progress.captures)
-    grammars = Grammars(partial(Tokenizer.load, config.model), base.spec.vocab)
+    grammars = Grammars(partial(Tokenizer.load, config.model), base.spec.vocab, pinned=base.device.type == "cuda")
     if base.device.type == "cuda":  # on a CPU the first request with a grammar waits for it
         grammars.warm_up()
     generator = Generator(

@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from coserve.core.errors import InvalidRequest, UnsupportedBase
@@ -22,6 +23,7 @@ from coserve.core.grammar import Grammar
 from coserve.core.link.generation import Generate
 from coserve.data.grammar import limits, llguidance_grammar, plain_reason
 from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.generate.sampling.masks import Masks
 from coserve.queues.request import Request
 
 WORD = 32
@@ -66,10 +68,13 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars for one base. `vocab`: width of its logits. `tokenizer` is called once, on a thread."""
+    """Compiles grammars for one base. `vocab`: width of its logits. `tokenizer` is called once, on a thread. `pinned`:
+    masks are copied to a GPU."""
 
-    def __init__(self, tokenizer: Callable[[], Tokenizer], vocab: int) -> None:
-        self._load, self._vocab, self.words = tokenizer, vocab, -(-vocab // WORD)
+    def __init__(self, tokenizer: Callable[[], Tokenizer], vocab: int, *, pinned: bool = False) -> None:
+        self._load, self._vocab, self.words, self._pinned = tokenizer, vocab, -(-vocab // WORD), pinned
+        self._room = torch.empty(0, self.words, dtype=torch.int32)
+        """The masks of a step. Those of the step before were applied by then: its tokens are known."""
         self._threads = ThreadPoolExecutor(1, "grammars")
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._changed: Callable[[], None] = lambda: None
@@ -98,17 +103,20 @@ class Grammars:
         rules = TokenRules(request.allowed_token_ids, request.bad_words, self.words) if ruled else None
         return None if state is None and rules is None else Matcher(state, rules)
 
-    def masks(self, requests: Sequence[Request]) -> dict[int, bytes]:
-        """Return the mask of each constrained request, by number: bit i of the int32 words is token i, 1 if it may come
-        next."""
+    def masks(self, requests: Sequence[Request]) -> Masks:
+        """Return the mask of each constrained request: bit i of the int32 words is token i, 1 if it may come next. They
+        are valid until the next call, which comes after the step's tokens."""
         rows = [(request, one) for request in requests if isinstance(one := request.constraint, Matcher)]
-        bits = np.full((len(rows), self.words), ~np.uint32(0), dtype=np.uint32)
+        if len(rows) > len(self._room):
+            self._room = torch.empty(len(rows), self.words, dtype=torch.int32, pin_memory=self._pinned)
+        words = self._room[: len(rows)].fill_(-1)
+        bits = words.numpy().view(np.uint32)
         states = [(one.state, row) for row, (_, one) in enumerate(rows) if one.state is not None]
         if states:
             self._executor.unsafe_compute_mask_ptr(states, bits.ctypes.data, 4 * self.words, len(rows))
         for row, (request, one) in enumerate(rows):
             one.finish_mask(bits[row], request.stop_ids)
-        return {request.number: bits[row].tobytes() for row, (request, _) in enumerate(rows)}
+        return Masks({request.number: row for row, (request, _) in enumerate(rows)}, words)
 
     def _begin(self, grammar: Grammar) -> Future[LLMatcher]:
         found = self._compiled.get(grammar)

@@ -14,7 +14,7 @@ from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.slot_lora import slot_lora
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.segments import Segments
-from coserve.lora.store.packing import packed
+from coserve.lora.store.packing import copied_into, packed, packed_bytes
 from coserve.model.base import load_base
 from coserve.model.fused import FusedBase
 from coserve.model.parallel.mesh import Mesh
@@ -52,9 +52,9 @@ def on_ranks(mesh: Mesh, folder: str, ep: int) -> tuple[list[Tensor], list[Tenso
     fused, by_slots = FusedBase(base), list[Tensor]()
     fused.check()
     slots = AdapterSlots(fused.groups, 4, base.device, fused.exchanges, base.sites.biases, [*base.spec.experts])
-    found = slots.place(
-        {AdapterRef(str(i), 1): packed(one, for_kernels=True) for i, one in enumerate(adapters_of(base))}
-    )
+    host = [packed(one, for_kernels=True) for one in adapters_of(base)]
+    on_gpu = [copied_into(torch.empty(packed_bytes(one), dtype=torch.uint8, device=base.device), one) for one in host]
+    found = slots.place({AdapterRef(str(i), 1): one for i, one in enumerate(on_gpu)})
     for bounds, chosen in CASES:
         lora = slot_lora(slots, Segments(bounds, tuple(found[i] if i >= 0 else -1 for i in chosen)))
         got = fused.forward(*inputs(bounds, base.device), PackedAttention(bounds), lora=lora, keep=None)

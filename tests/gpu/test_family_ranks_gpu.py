@@ -3,6 +3,7 @@ tokens and the gradients of one process on the CPU."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,18 +12,16 @@ import torch
 
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, LoraSettings
+from coserve.generate.execution.start import make_start
 from coserve.generate.generator import Generator
 from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.lora.types import LoraPair
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
-from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.model.parallel.mesh import Mesh
-from tests.support.executors import eager, graphs
 from tests.support.families import tiny_family
 from tests.support.generation import adapter, collect, prompt, request
-from tests.support.lora_backends import SEGMENTED
+from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.ranks import Ranks
 from tests.support.shelf import Shelf
 
@@ -42,7 +41,7 @@ def two() -> Iterator[Ranks]:
 
 
 def generate(mesh: Mesh | None, folder: str) -> tuple[list[dict[str, list[int]]], torch.Tensor]:
-    """Each request's tokens, twice (the second time in graphs), and the logits of a packed batch."""
+    """Each request's tokens, twice (graphs are captured meanwhile), and the logits of a packed batch."""
     device = "cpu" if mesh is None else "cuda"
     base = load_base(folder, device=device, dtype="float32", mesh=mesh, strategy="slora")
     shelf = Shelf({REF: _moved(base.shard(adapter(base, 1, 4)), base)})
@@ -54,10 +53,8 @@ def generate(mesh: Mesh | None, folder: str) -> tuple[list[dict[str, list[int]]]
         keep=None,
     )
     kv = KvCache.for_base(base, 8192, 16, sequences=4)
-    if mesh is None:
-        executor = eager(base, kv)
-    else:
-        executor = graphs(FusedBase(base), kv, SEGMENTED, max_running=4, capture_after=1)
+    backend = GROUPED if mesh is None else SEGMENTED
+    executor = make_start(base, kv, max_running=4, lora_backend=backend, compile=True).executor
     generator = Generator(base, shelf.store(), kv, executor, max_running=4, step_tokens=48)
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     said = []
@@ -69,7 +66,7 @@ def generate(mesh: Mesh | None, folder: str) -> tuple[list[dict[str, list[int]]]
 
 def _moved(weights: LoraWeights, base: Base) -> LoraWeights:
     sites = {
-        name: LoraPair(pair.a_RD.to(base.device), pair.b_OR.to(base.device), pair.scaling)
+        name: dataclasses.replace(pair, a_RD=pair.a_RD.to(base.device), b_OR=pair.b_OR.to(base.device))
         for name, pair in weights.sites.items()
     }
     return LoraWeights(LoraSettings(r=4), sites)

@@ -10,6 +10,7 @@ from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
 from tests.support.compiling import ask, ask_all, steps
 from tests.support.executors import eager
+from tests.support.families import tiny_family
 from tests.support.gpu_engine import gpu_base
 from tests.support.lora_backends import SEGMENTED
 from tests.support.shelf import Shelf
@@ -51,3 +52,16 @@ def test_requests_have_the_same_texts_compiled_and_graphed(family: str) -> None:
     assert {len(tokens) for tokens in found.values()} == {12}
     assert counters["stats"]["unique_graphs"] == compiled
     assert plain() == expected
+
+
+def test_experts_in_float32_run_without_graphs_and_say_so() -> None:
+    """The host reads where each expert's rows end."""
+    base = gpu_base(tiny_family("mixtral"))
+    kv = KvCache.for_base(base, 1024, 16)
+    start = make_start(base, kv, max_running=8, lora_backend=SEGMENTED, compile=True)
+    assert start.graphs is None and "unless the base is bfloat16" in start.notes[0]
+    gen = Generator(base, Shelf().store(), kv, start.executor, max_running=8, step_tokens=64)
+    found = dict[str, list[int]]()
+    ask_all(gen)
+    steps(gen, found)
+    assert {len(tokens) for tokens in found.values()} == {12}

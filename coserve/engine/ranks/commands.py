@@ -58,7 +58,9 @@ class Launch(Command, frozen=True):
 class Choose(Command, frozen=True):
     """See `StepExecutor.choose`."""
 
-    masks: dict[int, bytes]
+    rows: dict[int, int]
+    words: bytes
+    """See `Masks`."""
 
 
 class Forget(Command, frozen=True):

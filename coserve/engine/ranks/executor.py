@@ -11,7 +11,7 @@ from coserve.engine.ranks.commands import Choose, DropAdapter, Forget, LoadIntoP
 from coserve.engine.ranks.followers import Answers, Followers
 from coserve.engine.ranks.page_tables import PageTables
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
-from coserve.generate.sampling.sampler import Masks
+from coserve.generate.sampling.masks import Masks
 from coserve.lora.store.host_memory import Unread
 from coserve.lora.store.store import Load
 from coserve.memory.pages import Span
@@ -61,7 +61,7 @@ class RankedExecutor:
 
     def choose(self, masks: Masks) -> None:
         """See `StepExecutor`. Raises only `EngineFault`."""
-        with self._followers.together(Choose(dict(masks))):
+        with self._followers.together(Choose(dict(masks.rows), masks.words.numpy().tobytes())):
             try:
                 self._local.choose(masks)
             except Exception as error:  # as above

@@ -43,7 +43,7 @@ from coserve.engine.ranks.page_tables import PageTables
 from coserve.engine.ranks.progress import Progress
 from coserve.finetune.sessions.followed import FollowedSessions, LoadedSession
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
-from coserve.generate.sampling.sampler import Masks
+from coserve.generate.sampling.masks import Masks
 from coserve.lora.store.packing import copied_into
 from coserve.lora.store.store import READERS
 from coserve.memory.kv import KvCache
@@ -116,8 +116,8 @@ class Follower:
         match command:
             case Launch():
                 self._launch(self._tables.unpack(command))
-            case Choose(masks):
-                self._choose(masks)
+            case Choose(rows, words):
+                self._choose(Masks.of(rows, words))
             case Forget(sequence):
                 self._tables.forget(sequence)
                 self._parts.executor.forget(sequence)

@@ -12,8 +12,9 @@ from coserve.core.types import AdapterRef
 from coserve.generate.execution.interface import StepInput, StepResult
 from coserve.generate.execution.packing import PackedStep, by_adapter, pack
 from coserve.generate.sampling.choices import Chosen, choices
+from coserve.generate.sampling.masks import NO_MASKS, Masks
 from coserve.generate.sampling.rows import is_likeliest
-from coserve.generate.sampling.sampler import NO_MASKS, Masks, choose
+from coserve.generate.sampling.sampler import choose
 from coserve.generate.sampling.scoring import prompt_logprobs
 from coserve.kernels.lora.experts.interface import RemoteExperts
 from coserve.kernels.lora.interface import LoraBackend

@@ -29,8 +29,8 @@ from coserve.generate.execution.token_slots import TOKEN_SLOTS, TokenSlots
 from coserve.generate.sampling.choices import Chosen, choices
 from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.draws import likeliest
+from coserve.generate.sampling.masks import NO_MASKS, Masks
 from coserve.generate.sampling.rows import SamplingRow, is_likeliest
-from coserve.generate.sampling.sampler import NO_MASKS, Masks
 from coserve.generate.sampling.transfer import send_ids
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.lora.segments import Segments

@@ -15,8 +15,8 @@ from msgspec import Struct
 from coserve.core.logprobs import TokenLogprob
 from coserve.core.types import AdapterRef
 from coserve.generate.sampling.choices import Choice, NoToken
+from coserve.generate.sampling.masks import Masks
 from coserve.generate.sampling.rows import SamplingRow
-from coserve.generate.sampling.sampler import Masks
 from coserve.generate.sampling.scoring import PromptScoring
 from coserve.kernels.attention.interface import TokenRun
 from coserve.model.lora import LoraWeights

@@ -103,14 +103,8 @@ def make_start(
     eager = EagerExecutor(base, kv, lora_backend, remote)
     if base.device.type != "cuda":
         return ExecutorStart(eager)
-    if remote is not None:
-        why = "LoRA servers compute experts' adapters"
+    if why := _no_graphs(base, lora_backend, compile=compile, remote=remote):
         return ExecutorStart(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
-    if not lora_backend.capturable:
-        why = f"the LoRA backend {lora_backend.name} cannot be captured"
-        return ExecutorStart(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
-    if not compile:
-        return ExecutorStart(eager, ("generation: steps run one by one without CUDA graphs, as compile is off",))
     fused = FusedBase(base, options=INDUCTOR, gemms=None if gemms is None else GemmChoice())
     choice = None if gemms is None else gemms(fused.stacked, base.device)
     fused.gemms = choice or fused.gemms
@@ -120,6 +114,19 @@ def make_start(
     executor = compiled.executor(kv, Capture.BETWEEN_STEPS, graph_bytes)
     notes = (COMPILED,) if gemms is None or choice is not None else (COMPILED, NO_GEMMS)
     return ExecutorStart(executor, notes, executor, compiled)
+
+
+def _no_graphs(base: Base, lora_backend: LoraBackend, *, compile: bool, remote: RemoteExperts | None) -> str:
+    """Return why steps cannot be captured; empty if they may be."""
+    if remote is not None:
+        return "LoRA servers compute experts' adapters"
+    if not lora_backend.capturable:
+        return f"the LoRA backend {lora_backend.name} cannot be captured"
+    if not compile:
+        return "compile is off"
+    if base.spec.experts and base.dtype is not torch.bfloat16:
+        return "products of experts wait for the host unless the base is bfloat16"
+    return ""
 
 
 def check_compiled(fused: FusedBase) -> str:

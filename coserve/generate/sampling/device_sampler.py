@@ -11,8 +11,9 @@ from coserve.core.limits import MAX_LOGPROBS
 from coserve.generate.sampling.choices import Chosen
 from coserve.generate.sampling.draws import draw, likeliest, mask_, penalise_
 from coserve.generate.sampling.logprobs import Logprobs, logprobs_of
+from coserve.generate.sampling.masks import NO_MASKS, Masks
 from coserve.generate.sampling.rows import SamplingRow, is_penalised, token_counts
-from coserve.generate.sampling.sampler import NO_MASKS, ROWS, Masks, TokenCounts, decide
+from coserve.generate.sampling.sampler import ROWS, TokenCounts, decide
 from coserve.generate.sampling.transfer import send, send_ids
 
 

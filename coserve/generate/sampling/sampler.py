@@ -7,15 +7,16 @@ batch, nor on whether the host knows the earlier tokens (`choose`) or only the d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from coserve.generate.sampling.choices import Choice, Chosen, NoToken, choices
-from coserve.generate.sampling.draws import OUTPUT_COUNT, draw, likeliest, mask_, penalise_
+from coserve.generate.sampling.draws import OUTPUT_COUNT, draw, likeliest, penalise_
 from coserve.generate.sampling.logprobs import Logprobs, logprobs_of
+from coserve.generate.sampling.masks import NO_MASKS, Masks
 from coserve.generate.sampling.rows import (
     SamplingRow,
     is_adjusted,
@@ -29,10 +30,6 @@ from coserve.kernels.sampling.constants import GREEDY_BELOW, NONE_LEFT
 
 ROWS = 64
 """Rows processed at once, which bounds the fp32 copies of logits."""
-Masks = Mapping[int, bytes]
-"""Masks of rows with a grammar, by their sequences' numbers: int32 words for `draws.mask_`. Rows without one may choose
-any token."""
-NO_MASKS: Masks = {}
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def decide(
     logits, tokens = logits_BV, likeliest_B
     if adjusts:
         logits = _adjusted(logits_BV, sent, counts)
-        _apply(masks, rows, logits)
+        masks.apply(rows, logits)
         adjusted = likeliest(logits)
         adjusted = torch.where(adjusted < 0, NONE_LEFT, adjusted)
         tokens = torch.where(likeliest_B < 0, likeliest_B, adjusted)
@@ -169,12 +166,3 @@ def _adjusted(logits_BV: Tensor, sent: _Sent, counts: TokenCounts) -> Tensor:
     if len(sent.penalised):
         penalise_(logits, sent.penalised, counts.table, sent.slots, sent.penalties)
     return logits
-
-
-def _apply(masks: Masks, rows: Sequence[SamplingRow], logits_BV: Tensor) -> None:
-    """Apply the masks in place. Call it last: nothing after it can allow a forbidden token."""
-    masked = [i for i, row in enumerate(rows) if row.masked and row.sequence in masks]
-    if not masked:
-        return
-    words = torch.frombuffer(bytearray().join(masks[rows[i].sequence] for i in masked), dtype=torch.int32)
-    mask_(logits_BV, send_ids(logits_BV.device, masked)[0], send(words.view(len(masked), -1), logits_BV.device))

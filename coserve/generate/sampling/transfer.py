@@ -10,7 +10,7 @@ from torch import Tensor
 
 def send(host: Tensor, device: torch.device) -> Tensor:
     """Return a device copy, made asynchronously."""
-    if device.type == "cuda":
+    if device.type == "cuda" and not host.is_pinned():
         host = host.pin_memory()  # from torch's own pool, which keeps it until the copy has ended
     return host.to(device, non_blocking=True)
 
