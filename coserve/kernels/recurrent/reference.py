@@ -31,11 +31,11 @@ def convolved(
 ) -> Tensor:
     """Compute `tapped` for packed rows whose sequences begin in the batch: (T, C), with the same bits. `offsets_T`:
     each row's index in its own sequence. Shifts and masks, no indices, so that a compiler fuses them, backward
-    included."""
-    tokens = x_TC.shape[0]
+    included; in fp32, so that the backward adds the taps' gradients in it."""
+    tokens, all_TC = x_TC.shape[0], x_TC.float()
 
     def before(rows: int) -> Tensor:
-        return pad(x_TC, (0, 0, rows, 0))[:tokens].masked_fill((offsets_T < rows)[:, None], 0) if rows else x_TC
+        return pad(all_TC, (0, 0, rows, 0))[:tokens].masked_fill((offsets_T < rows)[:, None], 0) if rows else all_TC
 
     inputs = (before(rows) for rows in reversed(range(weight_CW.shape[1])))
     return _weighted(inputs, weight_CW, bias_C, activation).to(x_TC.dtype)
