@@ -10,6 +10,7 @@ import shutil
 import signal
 import ssl
 import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -71,17 +72,18 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     return cert, key
 
 
-def test_sigterm_over_https(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sigterm_over_https(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cert, key = certificate(tmp_path)
     options = ("--tls-cert", str(cert), "--tls-key", str(key), "--log-format", "json")
     slow = "generate.mid_stream=delay:0.3s"
     with DaemonProcess(model, tmp_path / "data", failpoints=slow, options=options) as daemon:
         daemon.wait_ready()
         port = int(daemon.url.rsplit(":", 1)[1])
-        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
-        assert run(["jobs", "list", "--url", f"https://127.0.0.1:{port}"]) == 0
+        command = [sys.executable, "-P", "-m", "coserve.cli", "jobs", "list", "--url", f"https://127.0.0.1:{port}"]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("COSERVE_")}
+        environ |= {"SSL_CERT_FILE": str(cert)}  # which the client reads as it is imported
+        said = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        assert said.returncode == 0, said.stderr
         context = ssl.create_default_context(cafile=str(cert))
         with closing(http.client.HTTPSConnection("127.0.0.1", port, context=context)) as client:
             body = {"prompt": "The", "stream": True, "max_tokens": 10, "ignore_eos": True}
@@ -93,6 +95,5 @@ def test_sigterm_over_https(
             events = read_events((begun + response.read()).decode())
         assert events[-1]["data"] == "[DONE]" and "error" not in json.dumps(events)
         assert daemon.wait() == 0
-    capsys.readouterr()
     assert run(["serve", "--tls-cert", str(cert)]) == 2
     assert "expected both tls_cert and tls_key" in capsys.readouterr().err
