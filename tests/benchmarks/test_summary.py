@@ -28,7 +28,9 @@ from tools.benchmark_tables import PAGE, ROW, SUMMARY, written
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 ALONE = {
+    "adapter_layerwise.json",
     "adapter_steps.json",
+    "adapter_tiers.json",
     "adapters_many.json",
     "cpu_decode.json",
     "documents.json",
