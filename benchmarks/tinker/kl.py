@@ -53,7 +53,8 @@ def log_ratios(url: str, model: str, prompts: int, group: int, sampled: int) -> 
     found, said = list[types.Datum](), list[np.ndarray]()
     for ids, future in zip(asked, futures, strict=True):
         for one in future.result().sequences:
-            found.append(datum([*ids, *one.tokens[:-1]], [*ids[1:], *one.tokens]))
+            row = [*ids, *one.tokens]
+            found.append(datum(row[:-1], row[1:], weights=np.ones(len(row) - 1, np.float32)))
             said.append(np.array(one.logprobs, np.float64))
     learned = trainer.forward(found, "cross_entropy").result().loss_fn_outputs
     service.close("success").result()

@@ -29,6 +29,9 @@ class PackedRecurrence:
     Sequences with equal numbers of chunks are computed together.
     """
 
+    by_kernels = False
+    """Whether a GPU uses the Triton kernels of `chunked`. They have run in Triton's interpreter only."""
+
     def __init__(self, bounds: Sequence[int]) -> None:
         self._spans = [(start, end) for start, end in pairwise(bounds) if end > start]
         self._bounds, self._rows = bounds, bounds[-1]
@@ -54,7 +57,7 @@ class PackedRecurrence:
 
     def _kernels_for(self, given: RecurrenceInputs) -> ChunkedRecurrence | None:
         """The kernels, if they can compute these inputs. Not those in fp32, for which they take minutes to compile."""
-        if not given.v.is_cuda or given.decay.dim() == 3 or given.k.dtype == torch.float32:
+        if not (self.by_kernels and given.v.is_cuda) or given.decay.dim() == 3 or given.k.dtype == torch.float32:
             return None
         from coserve.kernels.recurrent.chunked.recurrence import MOST_KEYS, ChunkedRecurrence  # needs Triton
 
