@@ -20,8 +20,9 @@ import numpy as np
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.provenance import gpu_names
 from benchmarks.common.results import Results, Target, summarize
+from benchmarks.serving.http_case import SEED
 from benchmarks.serving.http_daemon import daemon
-from benchmarks.tinker.sessions import FILE, KEY, SEED, datum
+from benchmarks.tinker.sessions import FILE, KEY, datum
 from coserve.client import Client
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.workloads.bundled import bundled_prompts
@@ -41,11 +42,12 @@ def log_ratios(url: str, model: str, prompts: int, group: int, sampled: int) -> 
     trainer = service.create_lora_training_client(base_model=base, rank=RANK, seed=SEED).result()
     rows = [(tokenizer.encode(text) * ROW_TOKENS)[: ROW_TOKENS + 1] for text in texts[-LEARNED:]]
     batch = [datum(row[:-1], row[1:], weights=np.ones(ROW_TOKENS, np.float32)) for row in rows]
-    for future in (
+    learned, stepped = (
         trainer.forward_backward(batch, "cross_entropy"),
         trainer.optim_step(tinker.AdamParams(learning_rate=1e-3)),
-    ):
-        future.result()
+    )
+    learned.result()
+    stepped.result()
     sampler = trainer.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=sampled, temperature=1.0, stop=[])
     asked = [tokenizer.encode(text) for text in texts[:prompts]]
@@ -56,12 +58,13 @@ def log_ratios(url: str, model: str, prompts: int, group: int, sampled: int) -> 
             row = [*ids, *one.tokens]
             found.append(datum(row[:-1], row[1:], weights=np.ones(len(row) - 1, np.float32)))
             said.append(np.array(one.logprobs, np.float64))
-    learned = trainer.forward(found, "cross_entropy").result().loss_fn_outputs
+    scored = trainer.forward(found, "cross_entropy").result().loss_fn_outputs
     service.close("success").result()
     ours = [
-        np.array(each["logprobs"].to_numpy(), np.float64)[-len(own) :] for each, own in zip(learned, said, strict=True)
+        np.array(each["logprobs"].to_numpy(), np.float64)[-len(own) :] for each, own in zip(scored, said, strict=True)
     ]
-    return np.concatenate(ours) - np.concatenate(said)
+    ratios: np.ndarray = np.concatenate(ours) - np.concatenate(said)
+    return ratios
 
 
 def main() -> None:
