@@ -15,7 +15,8 @@ how many adapters a second the link to the GPU carries (`adapter_steps.json`), w
 one, memory apart for adapters, has no counterpart here: the pool is one array.
 
 `sat`: arrivals beyond what is served; output tokens of the window from `SETTLED` seconds on, over the mean length of an
-answer. `ttft`: 70% of that of 5 adapters. `cold`: one request at a time, of an adapter's first one what is more than
+answer. `ttft`: 70% of that of 5 adapters; where `sat` has not measured it in the same run, of the committed result, as
+its row says. `cold`: one request at a time, of an adapter's first one what is more than
 its second one, for an adapter in host memory and for one in the page cache (rank 16 on seven sites).
 """
 
@@ -30,7 +31,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,10 @@ from coserve.workloads.replay import Sample
 FILE, PARTS = "adapters_many.json", ("sat", "ttft", "cold", "uniform")
 S1, S2, COLD_RANK = (8,), (8, 16, 32, 64), 16
 SETTLED = 4.0
+"""Seconds; also of requests that are not measured, where none were sent before."""
 LOAD = 0.7
+FEW = (5, 1, "s1")
+"""The case that others are compared with."""
 TARGETS = {500: 0.98, 2000: 0.97, 5000: 0.94}
 
 
@@ -160,56 +164,62 @@ class Run:
     def _saturate(self, key: tuple[int, float, str]) -> None:
         assert time.monotonic() < self._end, f"no time left for {key}"
         count, exponent, kind = key
-        case, names = self._case, self._fleet.names(kind, count)
-        if self._warm:
-            warm(self._url, names, f"{kind}-")
+        case, names = self._case, self._names(kind, count)
         tiers = {
             "in_host_memory": len(resident(self._url, f"{kind}-") & set(names)),
             "in_page_cache": self._fleet.cached(kind, count),
         }
         before = load_seconds(self._url)
-        requests = self._requests(names, exponent, case.rate)
-        samples = self._send(requests, case.seconds)
-        window = case.seconds - SETTLED
-        tokens = sum(SETTLED <= at < case.seconds for sample in samples for at in sample.times)
-        gaps = [
-            gap for sample in samples for gap in itertools.starmap(lambda a, b: b - a, itertools.pairwise(sample.times))
-        ]
-        served = tokens / window / ((8 + case.longest) / 2)
+        samples = self._send(requests_of(case, names, exponent, case.rate), case.seconds)
+        served, about = throughput(samples, case)
         self._served[key] = served
         name = f"{count}.{'alpha1' if exponent else 'uniform'}.{kind}"
-        about = {
-            "output_tok_s": round(tokens / window, 1),
-            "tpot_p50_ms": _ms(gaps, 0.5),
-            "tpot_p99_ms": _ms(gaps, 0.99),
-            "errors": _errors(samples),
-            "loads": (loads := _loads(before, load_seconds(self._url))),
-            "health": _health(self._url),
-        }
+        about |= {"loads": (loads := _loads(before, load_seconds(self._url))), "health": _health(self._url)}
         size, link = self._fleet.bytes(kind), link_bytes_s()
         moved = {"read": loads["read"][0], "copied": loads["copy"][0]}
         about |= tiers | {f"{name}_gb_s": round(n * size / case.seconds / 1e9, 3) for name, n in moved.items()}
         about |= {"adapter_bytes": round(size), "floor_requests_s": None if link is None else round(link / size, 1)}
         target = Target(40.0) if key == (2000, 1, "s1") else None
         self._put(f"adapters.requests_s.{name}", round(served, 2), "requests/s", target, about=about)
-        few = self._served.get((5, 1, "s1"))
+        few = self._served.get(FEW)
         if few and kind == "s1" and exponent and count in TARGETS:
             self._put(f"adapters.flat.{count}", round(served / few, 4), "of 5 adapters", Target(TARGETS[count]))
         same = self._served.get((count, exponent, "s1"))
         if kind == "s2" and same:
             self._put("adapters.s2_vs_s1", round(served / same, 4), "of S1", Target(0.9))
 
+    def _names(self, kind: str, count: int) -> list[str]:
+        """The first `count` adapters of a kind, in host memory if they shall be."""
+        names = self._fleet.names(kind, count)
+        if self._warm:
+            warm(self._url, names, f"{kind}-")
+        return names
+
+    def _saturation(self) -> tuple[float, str]:
+        """Requests a second at saturation with 5 adapters, and where the number is from."""
+        if FEW in self._served:
+            return self._served[FEW], "this run"
+        row = committed(FILE, "adapters.requests_s.5.alpha1.s1") if self._case is FULL else None
+        return (0.5 * self._case.rate, "a guess") if row is None else (row["value"], f"{FILE}, {row['date']}")
+
     def ttft(self) -> None:
         most = max(key[0] for key in self._case.cases if key[0] <= 2000)
-        rate = LOAD * self._served.get((5, 1, "s1"), 0.5 * self._case.rate)
+        saturation, source = self._saturation()
+        rate = LOAD * saturation
+        if not self._served:
+            first = replace(self._case, seconds=SETTLED)
+            self._send(requests_of(first, self._names("s1", 5), 1, rate), SETTLED, rest=3.0)
         found = dict[int, float]()
         for count in (5, most):
-            before, names = load_seconds(self._url), self._fleet.names("s1", count)
-            samples = self._send(self._requests(names, 1, rate), self._case.seconds, rest=3.0)
+            names = self._names("s1", count)
+            before = load_seconds(self._url)
+            samples = self._send(requests_of(self._case, names, 1, rate), self._case.seconds, rest=3.0)
             waits = [each.times[0] - each.due for each in samples if each.times]
             found[count] = _quantile(waits, 0.95)
             about = {
                 "rate": round(rate, 2),
+                "saturation": round(saturation, 2),
+                "saturation_from": source,
                 "p50_ms": _ms(waits, 0.5),
                 "requests": len(samples),
                 "errors": _errors(samples),
@@ -252,33 +262,66 @@ class Run:
                 key, round(statistics.median(added), 2), "ms added to TTFT", Target(most, True), added, about
             )
 
-    def _requests(self, names: Sequence[str], exponent: float, rate: float) -> list[LoadRequest]:
-        chance, found = random.Random(f"{SEED}/{len(names)}/{exponent}/{rate}"), list[tuple[float, str]]()
-        of_each = shares(Popularity(Shape.POWER_LAW, exponent), len(names))
-        for name, share in zip(chance.sample(names, len(names)), of_each, strict=True):
-            arrivals = Arrivals(process=Process.GAMMA, rate=rate, cv=1.0)
-            found += [(at, name) for at in arrival_times(arrivals, self._case.seconds, chance, share=share)]
-        longest, vocab = self._case.longest, self._case.config["vocab_size"]
-        return [
-            LoadRequest(
-                index=i,
-                prompt=[chance.randrange(FIRST_TOKEN, vocab) for _ in range(chance.randint(8, longest))],
-                max_tokens=chance.randint(8, longest),
-                adapter=name,
-                at=at,
-            )
-            for i, (at, name) in enumerate(sorted(found))
-        ]
-
     def _send(self, requests: Sequence[LoadRequest], seconds: float, rest: float = 0.3) -> list[Sample]:
         """What is not answered `rest` seconds after the last arrival is cut off."""
         return LoadProcesses(self._case.processes).run(self._url, requests, start=soon(), until=seconds + rest)
 
 
+def requests_of(case: Case, names: Sequence[str], exponent: float, rate: float) -> list[LoadRequest]:
+    """S-LoRA's trace: each adapter's own Gamma arrivals, its share by a power law of this exponent."""
+    chance, found = random.Random(f"{SEED}/{len(names)}/{exponent}/{rate}"), list[tuple[float, str]]()
+    of_each = shares(Popularity(Shape.POWER_LAW, exponent), len(names))
+    for name, share in zip(chance.sample(names, len(names)), of_each, strict=True):
+        arrivals = Arrivals(process=Process.GAMMA, rate=rate, cv=1.0)
+        found += [(at, name) for at in arrival_times(arrivals, case.seconds, chance, share=share)]
+    longest, vocab = case.longest, case.config["vocab_size"]
+    return [
+        LoadRequest(
+            index=i,
+            prompt=[chance.randrange(FIRST_TOKEN, vocab) for _ in range(chance.randint(8, longest))],
+            max_tokens=chance.randint(8, longest),
+            adapter=name,
+            at=at,
+        )
+        for i, (at, name) in enumerate(sorted(found))
+    ]
+
+
+def throughput(samples: Sequence[Sample], case: Case) -> tuple[float, dict[str, Any]]:
+    """Requests that are served a second: output tokens of the window over the mean length of an answer; and fields of
+    the row. A chunk counts as the mean number of tokens of its answer's chunks."""
+    window = case.seconds - SETTLED
+    tokens = sum(
+        sum(SETTLED <= at < case.seconds for at in each.times) * each.tokens / len(each.times)
+        for each in samples
+        if each.times
+    )
+    gaps = [gap for each in samples for gap in itertools.starmap(lambda a, b: b - a, itertools.pairwise(each.times))]
+    about = {
+        "output_tok_s": round(tokens / window, 1),
+        "tpot_p50_ms": _ms(gaps, 0.5),
+        "tpot_p99_ms": _ms(gaps, 0.99),
+        "errors": _errors(samples),
+    }
+    return tokens / window / ((8 + case.longest) / 2), about
+
+
+def daemon_settings(root: Path, model: Path, case: Case) -> dict[str, object]:
+    """Defaults, with a queue for all that arrives."""
+    served = {"model": model, "data_dir": root / "data", "data_root": root, "device": case.device}
+    return served | {"load_format": "dummy", "max_queue": 4096, "shed": "off", "max_connections": 4096}
+
+
+def committed(file: str, key: str) -> dict[str, Any] | None:
+    """The row of a committed result; None: not measured."""
+    path = RESULTS / file
+    found: dict[str, Any] | None = json.loads(path.read_text())["rows"].get(key) if path.exists() else None
+    return found
+
+
 def link_bytes_s() -> float | None:
     """Bytes a second of copies from pinned memory to the GPU, as committed; None: not measured."""
-    path = RESULTS / "adapter_steps.json"
-    row = json.loads(path.read_text())["rows"].get("adapters.copy_added_ms.beside") if path.exists() else None
+    row = committed("adapter_steps.json", "adapters.copy_added_ms.beside")
     return None if row is None else 1e3 * float(row["bytes"]) / float(row["copy_ms"])
 
 
@@ -334,8 +377,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         model = model_folder(root / "model", size)
-        served = {"model": model, "data_dir": root / "data", "data_root": root, "device": case.device}
-        served |= {"load_format": "dummy", "max_queue": 4096, "shed": "off", "max_connections": 4096}
+        served = daemon_settings(root, model, case)
         environment = {}
         if options.without is not None:
             path = [str(Path(__file__).parent / "ablation"), os.environ.get("PYTHONPATH", "")]

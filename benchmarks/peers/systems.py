@@ -7,8 +7,8 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
 from types import MappingProxyType
@@ -41,6 +41,8 @@ class Place:
     strong: bool = False
     """Whether vLLM runs with its settings for LoRA that are off by default: both streams, kernels for each number of
     active adapters."""
+    more: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Further options of vLLM, or others instead of its own here: values by name."""
 
 
 def free_port() -> int:
@@ -165,6 +167,5 @@ def vllm_options(place: Place, scenario: Scenario, port: int, memory: float) -> 
         "--lora-modules",
         *lora,
     ]
-    return [part for name, value in options.items() for part in (f"--{name}", str(value))] + (
-        flags if lora else flags[:2]
-    )
+    values: dict[str, Sequence[str]] = {name: (str(value),) for name, value in options.items()} | dict(place.more)
+    return [part for name, value in values.items() for part in (f"--{name}", *value)] + (flags if lora else flags[:2])

@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.adapters import with_vllm
+from benchmarks.adapters.many import requests_of
 from benchmarks.common.results import Results
 from benchmarks.peers import trainer
 from benchmarks.peers.compare import Comparison, make_adapters
@@ -77,6 +79,10 @@ def small_trace() -> Trace:
     )
 
 
+def results_in(folder: Path, name: str) -> Results:
+    return Results(folder, name, script="here", hardware="here", seed=0, revision="x", settings={})
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     folder = tmp_path / "site" / "vllm" / "entrypoints" / "openai"
@@ -123,15 +129,7 @@ def test_vllm_beside_peft_writes_what_coserve_writes(place: Place, tmp_path: Pat
 def test_equal_loads_of_vllm_beside_peft(place: Place, tmp_path: Path) -> None:
     """Requests come from processes of their own, PEFT's peak is measured first, and no targets are sent to vLLM. Half
     of the time PEFT trains less."""
-    results = Results(
-        tmp_path,
-        "equal_loads.json",
-        script="benchmarks.peers.equal_loads",
-        hardware="here",
-        seed=0,
-        revision="x",
-        settings={},
-    )
+    results = results_in(tmp_path, "equal_loads.json")
     asyncio.run(EqualLoads(place, results, (), tiny=True, budget=600).run_peers((0.25, 1.0), ()))
     rows = json.loads((tmp_path / "equal_loads.json").read_text())["rows"]
     assert set(rows) == {"peak.vllm+peft", "r5.vllm+peft", "r5.vllm+peft@d0.25"}
@@ -180,6 +178,30 @@ def test_vllms_options(place: Place) -> None:
     given = dict(itertools.pairwise(options))
     assert (given["--max-lora-rank"], given["--max-loras"], given["--gpu-memory-utilization"]) == ("16", "2", "0.4")
     assert "--no-enable-prefix-caching" in options and options[-1].startswith("load-01=")
+
+
+@on_days(2)
+def test_many_adapters_with_vllm(place: Place, tmp_path: Path) -> None:
+    """vLLM gets all adapters at its start and places for as many as run; the ratio needs coserve's row."""
+    arguments = ["--tiny", "--vllm-site", str(place.site), "--vllm-strong", "--vllm-option", "lora-target-modules=a,b"]
+    (root := tmp_path / "root").mkdir()
+    results = results_in(tmp_path, "adapters_many.json")
+    compared = with_vllm.comparison(root, with_vllm.parse([*arguments, "--out", str(tmp_path)]), results)
+    results.put("adapters.coserve.requests_s.20.alpha1", 5.0, "requests/s")
+    case = replace(compared.case, seconds=5.0)
+    asyncio.run(replace(compared, case=case).vllm())
+    rows = json.loads((tmp_path / "adapters_many.json").read_text())["rows"]
+    del rows["adapters.coserve.requests_s.20.alpha1"]
+    own = [f"adapters.vllm.requests_s.20.{name}.strong" for name in ("alpha1", "uniform")]
+    assert set(rows) == {*own, "adapters.vs_vllm.20.alpha1.strong"}
+    told = rows[own[0]]
+    assert rows["adapters.vs_vllm.20.alpha1.strong"]["value"] == pytest.approx(5 / told["value"], abs=0.01)
+    assert "--max-loras 20 --max-cpu-loras 20 --max-lora-rank 8 " in told["flags"] and told["errors"] == {}
+    assert "--lora-target-modules a b" in told["flags"] and "--specialize-active-lora" in told["flags"]
+    bodies = json.loads((tmp_path / "site/vllm/entrypoints/openai/bodies.json").read_text())
+    sent = requests_of(case, compared.scenario.adapter_names, 0, case.rate)
+    last = sorted((body["model"], body["prompt"], body["max_tokens"]) for body in bodies[-len(sent) :])
+    assert last == sorted((each.adapter, each.prompt, each.max_tokens) for each in sent)
 
 
 def test_strong_settings_are_told_with_the_versions(place: Place) -> None:

@@ -1,0 +1,164 @@
+"""coserve and vLLM with 500 adapters at saturation, on the traces of `many.py`, one after the other on one GPU.
+
+    python -m benchmarks.adapters.with_vllm --vllm-site /tmp/site --out benchmarks/results
+    python -m benchmarks.adapters.with_vllm --only vllm --vllm-strong --vllm-site /tmp/site --out benchmarks/results
+
+The Llama-3.1-8B shape with random weights, adapters of rank 8 on q, k, v and o; popularity a power law of exponent 1
+(`alpha1`), or uniform. Both get the same trace files through `/v1/completions` from the same clients, without a prefix
+cache, and have all adapters in host memory before: vLLM by `--max-cpu-loras 500` and `--lora-modules` at its start,
+coserve by prefetches. `--max-loras`, vLLM's places on the GPU, are as many as requests run (256), so none waits for a
+place. Before the clock starts each serves `SETTLED` seconds of such requests.
+
+`requests_s` is as in `many.py`; `vs_vllm` is coserve's over vLLM's of the same commit. Rows of vLLM have its versions,
+flags and environment; with `--vllm-strong` (both streams, kernels for each number of active adapters) keys end in
+`.strong`. `--vllm-option NAME=VALUE,VALUE` gives it another option, such as `lora-target-modules=qkv_proj,o_proj`:
+without that one vLLM's products of adapters run at the MLP's sites too, with zeros.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.adapters.fleet import link, llama_sites, resident, warm, write_adapter
+from benchmarks.adapters.many import FILE, S1, SETTLED, Case, daemon_settings, requests_of, throughput
+from benchmarks.adapters.many import FULL as FULL_CASE
+from benchmarks.adapters.many import SMALL as SMALL_CASE
+from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.provenance import gpu_names
+from benchmarks.common.results import Results
+from benchmarks.peers.client import replay_prompts
+from benchmarks.peers.compare import base_name
+from benchmarks.peers.systems import Place, peer_about, serving, vllm
+from benchmarks.serving.http_case import FULL, SEED, SMALL, model_folder
+from benchmarks.serving.http_daemon import import_adapter
+from coserve.workloads.replay import Sample
+from coserve.workloads.scenario import Scenario
+from coserve.workloads.trace import PromptArrival, Trace, save_trace
+
+REAL = tuple(f"real-{i}" for i in range(4))
+"""Adapters with files of their own; the others are links to them."""
+PREFIX = "s1"
+POPULARITIES = {"alpha1": 1, "uniform": 0}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`scenario`: has the names of all adapters."""
+
+    case: Case
+    place: Place
+    scenario: Scenario
+    results: Results
+
+    async def coserve(self) -> None:
+        root, names = self.place.scratch, self.scenario.adapter_names
+        async with serving(daemon_settings(root, self.place.model, self.case), root / "coserve.log") as url:
+            await asyncio.to_thread(self._link, url)
+            await asyncio.to_thread(warm, url, names, f"{PREFIX}-")
+            held = len(await asyncio.to_thread(resident, url, f"{PREFIX}-"))
+            await self._measure(url, await base_name(url), "coserve", {"in_host_memory": held})
+
+    def _link(self, url: str) -> None:
+        for name in REAL:
+            import_adapter(url, name)
+        time.sleep(2.0)  # their packed files are written beside all else
+        link(self.place.scratch / "data", REAL, self.scenario.adapter_names)
+
+    async def vllm(self) -> None:
+        for i, name in enumerate(self.scenario.adapter_names):
+            (self.place.adapters / name).symlink_to(self.place.scratch / REAL[i % len(REAL)])
+        try:
+            async with vllm(self.place, self.scenario, memory=self.place.vllm_memory) as url:
+                await self._measure(url, "base", "vllm", peer_about(self.place, self.scenario))
+        except BaseException:
+            print(*(self.place.scratch / "vllm.log").read_text().splitlines()[-40:], sep="\n", flush=True)
+            raise
+
+    async def _measure(self, url: str, model: str, system: str, about: Mapping[str, object]) -> None:
+        """Serve requests that are not measured, then each popularity."""
+        await self._replay(url, model, replace(self.case, seconds=SETTLED), POPULARITIES["alpha1"])
+        for popularity, exponent in POPULARITIES.items():
+            served, found = throughput(await self._replay(url, model, self.case, exponent), self.case)
+            end = f"requests_s.{self.scenario.adapters}.{popularity}"
+            own = f"adapters.{system}.{end}" + self._suffix * (system == "vllm")
+            self.results.put(own, round(served, 2), "requests/s", about=found | dict(about))
+            ours = self.results.row(f"adapters.coserve.{end}")
+            if system == "vllm" and ours is not None and served:
+                key = f"adapters.vs_vllm.{self.scenario.adapters}.{popularity}{self._suffix}"
+                both = {"coserve": ours["value"], "vllm": round(served, 2)}
+                self.results.put(key, round(ours["value"] / served, 4), "of vLLM's requests/s", about=both)
+
+    @property
+    def _suffix(self) -> str:
+        return ".strong" if self.place.strong else ""
+
+    async def _replay(self, url: str, model: str, case: Case, exponent: float) -> Sequence[Sample]:
+        path = self.place.scratch / "trace.jsonl"
+        arrivals = [
+            PromptArrival(
+                at=each.at,
+                index=each.index,
+                adapter=each.adapter,
+                prompt=tuple(each.prompt),
+                max_tokens=each.max_tokens,
+                seed=each.index,
+            )
+            for each in requests_of(case, self.scenario.adapter_names, exponent, case.rate)
+        ]
+        save_trace(Trace(replace(self.scenario, duration=case.seconds), arrivals), path)
+        run, _ = await replay_prompts(url, model, path, case.processes, {})
+        return run.samples
+
+
+def comparison(root: Path, options: argparse.Namespace, results: Results) -> Comparison:
+    """Write the base and the real adapters."""
+    case, size = (SMALL_CASE, SMALL) if options.tiny else (FULL_CASE, FULL)
+    for i, name in enumerate(REAL):
+        write_adapter(root / name, llama_sites(case.config, mlp=False), S1[0], i)
+    (root / "adapters").mkdir()
+    count = case.uniform[0][0]
+    more = {"max-loras": [str(min(count, size.max_running))]}
+    more |= {name: values.split(",") for name, _, values in (each.partition("=") for each in options.vllm_option)}
+    model = model_folder(root / "model", size)
+    place = Place(size, model, root / "adapters", root, options.vllm_site, strong=options.vllm_strong, more=more)
+    scenario = Scenario(adapters=count, rank=S1, adapter_prefix=PREFIX, seed=SEED, rate=case.rate, temperature=0.0)
+    return Comparison(case, place, scenario, results)
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
+    parser.add_argument("--only", default="coserve,vllm", help="systems, separated by commas")
+    parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM and what it needs")
+    parser.add_argument("--vllm-strong", action="store_true", help="vLLM's settings for LoRA that are off by default")
+    parser.add_argument("--vllm-option", action="append", default=[], help="NAME=VALUE,VALUE: one more option of vLLM")
+    options = parser.parse_args(given)
+    check_tiny(parser, options)
+    return options
+
+
+def main() -> None:
+    options = parse()
+    case = SMALL_CASE if options.tiny else FULL_CASE
+    results = Results.of(
+        options,
+        FILE,
+        script="benchmarks.adapters.with_vllm",
+        hardware=gpu_names(options.tiny),
+        seed=SEED,
+        settings={"rate": case.rate, "seconds": case.seconds, "longest": case.longest, "rank": S1[0]},
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        compared, began = comparison(Path(scratch), options, results), time.monotonic()
+        for system in options.only.split(","):
+            asyncio.run(compared.coserve() if system == "coserve" else compared.vllm())
+            print(f"{time.monotonic() - began:.0f} s: {system} is over", flush=True)
+
+
+if __name__ == "__main__":
+    main()
