@@ -15,9 +15,9 @@ how many adapters a second the link to the GPU carries (`adapter_steps.json`), w
 one, memory apart for adapters, has no counterpart here: the pool is one array.
 
 `sat`: arrivals beyond what is served; output tokens of the window from `SETTLED` seconds on, over the mean length of an
-answer. `ttft`: 70% of that of 5 adapters; where `sat` has not measured it in the same run, of the committed result, as
-its row says. `cold`: one request at a time, of an adapter's first one what is more than
-its second one, for an adapter in host memory and for one in the page cache (rank 16 on seven sites).
+answer. `ttft`: 70% of that of 5 adapters; where `sat` has not measured it in the same run, of the committed result of
+the same key, or of the one without an ending, as its row says. `cold`: one request at a time, of an adapter's first one
+what is more than its second one, for an adapter in host memory and for one in the page cache (rank 16 on seven sites).
 """
 
 from __future__ import annotations
@@ -199,8 +199,11 @@ class Run:
         """Requests a second at saturation with 5 adapters, and where the number is from."""
         if FEW in self._served:
             return self._served[FEW], "this run"
-        row = committed(FILE, "adapters.requests_s.5.alpha1.s1") if self._case is FULL else None
-        return (0.5 * self._case.rate, "a guess") if row is None else (row["value"], f"{FILE}, {row['date']}")
+        plain = "adapters.requests_s.5.alpha1.s1"
+        for key in (plain + self._suffix, plain) if self._case is FULL else ():
+            if (row := committed(FILE, key)) is not None:
+                return row["value"], f"{key} of {row['date']}"
+        return 0.5 * self._case.rate, "a guess"
 
     def ttft(self) -> None:
         most = max(key[0] for key in self._case.cases if key[0] <= 2000)
