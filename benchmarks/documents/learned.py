@@ -92,6 +92,7 @@ MEANING = (
     "replay",
     "chunk_tokens",
     "steps",
+    "learning_rate",
     "model",
 )
 """Options that an interrupted run must go on with."""
@@ -230,6 +231,7 @@ class Run:
         """Have the daemon learn the document; return the job's record."""
         training: dict[str, Any] = {"seed": seed}
         training |= {"steps": self._options.steps} if self._options.steps else {}
+        training |= {"learning_rate": self._options.learning_rate} if self._options.learning_rate else {}
         job = await client.learn(
             name,
             document.text,
@@ -345,6 +347,7 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=48, help="with --cost: of each answer")
     parser.add_argument("--steps", type=int, default=0, help="of each job; 0: what the daemon chooses")
+    parser.add_argument("--learning-rate", type=float, default=0.0, help="of each job; 0: what the daemon chooses")
     parser.add_argument("--daemons", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=4, help="documents at a time, on each daemon")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no job begins")
