@@ -22,7 +22,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def finetune(name: str, **given: Any) -> SimpleNamespace:
-        found.append({field: given[field] for field in FinetuneRequest.__struct_fields__ if field in given})
+        fields = FinetuneRequest.__struct_fields__
+        found.append({field: value for field, value in given.items() if field in fields and value is not None})
         return SimpleNamespace(info=job())
 
     monkeypatch.setattr(command, "connect", lambda *_: nullcontext(SimpleNamespace(finetune=finetune)))
