@@ -23,6 +23,8 @@ from coserve.engine.ranks.executor import RankedExecutor
 from coserve.engine.ranks.follower import FollowerParts
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
 from coserve.generate.grammars import CACHED, Grammars
+from coserve.generate.sampling.masks import Masks
+from coserve.generate.sampling.rows import SamplingRow
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
 from coserve.model.fused import FusedBase
@@ -208,3 +210,21 @@ def test_other_ranks_apply_the_same_masks(
         assert collect(generator(mine, kvs[0], ranked, grammars), asked) == alone
         following.catch_up()
     assert torch.equal(kvs[0].buffer.bytes, kvs[1].buffer.bytes)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0), (2,)])
+@pytest.mark.parametrize("sent", [False, True], ids=["here", "sent"])
+def test_masks_are_found_by_their_rows(order: tuple[int, ...], sent: bool) -> None:
+    """Whatever the order of a batch, or which part of it is sampled at a time; an unmasked row stays as it is."""
+    allowed = {number: 5 + 9 * number for number in range(4)}  # the token that a sequence may have
+    words = torch.zeros(4, 2, dtype=torch.int32)
+    for row, token in enumerate(allowed.values()):
+        words[row, token // 32] = 1 << token % 32
+    masks = Masks({number: number for number in allowed}, words)
+    if sent:
+        masks = Masks.of(dict(masks.rows), masks.words.numpy().tobytes())
+    rows = [SamplingRow(number, SamplingParams(), 0, masked=True) for number in order]
+    logits = torch.zeros(len(rows) + 1, 40)
+    masks.apply([*rows, SamplingRow(9, SamplingParams(), 0)], logits)
+    assert logits.isfinite().sum(1).tolist() == [1] * len(rows) + [40]
+    assert logits[:-1].argmax(1).tolist() == [allowed[number] for number in order]
