@@ -29,8 +29,8 @@ class PackedRecurrence:
     Sequences with equal numbers of chunks are computed together.
     """
 
-    by_kernels = False
-    """Whether a GPU uses the Triton kernels of `chunked`. They have run in Triton's interpreter only."""
+    by_kernels = True
+    """Whether a GPU uses the Triton kernels of `chunked`."""
 
     def __init__(self, bounds: Sequence[int]) -> None:
         self._spans = [(start, end) for start, end in pairwise(bounds) if end > start]
