@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from coserve.core.access.principal import DEFAULT_PROJECT, principal
-from coserve.core.errors import NotFound
+from coserve.core.errors import InvalidRequest, NotFound
 from coserve.core.types import Wire
 from coserve.state.durable import read_errors, remove_dir, replace_dir
 
@@ -106,9 +106,13 @@ class FileStore(RecordStore[FileRecord]):
         self._records[record.id] = record
         return record
 
-    def content(self, id: str) -> Path:
-        """Return the path of a file's content. Raises `NotFound`."""
-        return self._folder / self.get(id).id / CONTENT
+    def content(self, id: str, purpose: str | None = None) -> Path:
+        """Return the path of a file's content. Raises `NotFound`, and `InvalidRequest` if the file was uploaded for
+        another purpose than `purpose`."""
+        record = self.get(id)
+        if purpose not in (None, record.purpose):
+            raise InvalidRequest(f"expected a file with purpose {purpose}, got {record.purpose}", field="id")
+        return self._folder / record.id / CONTENT
 
     def bytes_of(self, project: str) -> int:
         """Bytes of all files of a project."""

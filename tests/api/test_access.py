@@ -53,9 +53,9 @@ async def quota(api: Api, project: str, **limits: int) -> None:
     assert (await ask(api, OWNER, "PUT", f"/admin/quotas/{project}", json=limits))[0] == 200
 
 
-def rows_file(content: bytes = json.dumps(ROW).encode() * 3) -> aiohttp.FormData:
+def rows_file(content: bytes = json.dumps(ROW).encode() * 3, purpose: str = "fine-tune") -> aiohttp.FormData:
     form = aiohttp.FormData()
-    form.add_field("purpose", "fine-tune")
+    form.add_field("purpose", purpose)
     form.add_field("file", content, filename="rows.jsonl")
     return form
 
@@ -122,7 +122,7 @@ async def test_a_project_sees_and_uses_only_what_is_its_own(shared: Api, tmp_pat
     job = {"adapter": "hidden", "data": [ROW], "training": {"steps": 1}}
     status, mine = await ask(shared, one, "POST", "/finetune", json=job, headers={"Idempotency-Key": "k"})
     assert status == 202, mine
-    status, file = await ask(shared, one, "POST", "/v1/files", data=rows_file())
+    status, file = await ask(shared, one, "POST", "/v1/files", data=rows_file(purpose="batch"))
     assert status == 200, file
 
     # the owner and the administrator find them, the other project does not

@@ -118,6 +118,15 @@ async def test_files_that_are_no_batch(tmp_path: Path) -> None:
                 await call
         with pytest.raises(openai.NotFoundError, match="input_file_id"):
             await client.batches.create(input_file_id="file-x", endpoint="/v1/completions", completion_window="24h")
+        rows = await client.files.create(file=b"{}", purpose="fine-tune")
+        lines = await client.files.create(file=b"{}", purpose="batch")
+        day: Any = {"anchor": "created_at", "seconds": 86400}
+        asked: Any = {"endpoint": "/v1/completions", "completion_window": "24h"}
+        with pytest.raises(openai.BadRequestError, match="purpose batch, got fine-tune") as caught:
+            await client.batches.create(input_file_id=rows.id, **asked)
+        assert caught.value.param == "input_file_id"
+        with pytest.raises(openai.BadRequestError, match="output_expires_after is not supported"):
+            await client.batches.create(input_file_id=lines.id, output_expires_after=day, **asked)
 
 
 async def test_a_batch_goes_on_after_a_restart_and_is_cancelled(tmp_path: Path) -> None:

@@ -170,10 +170,12 @@ async def test_files(api: Api, client: AsyncOpenAI) -> None:
 async def test_refusals_have_openais_shape(api: Api, client: AsyncOpenAI) -> None:
     jobs, rows = client.fine_tuning.jobs, await upload(client, CHATS)
     wrong = await upload(client, [*CHATS, {"messages": []}])
+    batch = (await client.files.create(file=b"{}", purpose="batch")).id
     dpo: Any = {"type": "dpo", "supervised": {"hyperparameters": {"n_epochs": 1}}}
     tracker: Any = [{"type": "wandb", "wandb": {"project": "x"}}]
     for fields, error, param in (
         ({"training_file": "file-0"}, openai.BadRequestError, "training_file"),
+        ({"training_file": batch}, openai.BadRequestError, "training_file"),
         ({"model": "nobody", "training_file": rows}, openai.NotFoundError, "model"),
         ({"model": "ft:bundled:coserve::01234567", "training_file": rows}, openai.NotFoundError, "model"),
         ({"training_file": rows, "integrations": tracker}, openai.BadRequestError, "integrations"),
@@ -188,7 +190,7 @@ async def test_refusals_have_openais_shape(api: Api, client: AsyncOpenAI) -> Non
             await jobs.create(**{"model": "bundled", **fields})
         assert caught.value.param == param, caught.value
     for files, said in (
-        ({"training_file": wrong}, "line 9:"),
+        ({"training_file": wrong}, "training_file: line 9:"),
         ({"training_file": rows, "validation_file": wrong}, "validation_file: line 9:"),
     ):
         with pytest.raises(openai.UnprocessableEntityError, match=said):
@@ -196,6 +198,9 @@ async def test_refusals_have_openais_shape(api: Api, client: AsyncOpenAI) -> Non
     with pytest.raises(openai.BadRequestError) as caught:
         await client.files.create(file=b"{}", purpose="vision")
     assert caught.value.param == "purpose"
+    day: Any = {"anchor": "created_at", "seconds": 86400}
+    with pytest.raises(openai.BadRequestError, match="kept until they are deleted"):
+        await client.files.create(file=b"{}", purpose="fine-tune", expires_after=day)
     with pytest.raises(openai.APIStatusError) as caught:
         await client.files.create(file=b"x" * (1 << 20), purpose="fine-tune")
     assert caught.value.status_code == 413

@@ -8,6 +8,7 @@ import time
 from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
+from coserve.api.http.body_types import refuse_unless_neutral
 from coserve.api.http.responses import json_response
 from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
 from coserve.api.openai.batches.runner import BatchRunner
@@ -27,6 +28,7 @@ class BatchesApi:
 
     async def create_batch(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, NewBatch, dialect=True)
+        refuse_unless_neutral("output_expires_after", body.output_expires_after, ())
         record = BatchRecord(
             id=f"batch_{secrets.token_hex(12)}",
             endpoint=body.endpoint,

@@ -91,11 +91,12 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def create(self, record: BatchRecord) -> None:
-        """Keep a batch and begin it. Raises `NotFound` without its file, `StorageError`."""
+        """Keep a batch and begin it. Raises `NotFound` without its file, `InvalidRequest` if the file has another
+        purpose, `StorageError`."""
         try:
-            content = self._files.content(record.input_file_id)
-        except NotFound as error:
-            raise NotFound(error.message, field="input_file_id") from None
+            content = self._files.content(record.input_file_id, "batch")
+        except (InvalidRequest, NotFound) as error:
+            raise type(error)(error.message, field="input_file_id") from None
         await uncancelled_thread(self.store.add, record, content)
         self._start(record)
 

@@ -36,6 +36,8 @@ class FilesApi:
             self._uploads.form(request, self._service.folder.staging) as form,
         ):
             for name in form.fields:
+                if name.startswith("expires_after"):
+                    raise InvalidRequest("files are kept until they are deleted", field=name)
                 if name != "purpose":
                     raise UnknownField(f"unknown field {name!r}: expected a file and its purpose", field=name)
             purpose = form.fields.get("purpose")

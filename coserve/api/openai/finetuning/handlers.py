@@ -46,16 +46,18 @@ class FineTuningApi:
         try:
             job = await self._service.jobs.submit(native, UploadedRows(training, validation), key, origin=origin)
         except (CorpusError, InvalidRequest) as error:
-            if error.field != "validation":
-                raise
-            message = error.message.replace("validation", "validation_file", 1)
-            raise type(error)(message, field="validation_file") from None
+            if error.field == "validation":
+                message = error.message.replace("validation", "validation_file", 1)
+                raise type(error)(message, field="validation_file") from None
+            if isinstance(error, CorpusError):
+                raise type(error)(error.message, field="training_file") from None
+            raise
         return await self._show(job.id)
 
     def _file(self, id: str, field: str) -> Path:
         try:
-            return self._service.files.content(id)
-        except NotFound as error:
+            return self._service.files.content(id, "fine-tune")
+        except (InvalidRequest, NotFound) as error:
             raise InvalidRequest(error.message, field=field) from None
 
     async def _show(self, id: str) -> web.StreamResponse:
