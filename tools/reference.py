@@ -132,7 +132,8 @@ def _operation(method: str, path: str, operation: Json) -> Iterator[str]:
             yield f"- {each['in'].capitalize()} `{each['name']}`: {_kind(each['schema'])}. {text}".rstrip()
     for media, content in operation.get("requestBody", {}).get("content", {}).items():
         form = content["schema"].get("properties", {})
-        kind = f"a part `settings`: {_kind(form['settings'])}, parts `file`" if form else _kind(content["schema"])
+        files = " and ".join(f"`{name}`" for name in form if name != "settings")
+        kind = f"a part `settings`: {_kind(form['settings'])}, parts {files}" if form else _kind(content["schema"])
         yield f"- Body, `{media}`: {kind}"
     for status, response in operation["responses"].items():
         if status.startswith("2"):

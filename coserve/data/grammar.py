@@ -45,7 +45,8 @@ def check_grammar(grammar: Grammar) -> None:
 
 def plain_reason(reason: str) -> str:
     """Return why a grammar was refused, without llguidance's marks of parts that it leaves out."""
-    return reason.replace("<non-verbose/>", "").strip()[:500]
+    plain = reason.replace("<non-verbose/>", "").strip()[:500]
+    return "no text fits it" if plain == "NoExtensionBias" else plain
 
 
 def _wrong(grammar: Grammar, reason: str) -> InvalidRequest:

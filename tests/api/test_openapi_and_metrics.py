@@ -50,6 +50,8 @@ async def test_the_description_is_whole(api: Api) -> None:
     assert {"409", "500", "503"} <= set(finetune["responses"]) and "Retry-After" in finetune["responses"]["429"][
         "headers"
     ]
+    form = finetune["requestBody"]["content"]["multipart/form-data"]["schema"]
+    assert (set(form["properties"]), form["required"]) == ({"settings", "file", "validation"}, ["settings", "file"])
     headers = [one["name"] for route in (finetune, events) for one in route["parameters"] if one["in"] == "header"]
     assert headers == ["Idempotency-Key", "Last-Event-ID"]
     starting = document["paths"]["/health"]["get"]["responses"]["503"]["content"]["application/json"]["schema"]

@@ -74,6 +74,12 @@ async def test_every_dialect_constrains_its_text(real: Api) -> None:
         assert json.loads(own.choices[0].text) in ("left", "right")
 
 
+async def test_a_schema_that_no_text_fits_is_refused_as_such(real: Api) -> None:
+    body = {"prompt": "Once", "guided_json": {"$ref": "#"}}
+    status, answer = await real.call("POST", "/generate", json=body)
+    assert (status, "no text fits it" in answer["error"]["message"]) == (400, True), answer
+
+
 @pytest.mark.parametrize(
     ("body", "field", "says"),
     [

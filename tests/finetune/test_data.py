@@ -215,6 +215,10 @@ MALFORMED = {
     "depth": "[" * 100_000,
     "two values": '{"text": "a"} {"text": "b"}',
 }
+FORMATS = (
+    "; a corpus is JSON Lines (one object a line), a JSON array, CSV or parquet; a text without rows is learned as a "
+    "document (coserve learn)"
+)
 
 
 @pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED.keys())
@@ -230,6 +234,12 @@ def test_malformed_rows_are_refused_with_their_line(content: str) -> None:
         ('{"text": "a', "line 1: expected JSON: Unterminated string starting at column 10"),
         ('{"text": "a\tb"}', "line 1: expected JSON: Invalid control character at column 12"),
         ('{"text": }', "line 1: expected JSON: Expecting value at column 10"),
+        ("# Notes\n\nA list.", f"line 1: expected JSON: Expecting value at column 1{FORMATS}"),
+        (
+            '{\n"text": "a"}',
+            f"line 1: expected JSON: Expecting property name enclosed in double quotes at column 2{FORMATS}",
+        ),
+        ('{"text": "a"}\nnotes', "line 2: expected JSON: Expecting value at column 1"),
         ('{"text": "a"\n{"text": "b"}\n', "line 1: expected JSON: Expecting ',' delimiter at column 13"),
         ('{"text": ' + "9" * 5000 + "}", "line 1: expected a number of at most 1000 digits, got 5000"),
     ],

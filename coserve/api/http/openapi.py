@@ -151,11 +151,11 @@ def _event(route: Route, data: Schema) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": ["data"]}
 
 
-def _body(struct: Schema, upload: bool) -> dict[str, Any]:
+def _body(struct: Schema, upload: tuple[str, ...]) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": _schema(struct)}
     if upload:
         file = {"type": "string", "contentMediaType": "application/octet-stream"}
-        parts = {"settings": _schema(struct)["schema"], "file": {"type": "array", "items": file}}
+        parts = {"settings": _schema(struct)["schema"], **dict.fromkeys(upload, {"type": "array", "items": file})}
         schema = {"type": "object", "properties": parts, "required": ["settings", "file"]}
         content["multipart/form-data"] = {
             "schema": schema,

@@ -30,8 +30,9 @@ class Route:
     handler: Handler
     summary: str
     body: Schema | None = None
-    upload: bool = False
-    """Whether the body may also be multipart/form-data, with files."""
+    upload: tuple[str, ...] = ()
+    """Names of the parts with files if the body may also be multipart/form-data: `file`, and those that may be left
+    out."""
     form: type[msgspec.Struct] | None = None
     """Fields of a body that is multipart/form-data with one file, the part `file`."""
     response: Schema | None = None

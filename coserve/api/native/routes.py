@@ -5,6 +5,7 @@ from __future__ import annotations
 from coserve.api.adapters.filters import FILTERS
 from coserve.api.http.responses import NATIVE_ERRORS
 from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
+from coserve.api.http.uploads import VALIDATION
 from coserve.api.native.handlers import NativeApi
 from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.schemas import TgiRequest, TgiResponse, TgiStreamEvent
@@ -60,7 +61,7 @@ def _job_routes(api: NativeApi) -> tuple[Route, ...]:
             api.finetune,
             "Start a fine-tuning job",
             body=FinetuneRequest,
-            upload=True,
+            upload=("file", VALIDATION),
             response=Job,
             events=SubmissionEvent,
             status=202,
@@ -111,7 +112,7 @@ def _adapter_routes(api: NativeApi) -> tuple[Route, ...]:
             api.import_adapter,
             "Import PEFT files",
             body=ImportRequest,
-            upload=True,
+            upload=("file",),
             response=Adapter,
             status=201,
             errors=(409, 422, *BODY_ERRORS, BUSY, 507),

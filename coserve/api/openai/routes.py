@@ -78,7 +78,7 @@ def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
             lora.load_lora_adapter,
             "Load an adapter, as vLLM does, or one whose tensors are in the body",
             body=LoadLoraRequest,
-            upload=True,
+            upload=("file",),
             media="text/plain",
             errors=(409, *errors, 507),
         ),

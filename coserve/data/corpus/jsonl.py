@@ -26,6 +26,10 @@ _OTHER_FORMATS = {
     codecs.BOM_UTF16_BE: "UTF-16",
 }
 """Formats that users send instead of JSON Lines, by their first bytes."""
+_FORMATS = (
+    "; a corpus is JSON Lines (one object a line), a JSON array, CSV or parquet; a text without rows is learned as a "
+    "document (coserve learn)"
+)
 
 
 def parse_jsonl(source: bytes | Path, limits: CorpusLimits = LIMITS, columns: Columns | None = None) -> Iterator[Row]:
@@ -98,9 +102,9 @@ def _decode_line(content: bytes, line: int) -> object:
     except UnicodeDecodeError as error:
         raise MalformedRow("expected UTF-8", line=line) from error
     except json.JSONDecodeError as error:
-        raise MalformedRow(
-            f"expected JSON: {error.msg.removesuffix(' at')} at column {error.colno}", line=line
-        ) from error
+        message = f"expected JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        hint = _FORMATS if line == 1 and (text == "{" or error.colno == 1) else ""
+        raise MalformedRow(message + hint, line=line) from error
     except ValueError as error:
         raise MalformedRow(str(error)[:200], line=line) from error
     except RecursionError as error:
