@@ -1,6 +1,6 @@
 """An 8B shape with random weights on one GPU, its layers in FP8 and NF4 beside bf16: memory, decode, fine-tuning.
 
-    python -m benchmarks.quant.quantized --out benchmarks/results [--only decode,finetune,products,nf4]
+    python -m benchmarks.quant.quantized --out benchmarks/results [--only rows,decode,finetune,products,nf4]
     TRITON_INTERPRET=1 python -m benchmarks.quant.quantized --tiny --out /tmp/tried
 
 FP8 and bf16 hold the same weights and take turns. Decode runs through the engine with compiled layers and CUDA graphs;
@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -29,6 +30,7 @@ from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.common.timing import event_us
 from benchmarks.ets.figure_5_1_trainer import Jobs, forget_compiled, trained_jobs
+from benchmarks.quant.few_rows import measure_few_rows
 from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, hardware, make_base, synchronize
 from coserve.generate.execution.start import INDUCTOR
 from coserve.memory.kv import KvCache
@@ -41,7 +43,7 @@ GIB = 1 << 30
 LIMIT = 16 * GIB
 PAGE_TOKENS = 16
 REPEATS = 3
-PARTS = ("decode", "finetune", "products", "nf4")
+PARTS = ("rows", "decode", "finetune", "products", "nf4")
 
 
 class Benchmark:
@@ -57,6 +59,7 @@ class Benchmark:
     def run(self, part: str) -> None:
         runs: dict[str, Callable[[], None]] = {
             "nf4": self._nf4,
+            "rows": partial(measure_few_rows, self._results, self._device, tiny=self._tiny),
             "products": self._products,
             "decode": self._decode,
             "finetune": self._finetune,

@@ -16,6 +16,7 @@ from coserve.core.validation import decoder_of
 from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.gemm.skinny import Shape
 from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.quantized import fp8
 from coserve.kernels.quantized.weights import Nf4Weights, QuantizedWeights
 
 L2_BYTES = 200 << 20
@@ -30,7 +31,7 @@ MEASURED = 8
 class GemmOutput:
     y: Tensor
     """(T, O)."""
-    workspace: Tensor | None
+    workspace: tuple[Tensor, ...] | None
     """Memory that is busy until the kernel ends, if the next kernel may start as soon as x is readable. Otherwise
     None."""
 
@@ -57,7 +58,8 @@ class GemmChoice:
         return GemmOutput(functional.linear(x_TD, weight_OD, bias_O), None) if found is None else found
 
     def quantized_linear(self, x_TD: Tensor, weights: QuantizedWeights, *, before_shrink: bool = False) -> GemmOutput:
-        """Compute `linear` with quantised weights. Our kernels read FP8 weights and leave x as it is."""
+        """Compute `linear` with quantised weights. Our kernels read FP8 weights; `fp8.rounds` tells whether they round
+        x."""
         found, scale_O = None, weights.row_scales
         if scale_O is not None and x_TD.dtype == weights.dtype:
             found = self._own(x_TD, weights.weight, weights.bias, scale_O, before_shrink)
@@ -71,7 +73,9 @@ class GemmChoice:
         if self.counters is not None and x_TD.stride(1) == 1 and (rows > 1 or before_shrink):
             most = skinny.rows_of(rows)
             if most and (shape := self.skinny.get((most, inputs, outputs))):
-                return GemmOutput(*skinny.skinny_gemm(x_TD, weight_OD, bias_O, self.counters, shape, scale_O))
+                rounded = scale_O is not None and fp8.rounds(x_TD)
+                own = skinny.skinny_gemm(x_TD, weight_OD, bias_O, self.counters, shape, scale_O, rounded=rounded)
+                return GemmOutput(*own)
         if rows == 1 and (one := self.gemv.get((inputs, outputs))):
             return GemmOutput(gemv.gemv(x_TD[0], weight_OD, bias_O, one, scale_O).view(1, -1), None)
         return None
@@ -152,7 +156,7 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             continue
         known = all(kind in wide and shape in gemv.shapes_of(kind[0]) for kind, shape in saved.gemv) and all(
-            shape in skinny.SHAPES and rows in skinny.ROWS and (inputs_, outputs) in wide
+            shape in (*skinny.SHAPES, *skinny.ROUNDED_SHAPES) and rows in skinny.ROWS and (inputs_, outputs) in wide
             for (rows, inputs_, outputs), shape in saved.skinny
         )
         if not known or {tuple(kind) for kind in saved.kinds} != kinds.keys():

@@ -9,6 +9,7 @@ from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.gpu.device import interpreted
 from coserve.kernels.quantized import fp8, nf4
 from coserve.kernels.quantized.weights import Fp8Weights, Nf4Weights
+from coserve.model.gemm_choice import GemmChoice
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -54,6 +55,51 @@ def test_few_rows_through_fp8_weights(bias: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=5e-3, atol=2e-2)
     one = gemv.gemv(x[0], codes, added, (8, 4), scales)
     torch.testing.assert_close(one, expected[0], rtol=5e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "bias"),
+    [
+        (skinny.Shape(16, 32, 1, 4, 2), 17, True),
+        (skinny.Shape(32, 64, 2, 4, 2, 4), 64, False),
+        (skinny.Shape(64, 32, 4, 4, 2, 1), 33, True),
+    ],
+)
+def test_rounded_rows_through_fp8_weights(shape: skinny.Shape, rows: int, bias: bool) -> None:
+    """As torch's product of both codes: rows with a stride, one of zeros, outputs that are no multiple of a block."""
+    x, added = draw(rows, 160)[:, :128].bfloat16(), draw(48).bfloat16() if bias else None
+    x[3] = 0
+    codes, scales = fp8.quantize(draw(48, 128))
+    counters = torch.zeros(3, dtype=torch.int32)
+    weights = Fp8Weights(codes, added, (48,), scales)
+    expected = fp8.product(x, codes, scales).float() + (0 if added is None else added.float())
+    for _ in range(2):
+        found, workspace = skinny.skinny_gemm(x, codes, added, counters, shape, scales, rounded=True)
+        assert found.dtype == x.dtype and any(one.dtype == fp8.E4M3 for one in workspace)
+        torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+        assert not counters.any()
+    plain = weights.linear(x).float()
+    assert 1e-3 < (found.float() - plain).norm() / plain.norm() < 0.1, "expected x to be rounded, and no more"
+
+
+@pytest.mark.parametrize(("rows", "cores", "rounded"), [(16, True, False), (17, True, True), (17, False, False)])
+def test_more_than_few_rows_are_rounded_where_tensor_cores_take_them(
+    rows: int, cores: bool, rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's GEMM and by our own, so that either may take the other's place. In float16, since the interpreter
+    cannot multiply in bfloat16."""
+    monkeypatch.setattr(fp8, "has_tensor_cores", lambda x: cores)
+    codes, scales = fp8.quantize(draw(48, 128))
+    x, weights = draw(rows, 128).half(), Fp8Weights(codes, torch.zeros(48).half(), (48,), scales)
+    expected = fp8.product(x, codes, scales) if rounded else x @ weights.dense(torch.float16).T
+    shape = skinny.Shape(16, 32, 2, 4, 2)
+    own = GemmChoice(
+        skinny={(most, 128, 48): shape for most in skinny.ROWS}, counters=torch.zeros(3, dtype=torch.int32)
+    )
+    for choice in (GemmChoice(), own):
+        found = choice.quantized_linear(x, weights)
+        assert (found.workspace is None) == (choice is not own)
+        assert (found.y - expected).float().norm() < 6e-3 * expected.float().norm()
 
 
 @pytest.mark.parametrize("kind", [fp8, nf4])

@@ -2,9 +2,14 @@
 
 y[m, n] = bias[n] + scale[n] Σ_k x[m, k] W[n, k]        for up to 64 rows m, sums in fp32; scale: of FP8 weights, else 1
 
-The weight is the left operand, so that its rows fill the tensor cores and x need not be padded to 64 rows. A program
-may start before the preceding kernel has ended (programmatic dependent launch), which hides most of the launch latency.
-The next kernel may start once every program has waited for the preceding one. By then x is complete, but y is not.
+The weight is the left operand, so that its rows fill the tensor cores and x need not be padded to 64 rows. Beside FP8
+weights more than `fp8.FEW_ROWS` rows of x are rounded to FP8 first, where a GPU has tensor cores for it: each program
+reads all of x from the L2 cache, which in 16 bits would be more than its part of the weight. While a kernel rounds x,
+this one fetches its first weights into that cache (`Shape.ahead`).
+
+A program may start before the preceding kernel has ended (programmatic dependent launch), which hides most of the
+launch latency. The next kernel may start once every program has waited for the preceding one. By then x is complete,
+but y is not.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -26,6 +31,7 @@ from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv
 from coserve.kernels.gpu.timing import graph_ms
 from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.quantized import fp8
 
 ROWS = (16, 32, 64)
 """Row counts that kernels are compiled for; each serves every count up to its own."""
@@ -41,6 +47,8 @@ class Shape:
     splits: int
     warps: int
     stages: int
+    ahead: int = 0
+    """Blocks of FP8 weights that a program fetches before the preceding kernel has ended: 0 or a power of 2."""
 
 
 SHAPES = (
@@ -54,9 +62,28 @@ SHAPES = (
     Shape(16, 256, 2, 4, 4),
     Shape(16, 256, 4, 4, 4),
 )
+ROUNDED_SHAPES = (
+    Shape(64, 128, 1, 4, 8, 4),
+    Shape(64, 128, 2, 4, 8, 4),
+    Shape(64, 256, 2, 4, 5, 2),
+    Shape(128, 128, 1, 8, 4, 4),
+    Shape(128, 128, 2, 8, 8, 4),
+    Shape(128, 128, 4, 8, 8, 4),
+    Shape(128, 256, 4, 8, 4, 2),
+    Shape(256, 128, 1, 8, 5, 4),
+    Shape(256, 128, 4, 8, 5, 4),
+)
+"""Shapes for x in FP8. Large blocks of outputs, since each reads all of x."""
 PROGRAMS = (60, 600)
 """Fewest and most programs of the shapes to try: a GPU has over a hundred multiprocessors, and each start costs
 time."""
+
+
+@triton.jit
+def fetch_lines(at):
+    """Fetch lines of 128 bytes into the L2 cache; `at`: their addresses."""
+    code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(code, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -65,6 +92,7 @@ def project(
     w_ptr,
     bias_ptr,
     scale_ptr,
+    x_scale_ptr,
     y_ptr,
     parts_ptr,
     counters_ptr,
@@ -74,15 +102,17 @@ def project(
     x_stride,
     BIAS: tl.constexpr,
     SCALE: tl.constexpr,
+    X_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (blocks of N, SPLITS). K is a multiple of SPLITS * BLOCK_K. The last of a block's parts sums them, in
-    order."""
+    order. AHEAD: 0, or for weights of one byte the blocks to fetch."""
     block, split = tl.program_id(0), tl.program_id(1)
     n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     steps = K // (SPLITS * BLOCK_K)
@@ -91,6 +121,10 @@ def project(
     x_at = x_ptr + m[:, None] * x_stride + k[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if PDL:
+        if AHEAD > 0:
+            line = tl.minimum(tl.arange(0, AHEAD * BLOCK_K // 128) * 128, (steps - 1) * BLOCK_K)
+            row = tl.minimum(n, N - 1).to(tl.int64) * K + split * steps * BLOCK_K
+            fetch_lines(w_ptr + row[:, None] + line[None, :])
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for step in tl.range(0, steps, num_stages=STAGES):
@@ -111,6 +145,8 @@ def project(
     if last:
         if SCALE:
             total *= tl.load(scale_ptr + n, mask=n < N, other=0.0)[:, None]
+        if X_SCALE:
+            total *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
         if BIAS:
             total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=real)
@@ -121,16 +157,17 @@ def rows_of(rows: int) -> int | None:
     return next((most for most in ROWS if most >= rows), None)
 
 
-def shapes_of(inputs: int, outputs: int, dtype: torch.dtype) -> list[Shape]:
-    """Return the `SHAPES` to try: those whose blocks divide D `inputs`, within `PROGRAMS` if any is.
+def shapes_of(inputs: int, outputs: int, dtype: torch.dtype, *, rounded: bool = False) -> list[Shape]:
+    """Return the `SHAPES`, or the `ROUNDED_SHAPES`, to try: those whose blocks divide D `inputs`, within `PROGRAMS` if
+    any is.
 
     Empty for fp32, which tensor cores would round.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return []
-    fewest, most = PROGRAMS
-    fair = [shape for shape in SHAPES if fewest <= cdiv(outputs, shape.n) * shape.splits <= most]
-    return [shape for shape in fair or SHAPES if inputs % (shape.splits * shape.k) == 0]
+    (fewest, most), shapes = PROGRAMS, ROUNDED_SHAPES if rounded else SHAPES
+    fair = [shape for shape in shapes if fewest <= cdiv(outputs, shape.n) * shape.splits <= most]
+    return [shape for shape in fair or shapes if inputs % (shape.splits * shape.k) == 0]
 
 
 def make_counters(outputs: int, device: torch.device) -> Tensor:
@@ -146,9 +183,11 @@ def skinny_gemm(
     counters: Tensor,
     shape: Shape,
     scale_O: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    *,
+    rounded: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return `scale x Wᵀ + bias`, (T, O) in x's dtype, for up to 64 rows. D is a multiple of `shape.splits * shape.k`;
-    x's rows are dense. `scale_O`: fp32, of FP8 weights.
+    x's rows are dense. `scale_O`: fp32, of FP8 weights. `rounded`: round x to FP8, too.
 
     Also returns the workspace, which is still busy when the next kernel starts early: keep it until that kernel's
     memory is allocated.
@@ -158,7 +197,9 @@ def skinny_gemm(
     assert block is not None, f"expected up to {ROWS[-1]} rows, got {rows}"
     assert x_TD.stride(1) == 1 and weight_OD.is_contiguous(), "expected dense rows"
     y = torch.empty(rows, outputs, dtype=x_TD.dtype, device=x_TD.device)
-    parts = y
+    x_scale_T, parts = None, y
+    if rounded:
+        x_TD, x_scale_T = fp8.quantize_activations(x_TD)
     if shape.splits > 1:
         parts = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x_TD.device)
     launch(
@@ -168,6 +209,7 @@ def skinny_gemm(
         weight_OD,
         y if bias_O is None else bias_O,
         y if scale_O is None else scale_O,
+        y if x_scale_T is None else x_scale_T,
         y,
         parts,
         counters,
@@ -177,23 +219,26 @@ def skinny_gemm(
         x_TD.stride(0),
         BIAS=bias_O is not None,
         SCALE=scale_O is not None,
+        X_SCALE=x_scale_T is not None,
         BLOCK_M=block,
         BLOCK_N=shape.n,
         BLOCK_K=shape.k,
         SPLITS=shape.splits,
         STAGES=shape.stages,
+        AHEAD=shape.ahead,
         PDL=pdl,
         num_warps=shape.warps,
         **({} if interpreted() else {"launch_pdl": pdl}),
     )
-    return y, parts
+    return y, (parts,) if x_scale_T is None else (parts, x_TD, x_scale_T)
 
 
 def run_each(weights: StackedWeights, counters: Tensor, rows: int) -> None:
     """Run each kernel that `fastest` compares. Inside `compile_only` this compiles them all concurrently."""
     x_TD = torch.zeros(rows, weights.in_features, dtype=weights.dtype, device=weights.weight.device)
-    for shape in shapes_of(x_TD.shape[1], len(weights.weight), x_TD.dtype):
-        skinny_gemm(x_TD, weights.weight, None, counters, shape, weights.row_scales)
+    rounded = _rounded(weights, x_TD)
+    for shape in shapes_of(x_TD.shape[1], len(weights.weight), x_TD.dtype, rounded=rounded):
+        skinny_gemm(x_TD, weights.weight, None, counters, shape, weights.row_scales, rounded=rounded)
 
 
 def fastest(weights: Sequence[StackedWeights], counters: Tensor, rows: int) -> Shape | None:
@@ -204,11 +249,12 @@ def fastest(weights: Sequence[StackedWeights], counters: Tensor, rows: int) -> S
     before each GEMM as in a model.
     """
     x = torch.randn(rows, weights[0].in_features, dtype=weights[0].dtype, device=weights[0].weight.device)
-    best, chosen = _milliseconds(lambda x_TD, w: w.linear(x_TD), x, weights), None
-    for shape in shapes_of(x.shape[1], len(weights[0].weight), x.dtype):
-        own = partial(skinny_gemm, bias_O=None, counters=counters, shape=shape)
+    best, chosen = milliseconds(lambda x_TD, w: w.linear(x_TD), x, weights), None
+    rounded = _rounded(weights[0], x)
+    for shape in shapes_of(x.shape[1], len(weights[0].weight), x.dtype, rounded=rounded):
+        own = partial(skinny_gemm, bias_O=None, counters=counters, shape=shape, rounded=rounded)
         try:
-            spent = _milliseconds(lambda x_TD, w, own=own: own(x_TD, w.weight, scale_O=w.row_scales), x, weights)
+            spent = milliseconds(lambda x_TD, w, own=own: own(x_TD, w.weight, scale_O=w.row_scales), x, weights)
         except triton.runtime.errors.OutOfResources:  # a shape too large for this device
             continue
         if spent < best:
@@ -216,7 +262,11 @@ def fastest(weights: Sequence[StackedWeights], counters: Tensor, rows: int) -> S
     return chosen
 
 
-def _milliseconds(
+def _rounded(weights: StackedWeights, x_TD: Tensor) -> bool:
+    return weights.row_scales is not None and fp8.rounds(x_TD)
+
+
+def milliseconds(
     product: Callable[[Tensor, StackedWeights], object], x_TD: Tensor, weights: Sequence[StackedWeights]
 ) -> float:
     """Return the milliseconds of one GEMM per weight; before each, a small kernel writes x."""

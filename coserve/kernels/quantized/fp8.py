@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coserve.core.errors import ConfigError
 from coserve.kernels.gpu.device import device_info
-from coserve.kernels.gpu.launcher import Launcher, launches
+from coserve.kernels.gpu.launcher import Launcher, launches, options
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 
 E4M3 = torch.float8_e4m3fn
@@ -29,17 +29,21 @@ LARGEST = 448.0
 """Largest number of e4m3."""
 SMALLEST_SCALE = 1e-12
 """Scale of rows of zeros."""
-FEW_ROWS = 64
-"""Most rows of a product in which x stays as it is: those of `gemm.skinny`."""
+FEW_ROWS = 16
+"""Most rows of a product in which x stays as it is. At 64 rows programs would read more of x than of the weight."""
 MULTIPLE = 16
 """D and O are multiples of this, for the tensor cores."""
 
 
 @triton.jit
-def round_rows(x_ptr, codes_ptr, scale_ptr, D, stride, BLOCK: tl.constexpr):
-    """Grid (T): x (T, D) with dense rows `stride` apart -> codes e4m3 (T, D), scale fp32 (T)."""
+def round_rows(x_ptr, codes_ptr, scale_ptr, D, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Grid (T): x (T, D) with dense rows `stride` apart -> codes e4m3 (T, D), scale fp32 (T). The next kernel may start
+    at once, so it must wait for this one before it reads anything but weights."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * stride + d, mask=d < D, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
     codes = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
@@ -78,7 +82,8 @@ def quantize_activations(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     scale_T = torch.empty(rows, dtype=torch.float32, device=device)
     block = next_power_of_2(inputs)
     warps = min(16, max(1, block // 512))
-    _round_rows((rows, 1, 1), (x_TD, codes_TD, scale_T), (inputs, x_TD.stride(0)), BLOCK=block, num_warps=warps)
+    constants = options(device_info(device).early_launch, warps, 1)
+    _round_rows((rows, 1, 1), (x_TD, codes_TD, scale_T), (inputs, x_TD.stride(0)), BLOCK=block, **constants)
     return codes_TD, scale_T
 
 
@@ -105,8 +110,13 @@ def refuse_unusable(device: torch.device, setting: str) -> None:
 
 
 def has_tensor_cores(tensor: Tensor) -> bool:
-    """Whether `product` runs on FP8 tensor cores."""
+    """Whether products with this tensor run on FP8 tensor cores."""
     return launches(tensor) and tensor.dtype == torch.bfloat16 and device_info(tensor.device).early_launch
+
+
+def rounds(x_TD: Tensor) -> bool:
+    """Whether products of FP8 weights with x (T, D) round x, too."""
+    return len(x_TD) > FEW_ROWS and has_tensor_cores(x_TD)
 
 
 def product(x_TD: Tensor, codes_OD: Tensor, scale_O: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Fp8Weights(QuantizedWeights):
         return fp8.dequantize(self.weight, self.scales, dtype)
 
     def linear(self, x_TD: Tensor) -> Tensor:
-        if len(x_TD) <= fp8.FEW_ROWS or not fp8.has_tensor_cores(x_TD):
+        if not fp8.rounds(x_TD):
             return super().linear(x_TD)
         y_TO = fp8.product(x_TD, self.weight, self.scales)
         return y_TO if self.bias is None else y_TO.add_(self.bias)

@@ -22,7 +22,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 """Last names of linear modules that choose experts: rounding would change the choice."""
 TEXTS = {
     "fp8": "the base's linear modules are quantised to FP8 at load (e4m3, a scale for each output row); on a GPU "
-    "products of over 64 rows round activations, too",
+    "products of over 16 rows round activations, too",
     "nf4": "the base's linear modules are quantised to NF4 at load (QLoRA's 4-bit NormalFloat, a scale for each block)",
 }
 """Notes for the operator."""

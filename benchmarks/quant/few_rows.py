@@ -1,0 +1,109 @@
+"""Times products of few rows with an 8B layer's weights: a part of `benchmarks.quant.quantized`.
+
+In a CUDA graph over weights that exceed the L2 cache, a small kernel (`before`) ahead of each product, for
+`bf16`         torch's GEMM of 16-bit weights
+`x16`          our kernel that reads FP8 weights, x in 16 bits
+`scaled_mm`    x rounded to FP8, then torch's GEMM
+`rounded`      x rounded to FP8, then our kernel; `rounded_alone`: without fetching weights while x is rounded
+Ours with the fastest of their block sizes, which are named too. `floor`: FP8 weights at `BYTES_PER_US`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.common.results import Results
+from coserve.kernels.gemm import gemv, skinny
+from coserve.kernels.gemm.skinny import Shape, skinny_gemm
+from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.quantized import fp8
+from coserve.kernels.quantized.weights import Fp8Weights
+from coserve.model.gemm_choice import L2_BYTES
+
+SIZES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+"""Inputs and outputs of an 8B layer's products."""
+ROWS = (1, 8, 16, 32, 64)
+BYTES_PER_US = 4.8e6
+"""Published for an H200."""
+Product = Callable[[Tensor, StackedWeights], object]
+
+
+def measure_few_rows(results: Results, device: torch.device, *, tiny: bool) -> None:
+    """Put a row for each weight: how much faster 64 rows are in FP8 than in bf16, and all microseconds."""
+    for inputs, outputs in ((1024, 256),) if tiny else SIZES:
+        about: dict[str, object] = {"floor": round(inputs * outputs / BYTES_PER_US, 2)}
+        weights = _weights(inputs, outputs, device, tiny=tiny)
+        for rows in (1, 32) if tiny else ROWS:
+            x = torch.randn(rows, inputs, device=device).bfloat16()
+            found = _timed(x, weights, tiny=tiny)
+            print(inputs, outputs, rows, found, flush=True)
+            about |= {f"b{rows}.{name}": value for name, value in found.items()}
+        ratio = round(found["bf16"] / min(found["scaled_mm"], found["rounded"]), 3)
+        results.put(f"quant.fp8.few_rows.{inputs}x{outputs}", ratio, "x of bf16", None, (), about)
+
+
+def _weights(inputs: int, outputs: int, device: torch.device, *, tiny: bool) -> list[tuple[StackedWeights, Fp8Weights]]:
+    found = []
+    for _ in range(2 if tiny else -(-L2_BYTES // (inputs * outputs))):
+        weight = torch.randn(outputs, inputs, device=device).bfloat16() * 0.02
+        codes, scales = fp8.quantize(weight)
+        found.append((StackedWeights(weight, None, (outputs,)), Fp8Weights(codes, None, (outputs,), scales)))
+    return found
+
+
+def _timed(x_TD: Tensor, weights: Sequence[tuple[StackedWeights, Fp8Weights]], *, tiny: bool) -> dict[str, float]:
+    """Microseconds of a product, by kind."""
+    dense, stored = [one for one, _ in weights], [one for _, one in weights]
+    (rows, inputs), outputs = x_TD.shape, stored[0].weight.shape[0]
+    counters = skinny.make_counters(outputs, x_TD.device)
+    chosen: dict[str, str] = {}
+
+    def time_of(product: Product, of: Sequence[StackedWeights] = stored) -> float:
+        if tiny:
+            began = time.perf_counter()
+            product(x_TD, of[0])
+            return 1e6 * (time.perf_counter() - began)
+        return 1e3 * skinny.milliseconds(product, x_TD, of) / len(of)
+
+    def best(name: str, products: dict[str, Product]) -> float:
+        spent = dict[str, float]()
+        for shape, product in products.items():
+            try:
+                spent[shape] = time_of(product)
+            except triton.runtime.errors.OutOfResources:
+                continue
+        chosen[name] = min(spent, key=lambda shape: spent[shape])
+        return spent[chosen[name]]
+
+    def ours(shapes: Sequence[Shape], *, rounded: bool) -> dict[str, Product]:
+        return {str(shape): partial(_skinny, counters=counters, shape=shape, rounded=rounded) for shape in shapes}
+
+    wide = ours(skinny.shapes_of(inputs, outputs, x_TD.dtype), rounded=False)
+    if rows == 1:
+        wide |= {f"gemv {shape}": partial(_gemv, shape=shape) for shape in gemv.shapes_of(inputs)}
+    narrow = skinny.shapes_of(inputs, outputs, x_TD.dtype, rounded=True)
+    found = {
+        "before": time_of(lambda x, w: None),
+        "bf16": time_of(lambda x, w: w.linear(x), dense),
+        "x16": best("x16", wide),
+        "scaled_mm": time_of(lambda x, w: fp8.product(x, w.weight, w.scales)),  # type: ignore[attr-defined]
+        "rounded": best("rounded", ours(narrow, rounded=True)),
+        "rounded_alone": best("rounded_alone", ours([replace(shape, ahead=0) for shape in narrow], rounded=True)),
+    }
+    print(chosen, flush=True)
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+def _skinny(x_TD: Tensor, weights: StackedWeights, counters: Tensor, shape: Shape, *, rounded: bool) -> object:
+    return skinny_gemm(x_TD, weights.weight, None, counters, shape, weights.row_scales, rounded=rounded)
+
+
+def _gemv(x_TD: Tensor, weights: StackedWeights, shape: gemv.Shape) -> object:
+    return gemv.gemv(x_TD[0], weights.weight, None, shape, weights.row_scales)
