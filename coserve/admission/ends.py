@@ -28,8 +28,8 @@ def with_end_names(settings: LoraSettings, base: BaseSpec) -> LoraSettings:
 
 
 def check_loss(settings: LoraSettings, training: TrainingRequest, base: BaseSpec) -> None:
-    """Raise `InvalidRequest` for a job whose head would learn a wrong gradient: those losses weight hidden states after
-    the head's backward."""
+    """Raise `InvalidRequest` for an adapter of embedding or head whose loss weights targets only after the head's
+    backward: its head would get a wrong gradient."""
     if not learns_ends(settings, base):
         return
     if training.loss is not None:

@@ -26,7 +26,7 @@ class StateKind:
     itemsize: int = 4
     """Bytes of an element: 4 for fp32, 1 for uint8."""
     per: int = 1
-    """Number of weights that share one element."""
+    """Number of weights per element."""
     zero: int = 0
     """Element that encodes 0."""
 
@@ -43,7 +43,7 @@ PIECE = 1 << 20
 BUFFERS = 3
 """Pieces on the GPU at a time: one being copied in, one updated, one copied out."""
 SLICE = 8
-"""Pieces updated without interruption. With AdamW, 64 MiB are copied in, and out, in 3 ms each at 25 GB/s."""
+"""Pieces of paged moments updated in one micro-step: with AdamW 64 MiB, copied in 3 ms each way at 25 GB/s."""
 COPIES = 2
 """Copies of paged moments in host memory: the last update's, and one for a checkpoint being written or for the next
 update."""

@@ -37,7 +37,7 @@ def served_bytes(settings: LoraSettings, base: BaseSpec, *, ranks: int, fully_sh
     """Return the least bytes that an adapter takes in one GPU's page pool: its matrices, without the padding to the
     kernels' load width.
 
-    On a single GPU, block-diagonal matrices are stored with their zeros (`adapter_store.packing`).
+    On a single GPU, block-diagonal matrices are stored with their zeros (`lora.store.packing`).
     """
     if ranks == 1 and base.device.startswith("cuda"):
         settings = msgspec.structs.replace(settings, bd_blocks=1, targets_bd_a=None, targets_bd_b=None)

@@ -98,7 +98,8 @@ def _measures(score: EvalScore) -> str:
 
 
 def document_text(document: DocumentJob) -> str:
-    """Return a document's phase, or how its adapter compares."""
+    """Return a document's phase; once it is evaluated, its losses without the text, with it in the prompt and by the
+    adapter."""
     found = document.evaluation
     if found is None:
         return f"{document.phase} {document.done}/{document.total}" if document.total else document.phase

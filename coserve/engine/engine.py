@@ -42,7 +42,7 @@ from coserve.state.failpoints import failpoint
 log = logging.getLogger(__name__)
 
 PREPARATION = 0.5
-"""Least seconds to the next timer for which `Generates.prepare` may run; longer than a piece of its work."""
+"""Seconds. `Generates.prepare` runs only if no timer ends sooner: a call of it takes less."""
 
 
 async def _yield_to_loop() -> None:

@@ -36,8 +36,8 @@ class JobAdmission:
         return (*held, *self._memory.troubles)
 
     def admit(self, spec: JobSpec) -> Start | None:
-        """Admit a job. None: it waits, and was told why, unless it waits for its own earlier memory. Raises
-        `JobTooLarge`, `InvalidRequest`."""
+        """Admit a job. None: it waits for memory, and a `JobWaiting` was sent, unless that memory is its own from an
+        earlier start. Raises `JobTooLarge`, `InvalidRequest`."""
         self._memory.compiled(self._trainer.layer_costs)
         self._release_freed()
         if spec.id in self._leaving:

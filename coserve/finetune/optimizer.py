@@ -37,7 +37,7 @@ PairMakers = Mapping[str, Callable[..., LoraPair]]
 
 
 SITES_AT_ONCE = 8
-"""Sites whose DoRA norms a slice of an update computes: it reads their weights."""
+"""Sites whose DoRA norms are computed in one micro-step: each norm reads the base's whole weight."""
 RowNorms = Callable[[Mapping[str, LoraPair], dict[str, Tensor]], Mapping[str, Tensor]]
 """Returns the norms that DoRA divides by: `Base.row_norms`."""
 

@@ -77,7 +77,7 @@ class PackedRows:
 
     @property
     def segments(self) -> Segments:
-        """The tokens of each job's adapter. An encoder's changes the tokens that it reads, and none that is decoded."""
+        """The tokens that each job's adapter changes. An encoder's changes only the leading sequences (`encoded`)."""
         if self.encoded:
             return Segments((0, self.bounds[self.encoded], self.tokens), (0, -1))
         return Segments(self.segment_bounds, tuple(range(max(1, len(self.jobs)))))

@@ -82,8 +82,9 @@ class ActiveRequests:
             self._label(request)
 
     def writes(self, share: Share) -> None:
-        """The step will compute this share: requests that enter after it find the pages that it fills. Not those of
-        scored prompts, which may be computed apart, and of single tokens, which attention writes last."""
+        """The step will compute this share: requests that become active after it share the pages that it fills. Not
+        pages of scored prompts, which may run in a forward of their own, or filled by a decode: those are written too
+        late in the step to be read in it."""
         request = share.request
         if request.keys is None or request.scores_prompt or share.tokens == 1:
             return
@@ -93,7 +94,7 @@ class ActiveRequests:
                 self._written.setdefault(key, (request, page))
 
     def reads_unwritten(self, request: Request) -> bool:
-        """Whether the request has pages that only the step that was committed last writes."""
+        """Whether the request shares pages that the last committed step still has to write."""
         return request.number in self._readers
 
     def grow(self, request: Request) -> bool:
@@ -107,7 +108,7 @@ class ActiveRequests:
         return True
 
     def enter(self, request: Request) -> bool:
-        """Activate the request if there are enough pages, also for later; return whether."""
+        """Activate the request if there are enough pages, its expected growth included; return whether."""
         if request.number in self._outgrown:
             return False
         found = self._find(request)

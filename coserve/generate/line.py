@@ -32,7 +32,7 @@ class Line:
 
     @property
     def unpassed(self) -> int:
-        """How many requests are not being passed."""
+        """Number of requests that later ones were never allowed to pass."""
         return sum(request.passed_since is None for request in self._requests)
 
     @property
@@ -72,5 +72,5 @@ class Line:
 
 
 def number_of(request: Request) -> int:
-    """The key of its place in the line, and among the active."""
+    """Sort key: order of entry into the batch."""
     return request.number

@@ -114,7 +114,8 @@ class Scheduler:
 
     @property
     def places(self) -> int:
-        """Free places in the batch. While pages are short, few requests wait for them, and those that others pass."""
+        """Free places in the batch. While pages are short, only a few requests (`FEW`) may wait for them, not counting
+        those that later ones may pass."""
         return max(0, min(self._max_running - len(self), self._few - self._line.unpassed))
 
     @property

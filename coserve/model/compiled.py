@@ -40,10 +40,10 @@ def compiler(backend: Backend) -> Backend:
 
 @dataclass(frozen=True)
 class Binding:
-    """How one layer calls a graph."""
+    """How the arguments and results of a layer map to the inputs and outputs of its compiled graph."""
 
     rows: int
-    """Number of rows in the step in which it was observed."""
+    """Rows (tokens) of the step that this was observed in."""
     fixed: tuple[object, ...]
     """For each input of the graph: its value if it is the same in every step, else None."""
     given: tuple[tuple[int, int], ...]

@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 PACKED_ROWS = (1, 2, 4, 8), (2, 4, 8)
 """Numbers of rows to which small batches are padded, in place of `base.CPU_ROWS`: the first of these that keeps a row's
-bits. A packed product of one row may round otherwise, and so may the last numbers of elementwise kernels, which go by
-32. oneDNN compiles a kernel for each."""
+bits. A packed product of one row may round otherwise, and so may the last elements of elementwise kernels, which take
+32 at a time. oneDNN compiles a kernel for each."""
 PACKED_FOR = 16
-"""Rows for which oneDNN chooses the layout."""
+"""Rows of a batch that oneDNN optimises the packed layout for."""
 CHECKED_ROWS = 13
 """Most rows of the batches that `choose_rows` compares."""
 MEMORY_SHARE = 0.25
@@ -99,7 +99,7 @@ def drop_packed(model: PreTrainedModel) -> None:
 
 
 class PackedBase(Protocol):
-    """The part of `Base` whose rows are chosen."""
+    """The part of `Base` that `choose_rows` needs."""
 
     model: PreTrainedModel
     packed_rows: tuple[int, ...]

@@ -24,7 +24,7 @@ SWEEPS = 2
 LARGEST_WEIGHT = 1e9
 """Largest weight of a new sample relative to the first. Beyond it all sums are rescaled."""
 WINDOW = 5
-"""Samples that the level is computed from."""
+"""Latest samples whose median is a predictor's level."""
 CLIP = 2.0
 """Before the shape learns from a sample, it is clipped to within this factor of its prediction, against outliers."""
 ATTAINMENT = 0.995
@@ -49,7 +49,7 @@ class Regression:
         return float(sum(map(mul, self.coefficients, x)))
 
     def add(self, x: Sequence[float], y: float) -> None:
-        """`y` is above 0, and some `x` too."""
+        """Fit a sample: features `x` >= 0, not all 0, and seconds `y` > 0."""
         z = [value / y for value in x]
         weight = self._weight = self._weight * self._growth
         if weight > LARGEST_WEIGHT:

@@ -12,8 +12,8 @@ FIRST_GUESS = 1.25
 """Least factor while there are too few errors for the quantile."""
 TAKEN_BACK = 8
 """How many times more often than `1 - attainment` a single prediction may be exceeded: later tokens make up for a late
-one, and the target is the mean over an answer. In simulation, 10 lost answers of a few tokens, with errors of 2 to 4
-times in one step of 100."""
+one, and the target is the mean over an answer. In simulation, 10 made answers of a few tokens late, with errors of 2 to
+4 times in one step of 100."""
 LEAST_QUANTILE = 0.8
 """Lowest quantile of the errors that a prediction is multiplied by, however low the target attainment is."""
 OUTLIER = 3.0

@@ -17,7 +17,7 @@ T = TypeVar("T")
 GROUP = 16
 """Requests started or cancelled per event-loop iteration."""
 CHUNKS = 16
-"""Capacity of the queue, and most chunks that the streams hold in addition; further engine messages stay packed."""
+"""Chunks that wait in the queue at most, and as many that its streams have made; later messages stay undecoded."""
 
 
 async def _start(coroutines: Iterable[Coroutine[None, None, T]], tasks: list[asyncio.Task[T]]) -> None:

@@ -36,7 +36,7 @@ class Room:
             )
 
     async def arrived(self, total: int) -> None:
-        """Count `total` bytes of the body, those before included. Raises as `check`, a step late at most."""
+        """The body has `total` bytes so far. Raises as `check`, which runs once each `STEP_BYTES`."""
         self._arriving[self._project] += total - self._arrived
         self._arrived = total
         if total - self._checked >= min(STEP_BYTES, self._limit * STEP_SHARE):

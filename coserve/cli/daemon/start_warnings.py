@@ -12,7 +12,7 @@ from coserve.core.hints import variable_hint
 from coserve.queues.policies.choice import POLICIES
 
 OTHER_VARIABLES = ("COSERVE_URL", "COSERVE_DEBUG", "COSERVE_FAILPOINTS")
-"""Variables that other code reads."""
+"""Environment variables that are no settings of the daemon."""
 KUBERNETES = re.compile(r"COSERVE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 """Variables that Kubernetes sets for a Service named coserve, or coserve-something."""
 KUBERNETES_PORT = re.compile(r"COSERVE_(\w+_)?PORT")

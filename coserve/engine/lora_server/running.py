@@ -58,7 +58,7 @@ class Server:
     channel: EngineChannel
     sites: Mapping[str, SiteSpec]
     version: int = 0
-    """Version of its table of adapters that it has told."""
+    """Latest version of its adapter table that it has reported."""
 
 
 class RunningServers:

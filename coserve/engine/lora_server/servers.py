@@ -132,8 +132,8 @@ class LoraServers:
     # ---- adapters
 
     def load(self, ref: AdapterRef, digests: AdapterDigests | None) -> Callable[[], None]:
-        """Have the servers read an adapter's pairs, and return a function that waits until they have or are lost, and
-        not much longer than the caller's own read takes: the engine computes the adapter until they have it."""
+        """Have the servers read an adapter's pairs, and return a function that waits until they have them or are lost,
+        for a bounded time: until then the engine computes the adapter itself."""
         with self._changed:
             if ref not in self._held and self._free:
                 self._held[ref] = _Held(self._free.pop(), digests, set(range(self._count)))

@@ -47,7 +47,7 @@ class HeldPairs:
                 self._table.clear(slot)
 
     def step(self, bounds: tuple[int, ...], slots: tuple[int, ...], version: int) -> StepTerms:
-        """Return the terms of a step (`BeginStep`). Raises `LookupError` if the table that it knows is not this one."""
+        """Return the terms of a step (`BeginStep`). Raises `LookupError` if the slots have changed since `version`."""
         wrong = [slot for slot in slots if self._put_at.get(slot, version + 1) > version]
         if wrong or version > self.version:
             raise LookupError(f"slots {wrong} do not hold what version {version} knows; here it is {self.version}")

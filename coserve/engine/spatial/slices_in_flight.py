@@ -99,15 +99,15 @@ class LaunchedStep:
     expected: float = 0.0
     """Predicted time of its end; 0: unknown."""
     done: Future[None] | None = None
-    """Done at its end; None: its end is no event."""
+    """Done when the step has ended on the device; None: its end is not observed."""
     kind: StepKind = "decode"
     began: float = 0.0
     end: _End = field(default_factory=_End)
-    """When it ended, if its end is an event."""
+    """When it ended, if that is observed."""
 
     @property
     def ended(self) -> bool:
-        """Whether its end is an event that has come."""
+        """Whether it is known to have ended."""
         return self.done is not None and self.done.done()
 
 
@@ -152,7 +152,8 @@ class SlicesInFlight:
 
     @contextmanager
     def step(self, began: float, seconds: float, *, between: bool, kind: StepKind = "decode") -> Iterator[LaunchedStep]:
-        """Context in which a generation step is launched that is predicted to take `seconds`."""
+        """Context in which a generation step is launched, at `began`, that is predicted to take `seconds`. `between`:
+        it runs between two slices instead of overlapping them."""
         self._since_step = False
         step = LaunchedStep(kind=kind)
         if self._mark_step is None:

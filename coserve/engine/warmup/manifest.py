@@ -24,7 +24,7 @@ from coserve.engine.warmup.key import CACHES, GEMM_FOLDER
 log = logging.getLogger(__name__)
 
 AGAIN = 0.5
-"""Seconds between two attempts."""
+"""Seconds between two attempts to take the lock."""
 
 CHECKED = ("triton", "inductor/fxgraph", "inductor/aotautograd", GEMM_FOLDER)
 """Folders whose files a manifest lists. Compilers write each file once, under a name derived from its inputs."""

@@ -38,7 +38,7 @@ class Phases:
     kept: int
     """Held after the last layer's forward."""
     forward: int
-    """Peak up to that point."""
+    """Peak up to then."""
     head: int
     """Peak up to the end of the head."""
     backward: int
@@ -64,8 +64,8 @@ class MeasuresPhases(Protocol):
 
 
 def site_groups(base: Base) -> tuple[tuple[str, ...], ...]:
-    """Groups of sites that read the same input, as roles, in execution order. Layers may differ; each role is in one
-    group."""
+    """Groups of sites that read the same input, by their names within a layer (`role_of`), in execution order. Layers
+    may differ; each name is in one group."""
     shared = [one.group for one in base.sites.shared()] or [one for layer in shared_inputs(base) for one in layer]
     return roles_of_groups(shared)
 

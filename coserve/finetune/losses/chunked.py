@@ -29,7 +29,7 @@ class TargetChunk:
     """Targets whose logits are computed at once."""
 
     start: int
-    """Index of the first of them among the micro-batch's targets."""
+    """Index of the chunk's first target among the micro-batch's."""
     keep_K: Tensor  # noqa: N815
     labels_K: Tensor  # noqa: N815
 

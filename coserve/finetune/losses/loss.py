@@ -20,8 +20,8 @@ from coserve.model.lora import LoraWeights
 
 
 class CrossEntropy(Struct, frozen=True, tag=True):
-    """-w p. Candidates (K, C) make it the cross-entropy of soft targets. A client computes any other loss L by weights
-    of -dL/dp."""
+    """-w p, with each target's weight w and log-probability p. Candidates (K, C) make it the cross-entropy of soft
+    targets. A client computes any other loss L by weights of -dL/dp."""
 
     reads: ClassVar[tuple[str, ...]] = ("weights_K",)
 

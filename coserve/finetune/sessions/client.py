@@ -99,20 +99,20 @@ class ClientTrainee(Trainee):
         """How the last call ended; None while one is being computed."""
         self._call: Work | AdamParams | None = None
         self._summed: list[Work] = []
-        """Calls whose gradients are summed."""
+        """Calls since the last optimizer step whose gradients are in the sums."""
         self._complete = True
-        """Whether the sums are those of `_summed`."""
+        """Whether the sums have the gradients of all of `_summed`."""
         self._missing = False
-        """Whether a call failed that had to add gradients to the next step's."""
+        """Whether the next optimizer step lacks the gradients of a call that failed."""
         self._recompute_plan, self._rows = StepRecompute(0, 0, False), tuple[int, ...]()
 
     def begin_call(self, call: Work | AdamParams) -> None:
-        """Let the next passes compute a call."""
+        """Make `call` the one that the next training passes compute."""
         assert self._call is None, f"session {self.id} computes a call already"
         self._call, self.outcome = call, None
 
     def refused(self) -> None:
-        """A call failed before it began that had to add gradients: the next optimizer step must not be taken."""
+        """Note that a call with gradients was refused, so that the next optimizer step is refused too."""
         self._missing = True
 
     @property

@@ -73,8 +73,8 @@ class PagedMoments:
         return self._copies[self._current]
 
     def spare(self) -> Rows:
-        """Return the other copy, to be filled on this thread; `exchange` then makes it current. No held copy may still
-        be in use."""
+        """Return the copy that is not current, to be written by the host; `exchange` then makes it current. No snapshot
+        may still read it."""
         self.hold()
         self.wait()
         return self._copies[1 - self._current]

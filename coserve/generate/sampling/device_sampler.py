@@ -77,7 +77,7 @@ class History:
         return len(self._table)
 
     def of(self, rows: Sequence[SamplingRow]) -> TokenCounts:
-        """The sequences' rows of the table, brought up to date; the next tokens will be counted there."""
+        """Return the sequences' rows of the table, up to date. The sampler counts their next tokens there itself."""
         stale = [row for row in rows if self._counted.get(row.sequence) != row.t]
         for row in stale:
             assert len(row.tokens) == row.prompt_tokens + row.t, "a token on the device was not counted there"

@@ -23,9 +23,9 @@ class KvShape(NamedTuple):
     heads: int
     """K: key/value heads."""
     keys: int
-    """D: numbers of a key."""
+    """D: head size of queries and keys."""
     values: int
-    """E: numbers of a value; usually D."""
+    """E: head size of values; usually D."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from coserve.kernels.lora.types import LoraPair
 NARROW, WIDE = 32, 64
 """Rows are multiples of `NARROW`, those of ranks above it multiples of `WIDE`: blocks of either size then fit."""
 CAPACITY = 128
-"""Operands that keep a changing set have multiples of this many rows, which every block divides."""
+"""Operands that are kept across steps have a multiple of this many rows, so that every block size divides them."""
 
 
 class Rows(NamedTuple):

@@ -54,8 +54,8 @@ def _weighted(inputs: Iterable[Tensor], weight_CW: Tensor, bias_C: Tensor | None
 
 
 def normalized(given: RecurrenceInputs) -> RecurrenceInputs:
-    """Return the inputs with queries and keys normalised, and queries scaled, in their own dtypes: `params` asks
-    nothing more of them."""
+    """Apply `params`: return the inputs with queries and keys normalised, queries scaled, and default `params`. Dtypes
+    stay."""
     if given.params == RecurrenceParams():
         return given
     q, k = given.q.float(), given.k.float()

@@ -1,5 +1,4 @@
-"""Archives of adapters: streams PEFT files as a tar file, and takes them out of an archive that nobody vouches for. No
-torch."""
+"""Archives of adapters: streams PEFT files as a tar file, and extracts them from untrusted archives. No torch."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ class Format:
     main: str
     """Suffix of the tensor with the quantised numbers, such as `.qweight`."""
     others: tuple[str, ...]
-    """Suffixes of the tensors that may belong to it: scales, zero points, permutations."""
+    """Suffixes of the tensors that the weight may have besides: scales, zero points, permutations."""
     dequantize: Callable[[Parts], Tensor]
-    """Returns the weight of these tensors. A part that it needs and does not find raises `KeyError`."""
+    """Returns the dense weight. Raises `KeyError` for a tensor that is missing."""
     dense: str = ".weight"
     """Suffix of the parameter in the model."""
     unused: tuple[str, ...] = ()

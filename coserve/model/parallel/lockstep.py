@@ -26,7 +26,7 @@ _SLICE, _COUNT, _STATE, _FIRST = range(4)
 """Word offsets in a rank's section of the board: number of the slice, collectives begun in it, state, start of the
 log."""
 LOG = BOARD_WORDS - _FIRST
-"""Most collectives of a slice. A slice of training ends with a micro-batch at the latest."""
+"""Collectives of one slice that a rank's section has room for. No slice is longer than a micro-batch."""
 _NAMES = ("all_reduce", "all_gather")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 

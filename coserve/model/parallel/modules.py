@@ -103,8 +103,8 @@ def sum_output(module: nn.Module, mesh: Mesh) -> None:
 
 
 def share_gradient(module: nn.Module, mesh: Mesh) -> None:
-    """Divide the gradient of a whole module's output by the number of ranks, where every rank has all of it: what
-    comes before adds the ranks' gradients up."""
+    """Divide the gradient of a replicated module's output by the number of ranks, because the modules before it sum
+    the ranks' gradients."""
 
     def divided(module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
         return divide_gradient(output, mesh)

@@ -46,8 +46,8 @@ memory."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Largest relative error of a compiled layer, by dtype."""
 FP8_TOLERANCE = 0.15
-"""The same where products round activations to FP8: what rounds to 16 bits in another order falls on other values of
-3 bits. 0.055 was seen at an 8B shape."""
+"""The same where products round activations to FP8, whose mantissa of 3 bits enlarges differences in 16-bit rounding.
+0.055 was seen at an 8B shape."""
 COMPARED_TOKENS = tuple(sorted({(1 << power) + more for power in range(18) for more in (-1, 0, 1)}))
 """Batch sizes at which the ranks compare whether their compiled layers accept them. (Layers loaded from disk may state
 the same conditions in other words.)"""

@@ -19,8 +19,8 @@ from coserve.queues.policy import Decision, NamedPolicy, Overdue, PolicySettings
 LONGEST = MAX_SLICE / MAX_SLICES
 """Predicted seconds of the longest slice: `MAX_SLICE` divided by the slices in flight."""
 LONGEST_BESIDE = 12e-3
-"""`LONGEST` while steps overlap slices: a step with prompts is often too slow to overlap, and then waits for all slices
-in flight."""
+"""The same, of slices that steps overlap: a step with prompts is often too slow to overlap, and then waits for all
+slices in flight."""
 TIMER = 1e-3
 """Seconds by which a timer may be late: the event loop's resolution is a millisecond."""
 SPARE_SHARE = 0.1

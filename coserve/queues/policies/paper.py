@@ -27,8 +27,8 @@ class Batching:
         assert self.size >= 1 and self.delay >= 0, (self.size, self.delay)
 
     def ready(self, view: View, now: float) -> bool:
-        """Whether `size` requests wait, or the oldest has waited longer than `delay`. False without headroom: the
-        previous batch still waits for its adapters."""
+        """Whether `size` requests wait, or the oldest has waited longer than `delay`. False if none can be admitted, as
+        while the previous batch waits for its adapters."""
         if not view.waiting or view.first_arrival is None:
             return False
         return view.queued >= self.size or now - view.first_arrival > self.delay

@@ -14,8 +14,7 @@ LOWEST = tl.constexpr(-3.0e38)
 
 @triton.jit
 def score(products, scale, cap, SOFTCAP: tl.constexpr):
-    """Scores in units of log 2, from products of queries and keys; `scale` and `cap` as `attention_launch.units`
-    says."""
+    """Scores in units of log 2, from products of queries and keys; `scale`, `cap`: from `launch._score_units`."""
     if SOFTCAP:
         return cap * (1.0 - 2.0 / (tl.exp2(tl.minimum(products * scale, 64.0)) + 1.0))  # tanh
     return products * scale

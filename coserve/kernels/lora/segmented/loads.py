@@ -73,7 +73,8 @@ def row_length(width):
 
 @triton.jit
 def a_block(shape, block, D):
-    """(first column of x, from a whole vector on, length of a row, first rank, end of the ranks) of a block of A."""
+    """(first column of x, rounded down to a whole vector; entries of a row; first LoRA rank; end of the ranks) of a
+    diagonal block of A."""
     blocks = a_blocks(shape)
     ranks = rank_of(shape) // blocks
     length = tl.where(blocks == 1, D, row_length(D // blocks))
@@ -82,7 +83,7 @@ def a_block(shape, block, D):
 
 @triton.jit
 def b_block(shape, block):
-    """(first rank, from a whole vector on, length of a row) of a block of B."""
+    """(first LoRA rank, rounded down to a whole vector; entries of a row) of a diagonal block of B."""
     blocks = b_blocks(shape)
     ranks = rank_of(shape) // blocks
     length = tl.where(blocks == 1, (ranks + 7) // 8 * 8, row_length(ranks)) // 8 * 8
@@ -91,14 +92,14 @@ def b_block(shape, block):
 
 @triton.jit
 def within(i, own, length, BLOCKED: tl.constexpr):
-    """Whether i is one of a row's entries, which are `length`, with `BLOCKED` from `own` on. One comparison either
-    way."""
+    """Whether column i is one that a row stores: `length` of them, from `own` on if `BLOCKED`, else from 0. One
+    comparison either way."""
     return (i - own).to(tl.uint32) < tl.cast(length, tl.uint32) if BLOCKED else i < length
 
 
 @triton.jit
 def a_rows(shape, r, D):
-    """(length of a row of A, the first column of x that row r has)."""
+    """(entries of a stored row of A, the column of x of row r's first entry)."""
     blocks = a_blocks(shape)
     length = tl.where(blocks == 1, D, row_length(D // blocks))
     return length, r // (rank_of(shape) // blocks) * (D // blocks) // 8 * 8
@@ -106,8 +107,8 @@ def a_rows(shape, r, D):
 
 @triton.jit
 def b_rows(shape, o, first, BLOCK: tl.constexpr, O):
-    """(length of a row of B, the first rank that row o has, [begin, end) of what the rows [first, first + BLOCK)
-    have)."""
+    """(entries of a stored row of B, the LoRA rank of row o's first entry, [begin, end) of the ranks of the rows
+    [first, first + BLOCK))."""
     blocks = b_blocks(shape)
     ranks = rank_of(shape) // blocks
     each = O // blocks
@@ -119,7 +120,7 @@ def b_rows(shape, o, first, BLOCK: tl.constexpr, O):
 
 @triton.jit
 def load_b_rows(b_ptr, o, r, O, own, length, BLOCKED: tl.constexpr):
-    """b_OR[o, r] as a (len(o), len(r)) tile, zero outside; row o has `length` ranks, with `BLOCKED` from `own` on."""
+    """b_OR[o, r] as a (len(o), len(r)) tile, zero outside; row o stores the columns that `within` accepts."""
     mask = (o < O)[:, None] & within(r[None, :], own[:, None], length, BLOCKED)
     return tl.load(b_ptr + (o * length - own)[:, None] + r[None, :], mask=mask, other=0.0)
 
@@ -133,7 +134,7 @@ def padded(rank):
 
 @triton.jit
 def h_ranks(rank, SHARDS: tl.constexpr):
-    """Ranks of h that are written: whole vectors, but of parts (`h_columns`)."""
+    """Ranks of h that are written: rounded up to whole vectors (`padded`), unless h is in shards (`h_columns`)."""
     return rank if SHARDS > 1 else padded(rank)
 
 

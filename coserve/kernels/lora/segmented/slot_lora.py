@@ -60,8 +60,8 @@ class SlotLora(PreparedLora):
 
 @dataclass(frozen=True)
 class ShardedPlan:
-    """A cut batch, for whole pairs and for one GPU's shard; the items of `whole` are in the order of
-    `by_rank_block`."""
+    """Work items of a batch for fully sharded pairs: of whole LoRA ranks, sorted by rank block, and of the prefix that
+    is this GPU's shard."""
 
     whole: TilePlan
     part: TilePlan

@@ -57,11 +57,11 @@ class Block:
     norms: Mapping[str, Width] = field(default_factory=dict)
     """RMS norms over features that are partitioned: their mean is one over all ranks (`parallel.modules`)."""
     gates: tuple[str, ...] = ()
-    """Whole linear modules whose output every rank uses in full, as a factor of a sum over the ranks or outside of all
-    blocks, so that every rank has its whole gradient."""
+    """Replicated linear modules (routers, gates) whose output each rank uses in full, so that each computes its whole
+    gradient, without a sum over the ranks."""
     inner_sums: tuple[str, ...] = ()
-    """Row-parallel modules in the middle of a block: of their sum, every rank uses what its own features need, so that
-    it has a part of the gradient."""
+    """Row-parallel modules in the middle of a block: each rank uses only some features of their sum, so the gradient,
+    too, is summed over the ranks."""
     attention: bool = False
     recurrent: bool = False
     """A mixer with a recurrent state, which is divided as its heads or channels."""
