@@ -5,7 +5,8 @@ weights of its file.
 
 Texts are the guide's pages, in rows of 256 tokens. Each token is predicted by the base and by its quantised forms:
 perplexity, the Kullback-Leibler divergence from the base, and how often the most likely token is the same. On a CPU
-activations stay as they are, so FP8's numbers are those of its weights alone.
+activations stay as they are, so `fp8` has the numbers of its weights alone, as batches of up to `fp8.FEW_ROWS` rows do
+on a GPU. `fp8_rounded` rounds each row of activations too, as FP8 tensor cores make larger ones do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import platform
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.quantized import fp8
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
 
@@ -50,6 +53,12 @@ def predict(base: Base, texts: list[Tensor], kv_cache_dtype: str) -> Tensor:
     return torch.cat(found)
 
 
+def rounded_product(x_TD: Tensor, codes_OD: Tensor, scale_O: Tensor) -> Tensor:
+    """`fp8.product` in float32."""
+    x_codes_TD, x_scale_T = fp8.quantize(x_TD)
+    return fp8.dequantize(x_codes_TD, x_scale_T, x_TD.dtype) @ fp8.dequantize(codes_OD, scale_O, x_TD.dtype).T
+
+
 def main() -> None:
     parser: argparse.ArgumentParser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=2, help="rows of each page")
@@ -66,9 +75,12 @@ def main() -> None:
         settings={"model": MODEL, "pages": PAGES[: options.pages], "rows": options.rows, "row": ROW},
     )
     expected = Tensor()
-    for kind in ("none", "fp8", "nf4", "kv_fp8"):
-        weights, cache = ("none", "fp8") if kind == "kv_fp8" else (kind, "auto")
-        found = predict(load_base(MODEL, device="cpu", dtype="float32", quantization=weights), texts, cache)
+    for kind in ("none", "fp8", "fp8_rounded", "nf4", "kv_fp8"):
+        weights, cache = ("none", "fp8") if kind == "kv_fp8" else (kind.removesuffix("_rounded"), "auto")
+        base = load_base(MODEL, device="cpu", dtype="float32", quantization=weights)
+        rounds = kind == "fp8_rounded"
+        with patch.object(fp8, "has_tensor_cores", lambda x: rounds), patch.object(fp8, "product", rounded_product):  # noqa: B023
+            found = predict(base, texts, cache)
         perplexity = round(float(found.gather(1, targets[:, None]).mean().neg().exp()), 3)
         about: dict[str, object] = {"tokens": len(targets)}
         if kind == "none":
