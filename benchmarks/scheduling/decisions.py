@@ -99,7 +99,7 @@ class Case:
             for share in self._scheduler.commit(self._scheduler.propose(), 0, now=0.0):
                 share.request.computed += share.tokens
             self._scheduler.changed()
-        self._views = Views(Jobs(jobs), beside=config.trains_concurrently)
+        self._views = Views(Jobs(jobs), overlaps=config.trains_concurrently)
         self._policy = make_policy(config)
         self._learn()
 

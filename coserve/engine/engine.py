@@ -107,7 +107,7 @@ class Engine:
         self._flight = SlicesInFlight(marks, clock, self.wake)
         adapters.notify(self._changed.set)
         self._stopping = False
-        self._views = Views(self._jobs, attainment=attainment, beside=marks.training is not None)
+        self._views = Views(self._jobs, attainment=attainment, overlaps=marks.training is not None)
         self._reception = Reception(self._scheduler, self._views, link.send_all)
         parts = generator, adapters, self._jobs, self._views, self._stalls
         self._reports = Reports(link, clock, parts, jobs.memory)
@@ -279,8 +279,8 @@ class Engine:
             ended.tokens,
             ended.seconds,
             ended.at,
-            ended.beside,
-            ended.beside_kind,
+            ended.overlapped,
+            ended.step_kind,
         )
         self._reports.train_seconds += ended.seconds
 

@@ -92,7 +92,7 @@ def engine_stats(
         starving=views.slices.starving(now),
         request_waits=0.0 if first is None else now - first,
         training_waits=views.slices.waits(now),
-        train_speed_beside=views.train_speed_beside,
+        train_overlap_speed=views.train_overlap_speed,
         stalls=stalls.totals(),
         backlog=backlog,
         memory=None if memory is None else memory.use(generator.adapter_pages),

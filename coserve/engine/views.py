@@ -10,8 +10,8 @@ from typing import Protocol
 from coserve.core.link.stats import StepCounts
 from coserve.core.training.micro_step import MicroStep
 from coserve.generate.plan import Plan
-from coserve.queues.beside import SpeedBeside, Trials
 from coserve.queues.costs import ATTAINMENT, Predictors
+from coserve.queues.overlap_speed import OverlapSpeed, Trials
 from coserve.queues.policy import Costs, InFlight, Turn, View
 from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape
 from coserve.queues.slices import Slices
@@ -21,9 +21,9 @@ NOTHING = InFlight()
 PROMPT_STEPS, PROMPT_STEP = 64, 0.9
 """Number of latest steps with prompts, and the quantile of their times, that say how long one takes."""
 _KINDS = {
-    (kind, beside): tuple((each, where) for each in (kind, *STEP_KINDS) for where in (beside, not beside))
+    (kind, overlapped): tuple((each, where) for each in (kind, *STEP_KINDS) for where in (overlapped, not overlapped))
     for kind in STEP_KINDS
-    for beside in (False, True)
+    for overlapped in (False, True)
 }
 """For a step kind, overlapped with training or not: kinds of measured steps that predict it, best first."""
 FORGET: dict[StepKind, tuple[int, int]] = {"decode": (200, 1000), "prefill": (40, 200)}
@@ -68,12 +68,12 @@ class ReadyJobs(Protocol):
 class Views:
     """Predicted times of steps and slices, and the rest of the past that a policy may see."""
 
-    def __init__(self, jobs: ReadyJobs, *, attainment: float = ATTAINMENT, beside: bool = True) -> None:
-        """`attainment`: fraction of answers that must be in time; `beside`: steps may overlap training, so their times
-        with overlap are predicted too."""
+    def __init__(self, jobs: ReadyJobs, *, attainment: float = ATTAINMENT, overlaps: bool = True) -> None:
+        """`attainment`: fraction of answers that must be in time; `overlaps`: steps may overlap training, so their
+        times with overlap are predicted too."""
         self._jobs = jobs
         self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()
-        self._beside = beside
+        self._overlaps = overlaps
         self._in_turn = Counter[StepKind]()
         """For each kind, steps in a row without overlap while jobs could train."""
         self._step_counts = dict[tuple[StepKind, bool], StepCounts]()
@@ -89,7 +89,7 @@ class Views:
         self._steps.add((shape.kind, overlapped), shape.features, seconds)
         if shape.prefill:
             self._prompt_steps.add(seconds)
-        self._trials.ran(shape.kind, beside=overlapped)
+        self._trials.ran(shape.kind, overlapped=overlapped)
         last = self._step_counts.get((shape.kind, overlapped), StepCounts(shape.kind, overlapped, 0, 0.0))
         self._step_counts[shape.kind, overlapped] = StepCounts(
             shape.kind, overlapped, last.count + 1, last.seconds + seconds
@@ -105,7 +105,7 @@ class Views:
         (margin, all_of_it), steps, own = FORGET[kind], self._in_turn[kind], (kind, True)
         if steps == all_of_it:
             self._steps.forget(own)
-            self.slices.beside[kind] = SpeedBeside()
+            self.slices.overlap_speed[kind] = OverlapSpeed()
         elif steps % margin == 0:
             self._steps.forget_errors(lambda key: key == own)
 
@@ -115,9 +115,9 @@ class Views:
         return tuple(self._step_counts.values())
 
     @property
-    def train_speed_beside(self) -> float:
+    def train_overlap_speed(self) -> float:
         """Training's speed while overlapped with decode steps, as a fraction of its speed without; 1 until measured."""
-        speed = self.slices.beside["decode"]
+        speed = self.slices.overlap_speed["decode"]
         return speed.share if speed.measured else 1.0
 
     @property
@@ -154,7 +154,7 @@ class Views:
             tokens = self._jobs.micro_batch_tokens(job)
             micro_step = self.slices.predict(job, self._jobs.next_micro_step(job), tokens).most
         nobody = None
-        if plan.waiting and self._beside:
+        if plan.waiting and self._overlaps:
             nobody = self._step_costs(plan.admitting_nobody, micro_step, overlapped=overlapped)
         return self._step_costs(plan.admitting_all, micro_step, overlapped=overlapped, nobody=nobody)
 
@@ -164,8 +164,8 @@ class Views:
         step = step._replace(alone=1)  # steps in flight are collected before a slice
         decode, kind, predict = step._replace(prefill=0, pairs=0, alone=0), step.kind, self._steps.predict
         alone = predict(step.features, *_KINDS[kind, False])
-        beside = predict(step.features, *_KINDS[kind, True]) if self._beside else alone
-        self.step_seconds = beside.expected if overlapped else alone.expected
+        both = predict(step.features, *_KINDS[kind, True]) if self._overlaps else alone
+        self.step_seconds = both.expected if overlapped else alone.expected
         self.decode_seconds = predict(decode.features, *_KINDS["decode", False][:2]).mean
         measured = self._steps.knows((kind, False)) and not self._trials.due(kind)
         return Costs(
@@ -173,8 +173,8 @@ class Views:
             serve_expected=alone.expected if measured else math.inf,
             micro_step=micro_step,
             decode=self.decode_seconds,
-            overlapped=max(alone.most, beside.most),
-            overlapped_expected=max(alone.expected, beside.expected),
-            train_beside=self.slices.beside[kind].share if self._beside else 1.0,
+            overlapped=max(alone.most, both.most),
+            overlapped_expected=max(alone.expected, both.expected),
+            train_overlap_speed=self.slices.overlap_speed[kind].share if self._overlaps else 1.0,
             admitting_nobody=nobody,
         )

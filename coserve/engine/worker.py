@@ -73,9 +73,7 @@ def build_engine(
     `garbage`: see `Engine`; `task`: the warm-up that has compiled for it; `followers`: the other ranks, which have
     loaded their bases or are about to; `training`: the stream for slices that overlap generation; None: slices and
     steps alternate."""
-    assert (training is None) != config.trains_concurrently, (
-        "expected a stream for training where it runs beside generation"
-    )
+    assert (training is None) != config.trains_concurrently, "expected a stream for training that overlaps generation"
     progress = progress or StartProgress(lambda _: None, 0)
     parts = EngineParts(base, config)
     read: Load = parts.read_adapter

@@ -35,10 +35,10 @@ class MemoryLimits:
     """Cuts a job's micro-batches to fit the memory. The rows of an optimizer step never change. Nor does its result,
     except for rounding, and for dropout and NEFTune, which draw for each micro-batch."""
 
-    def __init__(self, lengths: Ints, layers: int, beside: int = 0) -> None:
+    def __init__(self, lengths: Ints, layers: int, extra: int = 0) -> None:
         """`lengths`: tokens of each row of the corpus, or of a client's batch; `layers`: number of layers of the
-        base; `beside`: tokens that every micro-batch has beside its rows, an encoder's."""
-        self.lengths, self._layers, self._beside = lengths, layers, beside
+        base; `extra`: tokens of an encoder, which every micro-batch has besides its rows."""
+        self.lengths, self._layers, self._extra = lengths, layers, extra
         self.tokens: int | None = None
         """Most tokens of a micro-batch with several rows; None: no limit from an out-of-memory."""
         self.recompute = False
@@ -67,7 +67,7 @@ class MemoryLimits:
             return micro_batches
         found: list[tuple[int, ...]] = []
         for rows in micro_batches:
-            parts = pack(self.lengths[list(rows)].tolist(), max(1, min(limits) - self._beside))
+            parts = pack(self.lengths[list(rows)].tolist(), max(1, min(limits) - self._extra))
             found += [tuple(rows[i] for i in part) for part in parts]
         return found
 
@@ -85,4 +85,4 @@ class MemoryLimits:
 
     def size(self, rows: Sequence[int]) -> int:
         """Tokens of a micro-batch of these rows."""
-        return int(self.lengths[list(rows)].sum()) + self._beside
+        return int(self.lengths[list(rows)].sum()) + self._extra

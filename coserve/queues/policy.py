@@ -60,7 +60,7 @@ class Costs:
     """Expected value for `serve`; infinite if no such step was measured lately."""
     overlapped_expected: float = math.inf
     """Expected value for `overlapped`; infinite likewise."""
-    train_beside: float = 1.0
+    train_overlap_speed: float = 1.0
     """Training's speed while overlapped with a step, as a fraction of its speed without."""
     admitting_nobody: Costs | None = None
     """The costs of a step that admits no waiting request; None: the same."""

@@ -7,8 +7,8 @@ import math
 
 from coserve.core.link.stats import Starving
 from coserve.core.training.micro_step import MicroStep
-from coserve.queues.beside import SpeedBeside
 from coserve.queues.costs import ATTAINMENT, Prediction, Predictors
+from coserve.queues.overlap_speed import OverlapSpeed
 from coserve.queues.policy import Train
 from coserve.queues.shapes import STEP_KINDS, StepKind
 
@@ -30,7 +30,7 @@ class Slices:
         self._costs = Predictors(2, attainment, most=MOST_KINDS)
         self._alone = Predictors(2, attainment, most=MOST_KINDS)
         """Predictors from slices that overlapped no step, by (job, kind)."""
-        self.beside: dict[StepKind, SpeedBeside] = {kind: SpeedBeside() for kind in STEP_KINDS}
+        self.overlap_speed: dict[StepKind, OverlapSpeed] = {kind: OverlapSpeed() for kind in STEP_KINDS}
         self.waiting_since: float | None = None
         """See `View.train_waiting_since`."""
         self.by_patience = 0
@@ -79,21 +79,21 @@ class Slices:
         tokens: int,
         seconds: float,
         now: float,
-        beside: float = 0.0,
-        beside_kind: StepKind | None = None,
+        overlapped: float = 0.0,
+        step_kind: StepKind | None = None,
     ) -> None:
         """Record a slice of `micro_steps` micro-steps that ended now, in a micro-batch of `tokens` tokens. It
-        overlapped generation steps for `beside` seconds, all of `beside_kind` or of several kinds (None). Slices that
-        run a whole micro-batch mix kinds, so their time is not learned."""
+        overlapped generation steps for `overlapped` seconds, all of `step_kind` or of several kinds (None).
+        Slices that run a whole micro-batch mix kinds, so their time is not learned."""
         if decision.micro_steps is not None and micro_steps:
             features = 1.0, tokens
             for key in ((decision.job, kind), kind, ANY):
                 self._costs.add(key, features, seconds / micro_steps)
             own = decision.job, kind
-            if not beside:
+            if not overlapped:
                 self._alone.add(own, features, seconds / micro_steps)
-            elif beside_kind is not None and (alone := micro_steps * self._alone.predict(features, own).expected):
-                self.beside[beside_kind].add(seconds, beside, alone)
+            elif step_kind is not None and (alone := micro_steps * self._alone.predict(features, own).expected):
+                self.overlap_speed[step_kind].add(seconds, overlapped, alone)
         if decision.overdue is None:
             self._overdue, self._overdue_in_a_row = None, 0
         else:

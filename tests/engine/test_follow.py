@@ -94,11 +94,11 @@ def test_workers_are_as_many_as_the_gpu_and_the_cores_hold(tmp_path: Path) -> No
     assert plan_warm_up(config, GPU, cores=1)[0].workers == 1
     assert plan_warm_up(config, GPU, cores=999)[0].workers == launch.MAX_WORKERS
     small = Gpu("small", "9.0", 1, 16 << 30)
-    task, concurrent = plan_warm_up(config, small, beside=CONTEXT_BYTES, cores=999)
+    task, concurrent = plan_warm_up(config, small, taken=CONTEXT_BYTES, cores=999)
     assert concurrent and 1 < task.workers < launch.MAX_WORKERS
-    task, concurrent = plan_warm_up(config, small, beside=14 << 30, cores=999)
+    task, concurrent = plan_warm_up(config, small, taken=14 << 30, cores=999)
     assert not concurrent and task.workers > 1, "the base is loaded once they have ended"
-    assert not plan_warm_up(config, GPU, beside=None)[1], "nobody knows how large it is"
+    assert not plan_warm_up(config, GPU, taken=None)[1], "nobody knows how large it is"
 
 
 def test_the_bytes_of_a_base_are_those_of_its_part_of_the_layers(tmp_path: Path) -> None:

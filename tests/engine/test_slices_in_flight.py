@@ -72,7 +72,8 @@ def test_seconds_of_a_slice_beside_steps(first: str) -> None:
     device.end(1 if first == "slice" else 0, 5.0)
     device.end(0 if first == "slice" else 1, 10.0)
     (ended,) = device.flight.take_ended()
-    assert (ended.seconds, ended.beside, ended.beside_kind) == (10.0 if first == "slice" else 8.0, 3.0, "prefill")
+    assert ended.seconds == (10.0 if first == "slice" else 8.0)
+    assert (ended.overlapped, ended.step_kind) == (3.0, "prefill")
 
 
 def test_whether_a_slice_was_launched_after_the_last_step_is_known_where_they_take_turns() -> None:

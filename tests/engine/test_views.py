@@ -10,7 +10,7 @@ from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import Slo
 from coserve.engine.views import FORGET, Views
 from coserve.generate.schedule import Scheduler
-from coserve.queues.beside import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS
+from coserve.queues.overlap_speed import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS
 from coserve.queues.policy import Costs
 from coserve.queues.request import Request
 from coserve.queues.risk import FIRST_GUESS as FIRST_MARGIN
@@ -69,7 +69,7 @@ class Steps:
         """A few steps beside training, which then has half of its speed."""
         self.took(BESIDE, 5, beside=True)
         for _ in range(ENOUGH):
-            self.views.slices.beside[self._shape.kind].add(1.5, 1.0, 1.0)
+            self.views.slices.overlap_speed[self._shape.kind].add(1.5, 1.0, 1.0)
 
     @property
     def costs(self) -> Costs:
@@ -83,10 +83,10 @@ def test_what_a_step_takes_beside_training_is_forgotten_after_many_without_it(ki
         steps.beside()
         steps.took(ALONE, forget - 1)
         assert steps.costs.overlapped_expected == pytest.approx(BESIDE)
-        assert steps.costs.train_beside == pytest.approx(0.5)
+        assert steps.costs.train_overlap_speed == pytest.approx(0.5)
         steps.took(ALONE)
         assert steps.costs.overlapped_expected == pytest.approx(ALONE), "so that it is tried again"
-        assert steps.costs.train_beside == FIRST_GUESS
+        assert steps.costs.train_overlap_speed == FIRST_GUESS
 
 
 @pytest.mark.parametrize("kind", STEP_KINDS)

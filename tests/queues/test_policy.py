@@ -380,7 +380,7 @@ class TestOverlap:
             overlapped=overlapped,
             serve_expected=0.006,
             overlapped_expected=overlapped,
-            train_beside=beside,
+            train_overlap_speed=beside,
         )
         found = view(jobs=("j",) if jobs else (), train_waiting_since=0.0)
         flight = InFlight(slices, until=until)

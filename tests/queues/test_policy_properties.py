@@ -48,7 +48,7 @@ def step_costs(draw: st.DrawFn) -> Costs:
         overlapped,
         overlapped_expected=draw(st.floats(0, overlapped)),
         serve_expected=draw(st.floats(0, serve) | st.just(math.inf)),
-        train_beside=draw(st.floats(0, 1)),
+        train_overlap_speed=draw(st.floats(0, 1)),
     )
     less = draw(st.none() | st.floats(0, 1))
     if less is None:

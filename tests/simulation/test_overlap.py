@@ -92,7 +92,7 @@ async def _live(gpu: SharedGpu, policy: Overlap, tpot: float) -> Seen:
                 came.setdefault(message.id, []).append(loop.time())
                 count -= message.finished is not None
             elif isinstance(message, EngineStats):
-                steps.update({each.beside: each.count for each in message.steps if each.kind == "decode"})
+                steps.update({each.overlapped: each.count for each in message.steps if each.kind == "decode"})
 
     await asyncio.sleep(LEAD)
     for number in range(LEARNING):

@@ -37,7 +37,7 @@ def test_a_launched_step_counts_once() -> None:
     found, elapsed = run_virtual(live())
     assert found.train_seconds > 1.0 and found.serve_seconds > 1.0
     assert found.serve_seconds + found.train_seconds <= elapsed + 1e-6
-    counts = {(each.kind, each.beside): each for each in found.steps}
+    counts = {(each.kind, each.overlapped): each for each in found.steps}
     assert set(counts) <= {("prefill", False), ("decode", False)}, "they take turns with training"
     decodes = counts["decode", False]
     assert decodes.seconds / decodes.count == pytest.approx(STEP + LAUNCH, rel=0.1), "the device waits for each launch"
@@ -102,7 +102,7 @@ def test_neither_a_slice_before_a_step_nor_its_launch_is_a_part_of_the_steps_tim
 ) -> None:
     """A slice is launched in half of the time that the device takes."""
     found = run_virtual(shared(between=between))
-    counts = {(each.kind, each.beside): each for each in found.steps}
+    counts = {(each.kind, each.overlapped): each for each in found.steps}
     decodes = counts["decode", not between]
     assert decodes.count > 50
     assert decodes.seconds / decodes.count == pytest.approx(seconds, rel=0.01)

@@ -241,8 +241,8 @@ class FakeEngine:
             "prefix_queries": 50,
             "prefix_hits": 30,
             "steps": (
-                StepCounts("decode", beside=True, count=20, seconds=0.5),
-                StepCounts("prefill", beside=False, count=3, seconds=0.25),
+                StepCounts("decode", overlapped=True, count=20, seconds=0.5),
+                StepCounts("prefill", overlapped=False, count=3, seconds=0.25),
             ),
         } | changes
         seconds = {"serve_seconds": 1.5, "train_seconds": 2.5, "request_waits": waits[0], "training_waits": waits[1]}

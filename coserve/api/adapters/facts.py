@@ -1,4 +1,4 @@
-"""Facts that the registry has of a version beside its record: labels, pin and aliases."""
+"""Facts that the registry has of a version besides its record: labels, pin and aliases."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def _body(struct: Schema, upload: tuple[str, ...]) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": _schema(struct)}
     if upload:
         file = {"type": "string", "contentMediaType": "application/octet-stream"}
-        parts = {"settings": _schema(struct)["schema"], **dict.fromkeys(upload, {"type": "array", "items": file})}
+        parts = {"settings": _schema(struct)["schema"], **{name: {"type": "array", "items": file} for name in upload}}
         schema = {"type": "object", "properties": parts, "required": ["settings", "file"]}
         content["multipart/form-data"] = {
             "schema": schema,

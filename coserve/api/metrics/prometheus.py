@@ -257,7 +257,7 @@ def step_counts(steps: Iterable[StepCounts]) -> Iterable[Metric]:
         labels=labels,
     )
     for each in steps:
-        values = [each.kind, "true" if each.beside else "false"]
+        values = [each.kind, "true" if each.overlapped else "false"]
         counts.add_metric(values, each.count)
         seconds.add_metric(values, each.seconds)
     return counts, seconds
@@ -297,9 +297,9 @@ class EngineGauges(Collector):
         """Steps by kind, and by whether training was computed in them."""
         found = dict(self._steps_before)
         for new in () if self._stats is None else self._stats.steps:
-            old = found.get((new.kind, new.beside))
-            count, seconds = (0, 0.0) if old is None else (old.count, old.seconds)
-            found[new.kind, new.beside] = StepCounts(new.kind, new.beside, count + new.count, seconds + new.seconds)
+            key = new.kind, new.overlapped
+            old = found.get(key, StepCounts(*key, 0, 0.0))
+            found[key] = StepCounts(*key, old.count + new.count, old.seconds + new.seconds)
         return found
 
     def _loads(self) -> dict[str, LoadSeconds]:
@@ -336,7 +336,7 @@ class EngineGauges(Collector):
                     "With overlap: training's speed beside a step of decodes, as a share of its speed alone; 1 until "
                     "measured"
                 ),
-                s.train_speed_beside if s else 1.0,
+                s.train_overlap_speed if s else 1.0,
             ),
         )
         for name, text, value in gauges:

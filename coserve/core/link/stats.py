@@ -40,11 +40,11 @@ class TrainingBatches(msgspec.Struct, frozen=True):
 
 
 class StepCounts(msgspec.Struct, frozen=True):
-    """Generation steps so far of one kind (`prefill` or `decode`), and their seconds. `beside`: the device ran training
-    at the same time."""
+    """Generation steps so far of one kind (`prefill` or `decode`), and their seconds. `overlapped`: the device ran
+    training at the same time."""
 
     kind: str
-    beside: bool
+    overlapped: bool
     count: int
     seconds: float
 
@@ -82,9 +82,9 @@ class EngineStats(Message, frozen=True):
     """Seconds that the oldest queued request has waited; 0: the queue is empty."""
     training_waits: float = 0.0
     """Seconds since the last fine-tuning slice while a job could train; 0: no such job."""
-    train_speed_beside: float = 1.0
-    """Training speed while a generation step overlaps it, as a fraction of full speed (`queues/beside.py`); 1 if they
-    do not overlap."""
+    train_overlap_speed: float = 1.0
+    """Training speed while a generation step overlaps it, as a fraction of full speed; 1 if they do not overlap. See
+    `queues/overlap_speed.py`."""
     stalls: tuple[StallCounts, ...] = ()
     cuda_allocs: int = 0
     cuda_frees: int = 0

@@ -41,7 +41,7 @@ def encoder_rows(spec: JobSpec) -> list[list[int]]:
 
 
 def encoded_tokens(spec: JobSpec) -> int:
-    """Return the tokens of the encoder's rows, which every micro-batch of the job has beside its own."""
+    """Return the tokens of the encoder's rows, which every micro-batch of the job has besides its own."""
     return 0 if spec.lora.cartridge else len(spec.prefix)
 
 

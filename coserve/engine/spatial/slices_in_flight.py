@@ -42,7 +42,7 @@ TURNS = Marks()
 @dataclass(frozen=True)
 class EndedSlice:
     """A slice that has ended. `tokens`: of its micro-batch; `seconds`: from its launch, or from the end of the work
-    before it, to its own end, `at`; `beside`: seconds of it that overlapped a generation step."""
+    before it, to its own end, `at`; `overlapped`: seconds of it that overlapped a generation step."""
 
     decision: Train
     kind: MicroStep
@@ -50,8 +50,8 @@ class EndedSlice:
     tokens: int
     seconds: float
     at: float
-    beside: float = 0.0
-    beside_kind: StepKind | None = None
+    overlapped: float = 0.0
+    step_kind: StepKind | None = None
     """Kind of the overlapped steps; None: there were none, or both kinds."""
 
 
@@ -122,7 +122,7 @@ class SlicesInFlight:
         self._since_step, self._until = False, 0.0
         self._last_end, self._last_slice = 0.0, (0.0, 0.0)
         """End of the last work that `take_ended` removed; begin and end of the last such slice."""
-        self._beside: deque[LaunchedStep] = deque()
+        self._overlapped: deque[LaunchedStep] = deque()
         """Steps that overlap slices whose end has not been taken."""
         self._last_step: LaunchedStep | None = None
         """The last step launched without `between`."""
@@ -146,8 +146,8 @@ class SlicesInFlight:
         if self._mark is None:
             return
         step = self._last_step
-        if step is not None and step.end.at is None and not (self._beside and self._beside[-1] is step):
-            self._beside.append(step)
+        if step is not None and step.end.at is None and not (self._overlapped and self._overlapped[-1] is step):
+            self._overlapped.append(step)
         self._give(_Slice(decision, kind, micro_steps, tokens), began, seconds, self._mark())
 
     @contextmanager
@@ -171,7 +171,7 @@ class SlicesInFlight:
         else:
             self._last_step = step
             if any(work.slice is not None for work in self._works):
-                self._beside.append(step)
+                self._overlapped.append(step)
         step.expected = self._until if between else began + seconds
 
     def _give(self, slice: _Slice | None, began: float, seconds: float, done: Future[None]) -> None:
@@ -219,21 +219,21 @@ class SlicesInFlight:
                 raise EngineFault("the GPU does not work any more") from error
             if (own := ended.slice) is not None:
                 began = max(ended.began, self._last_end)
-                beside, seconds = self._beside_in(began, end), max(0.0, end - began)
+                overlapped, seconds = self._overlap_in(began, end), max(0.0, end - began)
                 self._last_slice = began, end
-                found.append(EndedSlice(own.decision, own.kind, own.micro_steps, own.tokens, seconds, end, *beside))
+                found.append(EndedSlice(own.decision, own.kind, own.micro_steps, own.tokens, seconds, end, *overlapped))
             self._last_end = self._until = end
             for work in self._works:
                 work.expected = self._until = max(work.began, self._until) + work.seconds
         return found
 
-    def _beside_in(self, began: float, end: float) -> tuple[float, StepKind | None]:
+    def _overlap_in(self, began: float, end: float) -> tuple[float, StepKind | None]:
         """Seconds of a slice that overlapped steps, and the steps' kind. Later slices begin at its end. Steps do not
         overlap each other."""
-        while self._beside and (ended := self._beside[0].end.at) is not None and ended <= began:
-            self._beside.popleft()
+        while self._overlapped and (ended := self._overlapped[0].end.at) is not None and ended <= began:
+            self._overlapped.popleft()
         found, free, kinds = 0.0, began, set[StepKind]()
-        for step in self._beside:
+        for step in self._overlapped:
             stop = end if step.end.at is None else min(end, step.end.at)
             if (seconds := stop - max(free, step.began)) > 0:
                 found += seconds

@@ -50,17 +50,17 @@ class StartedWarmUp:
 
 
 def plan_warm_up(
-    config: Config, gpu: Gpu, *, beside: int | None = 0, cores: int | None = None
+    config: Config, gpu: Gpu, *, taken: int | None = 0, cores: int | None = None
 ) -> tuple[WarmUpTask, bool]:
-    """Plan the warm-up, and return whether a worker fits into the GPU's memory next to `beside` bytes (None: unknown).
+    """Plan the warm-up, and return whether a worker fits into the GPU's memory next to `taken` bytes (None: unknown).
     If not, nothing else may use the GPU during the warm-up."""
     root = cache_root(config)
     fields = key_fields(gpu, root)
     memory = int(gpu.memory_bytes * config.memory_fraction)
     few_layers = base_bytes(config, WORKER_LAYERS)
     worker = CONTEXT_BYTES + WORK_BYTES + (UNKNOWN_BYTES if few_layers is None else few_layers)
-    left = memory if beside is None else memory - beside
-    concurrent = beside is not None and left >= worker
+    left = memory if taken is None else memory - taken
+    concurrent = taken is not None and left >= worker
     fit = (left if concurrent else memory) // worker
     task = WarmUpTask(
         config=config_to_json(config).decode(),
@@ -95,7 +95,7 @@ def start_warm_up(config: Config) -> StartedWarmUp | None:
     if gpu is None:
         return None
     base = base_bytes(config)
-    task, concurrent = plan_warm_up(config, gpu, beside=None if base is None else CONTEXT_BYTES + base)
+    task, concurrent = plan_warm_up(config, gpu, taken=None if base is None else CONTEXT_BYTES + base)
     ours, theirs = socket.socketpair()
     with theirs:
         process = spawn_child(MODULE, theirs)

@@ -42,7 +42,7 @@ class Entry:
     gpu: GpuCopy | None = None
     size: int = 0
     """Bytes of a copy (`packing.packed_bytes`); 0 before the first one."""
-    beside: int = 0
+    without_experts: int = 0
     """Bytes of a copy without its experts' pairs."""
     reading: bool = False
     failure: Exception | None = None

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from coserve.core.types import AdapterRef
 from coserve.lora.store.entry import Entry
-from coserve.lora.store.packing import bytes_beside, packed_bytes
+from coserve.lora.store.packing import bytes_without_experts, packed_bytes
 from coserve.model.lora import LoraWeights
 
 K = TypeVar("K", bound=Hashable)
@@ -85,7 +85,7 @@ class HostCopies:
     def add(self, entry: Entry, weights: LoraWeights) -> None:
         assert entry.host is None, f"{entry.ref} has a host copy"
         entry.host = weights
-        entry.size, entry.beside = packed_bytes(weights), bytes_beside(weights)
+        entry.size, entry.without_experts = packed_bytes(weights), bytes_without_experts(weights)
         self.bytes += entry.size
         self._order.used(entry.ref, entry.size, uses=0)
 

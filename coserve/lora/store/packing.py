@@ -174,7 +174,7 @@ def layout_of(weights: LoraWeights) -> PackedLayout:
     return sites.layout if isinstance(sites, LaidOutSites) else PackedLayout(sites)
 
 
-def bytes_beside(weights: LoraWeights) -> int:
+def bytes_without_experts(weights: LoraWeights) -> int:
     """Bytes of the adapter's layout without its experts' pairs."""
     return sum(place.end - place.first for place in layout_of(weights).places.values() if place.like.experts <= 1)
 

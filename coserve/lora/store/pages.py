@@ -57,11 +57,11 @@ class AdapterPages:
 
     def least(self, entry: Entry) -> int:
         """Number of pages that it takes if LoRA servers hold its experts' pairs."""
-        return self.pages(entry) if self._remote is None else max(1, self._buffer.pages_for(entry.beside))
+        return self.pages(entry) if self._remote is None else max(1, self._buffer.pages_for(entry.without_experts))
 
     def bytes(self, entry: Entry) -> int:
         """Bytes of the copy that `activate` would make."""
-        return entry.size if self._slot(entry) < 0 else entry.beside
+        return entry.size if self._slot(entry) < 0 else entry.without_experts
 
     def _slot(self, entry: Entry) -> int:
         return -1 if self._remote is None else self._remote.slot(entry.ref)
@@ -86,7 +86,7 @@ class AdapterPages:
         if entry.host is None:
             return None
         with self._times.during("defragment"):
-            pages = max(1, self._buffer.pages_for(entry.size if slot < 0 else entry.beside))
+            pages = max(1, self._buffer.pages_for(entry.size if slot < 0 else entry.without_experts))
             taken = self._buffer.allocate_span(pages, lambda: self._evict(entry))
         if taken is None:
             return None
@@ -114,9 +114,8 @@ class AdapterPages:
 
 
 class PageCopies:
-    """On a GPU, copies run on a stream of their own. One into pages that the step in flight does not use runs beside
-    that step; any other begins when it has ended. The next step begins when all copies have ended, so whoever launches
-    it waits for nothing on the host.
+    """Copies of adapters into pages. On a GPU they run on a stream of their own: those into pages that the step in
+    flight does not use overlap it, others begin when it has ended. The next step waits for them on the device.
 
     Steps wait for whole adapters, not layer by layer: compiled steps are CUDA graphs, which begin as a whole.
     """

@@ -46,8 +46,8 @@ def remote_forward(
     chosen_TK: Tensor,
     weights_TK: Tensor,
 ) -> Tensor:
-    """Return the output (T, D) of a module that is whole, with terms that LoRA servers compute beside the base's
-    products, and those of other adapters (`lora`). Inference only."""
+    """Return the output (T, D) of a module that is not sharded, with terms that LoRA servers compute while the base's
+    products run, and those of other adapters (`lora`). Inference only."""
     sites, tokens_N = cast("tuple[str, str]", getattr(module, SITES)), remote.tokens_N
     rows = _sorted_rows(lora, chosen_TK, cast(int, module.num_experts))
     row_TK = torch.empty_like(rows.order_S)

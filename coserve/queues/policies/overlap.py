@@ -18,7 +18,7 @@ from coserve.queues.policy import Decision, NamedPolicy, Overdue, PolicySettings
 
 LONGEST = MAX_SLICE / MAX_SLICES
 """Predicted seconds of the longest slice: `MAX_SLICE` divided by the slices in flight."""
-LONGEST_BESIDE = 12e-3
+LONGEST_OVERLAPPED = 12e-3
 """The same, of slices that steps overlap: a step with prompts is often too slow to overlap, and then waits for all
 slices in flight."""
 TIMER = 1e-3
@@ -100,7 +100,7 @@ class Overlap(NamedPolicy):
             slack = begin - (now if overlapped else max(now, view.in_flight.until))
         fits = slack > 0 and slack >= micro_step
         if fits and launches:
-            longest = LONGEST_BESIDE if overlapped else min(max(costs.overlapped, MIN_SLICE), LONGEST)
+            longest = LONGEST_OVERLAPPED if overlapped else min(max(costs.overlapped, MIN_SLICE), LONGEST)
             return self._train(view, micro_steps_within(min(slack, longest), micro_step))
         if slices and slack > 0 and (fits or overlapped):
             return Wait(begin)
@@ -129,7 +129,7 @@ class Overlap(NamedPolicy):
         """Whether the next step overlaps training: it then costs training less than a step without overlap, as
         measured, and is fast enough for the token deadlines."""
         costs = view.costs
-        taken = costs.overlapped_expected * (1 - costs.train_beside)
+        taken = costs.overlapped_expected * (1 - costs.train_overlap_speed)
         if not self._overlapped or costs.serve_expected == math.inf or taken > costs.serve_expected:
             return False
         return all(

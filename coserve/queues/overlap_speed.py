@@ -15,30 +15,29 @@ TRIAL_AFTER, TRIALS = 150, 3
 """After `TRIAL_AFTER` overlapped steps of a kind, `TRIALS` steps run without overlap, to re-measure their time."""
 
 
-class SpeedBeside:
+class OverlapSpeed:
     """Training speed while steps of one kind run at the same time, as a fraction of its speed without them.
 
-    Learns from slices whose time without steps is known (`alone`). A slice that took `seconds`, `beside` of them
-    overlapped with a step, did `alone - (seconds - beside)` seconds of its own work during the overlap.
+    Learns from slices whose time without steps is known (`alone`). A slice that took `seconds`, of which it overlapped
+    steps for `overlapped`, did `alone - (seconds - overlapped)` seconds of its own work during the overlap.
     """
 
     def __init__(self) -> None:
         self._slices: deque[tuple[float, float]] = deque()
         """For each slice: seconds overlapped with steps, and seconds of training work done in them."""
-        self._beside = self._used = 0.0
+        self._overlapped = self._used = 0.0
         """Sums over `_slices`."""
 
-    def add(self, seconds: float, beside: float, alone: float) -> None:
-        """Add a slice: it took `seconds`, `beside` of them overlapped with a step; without steps it would take
-        `alone`."""
-        if beside <= 0:
+    def add(self, seconds: float, overlapped: float, alone: float) -> None:
+        """Add a slice: it took `seconds`, `overlapped` of them with a step; without steps it would take `alone`."""
+        if overlapped <= 0:
             return
-        one = beside, alone - (seconds - beside)
+        one = overlapped, alone - (seconds - overlapped)
         for (longer, used), sign in (
             (one, 1),
             *([(self._slices.popleft(), -1)] if len(self._slices) == WINDOW else []),
         ):
-            self._beside += sign * longer
+            self._overlapped += sign * longer
             self._used += sign * used
         self._slices.append(one)
 
@@ -49,7 +48,7 @@ class SpeedBeside:
     @property
     def share(self) -> float:
         """The fraction, between 0 and 1; `FIRST_GUESS` until measured."""
-        return min(max(self._used / self._beside, 0.0), 1.0) if self.measured else FIRST_GUESS
+        return min(max(self._used / self._overlapped, 0.0), 1.0) if self.measured else FIRST_GUESS
 
 
 class Trials:
@@ -57,16 +56,16 @@ class Trials:
     load."""
 
     def __init__(self) -> None:
-        self._beside, self._left = Counter[StepKind](), Counter[StepKind]()
+        self._overlapped, self._left = Counter[StepKind](), Counter[StepKind]()
 
-    def ran(self, kind: StepKind, *, beside: bool) -> None:
+    def ran(self, kind: StepKind, *, overlapped: bool) -> None:
         """Count a measured step of this kind."""
-        if not beside:
-            self._beside[kind], self._left[kind] = 0, max(0, self._left[kind] - 1)
+        if not overlapped:
+            self._overlapped[kind], self._left[kind] = 0, max(0, self._left[kind] - 1)
             return
-        self._beside[kind] += 1
-        if self._beside[kind] == TRIAL_AFTER:
-            self._beside[kind], self._left[kind] = 0, TRIALS
+        self._overlapped[kind] += 1
+        if self._overlapped[kind] == TRIAL_AFTER:
+            self._overlapped[kind], self._left[kind] = 0, TRIALS
 
     def due(self, kind: StepKind) -> bool:
         return self._left[kind] > 0

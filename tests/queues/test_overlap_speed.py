@@ -7,7 +7,7 @@ import random
 import pytest
 
 from coserve.core.training.micro_step import MicroStep
-from coserve.queues.beside import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS, WINDOW, SpeedBeside, Trials
+from coserve.queues.overlap_speed import ENOUGH, FIRST_GUESS, TRIAL_AFTER, TRIALS, WINDOW, OverlapSpeed, Trials
 from coserve.queues.policy import Train
 from coserve.queues.slices import Slices
 
@@ -15,7 +15,7 @@ from coserve.queues.slices import Slices
 @pytest.mark.parametrize("speed", [0.0, 0.5, 0.8, 1.0])
 def test_the_speed_of_training_beside_steps(speed: float) -> None:
     """Slices of 10 ms alone, of which 4 ms are computed beside a step."""
-    found = SpeedBeside()
+    found = OverlapSpeed()
     beside = 0.004 / speed if speed else 0.004
     seconds = 0.006 + beside if speed else 0.014
     for _ in range(ENOUGH - 1):
@@ -27,7 +27,7 @@ def test_the_speed_of_training_beside_steps(speed: float) -> None:
 
 @pytest.mark.parametrize("speed", [0.0, 1.0])
 def test_errors_of_short_overlaps_cancel_out(speed: float) -> None:
-    found, rng = SpeedBeside(), random.Random(0)
+    found, rng = OverlapSpeed(), random.Random(0)
     for _ in range(10 * WINDOW):
         beside, alone = 0.001, 0.01 * rng.gauss(1.0, 0.03)
         found.add(alone + beside * (1 - speed), beside, 0.01)
@@ -36,14 +36,14 @@ def test_errors_of_short_overlaps_cancel_out(speed: float) -> None:
 
 def test_slices_of_another_time_are_forgotten() -> None:
     """Training kept all of its speed beside steps, later half of it."""
-    found = SpeedBeside()
+    found = OverlapSpeed()
     for seconds in [1.0] * WINDOW + [1.5] * WINDOW:
         found.add(seconds, 1.0, 1.0)
     assert found.share == 0.5
 
 
 def test_slices_without_steps_say_nothing_of_it() -> None:
-    found = SpeedBeside()
+    found = OverlapSpeed()
     for _ in range(2 * ENOUGH):
         found.add(0.01, 0.0, 0.01)
     assert found.share == FIRST_GUESS
@@ -53,12 +53,12 @@ def test_it_is_learned_from_slices_against_those_that_ran_alone() -> None:
     slices = Slices()
     for _ in range(2 * ENOUGH):
         slices.ran(Train("j", 2), MicroStep.BACKWARD, 2, 4096, 0.016, now=0.0)
-        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.012, now=0.0, beside=0.01, beside_kind="decode")
-        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.013, now=0.0, beside=0.01, beside_kind="prefill")
-        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.9, now=0.0, beside=0.01, beside_kind=None)
-        slices.ran(Train("other", 1), MicroStep.BACKWARD, 1, 4096, 0.9, now=0.0, beside=0.01, beside_kind="decode")
-    assert slices.beside["decode"].share == pytest.approx(0.6, abs=0.01), "not of a job that was not measured alone"
-    assert slices.beside["prefill"].share == pytest.approx(0.5, abs=0.01)
+        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.012, now=0.0, overlapped=0.01, step_kind="decode")
+        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.013, now=0.0, overlapped=0.01, step_kind="prefill")
+        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.9, now=0.0, overlapped=0.01, step_kind=None)
+        slices.ran(Train("other", 1), MicroStep.BACKWARD, 1, 4096, 0.9, now=0.0, overlapped=0.01, step_kind="decode")
+    assert slices.overlap_speed["decode"].share == pytest.approx(0.6, abs=0.01), "not of a job never measured alone"
+    assert slices.overlap_speed["prefill"].share == pytest.approx(0.5, abs=0.01)
 
 
 def test_what_a_job_takes_alone_is_known_after_it_was_not_ready_for_a_while() -> None:
@@ -70,21 +70,21 @@ def test_what_a_job_takes_alone_is_known_after_it_was_not_ready_for_a_while() ->
     for _ in range(ENOUGH):
         slices.ready((), 0.0)
         slices.ready(("j",), 0.0)
-        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.012, now=0.0, beside=0.01, beside_kind="decode")
-    assert slices.beside["decode"].share == pytest.approx(0.6, abs=0.01)
+        slices.ran(Train("j", 1), MicroStep.BACKWARD, 1, 4096, 0.012, now=0.0, overlapped=0.01, step_kind="decode")
+    assert slices.overlap_speed["decode"].share == pytest.approx(0.6, abs=0.01)
 
 
 def test_steps_of_a_kind_are_measured_in_turn_again() -> None:
     trials = Trials()
     for _ in range(TRIAL_AFTER - 1):
-        trials.ran("decode", beside=True)
+        trials.ran("decode", overlapped=True)
     assert not trials.due("decode")
-    trials.ran("prefill", beside=False)
-    trials.ran("decode", beside=True)
+    trials.ran("prefill", overlapped=False)
+    trials.ran("decode", overlapped=True)
     assert trials.due("decode") and not trials.due("prefill")
     for _ in range(TRIALS):
         assert trials.due("decode")
-        trials.ran("decode", beside=False)
+        trials.ran("decode", overlapped=False)
     assert not trials.due("decode")
 
 
@@ -92,6 +92,6 @@ def test_a_step_in_turn_measures_what_one_takes_whatever_made_it_take_its_turn()
     trials = Trials()
     for _ in range(2):
         for _ in range(TRIAL_AFTER - 1):
-            trials.ran("decode", beside=True)
+            trials.ran("decode", overlapped=True)
         assert not trials.due("decode")
-        trials.ran("decode", beside=False)
+        trials.ran("decode", overlapped=False)
