@@ -10,6 +10,8 @@ import torch
 
 from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.quantized import fp8
+from coserve.kernels.quantized.weights import Fp8Weights
 from coserve.model.gemm_choice import GemmChoice, measure_gemms, run_gemms
 
 CPU = torch.device("cpu")
@@ -17,8 +19,10 @@ WEIGHTS = ((4096, (512, 128, 128)), (2048, (512,)), (4096, (1024, 1024)))
 """Inputs, and the outputs of each site."""
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64])
-def test_all_kernels_that_are_measured_are_compiled_first(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rows", "quantized"), [(1, False), (16, False), (64, False), (16, True), (64, True)])
+def test_all_kernels_that_are_measured_are_compiled_first(
+    rows: int, quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = set[object]()
 
     def record(_kernel: object, _grid: object, *given: Any, **constants: Any) -> None:
@@ -32,14 +36,22 @@ def test_all_kernels_that_are_measured_are_compiled_first(rows: int, monkeypatch
     for module in (gemv, skinny):
         monkeypatch.setattr(module, "launch", record)
         monkeypatch.setattr(module, "graph_ms", timed)
-    stacked = [
-        StackedWeights(torch.zeros(sum(sizes), inputs, dtype=torch.bfloat16), None, sizes) for inputs, sizes in WEIGHTS
-    ]
+    stacked: list[StackedWeights] = []
+    for inputs, sizes in WEIGHTS:
+        weight = torch.zeros(sum(sizes), inputs, dtype=torch.bfloat16)
+        if quantized:
+            codes, scales = fp8.quantize(weight)
+            stacked.append(Fp8Weights(codes, None, sizes, scales))
+        else:
+            stacked.append(StackedWeights(weight, None, sizes))
+    monkeypatch.setattr(fp8, "has_tensor_cores", lambda x: True)
     run_gemms(stacked, CPU, (rows,))
     compiled = set(found)
     found.clear()
     measure_gemms(stacked, CPU, (rows,))
     assert len(compiled) > 3 and found == compiled
+    rounded = [constants["X_SCALE"] for _, constants in ((one, dict(two)) for one, two in compiled) if rows > 1]
+    assert all(rounds is (quantized and rows > fp8.FEW_ROWS) for rounds in rounded)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
