@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import is_accelerate_available
 
 from coserve.core.errors import UnsupportedBase
 from coserve.kernels.quantized.fp8 import refuse_unusable
@@ -30,8 +29,7 @@ class DenseModel:
     """fp8 or nf4: the weights of the layers' linear modules are quantised as they are read."""
 
     def load(self, tensors: Tensors) -> PreTrainedModel:
-        """Build the model. Each tensor is read once, cast to `dtype` and put on `device` before its memory is freed
-        (onto a GPU only if accelerate is installed; without it, all of them lie in host memory first).
+        """Build the model. Each tensor is read once, cast to `dtype` and put on `device` before its memory is freed.
 
         Raises `UnsupportedBase` for missing parameters, which transformers would draw at random, and `ConfigError` for
         a GPU without FP8.
@@ -49,7 +47,7 @@ class DenseModel:
             config=self.config,
             state_dict=dict(tensors),
             dtype=self.dtype,
-            device_map=self.device if self.device.type != "cpu" and is_accelerate_available() else None,
+            device_map=None if self.device.type == "cpu" else self.device,  # by accelerate
             output_loading_info=True,
             **settings,
         )

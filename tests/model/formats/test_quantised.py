@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlamaForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from coserve.core.errors import UnsupportedBase
 from coserve.model.base import Base, load_base
+from coserve.model.formats.load import DenseModel
 from coserve.model.parallel.mesh import LoneRank
 from tests.support import quantised
 from tests.support.families import tiny_family
@@ -128,3 +131,21 @@ def test_a_weight_without_its_scales_is_refused(llama: Path, tmp_path: Path, mes
     save_file(tensors, found / "model.safetensors")
     with pytest.raises(UnsupportedBase, match=r"up_proj.weight has no .scales, which awq needs"):
         _load(found, mesh=mesh)
+
+
+def test_on_a_gpu_each_weight_is_placed_as_it_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which transformers asks accelerate to do, so that is a dependency: without, all would lie in host memory first."""
+    given: dict[str, object] = {}
+
+    def load(*_: object, **settings: object) -> None:
+        given.update(settings)
+        raise UnsupportedBase("loaded")
+
+    device = torch.device("cuda", 0)
+    dense = DenseModel(AutoConfig.from_pretrained(llama), torch.bfloat16, device, trust_remote_code=False)
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", load)
+    with pytest.raises(UnsupportedBase, match="loaded"):
+        dense.load({})
+    assert given["device_map"] == device
+    needed = tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"]
+    assert any(each.startswith("accelerate") for each in needed)
