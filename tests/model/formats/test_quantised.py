@@ -134,7 +134,7 @@ def test_a_weight_without_its_scales_is_refused(llama: Path, tmp_path: Path, mes
 
 
 def test_on_a_gpu_each_weight_is_placed_as_it_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which transformers asks accelerate to do, so that is a dependency: without, all would lie in host memory first."""
+    """transformers asks accelerate to, so that is a dependency: without it all would lie in host memory first."""
     given: dict[str, object] = {}
 
     def load(*_: object, **settings: object) -> None:
