@@ -2,8 +2,8 @@
 
     python -m benchmarks.models.families [--only FAMILY,...]
 
-The shape is the one that transformers' config of the family has by default, in bfloat16; the model is made without
-weights. `python -m tools.families` writes the table of docs/guide/families.md from the result. No GPU; some minutes.
+The shape is the one that transformers' config of the family has by default (`SET`: fields that it leaves open), in
+bfloat16; the model is made without weights. `python -m tools.families` writes the table of docs/guide/families.md from the result. No GPU; some minutes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,19 @@ FILE = "families.json"
 TOKENS = 8192
 QUANTIZATIONS = ("fp8", "nf4")
 MIB = 1 << 20
+_ATTENTION_AT = (2, 6, 10, 14, 18, 21)
+SET: dict[str, dict[str, object]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {
+        "num_hidden_layers": 24,
+        "layer_types": ["full_attention" if layer in _ATTENTION_AT else "conv" for layer in range(24)],
+    },
+    "ministral": {"head_dim": 128},
+}
+"""Fields without which no model can be made of a family's default config, from the family's published models."""
 
 
 def key_of(family: str) -> str:
@@ -38,7 +51,7 @@ def key_of(family: str) -> str:
 
 def sizes_of(family: str) -> BaseSizes:
     """The sizes of the default shape. Raises `UnsupportedBase`."""
-    return config_sizes(CONFIG_MAPPING[family](), "bfloat16", name=family)
+    return config_sizes(CONFIG_MAPPING[family](**SET.get(family, {})), "bfloat16", name=family)
 
 
 def main() -> None:
