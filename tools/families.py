@@ -46,7 +46,8 @@ def _row(family: str) -> Iterator[str]:
 
 
 def _memory(row: dict[str, Any]) -> str:
-    states = f", {row['state_bytes'] >> 20} of them states" if row["state_bytes"] else ""
+    mib = row["state_bytes"] >> 20
+    states = f", {mib} of them states" if mib else ""
     return f"{row['value']:.0f} MiB{states} ({row['layers']} x {row['hidden']})"
 
 

@@ -3,7 +3,8 @@
     python -m benchmarks.models.families [--only FAMILY,...]
 
 The shape is the one that transformers' config of the family has by default (`SET`: fields that it leaves open), in
-bfloat16; the model is made without weights. `python -m tools.families` writes the table of docs/guide/families.md from the result. No GPU; some minutes.
+bfloat16; the model is made without weights. `python -m tools.families` writes the table of docs/guide/families.md from
+the result. No GPU; some minutes.
 """
 
 from __future__ import annotations
