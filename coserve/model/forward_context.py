@@ -7,7 +7,7 @@ the step's adapters. They read `current`; everything else takes its context as a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -140,3 +140,15 @@ def running(context: ForwardContext) -> Iterator[None]:
         yield
     finally:
         current.context = before
+
+
+def register_ops(*ops: tuple[str, str, Callable[..., object], Callable[..., object]]) -> torch.library.Library:
+    """Register opaque ops of the namespace `coserve`, each by its name, schema, implementation and result for fake
+    tensors. They last as long as the returned library. By hand, as `torch.library.custom_op` adds checks to every call
+    that these ops do not need."""
+    library = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name, schema, real, fake in ops:
+        library.define(name + schema)  # type: ignore[no-untyped-call]
+        library.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"coserve::{name}", fake, lib=library)
+    return library

@@ -29,7 +29,7 @@ from coserve.model import probe
 from coserve.model.adapters.end_terms import Ends
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
-from coserve.model.forward_context import ForwardContext, Fused, current, running
+from coserve.model.forward_context import ForwardContext, Fused, current, register_ops, running
 from coserve.model.gemm_choice import GemmChoice, GemmOutput, measure_gemms
 from coserve.model.groups import share_inputs
 from coserve.model.parallel.exchange import exchanges_of
@@ -153,21 +153,15 @@ def _linear_add_fake(
 
 
 def _register() -> torch.library.Library:
-    """Register the ops by hand: `torch.library.custom_op` adds checks on every call that these ops do not need."""
-    ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
     params = "float scaling, int? window, float? softcap, Tensor? sinks, bool chunked"
     attend = f"(Tensor q, Tensor k, Tensor v, {params}) -> Tensor"
     linear = "(Tensor x, Tensor weight, Tensor? bias, int[] sizes, int group) -> Tensor"
-    for name, schema, real, fake in (
+    return register_ops(
         ("attend", attend, _attend, _attend_fake),
         ("linear", linear, _linear, _linear_fake),
         ("linear_quantized", "(Tensor x, int width, int group) -> Tensor", _linear_quantized, _linear_quantized_fake),
         ("linear_add", linear.replace(")", ", Tensor residual)", 1), _linear_add, _linear_add_fake),
-    ):
-        ops.define(name + schema)  # type: ignore[no-untyped-call]
-        ops.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"coserve::{name}", fake, lib=ops)
-    return ops
+    )
 
 
 _OPS = _register()

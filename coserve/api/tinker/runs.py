@@ -116,10 +116,7 @@ class Runs:
         owner = self.owner(id)
         owner.finished = True
         for run in owner.runs.values():
-            if run.session is not None:
-                self._sessions.close(run.session)
-            run.order.end()
-            self._runs.pop(run.model, None)
+            self.unload(run)
         for sampler in [own for own in self.samplers if own.startswith(f"{id}:")]:
             del self.samplers[sampler]
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from coserve.core.limits import MAX_TOKENS, LogprobCount, Seed, TokenId
+from coserve.core.training.schemas import OptimStepRequest
 
 Name = Annotated[str, Meta(max_length=256)]
 Metadata = Annotated[dict[str, Any], Meta(max_length=64)]
@@ -93,20 +94,8 @@ class OfModel(Body, frozen=True):
     model_id: Name
 
 
-class TinkerAdam(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Parameters of AdamW for one step."""
-
-    learning_rate: Annotated[float, Meta(ge=0, le=100)] = 1e-4
-    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Meta(ge=0, le=1)] = 1e-12
-    weight_decay: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    grad_clip_norm: Annotated[float, Meta(ge=0)] = 0.0
-    """Largest norm of the gradients; 0: no clipping."""
-
-
 class OptimStep(OfModel, frozen=True):
-    adam_params: TinkerAdam
+    adam_params: OptimStepRequest
     seq_id: Count | None = None
 
 

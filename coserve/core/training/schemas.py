@@ -73,7 +73,7 @@ class ComputeResult(Wire, frozen=True):
 
 
 class OptimStepRequest(Wire, frozen=True, omit_defaults=True):
-    """Body of `optim_step`: AdamW."""
+    """Parameters of AdamW for one step: body of `optim_step`, and Tinker's `adam_params`."""
 
     learning_rate: Annotated[float, Meta(ge=0, le=100)] = 1e-4
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
@@ -81,7 +81,7 @@ class OptimStepRequest(Wire, frozen=True, omit_defaults=True):
     eps: Annotated[float, Meta(ge=0, le=1)] = 1e-12
     weight_decay: Annotated[float, Meta(ge=0, le=100)] = 0.0
     grad_clip_norm: Annotated[float, Meta(ge=0)] = 0.0
-    """0: no clipping."""
+    """Largest norm of the gradients; 0: no clipping."""
 
 
 class OptimStepResult(Wire, frozen=True):

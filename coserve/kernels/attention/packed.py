@@ -147,24 +147,9 @@ class PackedAttention:
     def _flash(self, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
         """Compute all sequences with torch's varlen kernel: (T, H, E), and the log-sum-exp of each row."""
         values = v_KTD.shape[2]
-        bounds, longest, window = self._bounds_on(q_HTD.device), self._longest, params.window
+        bounds, longest = self._bounds_on(q_HTD.device), self._longest
         q, k, v = as_wide(*(x.transpose(0, 1) for x in (q_HTD, k_KTD, v_KTD)))
-        # `torch.nn.attention.varlen` calls this op, too; its wrapper costs the host more than the launches do.
-        out, sums, *unused, _ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            bounds,
-            bounds,
-            longest,
-            longest,
-            0.0,
-            window is None,
-            False,
-            scale=params.scaling,
-            window_size_left=-1 if window is None else window - 1,
-            window_size_right=0,
-        )
+        out, sums, *unused, _ = varlen(q, k, v, (bounds, bounds), (longest, longest), params)
         self._unused_rng = tuple(unused)
         return out[..., :values], sums
 
@@ -184,6 +169,28 @@ def _varlen_takes(q_HTD: Tensor, v_KTD: Tensor) -> bool:
     """Whether torch's varlen kernel supports the dtype, device and head width of these tensors."""
     width = max(q_HTD.shape[2], v_KTD.shape[2])
     return q_HTD.is_cuda and q_HTD.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+
+
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], most: tuple[int, int], params: AttentionParams
+) -> tuple[Tensor, ...]:
+    """Run torch's varlen flash kernel, as `torch.nn.attention.varlen` does, whose wrapper costs the host more than the
+    launches. `bounds`, and `most` tokens of a sequence: of queries (T, H, D), and of keys and values (N, K, D)."""
+    left = -1 if params.window is None else params.window - 1
+    found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        *bounds,
+        *most,
+        0.0,
+        left < 0,
+        False,
+        scale=params.scaling,
+        window_size_left=left,
+        window_size_right=0,
+    )
+    return found
 
 
 def as_wide(*tensors: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from coserve.kernels.attention.interface import AttentionParams
-from coserve.kernels.attention.packed import PackedAttention, causal, explicit, one_kernel
+from coserve.kernels.attention.packed import PackedAttention, causal, explicit, one_kernel, varlen
 from coserve.kernels.lora.types import LoraPair
 
 
@@ -60,28 +60,13 @@ class AfterPrefix(PackedAttention):
 
     def _flash_prefixed(self, q_HTD: Tensor, k_KND: Tensor, v_KND: Tensor, params: AttentionParams) -> Tensor:
         q, k, v = (own.transpose(0, 1) for own in (q_HTD, k_KND, v_KND))
-        lengths, window = [end - start for start, end in pairwise(self._bounds) if start < end], params.window
+        lengths = [end - start for start, end in pairwise(self._bounds) if start < end]
         own, with_prefix = (
             torch.tensor([0, *accumulate(before + each for each in lengths)], dtype=torch.int32).to(q.device)
             for before in (0, self._tokens)
         )
-        out, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            own,
-            with_prefix,
-            max(lengths),
-            max(lengths) + self._tokens,
-            0.0,
-            window is None,
-            False,
-            scale=params.scaling,
-            window_size_left=-1 if window is None else window - 1,
-            window_size_right=0,
-        )
-        found: Tensor = out
-        return found
+        longest = max(lengths)
+        return varlen(q, k, v, (own, with_prefix), (longest, longest + self._tokens), params)[0]
 
 
 class PrefixedAttention(AfterPrefix):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from coserve.kernels.lora.experts.interface import ExpertLora, RemoteTerms
 from coserve.kernels.lora.experts.rows import ExpertRows, grouped, summed
 from coserve.model.experts.shards import EXPERTS, FIRST, expert_shard, local_experts
-from coserve.model.forward_context import current
+from coserve.model.forward_context import current, register_ops
 
 SITES = "coserve_experts"
 """Attribute of a hooked module: the names of its parameters, gate and up first."""
@@ -193,17 +193,12 @@ def _linear_fake(x_SD: Tensor, weight_EOD: Tensor, *_: object) -> Tensor:
 
 
 def _register() -> torch.library.Library:
-    ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
     rows = "Tensor expert, Tensor token, Tensor ends, int place"
-    for name, schema, real, fake in (
+    return register_ops(
         ("experts_order", "(Tensor chosen, int experts) -> (Tensor, Tensor)", _order, _order_fake),
         ("experts_linear", f"(Tensor x, Tensor weight, Tensor? added, {rows}) -> Tensor", _linear, _linear_fake),
         ("rank_sum", "(Tensor y) -> Tensor", _sum, _sum_fake),
-    ):
-        ops.define(name + schema)  # type: ignore[no-untyped-call]
-        ops.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"coserve::{name}", fake, lib=ops)
-    return ops
+    )
 
 
 _OPS = _register()

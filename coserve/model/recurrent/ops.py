@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coserve.kernels.recurrent.interface import Recurrence, RecurrenceInputs, RecurrenceParams
 from coserve.kernels.recurrent.wrappers import recurrence_of
-from coserve.model.forward_context import current
+from coserve.model.forward_context import current, register_ops
 
 
 def _running() -> Recurrence:
@@ -43,21 +43,15 @@ def _recur_fake(
     return v.new_empty(v.shape)
 
 
-def _register() -> torch.library.Library:
-    ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
-    convolve = "(Tensor x, Tensor weight, Tensor? bias, str? activation) -> Tensor"
-    recur = "(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, float scale, bool normalize) -> Tensor"
-    for name, schema, real, fake in (
-        ("convolve", convolve, _convolve, _convolve_fake),
-        ("recur", recur, _recur, _recur_fake),
-    ):
-        ops.define(name + schema)  # type: ignore[no-untyped-call]
-        ops.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"coserve::{name}", fake, lib=ops)
-    return ops
-
-
-_OPS = _register()
+_OPS = register_ops(
+    ("convolve", "(Tensor x, Tensor weight, Tensor? bias, str? activation) -> Tensor", _convolve, _convolve_fake),
+    (
+        "recur",
+        "(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, float scale, bool normalize) -> Tensor",
+        _recur,
+        _recur_fake,
+    ),
+)
 
 
 class RunningRecurrence:

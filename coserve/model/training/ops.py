@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention.interface import AttentionParams
-from coserve.model.forward_context import TrainingSeams, current
+from coserve.model.forward_context import TrainingSeams, current, register_ops
 from coserve.model.parallel.mesh import LoneRank
 
 
@@ -121,10 +121,9 @@ def _attended(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN
 
 
 def _register() -> torch.library.Library:
-    ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
     params = "float scaling, int? window, float? softcap, Tensor? sinks, bool chunked"
     qkv = "Tensor q, Tensor k, Tensor v"
-    for name, schema, real, fake in (
+    ops = register_ops(
         ("learn", "(Tensor x, int width, int group) -> Tensor", _learn, _learn_fake),
         ("learn_backward", "(Tensor dy, Tensor x, int group) -> Tensor", _learn_backward, _learn_backward_fake),
         ("attend_rows", f"({qkv}, {params}) -> Tensor", _attend, _attend_fake),
@@ -135,10 +134,7 @@ def _register() -> torch.library.Library:
             _attend_backward_fake,
         ),
         ("sum_ranks", "(Tensor x, int place) -> Tensor", _sum_ranks, _sum_ranks_fake),
-    ):
-        ops.define(name + schema)  # type: ignore[no-untyped-call]
-        ops.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"coserve::{name}", fake, lib=ops)
+    )
     torch.library.register_autograd("coserve::learn", _learned, setup_context=_keep_learned, lib=ops)
     torch.library.register_autograd("coserve::attend_rows", _attended, setup_context=_keep_attended, lib=ops)
     return ops

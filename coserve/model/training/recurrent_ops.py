@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.reference import convolved, normalized
+from coserve.model.forward_context import register_ops
 from coserve.model.training.ops import seams
 
 
@@ -57,16 +58,12 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # noqa
 
 
 def _register() -> torch.library.Library:
-    ops = torch.library.Library("coserve", "FRAGMENT")  # type: ignore[no-untyped-call]
     given = "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta"
-    for name, schema, real, fake in (
+    ops = register_ops(
         ("row_offsets", "(Tensor x) -> Tensor", _offsets, _offsets_fake),
         ("recur_rows", f"({given}) -> Tensor", _recur, _recur_fake),
         ("recur_rows_backward", f"(Tensor dout, {given}) -> Tensor[]", _recur_backward, _recur_backward_fake),
-    ):
-        ops.define(name + schema)  # type: ignore[no-untyped-call]
-        ops.impl(name, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"coserve::{name}", fake, lib=ops)
+    )
     torch.library.register_autograd("coserve::recur_rows", _differentiate, setup_context=_keep, lib=ops)
     return ops
 
