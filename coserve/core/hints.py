@@ -205,7 +205,6 @@ NEEDLESS_OPTIONS = {
         ("max_model_len", "context_length"), "a request may use the base's whole context, and takes pages as it grows"
     ),
     "cuda_graph_sizes": "graphs are captured for all sizes up to --max-running and --step-tokens",
-    "quantization": "a quantised base is recognised by its config.json, and dequantised at load",
     "max_cpu_loras": "--host-adapter-bytes is the host memory for adapters, in bytes",
     "no_enable_prefix_caching": "it is --no-prefix-cache here",
     "enable_chunked_prefill": "prompts are computed in chunks of at most --step-tokens",
@@ -256,6 +255,22 @@ OTHER_VALUES = {
         _TEXT_ALONE,
     ),
     "load_format": dict.fromkeys(("safetensors", "gguf"), "auto reads safetensors, and a GGUF file given as the model"),
+    "quantization": {
+        **dict.fromkeys(
+            ("awq", "awq_marlin", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "gptq_marlin", "mxfp4"),
+            "a quantised base is recognised by its files, and dequantised at load, without --quantization",
+        ),
+        "bitsandbytes": "did you mean 'nf4'?",
+    },
+    "kv_cache_dtype": {
+        **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16"), "did you mean 'auto'?"),
+        "fp8_e4m3": "did you mean 'fp8'?",
+    },
+    "dtype": {
+        "bf16": "did you mean 'bfloat16'?",
+        **dict.fromkeys(("fp16", "half"), "did you mean 'float16'?"),
+        **dict.fromkeys(("float", "fp32"), "did you mean 'float32'?"),
+    },
 }
 """For each field: other programs' values (transformers' `optim`, vLLM's options), and what to give instead."""
 UNSUPPORTED = frozenset(
