@@ -374,6 +374,15 @@ async def test_the_setting_goes_before_the_template(tmp_path: Path) -> None:
     assert len(call["id"]) == 9
 
 
+async def test_tools_that_the_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    async with serve_api(tmp_path, tokens=with_template(PHI_3), context=4096) as api:
+        asked: Any = {"messages": CHAT, "tools": TOOLS}
+        status, refused = await api.call("POST", "/v1/chat/completions", json=asked)
+        assert (status, refused["error"]["param"]) == (400, "tools")
+        for choice in ("none", "required"):
+            assert (await api.call("POST", "/v1/chat/completions", json=asked | {"tool_choice": choice}))[0] == 200
+
+
 async def test_channels_and_effort(tmp_path: Path) -> None:
     async with serve_api(tmp_path, tokens=with_template(GPT_OSS), context=4096) as api:
         says(api, f"<|channel|>analysis<|message|>Hm.<|end|>{NEXT}{HARMONY}")

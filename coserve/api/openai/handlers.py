@@ -37,7 +37,7 @@ from coserve.api.openai.schemas import (
 from coserve.api.openai.usage import ResponseMeta, new_meta
 from coserve.api.service import Service
 from coserve.config import Config
-from coserve.core.errors import AdapterNotFound
+from coserve.core.errors import AdapterNotFound, InvalidRequest
 from coserve.core.schemas import STREAM_END, GenerateRequest
 
 PLACEHOLDER_MODELS = ("tgi", "dummy")
@@ -128,6 +128,13 @@ class OpenAIApi:
             forced = None if is_constrained(body) else forced_family(family)
             return AnswerFormat(forced, thinks=False)
         tools = [] if body.tool_choice == "none" else body.tools or []
+        auto = self._config.tool_parser == "auto"
+        if tools and family is None and auto and template is not None and "tools" not in template:
+            raise InvalidRequest(
+                "the base's chat template does not show them to the model; with tool_choice required, or a function's "
+                "name, the answer is a call all the same",
+                field="tools",
+            )
         return AnswerFormat(
             family if tools or (family is not None and family.channels) else None,
             thinks=thinks(template),
