@@ -259,7 +259,7 @@ class Engine:
             if most is not None and not self._views.slices.knows(kind):
                 most = 1  # other kinds are poor predictors, and requests would wait for all of them
             suspended = self._jobs.advance(job, most, shared_tokens)
-        micro_steps = self._jobs.micro_steps_done
+        micro_steps = self._jobs.trainer.micro_steps_done
         tokens = self._jobs.slice_tokens if suspended else tokens  # the job itself may have failed
         expected = micro_steps * self._views.slices.predict(job, kind, tokens).expected
         self._flight.launched(decision, kind, micro_steps, tokens, began, expected)

@@ -87,7 +87,7 @@ def engine_stats(
         train_seconds=seconds[1],
         steps=views.step_counts,
         troubles=adapters.troubles + jobs.troubles + generator.troubles,
-        batches=jobs.batches,
+        batches=jobs.trainer.batches,
         patience_slices=views.slices.by_patience,
         starving=views.slices.starving(now),
         request_waits=0.0 if first is None else now - first,

@@ -13,7 +13,6 @@ from concurrent.futures import Executor, Future
 from coserve.core.link.jobs import JobCancelled, JobFailed, JobPaused
 from coserve.core.link.link import FromEngine
 from coserve.core.link.sessions import CallSession
-from coserve.core.link.stats import TrainingBatches
 from coserve.core.training.calls import SessionSpec
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
@@ -45,7 +44,7 @@ class JobRunner:
         """`threads` run long work: two for each active job. `first_come`: see `JobPlaces`. `changed` is called, on any
         thread, when such work is done. `memory`: admits jobs; None: all are admitted."""
         self._memory = JobAdmission(memory, trainer, send)
-        self._trainer, self._send, self._max_active, self._threads = trainer, send, max_active, threads
+        self.trainer, self._send, self._max_active, self._threads = trainer, send, max_active, threads
         self._starts = Retries(FOR_EVER, changed=changed)
         self._services = JobServices(trainer, self._memory, threads, self._starts, send, changed, self._pass_ended)
         self._turns = JobQueue((lambda job: [*self._active].index(job)) if first_come else None)
@@ -64,7 +63,7 @@ class JobRunner:
         """Notes on starts and publications that are being retried, and on jobs that train with less memory."""
         refused = ((job, active.trouble) for job, active in self._active.items() if active.trouble is not None)
         ends = (f"end of job {job}: {why}; it is tried again" for job, why in refused)
-        return (*self._memory.troubles, *self._starts.notes, *ends, *self._trainer.notes)
+        return (*self._memory.troubles, *self._starts.notes, *ends, *self.trainer.notes)
 
     @property
     def wait_for_memory(self) -> bool:
@@ -83,27 +82,17 @@ class JobRunner:
         """Whether the job has begun to train, has neither ended nor been paused, and does not wait for samples (which
         only generation makes). It may wait for a thread."""
         active = self._active.get(job)
-        if active is None or not active.loaded or active.end is not None or self._trainer.finished(job):
+        if active is None or not active.loaded or active.end is not None or self.trainer.finished(job):
             return False
         return job in self._turns or not active.waits_for_samples
 
     def next_micro_step(self, job: str) -> MicroStep:
         """The kind of the micro-step that an active job's next slice begins with."""
-        return self._trainer.next_micro_step(job)
+        return self.trainer.next_micro_step(job)
 
     def micro_batch_tokens(self, job: str) -> int:
         """Tokens of an active job's current micro-batch, or of its next one as far as known; 0: unknown."""
-        return self._trainer.micro_batch_tokens(job)
-
-    @property
-    def batches(self) -> TrainingBatches:
-        """Counts of training forwards so far."""
-        return self._trainer.batches
-
-    @property
-    def micro_steps_done(self) -> int:
-        """Micro-steps done in the last slice."""
-        return self._trainer.micro_steps_done
+        return self.trainer.micro_batch_tokens(job)
 
     def place(self, spec: JobSpec, *, paused: bool) -> None:
         """Add a job that was submitted, or that continues after a restart."""
@@ -172,7 +161,7 @@ class JobRunner:
         """Train an active job and those that share its batch. Returns whether the micro-batch is still under way;
         otherwise its jobs have had their turn."""
         try:
-            messages = self._trainer.advance(job, micro_steps, self._turns.ready(), shared_tokens)
+            messages = self.trainer.advance(job, micro_steps, self._turns.ready(), shared_tokens)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
             self._end(job, job_failed(job, error))
             return False
@@ -181,9 +170,9 @@ class JobRunner:
                 self._end(message.id, message)
             else:
                 self._send(message)
-        trained = [each for each in self._trainer.trained if each in self._turns]  # without failed ones
-        self.slice_tokens = next((self._trainer.micro_batch_tokens(each) for each in trained), 0)
-        if any(map(self._trainer.mid_batch, trained)):
+        trained = [each for each in self.trainer.trained if each in self._turns]  # without failed ones
+        self.slice_tokens = next((self.trainer.micro_batch_tokens(each) for each in trained), 0)
+        if any(map(self.trainer.mid_batch, trained)):
             self._turns.put_first(trained)
             return True
         for each in trained:
@@ -249,7 +238,7 @@ class JobRunner:
 
     @property
     def _suspended(self) -> bool:
-        return any(map(self._trainer.mid_batch, self._turns.ready()))
+        return any(map(self.trainer.mid_batch, self._turns.ready()))
 
     def _pass_ended(self) -> Future[None] | None:
         if self._pass is None and self._suspended:
