@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coserve.admission.memory import Hold, MemoryAdmission, Start
-from coserve.core.gpu_memory import MemoryUse, TrainingCosts
-from coserve.core.training.jobs import JobSpec
+from coserve.admission.memory import MemoryAdmission
+from coserve.core.gpu_memory import MemoryUse
 from coserve.memory.allocator import Reading
 from coserve.memory.graph_bytes import GraphBytes
 
@@ -34,7 +33,7 @@ class Fixed:
 
 
 class DeviceMemory:
-    """Implements `ports.AdmitsJobs` with readings of the device."""
+    """Readings of the device, which tell `admission` how much memory jobs may use."""
 
     def __init__(
         self,
@@ -49,12 +48,11 @@ class DeviceMemory:
         """`graphs_done` is called with the size of all graphs whenever none is missing and it has grown. `clock`
         returns seconds. `taken_elsewhere`: on other ranks' GPUs, the most bytes that were taken since the start outside
         of the rank's allocator."""
-        self._admission, self._fixed, self._read, self._graphs = admission, fixed, read, graphs
+        self.admission, self._fixed, self._read, self._graphs = admission, fixed, read, graphs
         self._graphs_done, self._reported_graphs, self._clock = graphs_done, 0, clock
         self._taken_elsewhere = taken_elsewhere
         self.planned = fixed.planned
         """Upper bound of torch's memory according to the plan; 0 without a plan."""
-        self._asked: str | None = None
         self._own = read().outside
         """Lowest reading outside of torch's allocator: our context and libraries, and other processes at the start."""
         self.refresh()
@@ -68,43 +66,15 @@ class DeviceMemory:
         size = graphs.size if graphs.complete else max(graphs.size, fixed.graphs)
         more = max(0, self._taken_elsewhere() - (reading.outside - self._own))
         available = reading.free + reading.reserved - more - fixed.held - size - fixed.step
-        self._admission.available(available, self._clock())
+        self.admission.available(available, self._clock())
         if graphs.complete and graphs.size > self._reported_graphs:  # later graphs: other LoRA ranks
             self._reported_graphs = graphs.size
             self._graphs_done(graphs.size)
         return reading
 
-    @property
-    def troubles(self) -> tuple[str, ...]:
-        return self._admission.troubles
-
-    @property
-    def shared_tokens(self) -> int | None:
-        """See `MemoryAdmission.shared_tokens`."""
-        return self._admission.shared_tokens
-
-    def admit(self, spec: JobSpec) -> Start | Hold:
-        """See `MemoryAdmission.admit`. The device is read when a job first asks."""
-        if self._asked != spec.id:
-            self._asked = spec.id
-            self.refresh()
-        return self._admission.admit(spec)
-
-    def release(self, job: str) -> None:
-        """See `MemoryAdmission.release`."""
-        self._admission.release(job)
-
-    def changes(self) -> list[tuple[str, Start]]:
-        """See `MemoryAdmission.changes`."""
-        return self._admission.changes()
-
-    def compiled(self, costs: TrainingCosts | None) -> None:
-        """See `MemoryAdmission.compiled`."""
-        self._admission.compiled(costs)
-
     def use(self, adapter_pages: int) -> MemoryUse:
         """The memory breakdown for /health. Reads the device."""
-        now, fixed, admission = self.refresh(), self._fixed, self._admission
+        now, fixed, admission = self.refresh(), self._fixed, self.admission
         each = admission.each
         beyond = max(0, now.allocated - fixed.held)
         jobs = min(beyond, sum(job.state for job in each))

@@ -11,14 +11,18 @@ from coserve.core.link.jobs import JobNote, JobWaiting
 from coserve.core.link.link import FromEngine
 from coserve.core.training.jobs import JobSpec
 from coserve.engine.active_job import ActiveJob
-from coserve.engine.ports import AdmitsJobs, Trains
+from coserve.engine.device_memory import DeviceMemory
+from coserve.engine.ports import Trains
 
 
 class JobAdmission:
-    """Admits jobs by memory, and tracks memory being freed. `memory` None: every job is admitted."""
+    """Admits jobs by memory, and tracks memory being freed. `device` None: every job is admitted."""
 
-    def __init__(self, memory: AdmitsJobs | None, trainer: Trains, send: Callable[[FromEngine], None]) -> None:
-        self._memory, self._trainer, self._send = memory or AdmitsAll(), trainer, send
+    def __init__(self, device: DeviceMemory | None, trainer: Trains, send: Callable[[FromEngine], None]) -> None:
+        self._device, self._trainer, self._send = device, trainer, send
+        self._memory = AdmitsAll() if device is None else device.admission
+        self._asked: str | None = None
+        """The last job for which `admit` was called."""
         self._held: dict[str, Cause] = {}
         """Queued jobs that were told that they wait for memory, and why."""
         self._leaving: dict[str, Future[Any] | None] = {}
@@ -42,6 +46,9 @@ class JobAdmission:
         self._release_freed()
         if spec.id in self._leaving:
             return None
+        if self._device is not None and self._asked != spec.id:
+            self._asked = spec.id
+            self._device.refresh()
         found = self._memory.admit(spec)
         if isinstance(found, Start):
             self._held.pop(spec.id, None)

@@ -18,8 +18,9 @@ from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef
 from coserve.engine.active_job import ActiveJob
+from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.job_admission import JobAdmission
-from coserve.engine.ports import AdmitsJobs, Trains
+from coserve.engine.ports import Trains
 from coserve.engine.run_job import JobRun, JobServices, job_failed
 from coserve.engine.run_session import Calls, SessionRun
 from coserve.queues.finetune import JobQueue
@@ -38,7 +39,7 @@ class JobRunner:
         max_active: int,
         threads: Executor,
         changed: Callable[[], None],
-        memory: AdmitsJobs | None = None,
+        memory: DeviceMemory | None = None,
         first_come: bool = False,
     ) -> None:
         """`threads` run long work: two for each active job. `first_come`: see `JobPlaces`. `changed` is called, on any

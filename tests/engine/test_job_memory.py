@@ -332,7 +332,7 @@ def test_the_uses_are_all_of_the_device() -> None:
     device.reading = replace(device.reading, free=51 * GIB)
     own = memory(40 * GIB, device)
     assert whole(own.use(3)) == 80 * GIB
-    own.admit(spec("one"))
+    own.admission.admit(spec("one"))
     device.reading = replace(device.reading, free=50 * GIB, allocated=HELD + one.state.total + GIB, peak=HELD + 3 * GIB)
     use = own.use(3)
     assert whole(use) == use.total == 80 * GIB
@@ -387,8 +387,8 @@ def test_what_others_give_back_counts_after_seconds_however_often_the_device_is_
     own = DeviceMemory(admission, FIXED, device.read, Graphs(), clock=lambda: now)
     before = admission.limit
     device.reading = replace(device.reading, free=5 * GIB)
-    for job in range(100):
-        own.admit(spec(f"job{job}"))
+    for _ in range(100):
+        own.refresh()
         now += 0.01
     assert admission.limit == before
     for _ in range(10):
