@@ -28,7 +28,7 @@ UNEMBEDDING = "LoRA of the unembedding is not available: train_unembed is ignore
 
 
 class TinkerApi:
-    """`close` ends the requests in flight."""
+    """One method per route. `close` ends the requests in flight."""
 
     def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service, self._bodies = service, bodies

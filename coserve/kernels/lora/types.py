@@ -102,7 +102,7 @@ class LoraPair:
     def to(
         self, device: torch.device | str | None, dtype: torch.dtype | None = None, *, copy: bool = False
     ) -> LoraPair:
-        """Return the pair on a device, without `main_grads`; its matrices in `dtype`, what is fp32 as it is."""
+        """Return the pair on a device, without `main_grads`; its matrices in `dtype`, DoRA's vectors in fp32."""
 
         def vector(own: Tensor | None) -> Tensor | None:
             return None if own is None else own.detach().to(device, copy=copy)

@@ -15,7 +15,7 @@ from coserve.state.registry.pace import Pace
 
 
 class JobOrigin(Wire, frozen=True):
-    """Uploaded files that a job was made from, by id, and the rows of a batch that its request asked for."""
+    """What a job was made from: ids of uploaded files, and the batch size that its request gave in rows."""
 
     training_file: str
     validation_file: str | None = None

@@ -28,10 +28,10 @@ class Width(StrEnum):
     THREE = "three"
     """Three matrices of one size in one."""
     DELTA = "delta"
-    """Keys twice and values of a gated delta net, by heads."""
+    """Queries, keys and values of a gated delta net in one matrix, by heads."""
     MAMBA = "mamba"
-    """Mamba-2's values, B and C, with its gate before them and its time steps behind, or without; by heads and groups.
-    A single group is on every rank."""
+    """Mamba-2's [values, B, C] or [gate, values, B, C, time steps] in one matrix; by heads, B and C by groups. A single
+    group is on every rank."""
 
 
 @dataclass(frozen=True)
