@@ -48,7 +48,9 @@ MAX_TOKENIZER_WORKERS = 4
 class Config:
     """Settings of `coserve serve`. Times in seconds unless the name says otherwise; sizes in bytes or tokens."""
 
-    model: str = option("bundled", "base model: a folder, a GGUF file, a hub name, 'bundled' or 'smollm2'")
+    model: str = option(
+        "bundled", "base model: a folder, a GGUF file, a hub name (NAME or NAME@REVISION), 'bundled' or 'smollm2'"
+    )
     served_model_name: str | None = option(
         None, "name of the base in requests and answers; default: its hub name, or that of its folder or file"
     )

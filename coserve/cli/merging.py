@@ -12,7 +12,7 @@ import tokenizers
 from coserve.client import Client
 from coserve.core.errors import UnsupportedBase
 from coserve.data.pretrained.gguf import is_gguf
-from coserve.data.pretrained.source import BUNDLED, check_source, locate
+from coserve.data.pretrained.source import BUNDLED, check_source, hub_revision, locate
 from coserve.data.pretrained.tokenizer import Tokenizer
 
 
@@ -42,7 +42,8 @@ def _merge(base: str, adapter: Path, merged: Path) -> None:
     source: str | Path = str(resources.files("coserve") / "assets" / "tiny") if base == BUNDLED else locate(base)
     file = {"gguf_file": Path(source).name} if is_gguf(str(source)) else {}
     source = Path(source).parent if file else source
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **file)
+    source, revision = hub_revision(str(source))
+    model = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype="auto", **file)
     if file:  # transformers has dequantised it, but saves no model that still names GGUF
         model.hf_quantizer = None
         del model.config.quantization_config

@@ -162,7 +162,8 @@ OTHER_WAYS = {
     ),
     "lora.init has the ways to begin": "loftq_config eva_config corda_config lora_ga_config",
     "lora.targets takes whole names of modules, too": "exclude_modules layers_to_transform layers_pattern",
-    "the base is the daemon's --model": "base_model_name_or_path model_name_or_path model_init_kwargs revision",
+    "the base is the daemon's --model": "base_model_name_or_path model_name_or_path model_init_kwargs",
+    "the base is the daemon's --model, NAME@REVISION": "revision",
     "it is not needed here": (
         "task_type auto_mapping peft_version inference_mode fan_in_fan_out megatron_* runtime_config do_train "
         "do_predict use_cpu "

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from coserve.core.errors import ConfigError, UnsupportedBase
 from coserve.core.types import BaseSpec, SiteSpec
 from coserve.data.pretrained.gguf import is_gguf
-from coserve.data.pretrained.source import fetch_files, locate
+from coserve.data.pretrained.source import fetch_files, hub_revision, locate
 from coserve.kernels.attention.interface import Attention, KvShape
 from coserve.kernels.lora.dora import squared_norms, squared_rows
 from coserve.kernels.lora.types import LoraPair
@@ -247,7 +247,7 @@ def load_base(
     ep: int = 1,
     quantization: str = "none",
 ) -> Base:
-    """Load a base from `"bundled"`, a folder, a hub name (both safetensors only) or a GGUF file.
+    """Load a base from `"bundled"`, a folder, a hub name (both safetensors only; maybe with @REVISION) or a GGUF file.
 
     `device`: auto, cpu or cuda. `dtype`: auto (float32 on CPU, bfloat16 on CUDA) or a name of torch's. `load_format`:
     auto (weights from files) or dummy (only config.json is read; random weights, the same each time on one kind of
@@ -266,14 +266,16 @@ def load_base(
     gguf, local = is_gguf(str(folder)), folder.exists()
     if source == "bundled" and not (folder / "config.json").is_file():
         raise UnsupportedBase("the bundled base is not part of this installation")
-    name = folder.resolve().name if local and folder == Path(source) else source
-    path, hub_name = (str(folder), None) if local else (source, source)
+    path, revision = hub_revision(str(folder))
+    name, hub_name = (source, None) if local else (path, path)
+    if local and folder == Path(source):
+        name = folder.resolve().name
     with loadable(name):
         form: Format | None = None
         if gguf:
             config = gguf_config(folder)
         else:
-            config, form = read_config(path, name, local=local, trust_remote_code=trust_remote_code)
+            config, form = read_config(path, name, revision, local=local, trust_remote_code=trust_remote_code)
         refuse_config(config)
         kind_of_model = model_class(config)
         if few_layers:
@@ -282,7 +284,7 @@ def load_base(
     origin = "GGUF" if gguf else None if form is None else form.name
     note = "" if origin is None or drawn else f"the base's weights are dequantised from {origin} at load"
     if (sharded or note or quantization != "none") and not (local or drawn):
-        folder = fetch_files(path, ("*.safetensors", "*.json"))
+        folder = fetch_files(source, ("*.safetensors", "*.json"))
     opened = partial(open_gguf, folder, config) if gguf else partial(open_folder, folder, form, where)
     if mesh is not None and sharded:
         with loadable(name), ExitStack() as stack:
@@ -315,6 +317,7 @@ def load_base(
         else:
             model = kind_of_model.from_pretrained(
                 path,
+                revision=revision,
                 config=config,
                 dtype=kind,
                 use_safetensors=True,

@@ -5,6 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import subprocess
+import sys
+from importlib import resources
 from pathlib import Path
 
 import httpx
@@ -61,8 +65,37 @@ def test_folders_whose_weights_are_missing(tmp_path: Path) -> None:
 
 
 def test_names_pass() -> None:
-    for name in ("bundled", "gpt2", "owner/name"):
+    for name in ("bundled", "gpt2", "owner/name", "owner/name@refs/pr/1"):
         check_source(name)
+
+
+READ_REVISIONS = """
+from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.model.base import load_base
+from coserve.model.formats.sizes import read_sizes
+for name in ("org/tiny@v1", "org/tiny"):
+    spec, sizes = load_base(name, device="cpu", dtype="auto").spec, read_sizes(name, "float32")
+    print(spec.name, spec.hub_name, spec.layers, sizes.spec.layers, Tokenizer.load(name).chat_template)
+"""
+
+
+def test_a_revision_of_the_hub_is_read_by_all(tmp_path: Path) -> None:
+    """Two commits in the hub's cache; nothing is fetched."""
+    tiny = Path(str(resources.files("coserve") / "assets" / "tiny"))
+    repository = tmp_path / "models--org--tiny"
+    for commit, reference, layers in (("a" * 40, "v1", 1), ("b" * 40, "main", 4)):
+        snapshot = repository / "snapshots" / commit
+        shutil.copytree(tiny, snapshot)
+        config = json.loads((tiny / "config.json").read_text())
+        (snapshot / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+        (snapshot / "chat_template.jinja").write_text(reference)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / reference).write_text(commit)
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", READ_REVISIONS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    read = [line for line in done.stdout.splitlines() if line.startswith("org/")]
+    assert read == ["org/tiny org/tiny 1 1 v1", "org/tiny org/tiny 4 4 main"], done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,16 @@ def check_source(source: str, *, weights: bool = True) -> None:
 
 
 def is_path(source: str) -> bool:
-    """Return whether `source` can only be a path: hub names are NAME or OWNER/NAME."""
-    return source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1 or "\\" in source
+    """Return whether `source` can only be a path: hub names are NAME or OWNER/NAME, maybe with @REVISION."""
+    name = source.partition("@")[0]
+    return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name
+
+
+def hub_revision(source: str) -> tuple[str, str]:
+    """Split a hub name NAME@REVISION, whose second part is a commit, a branch or a tag: `main` if there is none, or if
+    `source` is a path."""
+    name, _, revision = source.partition("@")
+    return (source, "main") if Path(source).exists() or not revision else (name, revision)
 
 
 def _check_folder(folder: Path, weights: bool) -> None:
@@ -102,7 +110,8 @@ def fetch_files(name: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+        repository, revision = hub_revision(name)
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
     except (OSError, ValueError, httpx.TransportError) as error:
         # OSError: from the hub; ValueError: an invalid name; TransportError: the connection broke.
         raise UnsupportedBase(f"model: {hub_problem(name, error)}") from error
@@ -118,6 +127,7 @@ def hub_problem(name: str, error: BaseException) -> str:
         IncompleteSnapshotError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     match error:
@@ -127,6 +137,8 @@ def hub_problem(name: str, error: BaseException) -> str:
             return f"{name!r} is gated: accept its terms on the hub's page of it, then set HF_TOKEN"
         case RepositoryNotFoundError():
             return f"no such folder: {name!r}; and the hub has no model of that name (or a private one: set HF_TOKEN)"
+        case RevisionNotFoundError():
+            return f"the hub has no such revision: {name!r}"
         case HfHubHTTPError():
             return f"the hub refused {name!r}: {_first_line(error)}"
         case IncompleteSnapshotError():

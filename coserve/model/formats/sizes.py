@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from coserve.core.gpu_memory import BaseSizes
 from coserve.core.types import BaseSpec, SiteSpec
 from coserve.data.pretrained.gguf import is_gguf
-from coserve.data.pretrained.source import check_source, locate
+from coserve.data.pretrained.source import check_source, hub_revision, locate
 from coserve.memory.state_pool import state_bytes
 from coserve.model import probe
 from coserve.model.context import context_of
@@ -33,11 +33,13 @@ def read_sizes(source: str, dtype: str, *, quantization: str = "none", trust_rem
     `quantization`: as it is served. Raises `UnsupportedBase`."""
     check_source(source, weights=False)
     path = str(resources.files("coserve") / "assets" / "tiny") if source == "bundled" else locate(source)
+    path, revision = hub_revision(path)
     with loadable(source):
         if is_gguf(path):
             config = gguf_config(Path(path))
         else:
-            config, _ = read_config(path, source, local=Path(path).exists(), trust_remote_code=trust_remote_code)
+            local = Path(path).exists()
+            config, _ = read_config(path, source, revision, local=local, trust_remote_code=trust_remote_code)
         refuse_config(config)
         return config_sizes(config, dtype, name=source, quantization=quantization, trust_remote_code=trust_remote_code)
 

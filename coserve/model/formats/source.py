@@ -34,10 +34,11 @@ log = logging.getLogger(__name__)
 
 
 def read_config(
-    path: str, name: str, *, local: bool, trust_remote_code: bool
+    path: str, name: str, revision: str, *, local: bool, trust_remote_code: bool
 ) -> tuple[PretrainedConfig, Format | None]:
-    """Return the config of a folder or a hub name as that of a dense model, and how its weights are quantised."""
-    settings, _ = PretrainedConfig.get_config_dict(path, local_files_only=local)
+    """Return the config of a folder or a hub name, at a revision, as that of a dense model, and how its weights are
+    quantised."""
+    settings, _ = PretrainedConfig.get_config_dict(path, revision=revision, local_files_only=local)
     unknown = refuse_settings(name, settings, trust_remote_code)
     if unknown:
         log.warning(
@@ -46,7 +47,7 @@ def read_config(
     if local and (Path(path) / ADAPTER_CONFIG).exists():
         raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
     config: PretrainedConfig = AutoConfig.from_pretrained(
-        path, trust_remote_code=trust_remote_code, local_files_only=local
+        path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local
     )
     form = take_format(config, name)
     drop_settings(config, unknown)
