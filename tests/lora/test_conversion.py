@@ -10,9 +10,10 @@ import torch
 from peft import BdLoraConfig, PeftModel
 
 from coserve.core.errors import CorruptAdapter, InvalidRequest
+from coserve.core.schemas.adapters import ConversionReport
 from coserve.core.types import AdapterRef
 from coserve.kernels.lora.segments import Segments
-from coserve.lora.files.conversion import THREADS, ConversionOptions, ConversionReport, convert_adapter
+from coserve.lora.files.conversion import THREADS, ConversionOptions, convert_adapter
 from coserve.lora.files.record import record_adapter
 from coserve.lora.store.files import load_adapter
 from coserve.model.base import Base, wrap_base

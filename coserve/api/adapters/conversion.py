@@ -20,10 +20,11 @@ from coserve.core.cancellation import uncancelled, uncancelled_thread
 from coserve.core.errors import AdapterError, InvalidRequest, StorageError
 from coserve.core.names import NAME_RULE, is_name
 from coserve.core.schemas import Adapter, ConvertedAdapter, ConvertRequest, Distillation, FinetuneRequest, Job
+from coserve.core.schemas.adapters import ConversionReport
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec
 from coserve.data.offload.pool import HelperPool
 from coserve.data.offload.protocol import TaskContext
-from coserve.lora.files.conversion import ConversionOptions, ConversionReport, convert_adapter
+from coserve.lora.files.conversion import ConversionOptions, convert_adapter
 from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
 
@@ -87,16 +88,7 @@ class Conversions:
             raise
         finally:
             await uncancelled_thread(shutil.rmtree, staging, ignore_errors=True)
-        return ConvertedAdapter(
-            adapter=adapter,
-            rank=report.rank,
-            error=report.error,
-            site_errors=report.site_errors,
-            max_error=report.max_error,
-            smallest_rank=report.smallest_rank,
-            errors=report.errors,
-            job=job,
-        )
+        return ConvertedAdapter(adapter=adapter, job=job, **msgspec.structs.asdict(report))
 
     async def _publish(
         self, staging: Path, name: str, spec: BaseSpec, source: AdapterRef, distillation: Distillation | None

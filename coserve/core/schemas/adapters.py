@@ -140,11 +140,9 @@ class ConvertRequest(Wire, frozen=True, omit_defaults=True):
     """A job to submit after the conversion. If it is refused, the converted adapter is deleted."""
 
 
-class ConvertedAdapter(Wire, frozen=True):
-    """Result of a conversion. An error is the Frobenius norm of the lost part of the update BA, divided by that of
-    BA."""
+class ConversionReport(Wire, frozen=True):
+    """Errors that a conversion introduced: see `ConvertedAdapter`."""
 
-    adapter: Adapter
     rank: int
     error: float
     """Error over all sites."""
@@ -154,6 +152,13 @@ class ConvertedAdapter(Wire, frozen=True):
     """Smallest LoRA rank whose error is at most `max_error`."""
     errors: dict[int, float]
     """Error over all sites by LoRA rank, for other ranks."""
+
+
+class ConvertedAdapter(ConversionReport, frozen=True):
+    """Result of a conversion. An error is the Frobenius norm of the lost part of the update BA, divided by that of
+    BA."""
+
+    adapter: Adapter
     job: str | None = None
     """Id of the distillation job, which publishes the next version."""
 

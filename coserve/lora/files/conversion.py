@@ -20,6 +20,7 @@ from coserve.core.errors import InvalidRequest
 from coserve.core.limits import MAX_RANK
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.processes import usable_cores
+from coserve.core.schemas.adapters import ConversionReport
 from coserve.core.types import AdapterDigests, BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import ParallelStyle, blocks_at, check_blocks, packed_shapes, parallel_style
 from coserve.lora.files.gate import read_config
@@ -50,21 +51,6 @@ class ConversionOptions(msgspec.Struct, frozen=True):
     bd_blocks: int
     rank: int | None = None
     max_error: float | None = None
-
-
-class ConversionReport(msgspec.Struct, frozen=True):
-    """The error that a conversion introduced."""
-
-    rank: int
-    error: float
-    """Error of all sites together."""
-    site_errors: dict[str, float]
-    max_error: float
-    """The bound that `smallest_rank` keeps."""
-    smallest_rank: int
-    """The smallest rank whose error is at most `max_error`."""
-    errors: dict[int, float]
-    """Error of all sites together at other ranks."""
 
 
 class _Source:

@@ -140,12 +140,7 @@ class CompiledLayers:
         Ranks that share a base do this at the same time. Raises `UnsupportedBase`, and errors of the compiler; with
         several ranks `FailedTogether`. After a lack of memory it may be called again.
         """
-        try:
-            compiled = self._compile_cut(Kept.ALL)
-        except BaseException as error:
-            if not out_of_memory(error):
-                self.forget_examples()
-            raise
+        compiled = self._compile_cut(Kept.ALL)
         if self._mesh is not None:
             self.forget_examples()
         self.costs = self._load_costs()
@@ -158,12 +153,7 @@ class CompiledLayers:
         """
         if self._mesh is not None:
             raise UnsupportedBase("ranks share the base")
-        try:
-            lean = {kept: self._compile_cut(kept) for kept in (Kept.ATTENTION, Kept.INPUT)}
-        except BaseException as error:
-            if not out_of_memory(error):
-                self.forget_examples()
-            raise
+        lean = {kept: self._compile_cut(kept) for kept in (Kept.ATTENTION, Kept.INPUT)}
         self.forget_examples()
         self._compiled = self._compiled | lean
         if costs is not None and not self.notes:
@@ -191,7 +181,12 @@ class CompiledLayers:
                     alike.append(repr(([size for size in COMPARED_TOKENS if one.fits(size)], sorted(one.unread_sums))))
             return alike
 
-        on_all_ranks(self._mesh, self._device, compile_all, repr)
+        try:
+            on_all_ranks(self._mesh, self._device, compile_all, repr)
+        except BaseException as error:
+            if not out_of_memory(error):  # then it may be tried again
+                self.forget_examples()
+            raise
         return found
 
     def _check(self, i: int, example: _Example, compiled: CompiledLayer) -> list[str]:

@@ -15,7 +15,7 @@ from coserve.state.registry.pace import Pace
 
 
 class JobOrigin(Wire, frozen=True):
-    """What a job was made from: ids of uploaded files, and the batch size that its request gave in rows."""
+    """The origin of a job: ids of uploaded files, and the batch size that its request gave in rows."""
 
     training_file: str
     validation_file: str | None = None
