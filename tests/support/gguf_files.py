@@ -1,4 +1,4 @@
-"""Writes GGUF files of Llama models as llama.cpp's converter does."""
+"""Writes GGUF files of Llama and LFM2 models as llama.cpp's converter does."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
+from gguf.tensor_mapping import get_tensor_name_map
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -77,6 +78,32 @@ def write_llama(
     return written
 
 
+def write_lfm2(path: Path, model: PreTrainedModel, tokenizer: Path) -> None:
+    """Write the model in float32, with the tokenizer of a byte-level tokenizer.json."""
+    config, writer = model.config, GGUFWriter(path, "lfm2")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(model.get_parameter("model.layers.0.feed_forward.w1.weight").shape[0])
+    writer.add_head_count(config.num_attention_heads)
+    heads = config.num_key_value_heads
+    writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config.layer_types])
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    _write_tokenizer(writer, tokenizer, None, pre="lfm2")
+    known = get_tensor_name_map(MODEL_ARCH.LFM2, config.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        stem, _, suffix = name.rpartition(".")
+        own, tensor = known.get_name(stem) or known.get_name(stem.removeprefix("model.")), parameter.detach().float()
+        writer.add_tensor(f"{own}.{suffix}", (tensor[:, 0] if tensor.dim() == 3 else tensor).contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp's order of the rotary rows: pairs beside each other."""
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
@@ -86,13 +113,13 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _write_tokenizer(writer: GGUFWriter, tokenizer: Path, template: str | None) -> None:
+def _write_tokenizer(writer: GGUFWriter, tokenizer: Path, template: str | None, pre: str = "gpt-2") -> None:
     written = json.loads(tokenizer.read_text())
     ids = written["model"]["vocab"] | {token["content"]: token["id"] for token in written["added_tokens"]}
     tokens = sorted(ids, key=ids.__getitem__)
     special = {token["content"] for token in written["added_tokens"] if token["special"]}
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     merges = written["model"]["merges"]

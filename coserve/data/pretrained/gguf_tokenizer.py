@@ -27,16 +27,16 @@ _LLAMA3, _QWEN2 = (_WORDS % "{1,3}",), (_WORDS % "",)
 _O200K = (_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}"),)
 SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "jais", "phi-2", "gpt-neox", "dolly-v2"), (_GPT2,)),
-    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "dbrx", "smaug-bpe", "falcon3"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "lfm2", "dbrx", "smaug-bpe", "falcon3"), _LLAMA3),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez", "kormo"), _QWEN2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS_APART),
     "tekken": (_CASED % ("", "", ""),),
     **dict.fromkeys(("gpt-4o", "llama4"), _O200K),
 }
 """How texts are cut before merges, by `tokenizer.ggml.pre`: each pattern cuts what the earlier ones left."""
-_MERGED_FIRST = ("llama-bpe", "llama-v3", "llama3", "falcon3", "tekken")
+_MERGED_FIRST = ("llama-bpe", "llama-v3", "llama3", "lfm2", "falcon3", "tekken")
 """Kinds in which a word of the vocabulary is a token, whatever the merges say."""
-_BOS_BY_DEFAULT = ("llama-bpe", "llama-v3", "llama3", "tekken")
+_BOS_BY_DEFAULT = ("llama-bpe", "llama-v3", "llama3", "lfm2", "tekken")
 _ROLES = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
 
 

@@ -16,7 +16,7 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.model.base import Base, load_base
 from coserve.model.parallel.mesh import LoneRank
 from tests.support.families import tiny_family
-from tests.support.gguf_files import write_llama
+from tests.support.gguf_files import write_lfm2, write_llama
 
 ASSETS = Path("coserve/assets/tiny")
 TEXTS = ("Hello, it's 2024 and  I'm here:\n\n don't!\t", "äöü 漢字 🙂 <|endoftext|>", " ", "def f(x):\n    return x")
@@ -54,6 +54,19 @@ def test_quantised_weights_are_those_of_llama_cpp(kind: str, tmp_path: Path) -> 
         assert torch.equal(parameter, torch.from_numpy(written[name]).reshape(parameter.shape)), name
     whole = base.model.get_parameter("model.layers.1.self_attn.k_proj.weight")
     assert torch.equal(part, whole[len(whole) // 2 :])
+
+
+def test_a_hybrid_in_a_gguf_file_is_the_same_base(tmp_path: Path) -> None:
+    """LFM2, whose makers publish GGUF files: its convolutions, and its texts cut as Llama 3's, digits by threes."""
+    model, path = tiny_family("lfm2"), tmp_path / "hybrid.gguf"
+    write_lfm2(path, model, ASSETS / "tokenizer.json")
+    found = _load(path).model
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found.get_parameter(name), parameter), name
+    tokenizer, bundled = Tokenizer.load(str(path)), Tokenizer.load("bundled")
+    one, two = "1234", "Don't"
+    assert tokenizer.encode(one) == [*bundled.encode("123"), *bundled.encode("4")]
+    assert tokenizer.decode(tokenizer.encode(two)) == two
 
 
 def test_an_extended_context_keeps_its_frequencies_or_is_refused(tmp_path: Path) -> None:
