@@ -62,53 +62,26 @@ def _attend(
     return out_THD.contiguous()
 
 
-def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-    return q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int) -> Tensor:
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int, residual: Tensor | None = None
+) -> Tensor:
     """Return the outputs of the sites of one input, concatenated, LoRA terms included: (..., D) -> (..., ΣO).
 
-    `sizes`: each site's O. For row-parallel sites the output is the sum of all ranks' outputs.
+    `sizes`: each site's O. For row-parallel sites the output is the sum of all ranks' outputs, and of `residual`
+    (..., ΣO) if it is given (`parallel.residual`).
     """
-    return _summed_linear(x, weight, bias, sizes, group, None)
-
-
-def _linear_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int, residual: Tensor
-) -> Tensor:
-    """Return `residual` (..., ΣO) + `_linear` for row-parallel sites, added within their sum over the ranks
-    (`parallel.residual`)."""
-    return _summed_linear(x, weight, bias, sizes, group, residual)
-
-
-def _summed_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int, residual: Tensor | None
-) -> Tensor:
     context = current.context
-    assert context.fused is not None, NOT_FUSED
-    sites = context.fused.groups[current.layer][group]
-    y_TO = _local_linear(x.reshape(-1, x.shape[-1]), weight, bias, sizes, sites, context.fused, context.lora)
-    shard = context.fused.summed.get(sites)
+    fused = context.fused
+    assert fused is not None, NOT_FUSED
+    sites, x_TD = fused.groups[current.layer][group], x.reshape(-1, x.shape[-1])
+    lora, shard = _changing(context.lora, sites), fused.summed.get(sites)
+    output = fused.gemms.linear(x_TD, weight, bias, before_shrink=lora is not None)
+    y_TO = _added(output, x_TD, sizes, sites, lora)
     if shard is not None:
         y_TO = shard.sum(y_TO, None if residual is None else residual.reshape(y_TO.shape))
     else:
         assert residual is None, "expected sites whose terms are summed over the ranks"
     return y_TO.view(*x.shape[:-1], y_TO.shape[1])
-
-
-def _local_linear(
-    x_TD: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sizes: Sequence[int],
-    sites: SiteGroup,
-    fused: Fused,
-    lora: PreparedLora | None,
-) -> Tensor:
-    """Return this rank's outputs (T, ΣO), before any sum over the ranks."""
-    lora = _changing(lora, sites)
-    return _added(fused.gemms.linear(x_TD, weight, bias, before_shrink=lora is not None), x_TD, sizes, sites, lora)
 
 
 def _linear_quantized(x: Tensor, width: int, group: int) -> Tensor:
@@ -138,18 +111,8 @@ def _added(
     return output.y
 
 
-def _linear_quantized_fake(x: Tensor, width: int, group: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], width))
-
-
-def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int) -> Tensor:
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(sizes)))
-
-
-def _linear_add_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], group: int, residual: Tensor
-) -> Tensor:
-    return _linear_fake(x, weight, bias, sizes, group)
 
 
 def _register() -> torch.library.Library:
@@ -157,10 +120,15 @@ def _register() -> torch.library.Library:
     attend = f"(Tensor q, Tensor k, Tensor v, {params}) -> Tensor"
     linear = "(Tensor x, Tensor weight, Tensor? bias, int[] sizes, int group) -> Tensor"
     return register_ops(
-        ("attend", attend, _attend, _attend_fake),
+        ("attend", attend, _attend, lambda q, k, v, *_: q.new_empty((q.shape[1], q.shape[0], v.shape[2]))),
         ("linear", linear, _linear, _linear_fake),
-        ("linear_quantized", "(Tensor x, int width, int group) -> Tensor", _linear_quantized, _linear_quantized_fake),
-        ("linear_add", linear.replace(")", ", Tensor residual)", 1), _linear_add, _linear_add_fake),
+        ("linear_add", linear.replace(")", ", Tensor residual)", 1), _linear, _linear_fake),
+        (
+            "linear_quantized",
+            "(Tensor x, int width, int group) -> Tensor",
+            _linear_quantized,
+            lambda x, width, group: x.new_empty((*x.shape[:-1], width)),
+        ),
     )
 
 

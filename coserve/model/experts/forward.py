@@ -184,20 +184,17 @@ def _order_fake(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order_S, chosen_TK.new_empty(experts, dtype=torch.int32)
 
 
-def _sum_fake(y: Tensor) -> Tensor:
-    return torch.empty_like(y)
-
-
-def _linear_fake(x_SD: Tensor, weight_EOD: Tensor, *_: object) -> Tensor:
-    return x_SD.new_empty(x_SD.shape[0], weight_EOD.shape[1])
-
-
 def _register() -> torch.library.Library:
     rows = "Tensor expert, Tensor token, Tensor ends, int place"
     return register_ops(
         ("experts_order", "(Tensor chosen, int experts) -> (Tensor, Tensor)", _order, _order_fake),
-        ("experts_linear", f"(Tensor x, Tensor weight, Tensor? added, {rows}) -> Tensor", _linear, _linear_fake),
-        ("rank_sum", "(Tensor y) -> Tensor", _sum, _sum_fake),
+        (
+            "experts_linear",
+            f"(Tensor x, Tensor weight, Tensor? added, {rows}) -> Tensor",
+            _linear,
+            lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[1]),
+        ),
+        ("rank_sum", "(Tensor y) -> Tensor", _sum, torch.empty_like),
     )
 
 

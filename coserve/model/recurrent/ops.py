@@ -25,10 +25,6 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | 
     return _running().convolve(current.layer, x, weight, bias, activation).contiguous()
 
 
-def _convolve_fake(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _recur(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, scale: float, normalize: bool
 ) -> Tensor:
@@ -37,19 +33,18 @@ def _recur(
     return _running().recur(current.layer, given).contiguous()
 
 
-def _recur_fake(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, scale: float, normalize: bool
-) -> Tensor:
-    return v.new_empty(v.shape)
-
-
 _OPS = register_ops(
-    ("convolve", "(Tensor x, Tensor weight, Tensor? bias, str? activation) -> Tensor", _convolve, _convolve_fake),
+    (
+        "convolve",
+        "(Tensor x, Tensor weight, Tensor? bias, str? activation) -> Tensor",
+        _convolve,
+        lambda x, *_: x.new_empty(x.shape),
+    ),
     (
         "recur",
         "(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, float scale, bool normalize) -> Tensor",
         _recur,
-        _recur_fake,
+        lambda q, k, v, *_: v.new_empty(v.shape),
     ),
 )
 

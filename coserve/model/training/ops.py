@@ -79,22 +79,6 @@ def _sum_ranks(x: Tensor, place: int) -> Tensor:
     return seams().sum_ranks(place, x)
 
 
-def _sum_ranks_fake(x: Tensor, place: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _learn_fake(x: Tensor, width: int, group: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], width))
-
-
-def _learn_backward_fake(dy: Tensor, x: Tensor, group: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-    return q.new_empty((q.shape[1], q.shape[0], v.shape[2]))
-
-
 def _attend_backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -124,16 +108,31 @@ def _register() -> torch.library.Library:
     params = "float scaling, int? window, float? softcap, Tensor? sinks, bool chunked"
     qkv = "Tensor q, Tensor k, Tensor v"
     ops = register_ops(
-        ("learn", "(Tensor x, int width, int group) -> Tensor", _learn, _learn_fake),
-        ("learn_backward", "(Tensor dy, Tensor x, int group) -> Tensor", _learn_backward, _learn_backward_fake),
-        ("attend_rows", f"({qkv}, {params}) -> Tensor", _attend, _attend_fake),
+        (
+            "learn",
+            "(Tensor x, int width, int group) -> Tensor",
+            _learn,
+            lambda x, width, group: x.new_empty((*x.shape[:-1], width)),
+        ),
+        (
+            "learn_backward",
+            "(Tensor dy, Tensor x, int group) -> Tensor",
+            _learn_backward,
+            lambda dy, x, group: x.new_empty(x.shape),
+        ),
+        (
+            "attend_rows",
+            f"({qkv}, {params}) -> Tensor",
+            _attend,
+            lambda q, k, v, *_: q.new_empty((q.shape[1], q.shape[0], v.shape[2])),
+        ),
         (
             "attend_rows_backward",
             f"(Tensor dout, {qkv}, Tensor out, {params}) -> (Tensor, Tensor, Tensor)",
             _attend_backward,
             _attend_backward_fake,
         ),
-        ("sum_ranks", "(Tensor x, int place) -> Tensor", _sum_ranks, _sum_ranks_fake),
+        ("sum_ranks", "(Tensor x, int place) -> Tensor", _sum_ranks, lambda x, place: x.new_empty(x.shape)),
     )
     torch.library.register_autograd("coserve::learn", _learned, setup_context=_keep_learned, lib=ops)
     torch.library.register_autograd("coserve::attend_rows", _attended, setup_context=_keep_attended, lib=ops)

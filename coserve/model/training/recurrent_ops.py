@@ -23,18 +23,10 @@ def _offsets(x: Tensor) -> Tensor:
     return seams().row_offsets(x.device).clone()  # an op must not return what others hold
 
 
-def _offsets_fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], dtype=torch.int32)
-
-
 def _recur(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
     """Compute `Recurrence.recur` of the packed rows, whose inputs are `normalized`: (T, G, K) twice, (T, H, V) ->
     (T, H, V)."""
     return seams().recur(RecurrenceInputs(q, k, v, decay, beta)).contiguous()
-
-
-def _recur_fake(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
-    return v.new_empty(v.shape)
 
 
 def _recur_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> list[Tensor]:
@@ -60,8 +52,8 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # noqa
 def _register() -> torch.library.Library:
     given = "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta"
     ops = register_ops(
-        ("row_offsets", "(Tensor x) -> Tensor", _offsets, _offsets_fake),
-        ("recur_rows", f"({given}) -> Tensor", _recur, _recur_fake),
+        ("row_offsets", "(Tensor x) -> Tensor", _offsets, lambda x: x.new_empty(x.shape[0], dtype=torch.int32)),
+        ("recur_rows", f"({given}) -> Tensor", _recur, lambda q, k, v, *_: v.new_empty(v.shape)),
         ("recur_rows_backward", f"(Tensor dout, {given}) -> Tensor[]", _recur_backward, _recur_backward_fake),
     )
     torch.library.register_autograd("coserve::recur_rows", _differentiate, setup_context=_keep, lib=ops)
