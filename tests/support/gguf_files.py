@@ -1,12 +1,13 @@
-"""Writes GGUF files of Llama and LFM2 models as llama.cpp's converter does."""
+"""Writes GGUF files of models as llama.cpp's converter does."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from gguf.tensor_mapping import get_tensor_name_map
 from torch import Tensor
@@ -78,26 +79,41 @@ def write_llama(
     return written
 
 
-def write_lfm2(path: Path, model: PreTrainedModel, tokenizer: Path) -> None:
-    """Write the model in float32, with the tokenizer of a byte-level tokenizer.json."""
-    config, writer = model.config, GGUFWriter(path, "lfm2")
+def write_by_names(
+    path: Path,
+    model: PreTrainedModel,
+    architecture: MODEL_ARCH,
+    *,
+    tokenizer: Path | None = None,
+    pre: str = "gpt-2",
+    tensors: Mapping[str, Sequence[float]] | None = None,
+    **metadata: float | list[int],
+) -> None:
+    """Write a model in float32 under the names that the `gguf` package has for its parameters, and what `tensors` and
+    `metadata` have, dots of keys written as `__`."""
+    config, name = model.config, MODEL_ARCH_NAMES[architecture]
+    writer, known = GGUFWriter(path, name), get_tensor_name_map(architecture, config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(model.get_parameter("model.layers.0.feed_forward.w1.weight").shape[0])
     writer.add_head_count(config.num_attention_heads)
-    heads = config.num_key_value_heads
-    writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config.layer_types])
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_shortconv_l_cache(config.conv_L_cache)
-    _write_tokenizer(writer, tokenizer, None, pre="lfm2")
-    known = get_tensor_name_map(MODEL_ARCH.LFM2, config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
-        stem, _, suffix = name.rpartition(".")
-        own, tensor = known.get_name(stem) or known.get_name(stem.removeprefix("model.")), parameter.detach().float()
-        writer.add_tensor(f"{own}.{suffix}", (tensor[:, 0] if tensor.dim() == 3 else tensor).contiguous().numpy())
+    for key, value in metadata.items():
+        full = f"{name}.{key.replace('__', '.')}"
+        if isinstance(value, list):
+            writer.add_array(full, value)
+        else:
+            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(full, value)  # type: ignore[operator]
+    if tokenizer is not None:
+        _write_tokenizer(writer, tokenizer, None, pre)
+    for own, parameter in model.named_parameters():
+        stem, _, suffix = own.rpartition(".")
+        theirs = known.get_name(stem) or known.get_name(stem.removeprefix("model."))
+        tensor = parameter.detach().float()
+        writer.add_tensor(f"{theirs}.{suffix}", (tensor[:, 0] if tensor.dim() == 3 else tensor).contiguous().numpy())
+    for own, numbers in (tensors or {}).items():
+        writer.add_tensor(own, np.array(numbers, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

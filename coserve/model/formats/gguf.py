@@ -26,7 +26,8 @@ from coserve.model.formats.dense import DenseTensor
 Settings = dict[str, object]
 _BY_TENSORS = ("stablelm", "falcon", "bloom")
 """Architectures whose settings transformers also takes from the list of tensors."""
-UNUSED = ("rope_freqs.weight",)
+LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
+UNUSED = ("rope_freqs.weight", *LONGROPE)
 """Tensors without a parameter in the model, whose meaning the config has."""
 
 
@@ -58,6 +59,7 @@ def _settings(path: Path) -> Settings:
     if not isinstance(settings.get("eos_token_id"), list):
         settings["eos_token_id"] = list(ends) or None
     settings["bos_token_id"] = ids["bos"]
+    settings["pad_token_id"] = header.number("tokenizer.ggml.padding_token_id")
     settings |= _rotary(header, settings)
     return settings
 
@@ -93,8 +95,8 @@ def _rotary(header: GgufHeader, settings: Settings) -> Settings:
     prefix = f"{header.architecture}.rope.scaling"
     kind = header.metadata.get(f"{prefix}.type", "none")
     factor, known = header.metadata.get(f"{prefix}.factor"), settings.get("rope_scaling")
-    if any(name.startswith("rope_factors_") for name in header.tensors):
-        raise UnsupportedBase("model: rotary factors for short and long contexts (LongRoPE) in GGUF are not supported")
+    if any(name in header.tensors for name in LONGROPE):
+        return _longrope(header, prefix, settings)
     if "rope_freqs.weight" in header.tensors:
         divisors = torch.from_numpy(_dequantize(header.tensors["rope_freqs.weight"]))
         theta, heads = settings.get("rope_theta", 10000.0), settings.get("head_dim") or 2 * len(divisors)
@@ -112,6 +114,19 @@ def _rotary(header: GgufHeader, settings: Settings) -> Settings:
     if original is not None and kind == "yarn":
         scaling["original_max_position_embeddings"] = original
     return {"rope_scaling": scaling}
+
+
+def _longrope(header: GgufHeader, prefix: str, settings: Settings) -> Settings:
+    """Return the settings of Phi's factors for short and long contexts. Raises `UnsupportedBase` for a part of them."""
+    original = header.number(f"{prefix}.original_context_length")
+    if original is None or header.architecture != "phi3" or not all(name in header.tensors for name in LONGROPE):
+        raise UnsupportedBase("model: expected both LongRoPE factors of a Phi model, and its original context")
+    short, long = (_dequantize(header.tensors[name]).tolist() for name in LONGROPE)
+    head = int(str(settings["hidden_size"])) // int(str(settings["num_attention_heads"]))
+    scaling: Settings = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    scaling |= {"attention_factor": header.metadata.get(f"{prefix}.attn_factor")}
+    scaling |= {"partial_rotary_factor": 2 * len(short) / head}
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
 
 
 def _llama3(factor: Tensor, theta: float, heads: int) -> Tensor:

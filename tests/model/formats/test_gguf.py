@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM
 from transformers.integrations.ggml import convert_gguf_tokenizer
 
@@ -16,7 +16,7 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.model.base import Base, load_base
 from coserve.model.parallel.mesh import LoneRank
 from tests.support.families import tiny_family
-from tests.support.gguf_files import write_lfm2, write_llama
+from tests.support.gguf_files import write_by_names, write_llama
 
 ASSETS = Path("coserve/assets/tiny")
 TEXTS = ("Hello, it's 2024 and  I'm here:\n\n don't!\t", "äöü 漢字 🙂 <|endoftext|>", " ", "def f(x):\n    return x")
@@ -59,7 +59,19 @@ def test_quantised_weights_are_those_of_llama_cpp(kind: str, tmp_path: Path) -> 
 def test_a_hybrid_in_a_gguf_file_is_the_same_base(tmp_path: Path) -> None:
     """LFM2, whose makers publish GGUF files: its convolutions, and its texts cut as Llama 3's, digits by threes."""
     model, path = tiny_family("lfm2"), tmp_path / "hybrid.gguf"
-    write_lfm2(path, model, ASSETS / "tokenizer.json")
+    config, inner = model.config, len(model.get_parameter("model.layers.0.feed_forward.w1.weight"))
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    write_by_names(
+        path,
+        model,
+        MODEL_ARCH.LFM2,
+        tokenizer=ASSETS / "tokenizer.json",
+        pre="lfm2",
+        feed_forward_length=inner,
+        attention__head_count_kv=heads,
+        attention__layer_norm_rms_epsilon=config.norm_eps,
+        shortconv__l_cache=config.conv_L_cache,
+    )
     found = _load(path).model
     for name, parameter in model.named_parameters():
         assert torch.equal(found.get_parameter(name), parameter), name
@@ -86,6 +98,40 @@ def test_an_extended_context_keeps_its_frequencies_or_is_refused(tmp_path: Path)
         _load(path)
     write_llama(path, plain, GGMLQuantizationType.F32, type="linear", factor=4.0)
     torch.testing.assert_close(_load(path).model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq / 4)
+
+
+def test_longrope_in_a_gguf_file_is_served_up_to_the_original_context(tmp_path: Path) -> None:
+    """Phi 3.5 and Phi 4 mini, whose heads are turned in part."""
+    short, long = [1.0, 1.5, 2.0], [4.0, 6.0, 8.0]
+    rotary = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": short, "long_factor": long}
+    model = tiny_family(
+        "phi3",
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        rope_parameters=rotary | {"partial_rotary_factor": 0.75},
+    )
+    config, path = model.config, tmp_path / "phi.gguf"
+    given = {
+        "feed_forward_length": config.intermediate_size,
+        "attention__head_count_kv": config.num_key_value_heads,
+        "attention__layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope__dimension_count": 6,
+    }
+    scaling = {"rope__scaling__original_context_length": 64, "rope__scaling__attn_factor": 1.1547}
+    factors = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+    write_by_names(path, model, MODEL_ARCH.PHI3, tensors=factors, **given, **scaling)
+    base = _load(path)
+    assert base.spec.context == 64 and "longrope" in base.spec.context_note
+    found, expected = base.model.model.rotary_emb, model.model.rotary_emb
+    assert torch.equal(found.inv_freq, expected.inv_freq)
+    assert found.attention_scaling == pytest.approx(expected.attention_scaling, rel=1e-4)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(base.model.get_parameter(name), parameter), name
+    write_by_names(path, model, MODEL_ARCH.PHI3, tensors=factors, **given)
+    with pytest.raises(UnsupportedBase, match="LongRoPE"):
+        _load(path)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
