@@ -27,7 +27,7 @@ from coserve.core.link.generation import Generate, Tokens
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import Slo
 from coserve.engine.engine import Engine
-from coserve.generate.plan import Ran, Share
+from coserve.generate.plan import Ran, Scheduled
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 from tests.support.interpreter import Interpreter
@@ -145,10 +145,10 @@ class Littering(FakeGenerator):
 
     interpreter: Interpreter
 
-    def run(self, shares: Sequence[Share]) -> Ran:
+    def run(self, scheduled: Sequence[Scheduled]) -> Ran:
         self.interpreter.counts[0] += YOUNG_WHEN_IDLE // 10
         assert self.interpreter.collected.count(2) == 0, "a request runs"
-        return super().run(shares)
+        return super().run(scheduled)
 
 
 def test_a_request_is_not_interrupted_and_the_idle_engine_collects_once() -> None:

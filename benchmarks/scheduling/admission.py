@@ -71,13 +71,13 @@ class Run:
 
     def step(self) -> None:
         began = time.perf_counter()
-        shares = self._scheduler.commit(self._scheduler.propose(), now=0.0)
+        scheduled = self._scheduler.commit(self._scheduler.propose(), now=0.0)
         self.plan_us.append(1e6 * (time.perf_counter() - began))
         self.steps += 1
-        for share in shares:
-            own = share.request
-            own.computed += share.tokens
-            self._computed += share.tokens
+        for item in scheduled:
+            own = item.request
+            own.computed += item.tokens
+            self._computed += item.tokens
             if own.pending == 0:
                 self.longest_wait = max(self.longest_wait, self.steps - self._seen.get(own.number, self.steps))
                 self._seen[own.number] = self.steps

@@ -30,7 +30,7 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, Slo
 from coserve.engine.spatial.slices_in_flight import TURNS, Marks
-from coserve.generate.plan import Ran, Share
+from coserve.generate.plan import Ran, Scheduled
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.paper import Ets
 from coserve.queues.policies.slack import Slack
@@ -73,12 +73,12 @@ class HostGenerator(SharingGenerator):
 
     steps = 0
 
-    def run(self, shares: Sequence[Share]) -> Ran:
-        self.steps += bool(shares)
-        return super().run(shares)
+    def run(self, scheduled: Sequence[Scheduled]) -> Ran:
+        self.steps += bool(scheduled)
+        return super().run(scheduled)
 
-    def host_seconds(self, shares: Sequence[Share]) -> float:
-        return HOST + HOST_ROW * len(shares)
+    def host_seconds(self, scheduled: Sequence[Scheduled]) -> float:
+        return HOST + HOST_ROW * len(scheduled)
 
 
 class WholeTrainer(SharingTrainer):

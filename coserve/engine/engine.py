@@ -204,20 +204,20 @@ class Engine:
         if decision.admit and not self._scheduler:
             self._views.turns.dispatched()
         with self._stalls.during("admit"):
-            shares = self._scheduler.commit(plan, decision.admit, now=began)
+            scheduled = self._scheduler.commit(plan, decision.admit, now=began)
             self._reception.admitted(queued - len(self._scheduler.queue), began)
-        if not (shares or self._generator.in_flight):  # all were refused, or wait for their adapters
+        if not (scheduled or self._generator.in_flight):  # all were refused, or wait for their adapters
             self._link.send_all(self._generator.take_failed())
             await self._pace()
             self._measured = None
             return
-        kind: StepKind = "prefill" if any(share.tokens > 1 for share in shares) else "decode"
+        kind: StepKind = "prefill" if any(item.tokens > 1 for item in scheduled) else "decode"
         collected = self._step if self._generator.in_flight else None
         with (
             self._stalls.during(kind),
             self._flight.step(began, costs.of(decision), between=decision.between, kind=kind) as self._step,
         ):
-            ran = self._generator.run(shares)
+            ran = self._generator.run(scheduled)
         for id, cached in ran.started.items():
             self._link.send(Admitted(id=id, at=began, cached=cached))
         failpoint("generate.mid_stream")

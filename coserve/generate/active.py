@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from coserve.generate.line import number_of
 from coserve.generate.output_lengths import OutputLengths
-from coserve.generate.plan import Share
+from coserve.generate.plan import Scheduled
 from coserve.generate.sources import AdapterSource, PageSource
 from coserve.memory.state_pool import StateSlots
 from coserve.queues.request import Request
@@ -81,14 +81,14 @@ class ActiveRequests:
         for request in self._requests:
             self._label(request)
 
-    def writes(self, share: Share) -> None:
-        """The step will compute this share: requests that become active after it share the pages that it fills. Not
+    def writes(self, item: Scheduled) -> None:
+        """The step will compute this: requests that become active after it share the pages that it fills. Not
         pages of scored prompts, which may run in a forward of their own, or filled by a decode: those are written too
         late in the step to be read in it."""
-        request = share.request
-        if request.keys is None or request.scores_prompt or share.tokens == 1:
+        request = item.request
+        if request.keys is None or request.scores_prompt or item.tokens == 1:
             return
-        full = (request.computed + share.tokens) // self._pages.page_tokens
+        full = (request.computed + item.tokens) // self._pages.page_tokens
         for page, key in enumerate(request.keys.first(full, request.tokens)):
             if page >= request.labelled:
                 self._written.setdefault(key, (request, page))

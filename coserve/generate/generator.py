@@ -25,7 +25,7 @@ from coserve.generate.checks import no_token_error
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
 from coserve.generate.grammars import Grammars
 from coserve.generate.output_lengths import OutputLengths
-from coserve.generate.plan import Ran, Share, step_shape
+from coserve.generate.plan import Ran, Scheduled, step_shape
 from coserve.generate.preparation import Preparation, compute_here
 from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.schedule import SCORED_TOKENS, Scheduler
@@ -46,7 +46,7 @@ class _Launched:
     """A launched step, and what it computes."""
 
     step: StepInFlight
-    shares: list[Share]
+    scheduled: list[Scheduled]
     samples: frozenset[int]
     """Numbers of the requests that sample a token in the step."""
     shape: StepShape
@@ -187,17 +187,17 @@ class Generator:
         return self.run(self.scheduler.commit(self.scheduler.propose(), now=time.monotonic())).messages
 
     @torch.no_grad()
-    def run(self, shares: Sequence[Share]) -> Ran:
-        """Run one iteration: launch the shares that `Scheduler.commit` returned (a token for each decode, and prompt
+    def run(self, scheduled: Sequence[Scheduled]) -> Ran:
+        """Run one iteration: launch what `Scheduler.commit` returned (a token for each decode, and prompt
         chunks), and collect finished steps.
 
         A token that ends a sequence (end of sequence, stop id) is part of the output. If the executor overlaps steps,
         the returned tokens are those of the previous step.
         """
-        started = [share.request for share in shares if not share.request.started]
+        started = [item.request for item in scheduled if not item.request.started]
         for request in started:
             request.started = True
-        launched = self._launch(shares) if shares else []
+        launched = self._launch(scheduled) if scheduled else []
         messages = self._collect_flight()
         messages.extend(self._choose(launched))
         for launch in launched:
@@ -229,9 +229,9 @@ class Generator:
         steps, self._in_flight = self._in_flight, []
         return [message for step in steps for message in self._collect(step)]
 
-    def _launch(self, shares: Sequence[Share]) -> list[_Launched]:
-        """Launch the step of these shares; nothing, if memory runs out. Any other error ends the requests."""
-        step, adapters = step_input(shares, self._store.in_pages)
+    def _launch(self, scheduled: Sequence[Scheduled]) -> list[_Launched]:
+        """Launch a step; nothing, if memory runs out. Any other error ends its requests."""
+        step, adapters = step_input(scheduled, self._store.in_pages)
         try:
             with contained(self._base.device):
                 self._kv.buffer.step_begins()
@@ -240,27 +240,27 @@ class Generator:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is these requests' alone
             if out_of_memory(error):
-                self._lower_memory(shares, error)
+                self._lower_memory(scheduled, error)
             else:
-                self._failed += self._abort_all([share.request for share in shares], error)
+                self._failed += self._abort_all([item.request for item in scheduled], error)
             return []
         samples = frozenset(own.sequence for own in step.sequences if own.sampling is not None)
-        by_number = {share.request.number: share for share in shares}
+        by_number = {item.request.number: item for item in scheduled}
         found = []
         for own in launched:
             parts = [by_number[number] for number in own.sequences]
             shape = step_shape(parts, self._store.size, alone=not self._in_flight)
             found.append(_Launched(own, parts, samples, shape))
-        for share in shares:
-            self._numbered[share.request.number] = share.request
-            share.request.computed += share.tokens
-            share.request.in_flight += share.request.number in samples
+        for item in scheduled:
+            self._numbered[item.request.number] = item.request
+            item.request.computed += item.tokens
+            item.request.in_flight += item.request.number in samples
         self.scheduler.changed()
         return found
 
     def _choose(self, launched: list[_Launched]) -> list[RequestFailed]:
         """Have the tokens of constrained requests chosen, by masks. An error ends the step's requests."""
-        requests = [share.request for launch in launched for share in launch.shares]
+        requests = [item.request for launch in launched for item in launch.scheduled]
         sampled = {number for launch in launched for number in launch.samples}
         masked = [each for each in requests if each.constraint is not None and each.number in sampled]
         if not masked or self._grammars is None:
@@ -280,19 +280,19 @@ class Generator:
 
         Keys and values that it has written will be written again, with the same values.
         """
-        for share in launched.shares:
-            if self._runs(share.request):
-                share.request.computed -= share.tokens
-                share.request.in_flight -= share.request.number in launched.samples
+        for item in launched.scheduled:
+            if self._runs(item.request):
+                item.request.computed -= item.tokens
+                item.request.in_flight -= item.request.number in launched.samples
         self.scheduler.changed()
 
-    def _lower_memory(self, shares: Sequence[Share], error: Exception) -> None:
-        """React to an out-of-memory of these shares: lower the step budget, or end a request if not even one token
+    def _lower_memory(self, scheduled: Sequence[Scheduled], error: Exception) -> None:
+        """React to an out-of-memory in this step: lower the step budget, or end a request if not even one token
         fits."""
-        tokens, numbers = sum(share.tokens for share in shares), memory_numbers(error, self._base.device)
-        self.scheduler.recompute([share.request for share in shares])
+        tokens, numbers = sum(item.tokens for item in scheduled), memory_numbers(error, self._base.device)
+        self.scheduler.recompute([item.request for item in scheduled])
         if tokens == 1:
-            request = shares[0].request
+            request = scheduled[0].request
             if self._failed_alone != request.number:  # retry once: memory may be free again
                 self._failed_alone = request.number
                 return
@@ -324,11 +324,11 @@ class Generator:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is these requests' alone
             if isinstance(error, LoraServerLost):
                 self._undo(launched)
-                self.scheduler.recompute([share.request for share in launched.shares])
+                self.scheduler.recompute([item.request for item in launched.scheduled])
                 return []
             if out_of_memory(error) and not step.overlaps:
                 self._undo(launched)
-                self._lower_memory(launched.shares, error)
+                self._lower_memory(launched.scheduled, error)
                 return []
             return [*self._abort_all(running, error)]
 

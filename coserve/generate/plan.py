@@ -20,7 +20,7 @@ LONGEST = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Scheduled:
     """The next `tokens` tokens of a request, computed in one step."""
 
     request: Request
@@ -31,8 +31,8 @@ class Share:
 class Plan:
     """A proposed step that holds no pages yet. Valid until the scheduler changes."""
 
-    shares: Sequence[Share]
-    """Shares of requests that hold pages: decodes, then prompts under way."""
+    scheduled: Sequence[Scheduled]
+    """Tokens of requests that hold pages: decodes, then prompts under way."""
     waiting: tuple[Request, ...]
     """Requests in the queue that can be admitted now, in the order of admission."""
     headroom: int
@@ -75,40 +75,40 @@ class Room:
         left = min(self.tokens, self._scored) if request.scores_prompt else self.tokens
         return min(left, request.pending)
 
-    def take(self, share: Share) -> Share:
-        self.tokens -= share.tokens
-        if share.request.scores_prompt and share.request.pending > 1:
-            self._scored -= share.tokens
-        return share
+    def take(self, item: Scheduled) -> Scheduled:
+        self.tokens -= item.tokens
+        if item.request.scores_prompt and item.request.pending > 1:
+            self._scored -= item.tokens
+        return item
 
-    def fill(self, prompts: Iterable[Request], *, in_order: bool = False) -> list[Share]:
-        """Take shares of these prompts, in order; `in_order`: stop at the first that does not fit."""
-        found = list[Share]()
+    def fill(self, prompts: Iterable[Request], *, in_order: bool = False) -> list[Scheduled]:
+        """Take tokens of these prompts, in order; `in_order`: stop at the first that does not fit."""
+        found = list[Scheduled]()
         for request in prompts:
             tokens = self.for_prompt(request)
             if tokens > 0:
-                found.append(self.take(Share(request, tokens)))
+                found.append(self.take(Scheduled(request, tokens)))
             elif in_order:
                 break
         return found
 
 
 def step_shape(
-    shares: Iterable[Share], adapter_bytes: Callable[[AdapterRef], int], *, alone: bool = False
+    scheduled: Iterable[Scheduled], adapter_bytes: Callable[[AdapterRef], int], *, alone: bool = False
 ) -> StepShape:
     """The composition of a step, from which its time is predicted. Call it before `Request.computed` advances.
     `adapter_bytes`: size of an adapter's matrices; `alone`: no other step is in flight."""
     decodes = context = prefill = pairs = 0
     refs = set[AdapterRef | None]()
-    for share in shares:
-        request = share.request
+    for item in scheduled:
+        request = item.request
         refs.add(request.paged_adapter)
-        if share.tokens == 1:
+        if item.tokens == 1:
             decodes += 1
             context += len(request.tokens) + request.in_flight
         else:
-            prefill += share.tokens
-            pairs += prompt_pairs(share.tokens, request.computed)
+            prefill += item.tokens
+            pairs += prompt_pairs(item.tokens, request.computed)
     size = sum([adapter_bytes(ref) for ref in refs if ref is not None])
     return StepShape(decodes, context, prefill, pairs, size, int(alone))
 

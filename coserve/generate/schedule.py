@@ -17,7 +17,7 @@ from coserve.core.link.generation import RequestFailed, Tokens
 from coserve.generate.active import LOADED_BYTES, ActiveRequests
 from coserve.generate.line import Line
 from coserve.generate.output_lengths import OutputLengths
-from coserve.generate.plan import Plan, Room, Share, StepBudget, step_shape
+from coserve.generate.plan import Plan, Room, Scheduled, StepBudget, step_shape
 from coserve.generate.sources import AdapterSource, PageSource
 from coserve.memory.state_pool import StateSlots
 from coserve.queues.deadlines import Deadlines
@@ -239,15 +239,15 @@ class Scheduler:
         if self._plan is None or self._plan.blocked != blocked:  # an adapter was evicted, or read again
             active, waiting = self.active.first(self.budget.tokens), self.queue.waiting(self.headroom)
             pending = [(request, request.pending) for request in active]
-            shares = [Share(request, 1) for request, tokens in pending if tokens == 1]
-            left = self.budget.tokens - len(shares)
+            scheduled = [Scheduled(request, 1) for request, tokens in pending if tokens == 1]
+            left = self.budget.tokens - len(scheduled)
             room = Room(left, min(left, self._scored_tokens))
-            shares += room.fill([request for request, tokens in pending if tokens > 1])
-            in_line = [*shares, *room.fill(self._line, in_order=True)]
+            scheduled += room.fill([request for request, tokens in pending if tokens > 1])
+            in_line = [*scheduled, *room.fill(self._line, in_order=True)]
             nobody = step_shape(in_line, self._adapters.size)
             with_new = [*in_line, *room.fill(waiting, in_order=True)]
             self._plan = Plan(
-                shares=shares,
+                scheduled=scheduled,
                 waiting=waiting,
                 headroom=self.headroom,
                 queued=len(self.queue),
@@ -260,9 +260,9 @@ class Scheduler:
             )
         return self._plan
 
-    def commit(self, plan: Plan, admit: int | None = None, *, now: float) -> list[Share]:
-        """Take the pages for a plan, with the first `admit` waiting requests (None: all). Return the shares to compute:
-        without preempted requests, and with as much of new prompts as finds pages."""
+    def commit(self, plan: Plan, admit: int | None = None, *, now: float) -> list[Scheduled]:
+        """Take the pages for a plan, with the first `admit` waiting requests (None: all). Return what to
+        compute: without preempted requests, and with as much of new prompts as finds pages."""
         assert plan is self._plan, "something has changed since it was proposed"
         for request in self.queue.pop(len(plan.waiting) if admit is None else admit):
             self._leave_queue(request)
@@ -271,18 +271,18 @@ class Scheduler:
             self._preempt(self.active.latest)
         self.active.begin_step()
         before = self.preemptions
-        shares = [share for share in plan.shares if self._grow(share.request)]
+        scheduled = [item for item in plan.scheduled if self._grow(item.request)]
         if self._line and self.preemptions == before:
-            decodes = sum(share.request.pending == 1 for share in shares)
+            decodes = sum(item.request.pending == 1 for item in scheduled)
             room = Room(self.budget.tokens, min(self.budget.tokens - decodes, self._scored_tokens))
-            for share in shares:
-                self.active.writes(room.take(share))
-            shares += self._admit(room, now)
+            for item in scheduled:
+                self.active.writes(room.take(item))
+            scheduled += self._admit(room, now)
         if self._line and self.active.lacks_pages:
             self._few = FEW
         elif not self._line:
             self._few = min(2 * self._few, self._max_active)
-        return shares
+        return scheduled
 
     def _leave_queue(self, request: Request) -> None:
         if self._is_loaded(request):
@@ -324,14 +324,14 @@ class Scheduler:
         self._line.add(request)
         self._plan = None
 
-    def _admit(self, room: Room, now: float) -> list[Share]:
+    def _admit(self, room: Room, now: float) -> list[Scheduled]:
         """Activate requests that wait for pages, in the line's order, while there are places, tokens and pages."""
-        shares = list[Share]()
+        scheduled = list[Scheduled]()
         for request in self._line.in_turn(now):
             if len(self.active) >= min(self._max_active, self.budget.tokens) or room.for_prompt(request) <= 0:
                 break
             if self.active.enter(request):
                 self._line.remove(request)
-                shares.append(room.take(Share(request, room.for_prompt(request))))
-                self.active.writes(shares[-1])
-        return shares
+                scheduled.append(room.take(Scheduled(request, room.for_prompt(request))))
+                self.active.writes(scheduled[-1])
+        return scheduled

@@ -1,4 +1,4 @@
-"""Conversion of the scheduler's shares to the plain data that an executor runs."""
+"""Conversion of scheduled tokens to the plain data that an executor runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from coserve.core.types import AdapterRef
 from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepInput
-from coserve.generate.plan import Share
+from coserve.generate.plan import Scheduled
 from coserve.generate.sampling.rows import SamplingRow, is_penalised
 from coserve.generate.sampling.scoring import PromptScoring
 from coserve.kernels.attention.interface import TokenRun
@@ -15,29 +15,29 @@ from coserve.queues.request import Request
 
 
 def step_input(
-    shares: Iterable[Share], in_pages: Callable[[AdapterRef], LoraWeights]
+    scheduled: Iterable[Scheduled], in_pages: Callable[[AdapterRef], LoraWeights]
 ) -> tuple[StepInput, list[LoraWeights]]:
-    """Build the step of the shares, and the weights of its adapters, looked up by `in_pages`. Call it before the
-    requests' counters advance."""
+    """Build a step, and the weights of its adapters, looked up by `in_pages`. Call it before the requests' counters
+    advance."""
     places: dict[AdapterRef, int] = {}
     weights: list[LoraWeights] = []
     sequences: list[SequenceInput] = []
-    for share in shares:
-        request, start = share.request, share.request.computed
+    for item in scheduled:
+        request, start = item.request, item.request.computed
         place = BASE_ONLY
         if (ref := request.paged_adapter) is not None:
             place = places.setdefault(ref, len(weights))
             if place == len(weights):
                 weights.append(in_pages(ref))
-        last = share.tokens == request.pending and request.max_tokens > 0
+        last = item.tokens == request.pending and request.max_tokens > 0
         sequences.append(
             SequenceInput(
                 request.number,
                 place,
-                request.tokens[start : start + share.tokens],
-                TokenRun(share.tokens, start, tuple(request.pages), request.slot),
+                request.tokens[start : start + item.tokens],
+                TokenRun(item.tokens, start, tuple(request.pages), request.slot),
                 sampling_row(request) if last else None,
-                prompt_scoring(share),
+                prompt_scoring(item),
                 request.needs_prompt_logits,
             )
         )
@@ -54,14 +54,14 @@ def sampling_row(request: Request) -> SamplingRow:
     return SamplingRow(request.number, params, t, request.banned(), tokens, prompt, masked)
 
 
-def prompt_scoring(share: Share) -> PromptScoring | None:
-    """The prompt tokens that the share's rows newly score; None if none."""
-    request, top = share.request, share.request.sampling.prompt_logprobs
+def prompt_scoring(item: Scheduled) -> PromptScoring | None:
+    """The prompt tokens that these rows newly score; None if none."""
+    request, top = item.request, item.request.sampling.prompt_logprobs
     if top is None:
         return None
     prompt, end = request.message.prompt, request.prompt_tokens
     skipped = request.scored < end and request.computed >= request.scored
     assert not skipped, "rows that score the prompt were skipped"
     first = max(request.scored, request.computed + 1)
-    end, own = min(request.computed + share.tokens + 1, end), request.prefix
+    end, own = min(request.computed + item.tokens + 1, end), request.prefix
     return PromptScoring(first - 1 - request.computed, prompt[first - own : end - own], top) if first < end else None

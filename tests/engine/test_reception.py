@@ -15,7 +15,7 @@ from coserve.engine.views import Views
 from coserve.generate.schedule import Scheduler
 from coserve.queues.request import State
 from coserve.queues.shapes import StepShape
-from tests.support.pages import BareAdapters, BarePages, next_shares
+from tests.support.pages import BareAdapters, BarePages, next_scheduled
 
 LIMIT = 5
 
@@ -83,7 +83,7 @@ class Line:
         for running in [each for each in self.scheduler.requests.values() if each.state is State.ACTIVE]:
             self.scheduler.remove(running)
         queued = len(self.scheduler.queue)
-        (share,) = next_shares(self.scheduler)
+        (share,) = next_scheduled(self.scheduler)
         self._reception.admitted(queued - len(self.scheduler.queue), now)
         return share.request.id
 

@@ -15,7 +15,7 @@ from coserve.queues.policy import Costs
 from coserve.queues.request import Request
 from coserve.queues.risk import FIRST_GUESS as FIRST_MARGIN
 from coserve.queues.shapes import STEP_KINDS, StepKind
-from tests.support.pages import BareAdapters, BarePages, next_shares
+from tests.support.pages import BareAdapters, BarePages, next_scheduled
 
 ALONE, BESIDE = 0.01, 0.02
 """Seconds of a step."""
@@ -51,7 +51,7 @@ class Steps:
         )
         self.scheduler.add(request := Request(message))
         if kind == "decode":
-            next_shares(self.scheduler)
+            next_scheduled(self.scheduler)
             request.computed = 10
             request.push(1)
             self.scheduler.tokens_came([Tokens(id="r", tokens=(1,), finished=None)], 0.0)

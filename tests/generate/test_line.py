@@ -15,7 +15,7 @@ from coserve.generate.line import PASSED_SECONDS
 from coserve.generate.schedule import Scheduler
 from coserve.queues.request import Request
 from tests.support.examples import examples
-from tests.support.pages import BarePages, FewAdapters, next_shares
+from tests.support.pages import BarePages, FewAdapters, next_scheduled
 
 
 class Line:
@@ -42,7 +42,7 @@ class Line:
     def step(self, now: float = 0.0) -> list[str]:
         """Returns which requests became active in it."""
         begun = list[str]()
-        for share in next_shares(self.scheduler, now):
+        for share in next_scheduled(self.scheduler, now):
             own = share.request
             begun += [] if own.computed else [own.id]
             own.computed += share.tokens

@@ -19,7 +19,7 @@ from coserve.core.link.generation import Generate
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, Slo
 from coserve.generate.output_lengths import OutputLengths
-from coserve.generate.plan import Share
+from coserve.generate.plan import Scheduled
 from coserve.generate.schedule import Scheduler
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.host import HostBudget
@@ -30,7 +30,7 @@ from coserve.memory.prefix import PageKeys
 from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request
 from tests.support.lengths import OneMoreToken
-from tests.support.pages import next_shares
+from tests.support.pages import next_scheduled
 
 PAGES, PAGE_TOKENS, STEP_TOKENS, RUNNING = 64, 4, 48, 12
 PAGE_BYTES = 2 * ALIGNMENT
@@ -144,19 +144,19 @@ class Life:
             self.marks.append(hash((before, self.request.tokens[at])) | 1)
         return self.marks[position]
 
-    def compute(self, share: Share, memory: Memory, readers: list[Request]) -> None:
+    def compute(self, item: Scheduled, memory: Memory, readers: list[Request]) -> None:
         """`readers`: of the same step, of pages that it writes."""
         own, start = self.request, self.request.computed
         if own.adapter is not None:
             assert own.holds_adapter and is_in_pages(own.adapter, memory.store.in_pages(own.adapter))
-        if start % PAGE_TOKENS == 0 or share.tokens > 1:
+        if start % PAGE_TOKENS == 0 or item.tokens > 1:
             self.check(memory)
-        for at in range(start, start + share.tokens):
+        for at in range(start, start + item.tokens):
             page = own.pages[at // PAGE_TOKENS]
             allowed = sum(page in one.pages for one in readers if one is not own)
             assert memory.pool.references(page) == 1 + allowed, "a page is written that others read"
             memory.slots[page][at % PAGE_TOKENS] = self.mark(at)
-        own.computed += share.tokens
+        own.computed += item.tokens
 
     def check(self, memory: Memory) -> None:
         """The pages hold what this sequence would have written itself."""
@@ -219,11 +219,11 @@ class Traffic:
         self.remove(self.chance.choice(list(self.live)))
         self.cancelled += 1
 
-    def run(self, shares: list[Share]) -> None:
-        readers = [share.request for share in shares if self.scheduler.active.reads_unwritten(share.request)]
-        for share in shares:
-            own, life = share.request, self.live[share.request.id]
-            life.compute(share, self.memory, readers)
+    def run(self, scheduled: list[Scheduled]) -> None:
+        readers = [item.request for item in scheduled if self.scheduler.active.reads_unwritten(item.request)]
+        for item in scheduled:
+            own, life = item.request, self.live[item.request.id]
+            life.compute(item, self.memory, readers)
             if own.pending == 0 and own.push(life.mark(own.computed - 1) // 2 % 50) is not None:
                 assert own.generated == own.sampling.max_tokens or own.tokens[-1] in own.stop_ids
                 life.check(self.memory)
@@ -257,11 +257,11 @@ def test_thousands_of_requests_with_cancels_leave_no_page_behind() -> None:
         if traffic.live and chance.random() < 0.1:
             traffic.cancel()
         before = scheduler.preemptions
-        shares = next_shares(scheduler)
+        scheduled = next_scheduled(scheduler)
         steps += 1
-        assert bool(shares) == bool(traffic.live), "nobody moves"
-        check_nobody_waits_in_vain(traffic, shares, preempted=scheduler.preemptions > before)
-        traffic.run(shares)
+        assert bool(scheduled) == bool(traffic.live), "nobody moves"
+        check_nobody_waits_in_vain(traffic, scheduled, preempted=scheduler.preemptions > before)
+        traffic.run(scheduled)
         if steps % 100 == 0:
             memory.pool.check_integrity()
     assert traffic.ended + traffic.cancelled == traffic.made
@@ -275,11 +275,11 @@ def test_thousands_of_requests_with_cancels_leave_no_page_behind() -> None:
     assert memory.moved > 300, "pages were in adapters' ways"
 
 
-def check_nobody_waits_in_vain(traffic: Traffic, shares: list[Share], *, preempted: bool) -> None:
+def check_nobody_waits_in_vain(traffic: Traffic, scheduled: list[Scheduled], *, preempted: bool) -> None:
     """Whoever is not let in lacks pages, and no idle page could have served; or other adapters are in its adapter's
     way."""
     waiting, memory = traffic.waiting, traffic.memory
-    room = len(traffic.live) - len(waiting) < RUNNING and sum(share.tokens for share in shares) < STEP_TOKENS
+    room = len(traffic.live) - len(waiting) < RUNNING and sum(item.tokens for item in scheduled) < STEP_TOKENS
     if waiting and room and not preempted:
         first, ref = waiting[0], waiting[0].adapter
         need = memory.pages_for(len(first.tokens)) + (0 if ref is None else memory.needs(ref))
@@ -300,14 +300,14 @@ def test_nothing_waits_before_95_percent_of_the_pool_are_used_or_promised_and_ha
         if traffic.live and traffic.chance.random() < 0.2:
             traffic.cancel()
         before, asked = traffic.scheduler.preemptions, memory.pool.used
-        shares = next_shares(traffic.scheduler)
+        scheduled = next_scheduled(traffic.scheduler)
         if traffic.scheduler.preemptions > before:
             gave_way += 1
             least = min(least, asked / pages)
         elif traffic.waiting:
             waited += 1
             least = min(least, (memory.pool.used + traffic.promised(traffic.waiting[0])) / pages)
-        traffic.run(shares)
+        traffic.run(scheduled)
         memory.pool.check_integrity()
     assert waited > 20
     assert gave_way <= 2

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from coserve.core.link.generation import Generate, Tokens
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, Slo
-from coserve.generate.plan import Share, step_shape
+from coserve.generate.plan import Scheduled, step_shape
 from coserve.generate.schedule import Scheduler
 from coserve.queues.deadlines import Deadlines
 from coserve.queues.policy import Due
 from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape
-from tests.support.pages import BareAdapters, BarePages, next_shares
+from tests.support.pages import BareAdapters, BarePages, next_scheduled
 
 SLO = Slo(ttft=2.0, tpot=0.5)
 
@@ -43,15 +43,15 @@ class Batch:
     def __getitem__(self, id: str) -> Request:
         return self.scheduler.requests[id]
 
-    def launch(self) -> list[Share]:
+    def launch(self) -> list[Scheduled]:
         """A step is in flight then. Returns what it computes."""
-        shares = next_shares(self.scheduler)
-        for share in shares:
-            last = share.tokens == share.request.pending
-            share.request.computed += share.tokens
-            share.request.in_flight += last
+        scheduled = next_scheduled(self.scheduler)
+        for item in scheduled:
+            last = item.tokens == item.request.pending
+            item.request.computed += item.tokens
+            item.request.in_flight += last
         self.scheduler.changed()
-        return shares
+        return scheduled
 
     def collect(self, now: float) -> None:
         came = list[Tokens]()
@@ -79,19 +79,19 @@ def test_a_plan_is_what_is_committed() -> None:
         batch.scheduler.arrive(asked(f"w{prompt}{len(batch.scheduler.queue)}", prompt))
     for _ in range(4):
         plan = batch.scheduler.propose()
-        shares = batch.scheduler.commit(plan, 0, now=0.0)
-        assert step_shape(shares, batch.adapters.size) == plan.admitting_nobody
+        scheduled = batch.scheduler.commit(plan, 0, now=0.0)
+        assert step_shape(scheduled, batch.adapters.size) == plan.admitting_nobody
         assert batch.scheduler.propose().waiting == plan.waiting
-        for share in shares:
-            own = share.request
+        for item in scheduled:
+            own = item.request
             own.started = True
-            own.in_flight += share.tokens == own.pending
-            own.computed += share.tokens
+            own.in_flight += item.tokens == own.pending
+            own.computed += item.tokens
         batch.collect(0.0)
     plan = batch.scheduler.propose()
     assert (plan.queued, [request.id for request in plan.waiting]) == (2, ["w900", "w901"])
-    shares = batch.scheduler.commit(plan, now=0.0)
-    assert step_shape(shares, batch.adapters.size) == plan.admitting_all
+    scheduled = batch.scheduler.commit(plan, now=0.0)
+    assert step_shape(scheduled, batch.adapters.size) == plan.admitting_all
     assert plan.admitting_all == plan.admitting_nobody.and_prompt(90).and_prompt(7)
 
 
@@ -107,7 +107,7 @@ def test_a_proposal_changes_nothing() -> None:
         0,
         1,
     )
-    assert [share.request for share in scheduler.commit(plan, now=0.0)] == [request]
+    assert [item.request for item in scheduler.commit(plan, now=0.0)] == [request]
     assert (pages.pool.used, request.state, len(scheduler), len(scheduler.queue)) == (2, State.ACTIVE, 1, 0)
 
 
@@ -132,7 +132,7 @@ def test_who_waits_for_an_adapter_holds_a_place_and_enters_when_it_was_read() ->
     batch.adapters.unread.add(cold)
     scheduler.arrive(first := asked("first", 5, adapter="cold"))
     scheduler.arrive(second := asked("second", 5))
-    assert [share.request for share in next_shares(scheduler)] == [second]
+    assert [item.request for item in next_scheduled(scheduler)] == [second]
     assert (first.state, scheduler.loading, scheduler.headroom) == (State.LOADING, [first], 62)
     scheduler.take_loaded()
     assert first.state is State.LOADING
@@ -153,7 +153,7 @@ def test_who_waits_for_an_adapter_that_does_not_come_ends_alone(ends: str) -> No
     )
     adapters.unread.add(AdapterRef("cold", 1))
     scheduler.arrive(request := asked("r", 5, adapter="cold"))
-    next_shares(scheduler)
+    next_scheduled(scheduler)
     if ends == "cancelled":
         scheduler.remove(request)
     else:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from coserve.core.link.generation import Generate
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, FinishReason, Slo
-from coserve.generate.plan import Share
+from coserve.generate.plan import Scheduled
 from coserve.generate.schedule import Scheduler
 from coserve.queues.request import Request
 from tests.support.examples import examples
 from tests.support.lengths import OneMoreToken
-from tests.support.pages import BareAdapters, BarePages, next_shares
+from tests.support.pages import BareAdapters, BarePages, next_scheduled
 
 STOP = 2
 
@@ -29,18 +29,18 @@ def request(
     return Request(message, stop_ids=frozenset([STOP] if stops else []))
 
 
-def run(scheduler: Scheduler, source: BarePages, shares: list[Share], step_tokens: int) -> list[Request]:
+def run(scheduler: Scheduler, source: BarePages, scheduled: list[Scheduled], step_tokens: int) -> list[Request]:
     """What a forward does to the state, with every check that a plan must pass; returns who ended."""
-    assert sum(share.tokens for share in shares) <= step_tokens
-    assert len({share.request.id for share in shares}) == len(shares)
-    held = [page for share in shares for page in share.request.pages]
+    assert sum(item.tokens for item in scheduled) <= step_tokens
+    assert len({item.request.id for item in scheduled}) == len(scheduled)
+    held = [page for item in scheduled for page in item.request.pages]
     assert len(held) == len(set(held)), "a page is held twice"
     ended = []
-    for share in shares:
-        own = share.request
-        assert 0 < share.tokens <= own.pending
-        assert source.pages_for(own.computed + share.tokens) <= len(own.pages)
-        own.computed += share.tokens
+    for item in scheduled:
+        own = item.request
+        assert 0 < item.tokens <= own.pending
+        assert source.pages_for(own.computed + item.tokens) <= len(own.pages)
+        own.computed += item.tokens
         if own.pending == 0 and own.push(1) is FinishReason.LENGTH:
             scheduler.remove(own)
             ended.append(own)
@@ -76,13 +76,13 @@ def test_everything_ends_and_nothing_is_left(
             gone = live.pop(chance.choice(list(live)))
             scheduler.remove(gone)
             assert gone.pages == []
-        shares = next_shares(scheduler)
-        assert bool(shares) == bool(live), "nobody moves"
-        if shares:
+        scheduled = next_scheduled(scheduler)
+        assert bool(scheduled) == bool(live), "nobody moves"
+        if scheduled:
             assert min(live.values(), key=lambda s: s.number).pages, "the earliest waits"
         active = [s for s in live.values() if s.pages]
         assert len(active) <= min(max_running, step_tokens)
-        for done in run(scheduler, source, shares, step_tokens):
+        for done in run(scheduler, source, scheduled, step_tokens):
             del live[done.id]
             ended += 1
         assert len(scheduler) == len(live)
@@ -96,11 +96,11 @@ def test_a_step_loads_few_adapters() -> None:
         scheduler.add(request(arrival, 3, 50, AdapterRef(adapter, 1)))
     started = []
     for _ in range(4):
-        shares = next_shares(scheduler)
-        started.append([share.request.number for share in shares if not share.request.computed])
-        for share in shares:
-            share.request.computed += share.tokens
-            share.request.push(1)
+        scheduled = next_scheduled(scheduler)
+        started.append([item.request.number for item in scheduled if not item.request.computed])
+        for item in scheduled:
+            item.request.computed += item.tokens
+            item.request.push(1)
         scheduler.changed()
     assert started == [[0, 1, 4, 5], [2, 3], [6, 7], []]
 
@@ -112,9 +112,9 @@ def test_decodes_go_before_prefill_and_chunks_fill_the_step() -> None:
         scheduler.add(request(arrival, prompt, 50))
     plans = []
     for _ in range(4):
-        shares = next_shares(scheduler)
-        plans.append([(share.request.number, share.tokens) for share in shares])
-        run(scheduler, source, shares, 10)
+        scheduled = next_scheduled(scheduler)
+        plans.append([(item.request.number, item.tokens) for item in scheduled])
+        run(scheduler, source, scheduled, 10)
     assert plans == [[(0, 4), (1, 6)], [(0, 1), (1, 9)], [(0, 1), (1, 9)], [(0, 1), (1, 1)]]
 
 
@@ -125,8 +125,8 @@ def test_no_more_run_than_a_step_has_tokens() -> None:
         scheduler.add(request(arrival, 1, 20))
     ended = []
     while len(scheduler):
-        shares = next_shares(scheduler)
-        ended += [s.number for s in run(scheduler, source, shares, 2)]
+        scheduled = next_scheduled(scheduler)
+        ended += [s.number for s in run(scheduler, source, scheduled, 2)]
     assert ended == [0, 1, 2, 3, 4]
 
 
@@ -136,21 +136,21 @@ def test_the_latest_gives_way_and_is_first_in_line_again() -> None:
     first, second, third = request(0, 3, 5), request(1, 3, 5), request(2, 1, 1)
     for one in (first, second, third):
         scheduler.add(one)
-    run(scheduler, source, next_shares(scheduler), 16)  # both have 3 + 1 tokens on 2 pages
-    run(scheduler, source, next_shares(scheduler), 16)  # the fourth token is computed, the pages are full
+    run(scheduler, source, next_scheduled(scheduler), 16)  # both have 3 + 1 tokens on 2 pages
+    run(scheduler, source, next_scheduled(scheduler), 16)  # the fourth token is computed, the pages are full
     assert not third.pages
-    shares = next_shares(scheduler)
-    assert [share.request for share in shares] == [first]
+    scheduled = next_scheduled(scheduler)
+    assert [item.request for item in scheduled] == [first]
     assert scheduler.preemptions == 1
     assert (second.pages, second.computed, second.generated) == ([], 0, 2)
-    run(scheduler, source, shares, 16)
+    run(scheduler, source, scheduled, 16)
     while first.generated < 5:
-        run(scheduler, source, next_shares(scheduler), 16)
-    shares = next_shares(scheduler)
-    assert [(share.request, share.tokens) for share in shares] == [(second, 5), (third, 1)]
+        run(scheduler, source, next_scheduled(scheduler), 16)
+    scheduled = next_scheduled(scheduler)
+    assert [(item.request, item.tokens) for item in scheduled] == [(second, 5), (third, 1)]
     while len(scheduler):
-        run(scheduler, source, shares, 16)
-        shares = next_shares(scheduler)
+        run(scheduler, source, scheduled, 16)
+        scheduled = next_scheduled(scheduler)
     assert second.generated == 5
 
 
@@ -160,9 +160,9 @@ def test_the_one_that_grows_may_be_the_one_that_gives_way() -> None:
     first, second = request(0, 3, 2), request(1, 2, 2)
     for one in (first, second):
         scheduler.add(one)
-    run(scheduler, source, next_shares(scheduler), 16)
-    shares = next_shares(scheduler)
-    assert [share.request for share in shares] == [first]
+    run(scheduler, source, next_scheduled(scheduler), 16)
+    scheduled = next_scheduled(scheduler)
+    assert [item.request for item in scheduled] == [first]
     assert second.pages == []
 
 
@@ -170,9 +170,9 @@ def test_a_sequence_that_does_not_fit_alone_is_our_own_bug() -> None:
     source = BarePages(1, 2)
     scheduler = Scheduler(source, BareAdapters(), max_running=4, step_tokens=16)
     scheduler.add(request(0, 2, 5))
-    run(scheduler, source, next_shares(scheduler), 16)
+    run(scheduler, source, next_scheduled(scheduler), 16)
     with pytest.raises(AssertionError, match="alone"):
-        next_shares(scheduler)
+        next_scheduled(scheduler)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -195,7 +195,7 @@ def test_nothing_gives_way_where_lengths_are_known(
             scheduler.add(request(arrival, prompt, max_tokens))
             arrival += 1
             due += pause
-        run(scheduler, source, next_shares(scheduler), 10_000)
+        run(scheduler, source, next_scheduled(scheduler), 10_000)
         steps += 1
     assert scheduler.preemptions == 0
 
@@ -210,11 +210,11 @@ def test_as_many_run_as_past_lengths_let_hope() -> None:
     ends: dict[int, int] = {}
     running = []
     while len(scheduler):
-        shares = next_shares(scheduler)
-        running.append(len(shares))
-        for share in shares:
-            own = share.request
-            own.computed += share.tokens
+        scheduled = next_scheduled(scheduler)
+        running.append(len(scheduled))
+        for item in scheduled:
+            own = item.request
+            own.computed += item.tokens
             length = ends.setdefault(own.number, 1 + int(chance.expovariate(1 / 50)))
             if own.pending == 0 and own.push(STOP if own.generated + 1 == length else 1) is not None:
                 scheduler.remove(own)
@@ -231,15 +231,15 @@ def test_few_wait_here_while_pages_are_the_limit() -> None:
         scheduler.add(request(arrival, 5, 12))
     rooms = []
     for arrival in range(30, 60):
-        run(scheduler, source, next_shares(scheduler), 200)
+        run(scheduler, source, next_scheduled(scheduler), 200)
         rooms.append(scheduler.places)
         if scheduler.places:
             scheduler.add(request(arrival, 5, 12))
     assert rooms[0] == 0
     waited = len(scheduler)
     while len(scheduler):
-        run(scheduler, source, next_shares(scheduler), 200)
+        run(scheduler, source, next_scheduled(scheduler), 200)
     assert waited < 30
     for _ in range(9):
-        next_shares(scheduler)
+        next_scheduled(scheduler)
     assert scheduler.places == 100

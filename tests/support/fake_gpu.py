@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
-from coserve.generate.plan import Ran, Share
+from coserve.generate.plan import Ran, Scheduled
 from coserve.queues.shapes import StepShape
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, Prices
 from tests.support.virtual_clock import VirtualClockLoop
@@ -57,11 +57,11 @@ class OverlappedGenerator(FakeGenerator):
         super().__init__(Meter(), FREE, step_tokens, rng, 0.0, max_running=max_running, max_queue=max_queue)
         self._seconds, self._host, self._free_at = seconds, host, 0.0
 
-    def run(self, shares: Sequence[Share]) -> Ran:
-        self.block(self.host_seconds(shares))
-        return super().run(shares)
+    def run(self, scheduled: Sequence[Scheduled]) -> Ran:
+        self.block(self.host_seconds(scheduled))
+        return super().run(scheduled)
 
-    def host_seconds(self, shares: Sequence[Share]) -> float:
+    def host_seconds(self, scheduled: Sequence[Scheduled]) -> float:
         """Seconds that the launch of a step takes."""
         return self._host
 

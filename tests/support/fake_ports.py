@@ -36,7 +36,7 @@ from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.finetune.passes.mixing import BatchLimits, Size, companions
-from coserve.generate.plan import Ran, Share, step_shape
+from coserve.generate.plan import Ran, Scheduled, step_shape
 from coserve.generate.schedule import Scheduler
 from coserve.lora.store.pages import Activated
 from coserve.lora.store.reads import LoadTimes
@@ -264,11 +264,11 @@ class FakeGenerator:
 
     # ---- steps
 
-    def run(self, shares: Sequence[Share]) -> Ran:
-        started = [share.request for share in shares if not share.request.started]
+    def run(self, scheduled: Sequence[Scheduled]) -> Ran:
+        started = [item.request for item in scheduled if not item.request.started]
         for request in started:
             request.started = True
-        launched = [self._launch(shares)] if shares else []
+        launched = [self._launch(scheduled)] if scheduled else []
         found = self.collect()
         if self.overlaps:
             self._in_flight = launched
@@ -281,13 +281,13 @@ class FakeGenerator:
         messages = [message for step in steps for message in self._collect(step)]
         return Ran([*messages, *self.take_failed()], {}, steps[0].shape if steps else None)
 
-    def _launch(self, shares: Sequence[Share]) -> Launched:
-        shape = step_shape(shares, self.adapters.size, alone=self.overlaps and not self._in_flight)
-        sampled = [share.request for share in shares if share.tokens == share.request.pending]
-        spent = sum(share.tokens for share in shares)
+    def _launch(self, scheduled: Sequence[Scheduled]) -> Launched:
+        shape = step_shape(scheduled, self.adapters.size, alone=self.overlaps and not self._in_flight)
+        sampled = [item.request for item in scheduled if item.tokens == item.request.pending]
+        spent = sum(item.tokens for item in scheduled)
         self.tokens_computed += spent
-        for share in shares:
-            share.request.computed += share.tokens
+        for item in scheduled:
+            item.request.computed += item.tokens
         for request in sampled:
             request.in_flight += 1
         self.scheduler.changed()

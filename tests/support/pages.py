@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
-from coserve.generate.plan import Share
+from coserve.generate.plan import Scheduled
 from coserve.generate.schedule import Scheduler
 from coserve.lora.store.pages import Activated
 from coserve.memory.pages import PagePool
@@ -118,11 +118,11 @@ class FewAdapters(BareAdapters):
             del self.users[ref]
 
 
-def next_shares(scheduler: Scheduler, now: float = 0.0) -> list[Share]:
+def next_scheduled(scheduler: Scheduler, now: float = 0.0) -> list[Scheduled]:
     """What the next step computes, with all who wait. Nothing changes before the pages are taken."""
     plan = scheduler.propose()
     assert scheduler.propose() is plan, "nothing has changed"
-    shares = scheduler.commit(plan, now=now)
-    for share in shares:
-        share.request.started = True
-    return shares
+    scheduled = scheduler.commit(plan, now=now)
+    for item in scheduled:
+        item.request.started = True
+    return scheduled
