@@ -27,6 +27,8 @@ Settings = dict[str, object]
 _BY_TENSORS = ("stablelm", "falcon", "bloom")
 """Architectures whose settings transformers also takes from the list of tensors."""
 LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models of 27B, which scale queries by features over heads; others do by the size of a head."""
 UNUSED = ("rope_freqs.weight", *LONGROPE)
 """Tensors without a parameter in the model, whose meaning the config has."""
 
@@ -60,8 +62,21 @@ def _settings(path: Path) -> Settings:
         settings["eos_token_id"] = list(ends) or None
     settings["bos_token_id"] = ids["bos"]
     settings["pad_token_id"] = header.number("tokenizer.ggml.padding_token_id")
-    settings |= _rotary(header, settings)
-    return settings
+    return settings | _left_out(header, settings) | _rotary(header, settings)
+
+
+def _left_out(header: GgufHeader, settings: Settings) -> Settings:
+    """Return what transformers' tables leave out."""
+    kind, width = header.architecture, header.number(f"{header.architecture}.expert_feed_forward_length")
+    if kind == "phi3":
+        return {"sliding_window": header.number("phi3.attention.sliding_window") or None}
+    if kind in ("qwen2moe", "qwen3moe") and width is not None:
+        return {"moe_intermediate_size": width}
+    if kind in _GEMMA_27B and settings["num_hidden_layers"] == _GEMMA_27B[kind]:
+        return {"query_pre_attn_scalar": int(str(settings["hidden_size"])) // int(str(settings["num_attention_heads"]))}
+    if kind in _GEMMA_27B and "head_dim" in settings:
+        return {"query_pre_attn_scalar": settings["head_dim"]}
+    return {}
 
 
 def _write_without_vocabulary(header: GgufHeader, path: str) -> None:

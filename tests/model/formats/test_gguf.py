@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
@@ -14,6 +15,7 @@ from coserve.core.errors import UnsupportedBase
 from coserve.data.pretrained.source import check_source
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.model.base import Base, load_base
+from coserve.model.formats.gguf import read_config
 from coserve.model.parallel.mesh import LoneRank
 from tests.support.families import tiny_family
 from tests.support.gguf_files import write_by_names, write_llama
@@ -100,8 +102,43 @@ def test_an_extended_context_keeps_its_frequencies_or_is_refused(tmp_path: Path)
     torch.testing.assert_close(_load(path).model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq / 4)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "layers", "width", "heads", "given", "name", "expected"),
+    [
+        ("gemma2", 46, 4608, 32, {"attention.key_length": 128}, "query_pre_attn_scalar", 144),  # of 27B
+        ("gemma3", 62, 5376, 32, {"attention.key_length": 128}, "query_pre_attn_scalar", 168),
+        ("gemma3", 34, 2560, 8, {"attention.key_length": 256}, "query_pre_attn_scalar", 256),
+        ("gemma2", 3, 64, 2, {"attention.key_length": 64}, "query_pre_attn_scalar", 64),
+        ("qwen3moe", 94, 4096, 64, {"expert_feed_forward_length": 1536}, "moe_intermediate_size", 1536),
+    ],
+)
+def test_settings_that_transformers_leaves_out(
+    architecture: str,
+    layers: int,
+    width: int,
+    heads: int,
+    given: dict[str, int],
+    name: str,
+    expected: int,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(layers)
+    writer.add_embedding_length(width)
+    writer.add_head_count(heads)
+    for key, value in given.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_tensor("token_embd.weight", np.zeros((8, width), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert getattr(read_config(path), name) == expected
+
+
 def test_longrope_in_a_gguf_file_is_served_up_to_the_original_context(tmp_path: Path) -> None:
-    """Phi 3.5 and Phi 4 mini, whose heads are turned in part."""
+    """Phi 3.5 and Phi 4 mini, whose heads are turned in part. With the window that files of Phi 3 name."""
     short, long = [1.0, 1.5, 2.0], [4.0, 6.0, 8.0]
     rotary = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": short, "long_factor": long}
     model = tiny_family(
@@ -111,12 +148,14 @@ def test_longrope_in_a_gguf_file_is_served_up_to_the_original_context(tmp_path: 
         max_position_embeddings=256,
         original_max_position_embeddings=64,
         rope_parameters=rotary | {"partial_rotary_factor": 0.75},
+        sliding_window=32,
     )
     config, path = model.config, tmp_path / "phi.gguf"
     given = {
         "feed_forward_length": config.intermediate_size,
         "attention__head_count_kv": config.num_key_value_heads,
         "attention__layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention__sliding_window": 32,
         "rope__dimension_count": 6,
     }
     scaling = {"rope__scaling__original_context_length": 64, "rope__scaling__attn_factor": 1.1547}
@@ -124,6 +163,7 @@ def test_longrope_in_a_gguf_file_is_served_up_to_the_original_context(tmp_path: 
     write_by_names(path, model, MODEL_ARCH.PHI3, tensors=factors, **given, **scaling)
     base = _load(path)
     assert base.spec.context == 64 and "longrope" in base.spec.context_note
+    assert base.model.config.sliding_window == 32
     found, expected = base.model.model.rotary_emb, model.model.rotary_emb
     assert torch.equal(found.inv_freq, expected.inv_freq)
     assert found.attention_scaling == pytest.approx(expected.attention_scaling, rel=1e-4)
