@@ -155,9 +155,10 @@ def known_policies(*, gpu: bool) -> tuple[str, ...]:
     return tuple(name for name in POLICIES if gpu or name not in ("spatial", "overlap"))
 
 
-def system(policy: str, backend: str, targets: tuple[float, float]) -> System:
-    """`policy`: a name of `POLICIES`; with `+SECONDS` an inference delay of its own, such as `ets+1`."""
-    name = policy if backend == BACKENDS[0] else f"{backend}.{policy}"
+def system(policy: str, backend: str, targets: tuple[float, float], label: str = "") -> System:
+    """`policy`: a name of `POLICIES`; with `+SECONDS` an inference delay of its own, such as `ets+1`. `label` begins
+    the system's name."""
+    name = ".".join(filter(None, (label, "" if backend == BACKENDS[0] else backend, policy)))
     policy, _, delay = policy.partition("+")
     plain = policy.rstrip("0123456789")
     n = int(policy.removeprefix(plain)) if plain != policy else None

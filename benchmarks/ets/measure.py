@@ -209,6 +209,7 @@ def parse() -> argparse.Namespace:
         default=None,
         help="TTFT and TPOT of the daemons in seconds, such as 0.1,0.012; default: by backend",
     )
+    parser.add_argument("--label", default="", help="keys become CELL.LABEL.SYSTEM: for targets unlike the tables'")
     parser.add_argument("--cells", default="", help="names of cells of these parts, such as rows4096,x16; default: all")
     parser.add_argument("--together", type=int, default=3, help="daemons that are started at a time, on each GPU")
     gpus.add_options(
@@ -253,7 +254,7 @@ def measure_here(options: argparse.Namespace, chosen: Sequence[Cell], scratch: P
     settings = {name: value for name, value in vars(sizes).items() if name != "model"}
     results = gpus.results_of(options, SCRIPT, FILE, SEED, settings | {"targets_s": options.targets or TARGETS})
     todo = [
-        system(policy, backend, options.targets or ((0.5, 0.1) if options.tiny else TARGETS[backend]))
+        system(policy, backend, options.targets or ((0.5, 0.1) if options.tiny else TARGETS[backend]), options.label)
         for backend, policy in systems(options)
     ]
     known = gpus.known_keys(options, results)

@@ -33,6 +33,8 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.generate.grammars import Grammars
 
 KEY, REPEATS, STRING_TOKENS = "clients.schema_cost", 5, 6
+ROWS, PROMPT = 64, 16
+"""Requests at once, and tokens of each prompt."""
 
 
 def tickets(**bounds: dict[str, int]) -> Grammar:
@@ -86,13 +88,13 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the host's time goes in a round of runs")
     options = parser.parse_args()
     check_tiny(parser, options)
-    shape = replace(TINY, vocab=4608) if options.tiny else FULL
+    shape = replace(TINY, vocab=4608) if options.tiny else replace(FULL, max_running=ROWS, step_tokens=ROWS * PROMPT)
     tokenizer = wide_tokenizer(shape.vocab)
     quote = json.loads(tokenizer.serialised())["model"]["vocab"]['"']
     ends = {quote: math.log(shape.vocab / STRING_TOKENS)}
-    load = Load(64, 16, 256, sampling=SamplingParams(temperature=1.0, logit_bias=ends))
+    load = Load(ROWS, PROMPT, 256, sampling=SamplingParams(temperature=1.0, logit_bias=ends))
     load = replace(load, requests=4, output=6) if options.tiny else load
-    grammars = Grammars(lambda: tokenizer, shape.vocab)
+    grammars = Grammars(lambda: tokenizer, shape.vocab, pinned=shape.device == "cuda")
     for schema in SCHEMAS.values():
         grammars.compiled(schema)
     bench = Bench(make_base(shape), shape, grammars=grammars)

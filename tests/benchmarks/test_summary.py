@@ -34,6 +34,7 @@ ALONE = {
     "adapters_many.json",
     "cpu_decode.json",
     "documents.json",
+    "documents_reader.json",
     "families.json",
     "house.json",
     "house_finetuning.json",

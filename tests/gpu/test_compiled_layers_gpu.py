@@ -91,4 +91,4 @@ def equal_gradients(base: Base) -> None:
         expected = gradients(base, None, rows, recompute=recompute)
         found = gradients(base, compiled, rows, recompute=recompute)
         for own, right in zip(found, expected, strict=True):
-            assert float((own - right).norm() / right.norm().clamp_min(1e-6)) < 0.08
+            assert float((own - right).norm() / right.norm().clamp_min(1e-6)) < 0.1

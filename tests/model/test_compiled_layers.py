@@ -23,7 +23,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.dropout import DropoutSpec, dropout_of
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.model.training.compiled_layers import CompiledLayers
+from coserve.model.training.compiled_layers import CompiledLayers, relative_error
 from coserve.model.training.kinds import kind_of
 from coserve.model.training.trace import Compile, CompiledLayer, interpreted, trace_layer
 from tests.support.families import tiny_family
@@ -282,3 +282,12 @@ def test_compiled_functions_run_beside() -> None:
             assert step(x_T).tolist() == [2.0] * 4
         compiling.result()
     assert layers.ready
+
+
+def test_tokens_of_other_experts_do_not_fail_a_check() -> None:
+    right = torch.ones(1, 8, 4)
+    one, three = right.clone(), right.clone()
+    one[:, 5], three[:, :3] = 9.0, 9.0
+    assert relative_error(one, right, routed=True) == 0
+    assert relative_error(three, right, routed=True) > 1
+    assert relative_error(one, right, routed=False) > 1
