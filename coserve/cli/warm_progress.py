@@ -19,14 +19,14 @@ REPEAT = 5.0
 
 
 class WarmProgress:
-    """Progress display. `show` is called, on any thread, with the number of finished warm-up tasks and their total."""
+    """Progress display. `show` is called, on any thread, with the number of finished warm-up parts and their total."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console or Console(stderr=True), clock
         self._lock = threading.Lock()
         self._began = clock()
         self._first: tuple[float, int] | None = None
-        """Time of the first report, and the tasks that were already done then."""
+        """Time of the first report, and the parts that were already done then."""
         self._printed: float | None = None
         self.done = self.total = 0
         self._bar = Progress(

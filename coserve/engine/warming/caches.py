@@ -23,7 +23,7 @@ class Caches:
         self._folder, self._shape = Path(task.folder) / GEMM_FOLDER, task.shape
 
     def path(self, part: str) -> Path:
-        """Path of the file with a warm-up task's measurements."""
+        """Path of the file with a warm-up part's measurements."""
         return self._folder / f"{self._shape}-{part}.json"
 
     def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:

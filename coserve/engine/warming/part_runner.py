@@ -1,4 +1,4 @@
-"""Runs the tasks of a warm-up in a worker: the engine's own code at many sizes, so that every kernel is compiled."""
+"""Runs the parts of a warm-up in a worker: the engine's own code at many sizes, so that every kernel is compiled."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ Adapter = tuple[AdapterRef, LoraWeights]
 
 
 class PartRunner:
-    """Runs warm-up tasks over a base with few layers."""
+    """Runs warm-up parts over a base with few layers."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class PartRunner:
         self._ranks = 1 if base.sharding is None else base.sharding.mesh.size
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
-        """Run a task of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
+        """Run a part of `warmup.parts.all_parts`. Yields (done, total) after each piece of its work."""
         kind, _, which = name.partition("-")
         if name in (TRAINING_LAYERS, TRAINING_LEVELS):
             return self._training_layers(levels=name == TRAINING_LEVELS)

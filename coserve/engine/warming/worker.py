@@ -1,4 +1,4 @@
-"""A warm-up worker: loads the engine's base with few layers and random weights, and runs tasks. `process` is its entry
+"""A warm-up worker: loads the engine's base with few layers and random weights, and runs parts. `process` is its entry
 point. The processes that compile its Triton kernels are forked from it, before it uses CUDA."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from coserve.model.parallel.mesh import LoneRank
 NICENESS = 5
 """Niceness added to the worker's: they yield to it, because it finds the kernels to compile next."""
 MAX_PROCESSES = 16
-"""Most processes of a worker: no task has enough kernels for more, and each takes some 100 MB."""
+"""Most processes of a worker: no part has enough kernels for more, and each takes some 100 MB."""
 OOM_SCORE_ADJ = "1000"
 """OOM score: if the machine runs out of memory, Linux kills one of these processes rather than the engine."""
 
@@ -48,7 +48,7 @@ THREADS = 1
 MAX_REASON = 300
 """Most characters of a failure's reason: a report must fit its reader's buffer."""
 TRAINING = ("training-", "blocks-")
-"""Name prefixes of tasks with training kernels."""
+"""Name prefixes of parts with training kernels."""
 
 
 @contextmanager
@@ -113,7 +113,7 @@ class _Worker:
             self._processes.shutdown(cancel_futures=True)
 
     def run(self, part: str) -> None:
-        """Run a task and report its end, whatever it is."""
+        """Run a part and report its end, whatever it is."""
         began, kernels, seconds = time.monotonic(), len(self._compiled.kernels), self._compiled.seconds
         self._progress = PartReport(0, 1)
         try:
@@ -148,7 +148,7 @@ class _Worker:
                 self._send(self._progress)
             if self._on_gpu:
                 log.info("%s: at most %.2f GiB", part, torch.cuda.max_memory_reserved() / (1 << 30))
-                torch.cuda.empty_cache()  # otherwise a worker keeps its largest task's memory
+                torch.cuda.empty_cache()  # otherwise a worker keeps its largest part's memory
                 torch.cuda.reset_peak_memory_stats()
 
     def _count(self, name: str, seconds: float) -> None:

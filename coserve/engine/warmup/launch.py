@@ -129,7 +129,7 @@ def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
     processes and is raised.
 
     Raises:
-        StartupError: there is no GPU, or a task failed.
+        StartupError: there is no GPU, or a part failed.
     """
     gpu = find_gpu() if config.device != "cpu" else None
     if gpu is None:

@@ -1,4 +1,4 @@
-"""A cache folder's lock, so that only one warm-up uses it at a time, and its manifest: which tasks are complete, and
+"""A cache folder's lock, so that only one warm-up uses it at a time, and its manifest: which parts are complete, and
 the checksums of the files at that time.
 
 A manifest counts as empty if it is unreadable, comes from another machine or other versions, or has damaged files.
@@ -36,7 +36,7 @@ class Manifest(msgspec.Struct, frozen=True):
     fields: dict[str, str]
     """`key.key_fields` of the machine that compiled."""
     parts: dict[str, list[str]] = {}
-    """Complete tasks, by shape (`key.shape_key`)."""
+    """Complete parts, by shape (`key.shape_key`)."""
     files: dict[str, tuple[int, int]] = {}
     """Size and CRC-32 of each file."""
 
@@ -61,7 +61,7 @@ def clear(folder: Path) -> None:
 
 
 def save(folder: Path, manifest: Manifest, shape: str, complete: Collection[str]) -> None:
-    """Replace the folder's manifest atomically, with these complete tasks of a shape and the files present now. Raises
+    """Replace the folder's manifest atomically, with these complete parts of a shape and the files present now. Raises
     `OSError`."""
     files = {str(path.relative_to(folder)): found for path in _files(folder) if (found := _read(path)) is not None}
     parts = {**manifest.parts, shape: sorted(complete)}

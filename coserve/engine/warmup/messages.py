@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 FailureKind = Literal["memory", "unsupported", "error"]
-"""Why a task failed: the GPU's memory is full; this base cannot be compiled; any other error."""
+"""Why a part failed: the GPU's memory is full; this base cannot be compiled; any other error."""
 
 
 class WarmUpTask(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class WarmUpTask(msgspec.Struct, frozen=True):
 
 
 class PartReport(msgspec.Struct, frozen=True):
-    """A worker's progress in its task, which ends with `done == total`, or with a `failure`."""
+    """A worker's progress in a part, which ends with `done == total`, or with a `failure`."""
 
     done: int
     total: int
@@ -44,4 +44,4 @@ class Progress(msgspec.Struct, frozen=True):
     waiting: bool = False
     """Whether another process holds the cache folder."""
     ended: bool = False
-    """Whether all tasks are complete or have failed, and no process uses the GPU any more."""
+    """Whether all parts are complete or have failed, and no process uses the GPU any more."""

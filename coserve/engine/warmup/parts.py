@@ -1,4 +1,4 @@
-"""The tasks of a warm-up: what each one compiles, their order, and their dependencies."""
+"""The parts of a warm-up: what each one compiles, their order, and their dependencies."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ GEMMS = tuple(f"gemms-{rows}" for rows in GEMM_ROWS)
 
 @dataclass(frozen=True)
 class Part:
-    """A warm-up task for one worker, such as all decode graphs of one LoRA rank. Its name is a kind, and a number or a
-    word."""
+    """A unit of work of a warm-up for one worker, such as all decode graphs of one LoRA rank. Its name is a kind, and a
+    number or a word."""
 
     name: str
     weight: int
     """Expected duration, in units of progress."""
     after: frozenset[str] = frozenset()
-    """Names of tasks that must end first, because it uses what they compiled or measured."""
+    """Names of parts that must end first, because it uses what they compiled or measured."""
 
 
 def gpu_of(part: str) -> int:
-    """The number of the GPU that a task runs on."""
+    """The number of the GPU that a part runs on."""
     kind, _, number = part.partition("-")
     return int(number) if kind == "gpu" else 0
 
 
 def all_parts(ranks: int = 1) -> tuple[Part, ...]:
-    """Every task, in start order. `ranks`: GPUs that share the base. Inductor's code names its device, so a task for
+    """Every part, in start order. `ranks`: GPUs that share the base. Inductor's code names its device, so a part for
     each further GPU compiles the layers there."""
     compiled = frozenset({LAYERS, *GEMMS})
     kernels = f"kernels-{DEFAULT_RANK}"  # kernels of graphs, while the layers are compiled
@@ -69,18 +69,18 @@ def _of_rank(rank: int, compiled: frozenset[str]) -> tuple[Part, ...]:
 
 
 def units(ranks: int) -> int:
-    """Total weight of all tasks."""
+    """Total weight of all parts."""
     return sum(part.weight for part in all_parts(ranks))
 
 
 class PartSchedule:
-    """State of all tasks: waiting, running, complete or failed. Pure: no clock, no processes."""
+    """State of all parts: waiting, running, complete or failed. Pure: no clock, no processes."""
 
     def __init__(self, parts: Iterable[Part], complete: Collection[str] = ()) -> None:
-        """`complete`: names of tasks that are on disk already."""
+        """`complete`: names of parts that are on disk already."""
         self._parts = {part.name: part for part in parts}
         self._units = {name: self._parts[name].weight for name in complete if name in self._parts}
-        """Progress units of each task that is not waiting."""
+        """Progress units of each part that is not waiting."""
         self.complete = set(self._units)
         self._running = set[str]()
         self.failed = dict[str, str]()
@@ -88,16 +88,16 @@ class PartSchedule:
 
     @property
     def ended(self) -> bool:
-        """Whether every task is complete or has failed."""
+        """Whether every part is complete or has failed."""
         return self.complete | self.failed.keys() == self._parts.keys()
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(done, total) units; equal if and only if every task is complete or has failed."""
+        """(done, total) units; equal if and only if every part is complete or has failed."""
         return sum(self._units.values()), sum(part.weight for part in self._parts.values())
 
     def next(self) -> str | None:
-        """Mark the first task that can start now as running, and return its name; None if none can."""
+        """Mark the first part that can start now as running, and return its name; None if none can."""
         ended = self.complete | self.failed.keys()
         for name, part in self._parts.items():
             if name not in ended | self._running and part.after & self._parts.keys() <= ended:
@@ -106,12 +106,12 @@ class PartSchedule:
         return None
 
     def advance(self, name: str, done: int, total: int) -> None:
-        """Update a running task's progress: `done` of `total`. Its last unit counts only when it finishes."""
+        """Update a running part's progress: `done` of `total`. Its last unit counts only when it finishes."""
         weight = self._parts[name].weight
         self._units[name] = max(self._units.get(name, 0), min(weight - 1, weight * done // max(total, 1)))
 
     def finish(self, name: str, why: str | None = None, *, for_good: bool = False) -> None:
-        """End a running task: complete, or failed with the reason `why`; `for_good`: it would fail at the next start
+        """End a running part: complete, or failed with the reason `why`; `for_good`: it would fail at the next start
         too."""
         self._running.remove(name)
         self._units[name] = self._parts[name].weight
@@ -121,5 +121,5 @@ class PartSchedule:
             self.failed[name] = why
 
     def put_back(self, name: str) -> None:
-        """Return a running task to waiting, to be run from its beginning."""
+        """Return a running part to waiting, to be run from its beginning."""
         self._running.remove(name)

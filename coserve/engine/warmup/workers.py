@@ -1,4 +1,4 @@
-"""Runs the tasks of a warm-up in worker processes. A task that fails, hangs or crashes is reported, not raised."""
+"""Runs the parts of a warm-up in worker processes. A part that fails, hangs or crashes is reported, not raised."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DIED = PartReport(0, 1, "memory", "its process died")
 
 
 class Worker(Protocol):
-    """A process that runs one task at a time."""
+    """A process that runs one part at a time."""
 
     async def run(self, part: str) -> None: ...
     async def report(self) -> PartReport:
@@ -78,8 +78,8 @@ async def run_parts(
     *,
     report_timeout: float = REPORT_TIMEOUT,
 ) -> None:
-    """Run all incomplete tasks of the schedule in up to `workers` processes. `changed` is called after each change.
-    Returns once every task is complete or has failed, and every process has ended."""
+    """Run all incomplete parts of the schedule in up to `workers` processes. `changed` is called after each change.
+    Returns once every part is complete or has failed, and every process has ended."""
     pool = _Pool(schedule, start_worker, changed, report_timeout, left=workers)
     tasks = [asyncio.create_task(pool.work()) for _ in range(workers)]
     try:
@@ -102,11 +102,11 @@ class _Pool:
         self._schedule, self._start_worker, self._report_timeout = schedule, start_worker, report_timeout
         self._told, self._left = changed, left
         self._repeated = set[str]()
-        """Tasks that ran out of memory once."""
+        """Parts that ran out of memory once."""
         self._changed = asyncio.Condition()
 
     async def work(self) -> None:
-        """Run tasks in one process, which is replaced after a failure. A task that ran out of memory is repeated once;
+        """Run parts in one process, which is replaced after a failure. A part that ran out of memory is repeated once;
         then this process is not replaced if there are others, as the machine cannot hold as many."""
         worker: Worker | None = None
         try:
@@ -140,14 +140,14 @@ class _Pool:
                 await worker.close()
 
     async def _next(self) -> str | None:
-        """Wait until a task may start, and return its name; None once all have ended."""
+        """Wait until a part may start, and return its name; None once all have ended."""
         async with self._changed:
             while (part := self._schedule.next()) is None and not self._schedule.ended:
                 await self._changed.wait()
             return part
 
     async def _result(self, worker: Worker, part: str) -> PartReport:
-        """Return the task's last report."""
+        """Return the part's last report."""
         while True:
             try:
                 async with asyncio.timeout(self._report_timeout):
