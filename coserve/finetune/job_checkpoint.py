@@ -82,7 +82,7 @@ class LastCheckpoint(NamedTuple):
     """The last readable checkpoint of a job."""
 
     progress: TrainingProgress | None
-    """None: there is none."""
+    """Progress at that checkpoint; None: there is none."""
     reasons: Mapping[int, str]
     """Later checkpoints that are incomplete, damaged, or of something else: why they cannot be used, by step, the last
     step first."""

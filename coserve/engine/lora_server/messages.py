@@ -81,11 +81,11 @@ class FromServer(Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ServerReady(FromServer, frozen=True, kw_only=True):
-    """It is about to connect, and can load adapters then."""
+    """The server is about to connect, and can load adapters then."""
 
 
 class ServerConnected(FromServer, frozen=True, kw_only=True):
-    """It has connected, and does not need the rendezvous file any more."""
+    """The server has connected, and does not need the rendezvous file any more."""
 
 
 class PairsLoaded(FromServer, frozen=True, kw_only=True):

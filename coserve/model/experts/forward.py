@@ -101,7 +101,7 @@ def _absent(expert_S: Tensor, experts: int) -> Tensor:
 
 
 def _without(rows_SD: Tensor, absent_S1: Tensor | None) -> Tensor:
-    """Return zeros in place of absent rows, in the backward, too: what is there may be no number."""
+    """Return zeros in place of absent rows, which may hold NaN, in the backward too."""
     return rows_SD if absent_S1 is None else rows_SD.masked_fill(absent_S1, 0.0)
 
 
