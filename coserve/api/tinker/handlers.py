@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import Coroutine
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
@@ -25,6 +28,9 @@ from coserve.state.durable import remove_dir
 from coserve.state.session_states import read_state, saved_states
 
 UNEMBEDDING = "LoRA of the unembedding is not available: train_unembed is ignored"
+
+
+CallT = TypeVar("CallT", bound=schemas.Body)
 
 
 class TinkerApi:
@@ -115,17 +121,17 @@ class TinkerApi:
         return self._ordered(run, call.seq_id, self._runs.forward_backward(run, call, compute))
 
     async def tinker_optim_step(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.OptimStep, dialect=True)
+        body = await self._read_call(request, schemas.OptimStep)
         run = self._runs.run(body.model_id)
         return self._ordered(run, body.seq_id, self._runs.optim_step(run, body))
 
     async def tinker_save_weights(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.SaveWeights, dialect=True)
+        body = await self._read_call(request, schemas.SaveWeights)
         run = self._runs.run(body.model_id)
         return self._ordered(run, body.seq_id, self._runs.save(run, body))
 
     async def tinker_load_weights(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.LoadWeights, dialect=True)
+        body = await self._read_call(request, schemas.LoadWeights)
         if body.model_id is not None:
             run = self._runs.run(body.model_id)
             return self._ordered(run, body.seq_id, self._runs.load(run, body))
@@ -138,9 +144,21 @@ class TinkerApi:
         return json_response(schemas.TinkerFuture(id))
 
     async def tinker_save_weights_for_sampler(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.SaveForSampler, dialect=True)
+        body = await self._read_call(request, schemas.SaveForSampler)
         run = self._runs.run(body.model_id)
         return self._ordered(run, body.seq_id, self._runs.save_for_sampler(run, body))
+
+    async def _read_call(self, request: web.Request, type: type[CallT]) -> CallT:
+        """Read the body of a model's request. A wrong one takes its turn: later ones would wait for it for ever."""
+        async with self._bodies.body(request) as body:
+            content = bytes(body)
+        try:
+            return await self._bodies.decode(content, type, dialect=True)
+        except CoserveError as error:
+            with suppress(CoserveError, ValueError, RecursionError):
+                call = msgspec.convert(json.loads(content), schemas.Numbered)
+                self._ordered(self._runs.run(call.model_id), call.seq_id, refused(error))
+            raise
 
     def _ordered(self, run: Run, number: int | None, work: Coroutine[Any, Any, Result]) -> web.Response:
         """Begin a request of a model in its turn, and answer with its id."""
@@ -248,3 +266,7 @@ class TinkerApi:
         await asyncio.to_thread(read_state, self._service.folder, *path.state)
         await asyncio.to_thread(remove_dir, self._service.folder.session_state(*path.state))
         return json_response(schemas.Accepted())
+
+
+async def refused(error: CoserveError) -> Result:
+    raise error

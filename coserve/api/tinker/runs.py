@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ INPUTS = {
     "sequence_ratio_mask": "ratio_mask_K",
 }
 """Fields of examples by the names of `loss_fn_inputs`."""
+NAMES = {"labels": "target_tokens"} | {field.removesuffix("_K"): name for name, field in INPUTS.items()}
+"""Tinker's names of those in errors of the engine."""
 
 
 @dataclass
@@ -194,7 +197,11 @@ class Runs:
                 with suppress(InvalidRequest):
                     await self._sessions.call(session, Compute(examples_out(()), call.loss, call.config, learns=True))
             raise compute
-        done = await self._sessions.call(session, compute)
+        try:
+            done = await self._sessions.call(session, compute)
+        except InvalidRequest as error:
+            message = re.sub(r"\w+", lambda word: NAMES.get(word[0], word[0]), error.message)
+            raise InvalidRequest(message, field=error.field) from error
         return await asyncio.to_thread(_output, call.data, done.values, done.metrics)
 
     async def optim_step(self, run: Run, body: OptimStep) -> Result:

@@ -94,6 +94,13 @@ class OfModel(Body, frozen=True):
     model_id: Name
 
 
+class Numbered(msgspec.Struct, frozen=True):
+    """Fields that a request of a model has, right or wrong."""
+
+    model_id: Name
+    seq_id: Count
+
+
 class OptimStep(OfModel, frozen=True):
     adam_params: OptimStepRequest
     seq_id: Count | None = None

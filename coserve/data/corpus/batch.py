@@ -62,7 +62,8 @@ class Example:
             ("ratio_mask", self.ratio_mask_K, after.shape),
         ):
             if values is not None and (values.shape != shape or not np.isfinite(values).all()):
-                raise InvalidRequest(f"expected finite {name} of shape {shape}, got {values.shape}")
+                got = "NaN or infinity" if values.shape == shape else values.shape
+                raise InvalidRequest(f"expected finite {name} of shape {shape}, got {got}")
 
 
 @dataclass(frozen=True)

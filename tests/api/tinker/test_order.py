@@ -65,6 +65,17 @@ async def test_a_request_that_came_early_waits_for_its_turn(api: Api) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_refused_request_takes_its_turn(api: Api) -> None:
+    """Those that were sent after it, as the SDK does, do not wait for it."""
+    _, own = await model(api)
+    assert (await ask(api, "optim_step", model_id=own, seq_id=1, adam_params={"learning_rate": -1}))[0] == 422
+    assert (await ask(api, "save_weights", model_id=own, seq_id=2, overwrite=5))[0] == 422
+    assert (await ask(api, "load_weights", model_id=own, seq_id=3, optimizer=float("nan")))[0] == 422
+    later = (await step(api, own, 4))[1]["request_id"]
+    assert (await result(api, later))[1]["metrics"]["step"] == 1.0
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("ends", ["unload_model", "finish"])
 async def test_a_request_whose_turn_cannot_come_fails(api: Api, ends: str) -> None:
     session, own = await model(api)

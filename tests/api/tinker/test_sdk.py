@@ -220,6 +220,11 @@ WRONG: dict[str, tuple[Callable[[tinker.TrainingClient], object], str]] = {
         lambda one: one.forward([datum(0, 3, logprobs=np.zeros(3, np.float32))], "cross_entropy"),
         "expected weights of each target",
     ),
+    "no samples": (lambda one: one.forward(BATCH, "ppo"), "expected logprobs and advantages of each target"),
+    "infinite weights": (
+        lambda one: one.forward([datum(0, 3, weights=np.full(3, np.inf, np.float32))], "cross_entropy"),
+        "got NaN or infinity",
+    ),
     "an unknown input": (lambda one: one.forward([datum(0, 3, mask=np.ones(3))], "cross_entropy"), "got 'mask'"),
     "a shape": (
         lambda one: one.forward([datum(0, 3, weights=np.ones(4, np.float32))], "cross_entropy"),
