@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from gguf.tensor_mapping import get_tensor_name_map
@@ -86,11 +87,11 @@ def write_by_names(
     *,
     tokenizer: Path | None = None,
     pre: str = "gpt-2",
-    tensors: Mapping[str, Sequence[float]] | None = None,
-    **metadata: float | list[int],
+    tensors: Mapping[str, Sequence[float] | Tensor] | None = None,
+    **metadata: float | str | list[int],
 ) -> None:
-    """Write a model in float32 under the names that the `gguf` package has for its parameters, and what `tensors` and
-    `metadata` have, dots of keys written as `__`."""
+    """Write a model in float32 under the names that the `gguf` package has for its modules' weights and biases, and
+    what `tensors` and `metadata` have, dots of keys written as `__`."""
     config, name = model.config, MODEL_ARCH_NAMES[architecture]
     writer, known = GGUFWriter(path, name), get_tensor_name_map(architecture, config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -103,17 +104,21 @@ def write_by_names(
         full = f"{name}.{key.replace('__', '.')}"
         if isinstance(value, list):
             writer.add_array(full, value)
+        elif isinstance(value, str):
+            writer.add_string(full, value)
         else:
             (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(full, value)  # type: ignore[operator]
     if tokenizer is not None:
         _write_tokenizer(writer, tokenizer, None, pre)
     for own, parameter in model.named_parameters():
         stem, _, suffix = own.rpartition(".")
+        if suffix not in ("weight", "bias"):
+            continue
         theirs = known.get_name(stem) or known.get_name(stem.removeprefix("model."))
         tensor = parameter.detach().float()
         writer.add_tensor(f"{theirs}.{suffix}", (tensor[:, 0] if tensor.dim() == 3 else tensor).contiguous().numpy())
     for own, numbers in (tensors or {}).items():
-        writer.add_tensor(own, np.array(numbers, np.float32))
+        writer.add_tensor(own, torch.as_tensor(numbers, dtype=torch.float32).contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

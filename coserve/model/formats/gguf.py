@@ -26,6 +26,14 @@ from coserve.model.formats.dense import DenseTensor
 Settings = dict[str, object]
 _BY_TENSORS = ("stablelm", "falcon", "bloom")
 """Architectures whose settings transformers also takes from the list of tensors."""
+_GPT_OSS = {
+    "sinks": ("attn_sinks.weight",),
+    "gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "down_proj": ("ffn_down_exps.weight",),
+    "down_proj_bias": ("ffn_down_exps.bias",),
+}
+"""llama.cpp's names of gpt-oss' parameters that are no modules' weights; transformers' table has others."""
 LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27B, which scale queries by features over heads; others do by the size of a head."""
@@ -68,6 +76,10 @@ def _settings(path: Path) -> Settings:
 def _left_out(header: GgufHeader, settings: Settings) -> Settings:
     """Return what transformers' tables leave out."""
     kind, width = header.architecture, header.number(f"{header.architecture}.expert_feed_forward_length")
+    if kind == "gpt-oss":
+        found = {"sliding_window": "attention.sliding_window", "head_dim": "attention.key_length"}
+        numbers = {name: header.number(f"gpt-oss.{key}") for name, key in found.items()}
+        return {name: number for name, number in numbers.items() if number is not None}
     if kind == "phi3":
         return {"sliding_window": header.number("phi3.attention.sliding_window") or None}
     if kind in ("qwen2moe", "qwen3moe") and width is not None:
@@ -85,8 +97,8 @@ def _write_without_vocabulary(header: GgufHeader, path: str) -> None:
 
     writer = GGUFWriter(path, header.architecture)
     for key, value in header.metadata.items():
-        if key == "general.architecture" or key.startswith("tokenizer.") or value == []:
-            continue
+        if key == "general.architecture" or key.startswith(("tokenizer.", "gpt-oss.rope.scaling.")) or value == []:
+            continue  # of gpt-oss transformers fails to read the scaling, which `_rotary` reads
         if isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, int):
@@ -128,6 +140,8 @@ def _rotary(header: GgufHeader, settings: Settings) -> Settings:
     original = header.number(f"{prefix}.original_context_length")
     if original is not None and kind == "yarn":
         scaling["original_max_position_embeddings"] = original
+    if header.architecture == "gpt-oss":  # llama.cpp's own defaults, but that nothing is rounded
+        scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     return {"rope_scaling": scaling}
 
 
@@ -167,6 +181,7 @@ class GgufTensors(Mapping[str, DenseTensor]):
         self.kinds = _kinds(header)
         """Names of the quantisations, such as Q4_K."""
         self._processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
+        self._gpt_oss = header.architecture == "gpt-oss"
         self._names = _names(header, config, self._processor)
         """The model's names of parameters, by the file's."""
         self._stored: dict[str, dict[str, GgufTensor]] = {}
@@ -189,6 +204,8 @@ class GgufTensors(Mapping[str, DenseTensor]):
     def _read(self, name: str, stored: Mapping[str, GgufTensor]) -> Tensor:
         """Dequantise a parameter. Of several stored tensors, such as experts' gates and ups, transformers' code puts
         each at its place in `merged`."""
+        if self._gpt_oss and name.rpartition(".")[2] in _GPT_OSS:
+            return _gpt_oss_parameter(stored)
         merged: dict[str, dict[str, Tensor]] = {"tensors": {}}
         for own, tensor in stored.items():
             done = self._processor.process(
@@ -197,6 +214,13 @@ class GgufTensors(Mapping[str, DenseTensor]):
             if done.name in self._names:
                 return torch.from_numpy(np.ascontiguousarray(done.weights))
         return merged["tensors"][name]
+
+
+def _gpt_oss_parameter(stored: Mapping[str, GgufTensor]) -> Tensor:
+    """Return a parameter of `_GPT_OSS`: inputs before outputs, and gates and ups in turns."""
+    parts = [torch.from_numpy(_dequantize(stored[name])) for name in sorted(stored)]  # gates first
+    parts = [part.transpose(1, 2) if part.dim() == 3 else part for part in parts]
+    return parts[0].contiguous() if len(parts) == 1 else torch.stack(parts, -1).flatten(-2)
 
 
 def _names(header: GgufHeader, config: PretrainedConfig, processor: TensorProcessor) -> dict[str, str]:
@@ -217,7 +241,9 @@ def _names(header: GgufHeader, config: PretrainedConfig, processor: TensorProces
         stem = name.removesuffix(suffix)
         # Some converters took the decoder's names, without the model's prefix.
         own = known.get_name(stem) or known.get_name(stem.removeprefix(f"{model.base_model_prefix}."))
-        if own is None:
+        if header.architecture == "gpt-oss" and (theirs := _GPT_OSS.get(name.rpartition(".")[2])):
+            found |= dict.fromkeys((f"blk.{name.split('.')[2]}.{one}" for one in theirs), name)
+        elif own is None:
             processor.perform_fallback_tensor_mapping(found, suffix, "", name)
         else:
             found[own + suffix] = name

@@ -102,6 +102,45 @@ def test_an_extended_context_keeps_its_frequencies_or_is_refused(tmp_path: Path)
     torch.testing.assert_close(_load(path).model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq / 4)
 
 
+def test_gpt_oss_in_a_gguf_file_is_the_same_base(tmp_path: Path) -> None:
+    """Names, order and scaling as llama.cpp's converter writes them; transformers reads others."""
+    model, path = tiny_family("gpt_oss", max_position_embeddings=256), tmp_path / "oss.gguf"
+    config, tensors = model.config, dict[str, torch.Tensor]()
+    for layer in range(config.num_hidden_layers):
+        theirs, part = f"model.layers.{layer}", f"blk.{layer}"
+        both = model.get_parameter(f"{theirs}.mlp.experts.gate_up_proj").detach().transpose(1, 2)
+        bias = model.get_parameter(f"{theirs}.mlp.experts.gate_up_proj_bias").detach()
+        down = model.get_parameter(f"{theirs}.mlp.experts.down_proj").detach().transpose(1, 2)
+        tensors |= {f"{part}.ffn_up_exps.weight": both[:, 1::2], f"{part}.ffn_gate_exps.weight": both[:, ::2]}
+        tensors |= {f"{part}.ffn_up_exps.bias": bias[:, 1::2], f"{part}.ffn_gate_exps.bias": bias[:, ::2]}
+        tensors |= {f"{part}.ffn_down_exps.weight": down}
+        tensors |= {
+            f"{part}.ffn_down_exps.bias": model.get_parameter(f"{theirs}.mlp.experts.down_proj_bias").detach(),
+            f"{part}.attn_sinks.weight": model.get_parameter(f"{theirs}.self_attn.sinks").detach(),
+        }
+    write_by_names(
+        path,
+        model,
+        MODEL_ARCH.GPT_OSS,
+        tensors=tensors,
+        feed_forward_length=config.intermediate_size,
+        expert_count=config.num_local_experts,
+        expert_used_count=config.num_experts_per_tok,
+        attention__head_count_kv=config.num_key_value_heads,
+        attention__key_length=config.head_dim,
+        attention__layer_norm_rms_epsilon=config.rms_norm_eps,
+        attention__sliding_window=config.sliding_window,
+        rope__scaling__type="yarn",
+        rope__scaling__factor=32.0,
+        rope__scaling__original_context_length=4096,
+    )
+    base = _load(path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(base.model.get_parameter(name), parameter), name
+    assert torch.equal(base.model.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    assert base.model.config.sliding_window == config.sliding_window
+
+
 @pytest.mark.parametrize(
     ("architecture", "layers", "width", "heads", "given", "name", "expected"),
     [
