@@ -45,7 +45,7 @@ def test_the_bundled_base_in_a_gguf_file_is_the_same_base(tmp_path: Path) -> Non
     assert tokenizer.chat([{"role": "user", "content": "Hi"}]) == [*tokenizer.encode("Hi"), 0]
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "F16"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "MXFP4", "F16"])
 def test_quantised_weights_are_those_of_llama_cpp(kind: str, tmp_path: Path) -> None:
     model = tiny_family("llama", hidden_size=64, intermediate_size=96, head_dim=16)
     path = tmp_path / "model.gguf"
