@@ -42,9 +42,11 @@ UNUSED = ("rope_freqs.weight", *LONGROPE)
 
 
 def read_config(path: Path) -> PretrainedConfig:
-    """Return the config that a file's metadata describes. Raises `UnsupportedBase`, and `ValueError` for architectures
-    that transformers has no table for."""
-    settings = _settings(path)
+    """Return the config that a file's metadata describes. Raises `UnsupportedBase`."""
+    try:
+        settings = _settings(path)
+    except ValueError as error:  # no table of the architecture
+        raise UnsupportedBase(f"{path.name}: {error} Give the folder or hub name of its safetensors") from error
     family = str(settings.pop("model_type"))
     if family not in CONFIG_MAPPING:
         raise UnsupportedBase(f"{path.name}: transformers has no family {family!r}")

@@ -176,6 +176,13 @@ def test_settings_that_transformers_leaves_out(
     assert getattr(read_config(path), name) == expected
 
 
+def test_an_architecture_without_a_table_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_by_names(path, tiny_family("granite"), MODEL_ARCH.GRANITE)
+    with pytest.raises(UnsupportedBase, match=r"model.gguf: .* granite is not supported yet. Give the folder or hub"):
+        _load(path)
+
+
 def test_longrope_in_a_gguf_file_is_served_up_to_the_original_context(tmp_path: Path) -> None:
     """Phi 3.5 and Phi 4 mini, whose heads are turned in part. With the window that files of Phi 3 name."""
     short, long = [1.0, 1.5, 2.0], [4.0, 6.0, 8.0]
