@@ -35,23 +35,28 @@ def write_llama(
     tokenizer: Path | None = None,
     template: str | None = None,
     rope_freqs: Tensor | None = None,
+    architecture: str = "llama",
+    further: Mapping[str, float] | None = None,
     **metadata: str | float,
 ) -> dict[str, np.ndarray]:
-    """Write the model with matrices in `kind`, and the tokenizer of a byte-level tokenizer.json. Return what was
-    written, by the model's names and dequantised."""
+    """Write the model, a Llama or one that llama.cpp writes so, with matrices in `kind`, and the tokenizer of a
+    byte-level tokenizer.json. Return what was written, by the model's names and dequantised. `further`: settings of
+    the architecture."""
     from gguf.quants import dequantize
 
-    config, writer = model.config, GGUFWriter(path, "llama")
+    config, writer = model.config, GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(getattr(config, "head_dim", config.hidden_size // config.num_attention_heads))
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    for key, number in (further or {}).items():
+        writer.add_float32(f"{architecture}.{key}", number)
     for key, value in metadata.items():
         name = f"llama.rope.scaling.{key}"
         writer.add_string(name, value) if isinstance(value, str) else writer.add_float32(name, value)

@@ -35,6 +35,26 @@ _GPT_OSS = {
 }
 """llama.cpp's names of gpt-oss' parameters that are no modules' weights; transformers' table has others."""
 LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
+_LIKE_LLAMA: dict[str, dict[str, str]] = {
+    "smollm3": {},
+    "granite": {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    },
+}
+"""Architectures that transformers has no table for and llama.cpp writes as Llama: their further settings."""
+_LLAMA = {
+    "max_position_embeddings": "context_length",
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27B, which scale queries by features over heads; others do by the size of a head."""
 UNUSED = ("rope_freqs.weight", *LONGROPE)
@@ -58,10 +78,14 @@ def _settings(path: Path) -> Settings:
     header = read_header(path)
     if header.architecture in _BY_TENSORS:
         settings: Settings = dict(load_gguf_checkpoint(str(path))["config"])
+    elif (further := _LIKE_LLAMA.get(header.architecture)) is not None:
+        found = {name: header.metadata.get(f"{header.architecture}.{key}") for name, key in (_LLAMA | further).items()}
+        settings = {"model_type": header.architecture} | {name: one for name, one in found.items() if one is not None}
     else:
         with NamedTemporaryFile(suffix=".gguf") as small:
             _write_without_vocabulary(header, small.name)
             settings = dict(load_gguf_checkpoint(small.name)["config"])
+    if header.architecture not in _BY_TENSORS:
         settings["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     settings.pop("_model_name_or_path", None)
     if header.architecture not in ("falcon", "bloom"):
@@ -182,7 +206,8 @@ class GgufTensors(Mapping[str, DenseTensor]):
         header = read_header(path)
         self.kinds = _kinds(header)
         """Names of the quantisations, such as Q4_K."""
-        self._processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
+        kind = "llama" if header.architecture in _LIKE_LLAMA else header.architecture
+        self._processor = TENSOR_PROCESSORS.get(kind, TensorProcessor)(config=config.to_dict())
         self._gpt_oss = header.architecture == "gpt-oss"
         self._names = _names(header, config, self._processor)
         """The model's names of parameters, by the file's."""

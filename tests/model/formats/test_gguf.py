@@ -102,6 +102,23 @@ def test_an_extended_context_keeps_its_frequencies_or_is_refused(tmp_path: Path)
     torch.testing.assert_close(_load(path).model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq / 4)
 
 
+@pytest.mark.parametrize("family", ["smollm3", "granite"])
+def test_families_that_llama_cpp_writes_as_llama(family: str, tmp_path: Path) -> None:
+    own = {"attention_multiplier": 0.25, "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}
+    keys = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+    scales = own if family == "granite" else {}
+    model = tiny_family(family, **scales)
+    path = tmp_path / "model.gguf"
+    further = dict(zip(keys, scales.values(), strict=False))
+    write_llama(path, model, GGMLQuantizationType.F32, architecture=family, further=further)
+    found = _load(path).model
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found.get_parameter(name), parameter), name
+    for name in (*scales, "rope_parameters", "num_key_value_heads", "no_rope_layers", "tie_word_embeddings"):
+        assert getattr(found.config, name, None) == getattr(model.config, name, None), name
+    assert found.config.rms_norm_eps == pytest.approx(model.config.rms_norm_eps)
+
+
 def test_gpt_oss_in_a_gguf_file_is_the_same_base(tmp_path: Path) -> None:
     """Names, order and scaling as llama.cpp's converter writes them; transformers reads others."""
     model, path = tiny_family("gpt_oss", max_position_embeddings=256), tmp_path / "oss.gguf"
@@ -178,8 +195,8 @@ def test_settings_that_transformers_leaves_out(
 
 def test_an_architecture_without_a_table_is_refused_with_the_way_out(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_by_names(path, tiny_family("granite"), MODEL_ARCH.GRANITE)
-    with pytest.raises(UnsupportedBase, match=r"model.gguf: .* granite is not supported yet. Give the folder or hub"):
+    write_by_names(path, tiny_family("olmo2"), MODEL_ARCH.OLMO2)
+    with pytest.raises(UnsupportedBase, match=r"model.gguf: .* olmo2 is not supported yet. Give the folder or hub"):
         _load(path)
 
 
