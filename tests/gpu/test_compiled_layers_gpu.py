@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.gpu
 
 CORPUS = random_corpus(lengths=(90, 33, 7, 64))
 DEVICE = torch.device("cuda", 0)
+ROWS = (((0, 1, 2, 3), False), ((2,), False), ((3, 1), True))
+"""Rows of a micro-batch, and whether their layers are recomputed."""
 
 
 def gradients(base: Base, compiled: CompiledLayers | None, rows: Sequence[int], *, recompute: bool) -> list[Tensor]:
@@ -62,8 +65,16 @@ def test_gradients_are_those_of_autograd(family: str) -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_of_layers_with_a_recurrent_state(family: str, options: dict[str, object]) -> None:
-    """A row longer than a chunk of the recurrence."""
-    equal_gradients(wrap_base(tiny_family(family, **options).to(DEVICE, torch.bfloat16), name=family))
+    """A row longer than a chunk of the recurrence. In bfloat16 some gradients of so small a model are wrong by half, so
+    the compiled layers' must be as near to float32's as autograd's are."""
+    model = tiny_family(family, **options).to(DEVICE, torch.bfloat16)
+    exact, base = wrap_base(deepcopy(model).float(), name=family), wrap_base(model, name=family)
+    compiled = CompiledLayers(base, LayerCut(base))
+    compiled.compile()
+    for rows, recompute in ROWS:
+        right = gradients(exact, None, rows, recompute=recompute)
+        plain = mean_error(gradients(base, None, rows, recompute=recompute), right)
+        assert mean_error(gradients(base, compiled, rows, recompute=recompute), right) < 1.5 * plain + 0.02
 
 
 @pytest.mark.parametrize("family", ["mixtral", "lfm2_moe"])
@@ -87,8 +98,14 @@ def test_gradients_of_a_rank_without_the_others(tmp_path: Path, strategy: str) -
 def equal_gradients(base: Base) -> None:
     compiled = CompiledLayers(base, LayerCut(base))
     compiled.compile()
-    for rows, recompute in (((0, 1, 2, 3), False), ((2,), False), ((3, 1), True)):
+    for rows, recompute in ROWS:
         expected = gradients(base, None, rows, recompute=recompute)
         found = gradients(base, compiled, rows, recompute=recompute)
         for own, right in zip(found, expected, strict=True):
-            assert float((own - right).norm() / right.norm().clamp_min(1e-6)) < 0.1
+            assert float((own - right).norm() / right.norm().clamp_min(1e-6)) < 0.08
+
+
+def mean_error(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """Return the mean of the tensors' relative errors."""
+    errors = [float((a - b).norm() / b.norm().clamp_min(1e-6)) for a, b in zip(found, right, strict=True)]
+    return sum(errors) / len(errors)
