@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -163,8 +165,23 @@ async def test_files(api: Api, client: AsyncOpenAI) -> None:
     for call in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError):
             await call(first)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as caught:
         await client.files.list(after=first)
+    assert caught.value.param == "after"
+    shutil.rmtree(api.service.folder.files / second)  # as a deletion that has begun
+    with pytest.raises(openai.NotFoundError):
+        await client.files.content(second)
+
+
+async def test_more_than_a_hundred_files_are_deleted_as_they_are_listed(
+    api: Api, client: AsyncOpenAI, tmp_path: Path
+) -> None:
+    for number in range(101):
+        (tmp_path / str(number)).write_bytes(b"{}")
+        api.service.files.add(tmp_path / str(number), f"{number}.jsonl", "batch")
+    async for file in client.files.list(purpose="batch"):
+        await client.files.delete(file.id)
+    assert (await client.files.list(purpose="batch")).data == []
 
 
 async def test_refusals_have_openais_shape(api: Api, client: AsyncOpenAI) -> None:

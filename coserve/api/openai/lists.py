@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from coserve.core.errors import InvalidRequest, UnknownField
+from coserve.core.errors import InvalidRequest, NotFound, UnknownField
 from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE
+from coserve.state.files import S
 
 
-def list_query(query: Mapping[str, str], others: Sequence[str] = (), size: int = PAGE_SIZE) -> tuple[str | None, int]:
-    """Return `after` and `limit`, `size` if it was left out. A limit above `PAGE_LIMIT` means `PAGE_LIMIT`: clients go
-    on by `has_more`. `others`: further parameters that are accepted."""
+def list_query(
+    query: Mapping[str, str], others: Sequence[str] = (), size: int = PAGE_SIZE, most: int = PAGE_LIMIT
+) -> tuple[str | None, int]:
+    """Return `after` and `limit`, `size` if it was left out. A limit above `most` means `most`: clients go on by
+    `has_more`. `others`: further parameters that are accepted."""
     for name in query:
         if name not in ("after", "limit", *others):
             raise UnknownField(f"unknown parameter {name[:80]!r}", field=name[:200])
     text = query.get("limit", str(size))
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= 1):
         raise InvalidRequest(f"expected at least 1, got {text[:80]!r}", field="limit")
-    return query.get("after") or None, min(int(text), PAGE_LIMIT)
+    return query.get("after") or None, min(int(text), most)
+
+
+def behind(records: list[S], after: str | None) -> list[S]:
+    """Return the records behind the one with id `after`; None: all. Raises `NotFound`."""
+    if after is None:
+        return records
+    found = next((place for place, record in enumerate(records, 1) if record.id == after), None)
+    if found is None:
+        raise NotFound(f"there is no {after[:80]!r}", field="after")
+    return records[found:]

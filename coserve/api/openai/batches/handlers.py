@@ -15,7 +15,7 @@ from coserve.api.openai.batches.runner import BatchRunner
 from coserve.api.openai.batches.schemas import Batch, BatchList, BatchProblems, NewBatch, RequestCounts
 from coserve.api.openai.batches.store import BatchRecord
 from coserve.api.openai.errors import openai_route
-from coserve.api.openai.lists import list_query
+from coserve.api.openai.lists import behind, list_query
 from coserve.core.access.principal import principal
 from coserve.core.limits import PAGE_LIMIT
 
@@ -43,9 +43,7 @@ class BatchesApi:
 
     async def list_batches(self, request: web.Request) -> web.StreamResponse:
         after, limit = list_query(request.query, (), PAGE_LIMIT)
-        records = self._store.all()[::-1]
-        if after is not None:
-            records = records[records.index(self._store.get(after)) + 1 :]
+        records = behind(self._store.all()[::-1], after)
         data = [batch(record) for record in records[:limit]]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return json_response(BatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(records) > limit))

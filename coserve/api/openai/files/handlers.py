@@ -11,15 +11,16 @@ from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
 from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.openai.errors import openai_route
 from coserve.api.openai.files.schemas import DeletedFile, FileForm, FileList, FileObject
-from coserve.api.openai.lists import list_query
+from coserve.api.openai.lists import behind, list_query
 from coserve.api.service import Service
 from coserve.core.cancellation import uncancelled_thread
-from coserve.core.errors import InvalidRequest, UnknownField
-from coserve.core.limits import PAGE_LIMIT
+from coserve.core.errors import InvalidRequest, NotFound, UnknownField
 from coserve.state.durable import read_errors
 from coserve.state.files import FileRecord
 
 PURPOSES = ("fine-tune", "batch")
+MAX_LISTED = 10_000
+"""Most files of a page, and as many unless the client asks for fewer, as at OpenAI: clients delete what they list."""
 
 
 class FilesApi:
@@ -48,16 +49,14 @@ class FilesApi:
         return json_response(file_object(record))
 
     async def list_files(self, request: web.Request) -> web.StreamResponse:
-        after, limit = list_query(request.query, ("order", "purpose"), PAGE_LIMIT)
+        after, limit = list_query(request.query, ("order", "purpose"), MAX_LISTED, MAX_LISTED)
         order, purpose = request.query.get("order", "desc"), request.query.get("purpose")
         if order not in ("asc", "desc"):
             raise InvalidRequest(f"expected asc or desc, got {order[:80]!r}", field="order")
         records = self._files.all()
         if order == "desc":
             records.reverse()
-        if after is not None:
-            records = records[records.index(self._files.get(after)) + 1 :]
-        found = [record for record in records if purpose in (None, record.purpose)]
+        found = [record for record in behind(records, after) if purpose in (None, record.purpose)]
         data = [file_object(record) for record in found[:limit]]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return json_response(FileList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(found) > limit))
@@ -67,8 +66,11 @@ class FilesApi:
 
     async def file_content(self, request: web.Request) -> web.StreamResponse:
         record = self._files.get(request.match_info["id"])
-        with read_errors():
-            file = await asyncio.to_thread(self._files.content(record.id).open, "rb")
+        try:
+            with read_errors():
+                file = await asyncio.to_thread(self._files.content(record.id).open, "rb")
+        except FileNotFoundError:  # it is being deleted
+            raise NotFound(f"no file {record.id!r}", field="id") from None
         with file:
             response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
             response.content_length = record.bytes
