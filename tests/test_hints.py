@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import TrainingArguments
 
 from coserve.api.http.parsing import decode_json
-from coserve.api.openai.schemas import ChatRequest
+from coserve.api.openai.schemas import ChatRequest, LoadLoraRequest
 from coserve.client.options import as_struct
 from coserve.config import Config
 from coserve.core.errors import InvalidRequest, UnknownField
@@ -27,7 +27,7 @@ from coserve.core.hints import (
     hint,
     option_hint,
 )
-from coserve.core.schemas import FinetuneRequest, GenerateRequest
+from coserve.core.schemas import FinetuneRequest, GenerateRequest, ImportRequest
 from coserve.core.types import LoraSettings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,6 +82,14 @@ def test_names_of_lora_settings(lora: str, meant: str) -> None:
 )
 def test_names_of_training_settings(name: str, meant: str) -> None:
     assert f"did you mean {meant!r}?" in message({"adapter": "a", "training": {name: 1}}, FinetuneRequest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "meant"), [(FinetuneRequest, "adapter"), (ImportRequest, "name"), (LoadLoraRequest, "lora_name")]
+)
+def test_names_of_the_field_with_the_adapters_name(kind: type, meant: str) -> None:
+    for name in {"adapter", "name", "id", "lora_name", "adapter_name"} - {meant}:
+        assert f"unknown field {name!r}; did you mean {meant!r}?" in message({name: "pirate"}, kind)
 
 
 IN_TOKENS = "coserve counts a batch in tokens: training.batch_tokens"
@@ -285,7 +293,7 @@ def test_the_page_for_users_of_vllm_has_every_option_that_is_known() -> None:
     rows = [[re.findall(r"`--([\w-]+)", cell) for cell in line.split("|")[1:3]] for line in section.splitlines()]
     shown = {name.replace("-", "_"): ours for theirs, ours in (row for row in rows if len(row) == 2) for name in theirs}
     ours_of_vllm = {name: option for name, option in OPTION_ALIASES.items() if option != "rank"}
-    same_name = {"quantization"}  # with other values
-    assert shown.keys() == ours_of_vllm.keys() | NEEDLESS_OPTIONS.keys() | same_name
+    others = {"quantization", "revision"}  # the first has the same name, the second is a setting of PEFT, too
+    assert shown.keys() == ours_of_vllm.keys() | NEEDLESS_OPTIONS.keys() | others
     for name, option in ours_of_vllm.items():
         assert shown[name] == [option.replace("_", "-")]

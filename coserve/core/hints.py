@@ -63,6 +63,8 @@ ALIASES = {
     "validation_data": "validation",
     "validation_file": "validation",
 }
+_OF_ADAPTERS = ("adapter", "name", "id", "lora_name", "adapter_name")
+"""Fields of one body or another that name an adapter, ours first."""
 _BATCH = ("batch_tokens", "coserve counts a batch in tokens")
 OTHER_UNITS = {
     "batch_size": _BATCH,
@@ -311,6 +313,9 @@ def hint(name: str, parent: str, known: Iterable[str]) -> str:
         if ours is not None:
             return f"; {difference}: {ours}"
     siblings = [path.removeprefix(here) for path in paths if path.startswith(here) and "." not in path[len(here) :]]
+    others = _OF_ADAPTERS if not parent and name in _OF_ADAPTERS else ()
+    if (ours := next((other for other in others if other in siblings), None)) is not None:
+        return f"; did you mean {ours!r}?"
     for wanted in (ALIASES.get(name, name), name):
         if wanted in siblings and wanted != name:
             return f"; did you mean {wanted!r}?"
