@@ -7,8 +7,9 @@ training at once.
 Loads, requests and micro-steps are those of `scheduling/slack_risk.py`. Steps take about as long as those of an 8B
 model on an H200 with 32 adapters (200 decodes 11 ms, with the prompts of two requests 21), and beside training 2.4
 times as long, while training has 0.8 of its speed. One step in twenty takes 1.2 to 2 times as long as the others, one
-in a hundred 2 to 4 times, as in a log of decisions on a GPU. Needs no GPU; says what the policy does with such times,
-not what a GPU reaches.
+in a hundred 2 to 4 times, as in a log of decisions on a GPU. `samples` adds to the load r5, with targets of 1 s and 50
+ms, the samples of eight training sessions: each asks for 64 answers of 256 tokens of the batch class at once, about
+every 10 s. Needs no GPU; says what the policy does with such times, not what a GPU reaches.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from benchmarks.scheduling.slack_risk import (
     workload,
 )
 from coserve.core.link.generation import Generate, Tokens
+from coserve.core.sampling import SamplingParams
 from coserve.core.training.micro_step import MicroStep
-from coserve.core.types import Slo
+from coserve.core.types import AdapterRef, Slo
 from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.policies.overlap import Overlap
 from tests.support import fake_ports
@@ -46,6 +48,7 @@ from tests.support.virtual_clock import run_virtual
 
 STEP_SPEED, TRAIN_SPEED = 0.41, 0.8
 """Of each beside the other."""
+SAMPLES, SESSIONS = "samples", 8
 STEP = 5.5e-3, 4.5e-3, 2.4e-5
 """See `step_seconds`."""
 SLOW, VERY_SLOW = (0.05, 1.2, 2.0), (0.01, 2.0, 4.0)
@@ -72,6 +75,30 @@ def slower(rng: random.Random) -> float:
             return usual * rng.uniform(least, most)
         drawn -= share
     return usual
+
+
+def sampled(seed: int) -> list[tuple[float, Generate]]:
+    """What the sessions ask for."""
+    rng, slo = random.Random(seed), Slo(ttft=60.0, tpot=1.0, batch=True)
+    sampling, found = SamplingParams(max_tokens=256), list[tuple[float, Generate]]()
+    for session in range(SESSIONS):
+        adapter, at = AdapterRef(f"s{session}", 1), LEAD + rng.uniform(0, 3)
+        while at < LEAD + SECONDS:
+            found += [
+                (
+                    at,
+                    Generate(
+                        id=f"{adapter.id}-{len(found)}-{i}",
+                        prompt=(1,) * 64,
+                        sampling=sampling,
+                        adapter=adapter,
+                        slo=slo,
+                    ),
+                )
+                for i in range(64)
+            ]
+            at += rng.uniform(9, 11)
+    return found
 
 
 async def _play(
@@ -107,14 +134,16 @@ async def _play(
     return link, trained / SECONDS, (both[1] - both[0]) / SECONDS
 
 
-def point(rate: float, slo: Slo, seed: int, speeds: tuple[float, float]) -> Point:
-    """`speeds` of a step and of training beside each other."""
+def point(rate: float, slo: Slo, seed: int, speeds: tuple[float, float], others: list[tuple[float, Generate]]) -> Point:
+    """`speeds` of a step and of training beside each other. `others` are not counted."""
     fake_ports.CONTEXT = 1 << 20
     requests = workload(rate, slo, seed)
-    link, training, beside = run_virtual(_play(requests, seed, speeds))
+    everything = sorted([*requests, *others], key=lambda each: each[0])
+    link, training, beside = run_virtual(_play(everything, seed, speeds))
+    counted = {request.id for _, request in requests}
     times = defaultdict[str, list[float]](list)
     for at, message in link.sent:
-        if isinstance(message, Tokens):
+        if isinstance(message, Tokens) and message.id in counted:
             times[message.id].append(at)
     ttfts = {request.id: times[request.id][0] - at for at, request in requests}
     tpots = {id: sum(b - a for a, b in pairwise(own)) / max(1, len(own) - 1) for id, own in times.items()}
@@ -128,6 +157,8 @@ def point(rate: float, slo: Slo, seed: int, speeds: tuple[float, float]) -> Poin
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--label", default="", help="part of the keys, to compare two commits")
+    loads = LOADS | {SAMPLES: (5.0, Slo(ttft=1.0, tpot=0.05))}
+    parser.add_argument("--loads", default=",".join(loads), help="some of them, separated by commas")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each load, with other requests and times")
     parser.add_argument(
         "--speeds",
@@ -145,8 +176,12 @@ def main() -> None:
         seed=0,
         settings=settings,
     )
-    for load, (rate, slo) in LOADS.items():
-        points = [point(rate, slo, seed, (step_speed, train_speed)) for seed in range(options.seeds)]
+    for load in options.loads.split(","):
+        rate, slo = loads[load]
+        points = [
+            point(rate, slo, seed, (step_speed, train_speed), sampled(seed) if load == SAMPLES else [])
+            for seed in range(options.seeds)
+        ]
         name = f"overlap_risk.{load}" + (f".{options.label}" if options.label else "")
         least = min(each.attainment for each in points)
         results.put(f"{name}.slo", round(least, 4), "share of requests in their targets, the worst run")

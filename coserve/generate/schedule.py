@@ -32,6 +32,9 @@ again later); more --kv-tokens or less --max-running make them rarer"""
 SCORED_TOKENS = 512
 """Most tokens of a step in prompts that are scored: each of them keeps its logits, not only the last."""
 
+KEPT_FREE = 1 / 8
+"""Most places of the batch that the batch class leaves to interactive requests, as a fraction."""
+
 FEW = 8
 """Most requests of the batch that wait for pages while pages are short. Others stay in the queue, where fairness
 applies."""
@@ -122,6 +125,16 @@ class Scheduler:
     def headroom(self) -> int:
         """Free places, minus those reserved for requests whose adapters are being read."""
         return max(0, self.places - len(self.loading))
+
+    @property
+    def _batch_headroom(self) -> int:
+        """How many more requests of the batch class can be admitted. They leave a place free for each interactive
+        request in the batch: where many answers of the batch class end together, the next one would wait for all of
+        them. No more places than the class has, so that it always gets some, and at most `KEPT_FREE`."""
+        if not self.queue.batch_waits:
+            return self.headroom
+        batch = sum(each.message.slo.batch for each in chain(self.active, self._line))
+        return max(0, self.headroom - min(len(self) - batch, batch, int(KEPT_FREE * self._max_running)))
 
     # ---- a request's life
 
@@ -237,7 +250,8 @@ class Scheduler:
         the latest are left out."""
         blocked = not self.active and self._line.reads
         if self._plan is None or self._plan.blocked != blocked:  # an adapter was evicted, or read again
-            active, waiting = self.active.first(self.budget.tokens), self.queue.waiting(self.headroom)
+            active = self.active.first(self.budget.tokens)
+            waiting = self.queue.waiting(self.headroom, self._batch_headroom)
             pending = [(request, request.pending) for request in active]
             scheduled = [Scheduled(request, 1) for request, tokens in pending if tokens == 1]
             left = self.budget.tokens - len(scheduled)
@@ -264,7 +278,7 @@ class Scheduler:
         """Take the pages for a plan, with the first `admit` waiting requests (None: all). Return what to
         compute: without preempted requests, and with as much of new prompts as finds pages."""
         assert plan is self._plan, "something has changed since it was proposed"
-        for request in self.queue.pop(len(plan.waiting) if admit is None else admit):
+        for request in self.queue.pop(len(plan.waiting) if admit is None else admit, self._batch_headroom):
             self._leave_queue(request)
         self._plan = None
         while len(self.active) > self.budget.tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator
 from itertools import islice
+from sys import maxsize
 
 from coserve.core.errors import QueueFull
 from coserve.queues.fair import DeficitRoundRobin
@@ -34,8 +35,8 @@ class InferenceQueue:
         self._interactive, self._batch = DeficitRoundRobin[Request](QUANTUM), DeficitRoundRobin[Request](QUANTUM)
         self._since_batch = 0
         """Interactive requests admitted since the last batch-class one."""
-        self._waiting: tuple[int, tuple[Request, ...]] | None = None
-        """Cached `waiting(count)`, with its `count`."""
+        self._waiting: tuple[tuple[int, int], tuple[Request, ...]] | None = None
+        """Cached `waiting(count, batch)`, with its arguments."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -44,6 +45,11 @@ class InferenceQueue:
     def first_arrival(self) -> float | None:
         """Arrival time of the oldest request; None if the queue is empty."""
         return next((entry.arrived for entry in self._entries.values()), None)
+
+    @property
+    def batch_waits(self) -> bool:
+        """Whether requests of the batch class wait."""
+        return len(self._batch) > 0
 
     def push(self, request: Request) -> Request | None:
         """Append a request. If the queue is full, return the request to displace: the caller cancels it, or the new
@@ -65,17 +71,17 @@ class InferenceQueue:
         self._waiting = None
         return displaced
 
-    def pop(self, count: int) -> list[Request]:
-        """Remove and return the first `count` requests of `waiting`, or all if fewer wait."""
-        popped = self.waiting(count)
-        batch = 0
+    def pop(self, count: int, batch: int = maxsize) -> list[Request]:
+        """Remove and return the requests of `waiting`."""
+        popped = self.waiting(count, batch)
+        taken = 0
         for entry in popped:
             del self._entries[entry.id]
             of_batch = self._is_batch(entry)
-            batch += of_batch
+            taken += of_batch
             self._since_batch = 0 if of_batch else self._since_batch + 1
-        self._interactive.pop(len(popped) - batch)
-        self._batch.pop(batch)
+        self._interactive.pop(len(popped) - taken)
+        self._batch.pop(taken)
         if popped:
             self._waiting = None
         return list(popped)
@@ -94,10 +100,11 @@ class InferenceQueue:
             self._waiting = None
         return {entry.id for entry in gone}
 
-    def waiting(self, count: int) -> tuple[Request, ...]:
-        """The requests that `pop` would return. The same tuple for the same `count` until the queue changes."""
-        if self._waiting is None or self._waiting[0] != count:
-            self._waiting = count, self._first(count)
+    def waiting(self, count: int, batch: int = maxsize) -> tuple[Request, ...]:
+        """The first `count` requests, at most `batch` of them of the batch class, which `pop` would return. The same
+        tuple for the same arguments until the queue changes."""
+        if self._waiting is None or self._waiting[0] != (count, batch):
+            self._waiting = (count, batch), self._first(count, batch)
         return self._waiting[1]
 
     def ahead(self, newest: Request, without: Collection[str] = ()) -> int:
@@ -109,14 +116,14 @@ class InferenceQueue:
         leaving = islice(self._merged(), number) if without else ()
         return number - sum(entry.id in without for entry in leaving)
 
-    def _first(self, count: int) -> tuple[Request, ...]:
+    def _first(self, count: int, batch: int) -> tuple[Request, ...]:
         if not (len(self._interactive) and len(self._batch)):
-            return self._interactive.first(count) or self._batch.first(count)
-        return tuple(islice(self._merged(), count))
+            return self._interactive.first(count) or self._batch.first(min(count, batch))
+        return tuple(islice(self._merged(batch), count))
 
-    def _merged(self) -> Iterator[Request]:
-        """All requests in order of admission, both classes merged."""
-        batch, since = iter(self._batch), self._since_batch
+    def _merged(self, most: int = maxsize) -> Iterator[Request]:
+        """All requests in order of admission, both classes merged; at most `most` of the batch class."""
+        batch, since = islice(self._batch, most), self._since_batch
         due = next(batch, None)
         for entry in self._interactive:
             if due is not None and since >= INTERACTIVE_PER_BATCH and due.deadline < entry.deadline:

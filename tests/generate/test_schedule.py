@@ -105,6 +105,31 @@ def test_a_step_loads_few_adapters() -> None:
     assert started == [[0, 1, 4, 5], [2, 3], [6, 7], []]
 
 
+def of_class(id: str, *, batch: bool) -> Request:
+    slo = Slo(ttft=1, tpot=1, batch=batch)
+    return Request(Generate(id=id, prompt=(0,), sampling=SamplingParams(max_tokens=9), adapter=None, slo=slo))
+
+
+@pytest.mark.parametrize(
+    ("interactive", "running"),
+    [(0, 16), (1, 15), (2, 14), (9, 14), (15, 16)],  # 15: the class gets a place that is free
+)
+def test_the_batch_class_leaves_places_to_interactive_requests(interactive: int, running: int) -> None:
+    """At most an eighth of 16, and no more than the class has."""
+    scheduler = Scheduler(BarePages(99, 16), BareAdapters(), max_running=16, step_tokens=64)
+    for number in range(interactive):
+        scheduler.arrive(of_class(f"i{number}", batch=False))
+    scheduler.commit(scheduler.propose(), now=0.0)
+    for number in range(1, 20):
+        scheduler.arrive(of_class(f"b{number}", batch=True))
+        scheduler.commit(scheduler.propose(), now=0.0)
+    assert len(scheduler) == running
+    for number in range(16 - running):
+        scheduler.arrive(of_class(f"new{number}", batch=False))
+    scheduler.commit(scheduler.propose(), now=0.0)
+    assert len(scheduler) == 16 and {each.id[0] for each in scheduler.queue.waiting(99)} == {"b"}
+
+
 def test_decodes_go_before_prefill_and_chunks_fill_the_step() -> None:
     source = BarePages(100, 4)
     scheduler = Scheduler(source, BareAdapters(), max_running=8, step_tokens=10)

@@ -267,6 +267,23 @@ def test_a_backlog_of_the_class_batch_does_not_hold_up_an_interactive_request() 
     assert queue.waiting(1)[0].id == "i0", "who arrived 100 s later"
 
 
+@pytest.mark.parametrize("classes", ["bbbb", "bibi", "iiii", ""])
+@pytest.mark.parametrize("batch", [0, 1, 9])
+def test_few_of_the_class_batch_are_taken(classes: str, batch: int) -> None:
+    queue = InferenceQueue(9, fair=True)
+    push_classes(queue, classes)
+    order = [entry.id for entry in queue.waiting(99)]
+    assert queue.batch_waits == ("b" in classes)
+    for count in (2, 9):
+        left = [id for id in order if id[0] == "i"] + [id for id in order if id[0] == "b"][:batch]
+        promised = [entry.id for entry in queue.waiting(count, batch)]
+        assert promised == left[:count]
+        assert [entry.id for entry in queue.pop(count, batch)] == promised
+        order = [id for id in order if id not in promised]
+        batch -= sum(id[0] == "b" for id in promised)
+    assert [entry.id for entry in queue.waiting(99)] == order
+
+
 def test_the_class_batch_is_not_first_because_it_is_due_later() -> None:
     queue = InferenceQueue(99, fair=True)
     push_classes(queue, "b")
