@@ -74,6 +74,18 @@ async def test_every_dialect_constrains_its_text(real: Api) -> None:
         assert json.loads(own.choices[0].text) in ("left", "right")
 
 
+async def test_streamed_responses_score_parts_of_characters(real: Api) -> None:
+    format = {"type": "json_schema", "name": "face", "schema": {"const": "😀日"}}
+    asked: Any = {"model": "bundled", "input": "Hi", "temperature": 0, "text": {"format": format}}
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{real.port}/v1", api_key="x", timeout=120) as client:
+        asked["include"] = ["message.output_text.logprobs"]
+        whole = (await client.responses.create(**asked)).output[0].content[0].logprobs
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+    deltas = [score.bytes for event in events if event.type.endswith("text.delta") for score in event.logprobs]
+    assert deltas == [score.bytes for score in whole] and len(deltas) > 4
+    assert len(events[-1].response.output[0].content[0].logprobs) == len(whole)
+
+
 async def test_a_schema_that_no_text_fits_is_refused_as_such(real: Api) -> None:
     body = {"prompt": "Once", "guided_json": {"$ref": "#"}}
     status, answer = await real.call("POST", "/generate", json=body)

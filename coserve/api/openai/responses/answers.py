@@ -128,6 +128,7 @@ class ResponseEvents:
         begun: Response | None = None
         finish: ChatFinish | None = None
         usage: Usage | None = None
+        scores: list[ChatLogprob] = []  # of tokens whose text has not come: parts of a character
         try:
             async for chunk in chunks:
                 if begun is None:
@@ -139,13 +140,14 @@ class ResponseEvents:
                 for choice in chunk.choices:
                     finish = choice.finish_reason or finish
                     delta = choice.delta
-                    logprobs = [] if choice.logprobs is None else choice.logprobs.content
+                    scores += [] if choice.logprobs is None else choice.logprobs.content
                     if isinstance(delta.reasoning_content, str):
                         for event in self._text(ReasoningItem, delta.reasoning_content, []):
                             yield event
                     if isinstance(delta.content, str) and delta.content:
-                        for event in self._text(MessageItem, delta.content, logprobs):
+                        for event in self._text(MessageItem, delta.content, scores):
                             yield event
+                        scores = []
                     for call in delta.tool_calls or []:
                         for event in self._call(call):
                             yield event
@@ -159,6 +161,9 @@ class ResponseEvents:
         assert begun is not None, "a stream has a chunk"
         if self._open is None and not self._output:
             for event in self._begin(MessageItem(_id("msg"), [], "in_progress")):
+                yield event
+        if scores and self._open is not None and isinstance(self._open.item, MessageItem):
+            for event in self._text(MessageItem, "", scores):
                 yield event
         for event in self._end("incomplete" if finish == "length" else "completed"):
             yield event
