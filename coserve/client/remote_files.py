@@ -36,7 +36,7 @@ def _fetch(url: str, folder: Path) -> Path:
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]
     except ImportError:
         raise InvalidRequest("URLs are read by fsspec: pip install fsspec", field="folder") from None
-    name = url.rstrip("/").rpartition("/")[2]
+    name = url.partition("?")[0].rstrip("/").rpartition("/")[2]  # a signed URL has a query
     archive = name.lower().endswith(ARCHIVES)
     try:
         files, root = url_to_fs(url)

@@ -46,6 +46,9 @@ async def test_every_route_takes_an_alias_and_the_canary_gets_its_share(api: Api
             await client.set_alias("fake", "poet@1")
         with pytest.raises(AdapterNotFound, match=r"'prof'.*'prod'"):
             await client.generate("a", adapter="prof")
+        for name in ("prod", "prod@1"):
+            with pytest.raises(AdapterNotFound, match=f"no adapter '{name}': 'prod' is an alias, which means poet@1"):
+                await client.adapter(name)
         await client.delete_alias("prod")
         with pytest.raises(AdapterNotFound):
             await client.generate("a", adapter="prod")

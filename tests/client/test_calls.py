@@ -238,9 +238,11 @@ async def test_adapters_come_from_archives_and_urls(tmp_path: Path) -> None:
     files = MemoryFileSystem()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         files.pipe_file(f"/poet/{name}", name.encode())
-    files.pipe_file("/poet.tar.gz", b"packed")
+    for end in ("", "?signature=a/b"):
+        files.pipe_file(f"/poet.tar.gz{end}", b"packed")
     (tmp_path / "poet.zip").write_bytes(b"packed")
-    sources, seen = (str(tmp_path / "poet.zip"), "memory://poet", "memory://poet.tar.gz"), list[tuple[str, bytes]]()
+    archives = [str(tmp_path / "poet.zip"), "memory://poet.tar.gz", "memory://poet.tar.gz?signature=a/b"]
+    seen = list[tuple[str, bytes]]()
 
     def answer(request: Request) -> Response:
         assert isinstance(request.body, Upload)
@@ -248,10 +250,10 @@ async def test_adapters_come_from_archives_and_urls(tmp_path: Path) -> None:
         return reply(ADAPTER, 201)
 
     client = AsyncClient(transport=MockTransport(answer))
-    for source in sources:
+    for source in (*archives, "memory://poet"):
         await client.import_adapter("a", source)
     folder = [(name, name.encode()) for name in ("adapter_config.json", "adapter_model.safetensors")]
-    assert seen == [("poet.zip", b"packed"), *folder, ("poet.tar.gz", b"packed")]
+    assert seen == [("poet.zip", b"packed"), *[("poet.tar.gz", b"packed")] * 2, *folder]
     with pytest.raises(InvalidRequest, match="FileNotFoundError"):
         await client.import_adapter("a", "memory://nothing")
     with pytest.raises(InvalidRequest, match="unknown"):

@@ -66,7 +66,7 @@ def test_an_alias_means_a_version_and_a_share_of_requests_gets_its_canary(regist
 
 
 def test_a_name_is_an_alias_or_an_adapter(registry: Registry) -> None:
-    with pytest.raises(NameTaken, match="by an adapter"):
+    with pytest.raises(NameTaken, match="is, or was, an adapter"):
         registry.set_alias(AliasRecord(name="b", target=ONE, updated_at=0.0))
     registry.set_alias(AliasRecord(name="prod", target=ONE, updated_at=0.0))
     with pytest.raises(NameTaken, match="by an alias"):
@@ -101,3 +101,5 @@ def test_labels_pins_and_uses_go_with_what_they_are_of(registry: Registry, clock
     registry.delete_adapter("b")
     assert registry.pins() == {TWO} and registry.most_used(9) == [] and registry.next_expiry() == ("a", 5.0)
     assert registry.labels("a").tags == ("eu",) and registry.labels("b") == Labels()
+    registry.delete_version(TWO)
+    assert registry.labels("a") == Labels() and registry.next_expiry() is None, "a later adapter of that name is another"

@@ -192,6 +192,22 @@ def test_pages_of_jobs_and_adapters(registry: Registry) -> None:
     assert [str(one.ref) for one in registry.adapters(after="b1", limit=2)] == ["b2@2", "b3@2"]
 
 
+def test_a_page_of_adapters_takes_as_little_work_among_many(registry: Registry) -> None:
+    def instructions() -> int:
+        found = list[int]()
+        registry._db.set_progress_handler(lambda: found.append(1), 1)
+        registry.adapters(after="b1", limit=2)
+        registry._db.set_progress_handler(None, 1)
+        return len(found)
+
+    for n in range(5):
+        import_adapter(registry, make_adapter(f"b{n}"))
+    few = instructions()
+    for n in range(50):
+        import_adapter(registry, make_adapter(f"c{n}"))
+    assert instructions() <= few + 2
+
+
 def test_a_version_is_given_out_once(registry: Registry) -> None:
     assert registry.next_version("poet") == 1
     registry.create_job(make_job())

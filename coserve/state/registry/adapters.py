@@ -125,7 +125,7 @@ class AdapterTable(NameTable, JobTable):
             for ref in record.refs:
                 self.adapter(ref.id, ref.version)
             if self.next_version(record.name) > 1:
-                raise NameTaken(f"the name {record.name!r} is taken by an adapter", field="name")
+                raise NameTaken(f"the name {record.name!r} is, or was, an adapter's", field="name")
             self._save_alias(record)
         return record
 
@@ -135,6 +135,8 @@ class AdapterTable(NameTable, JobTable):
         newest = "SELECT version FROM adapters WHERE id = ? ORDER BY version DESC LIMIT ?"
         versions = [str(found) for (found,) in self._db.execute(newest, (id, MAX_SHOWN + 1)) if self._sees(id)]
         name = id if version is None else f"{id}@{version}"
+        if (alias := self.find_alias(id)) is not None:
+            return AdapterNotFound(f"no adapter {name!r}: {id!r} is an alias, which means {alias.target}", field="adapter")
         unfinished = [job for job in self.unfinished() if self._sees(job.spec.adapter)]
         for job in unfinished:
             if job.spec.adapter == id and version in (None, job.spec.version):
@@ -176,7 +178,8 @@ class AdapterTable(NameTable, JobTable):
         only = principal().only
         rows = self._db.execute(
             "SELECT record FROM adapters WHERE id > ? AND instr(lower(id), lower(?)) "
-            "AND version = (SELECT version FROM current_versions WHERE id = adapters.id) "
+            "AND version = coalesce((SELECT version FROM current WHERE id = adapters.id), "
+            "(SELECT max(version) FROM adapters AS own WHERE own.id = adapters.id)) "  # the view would be made whole
             "AND (? IS NULL OR (SELECT project FROM versions WHERE id = adapters.id) = ?) ORDER BY id",
             (after or "", search, only, only),
         )
@@ -222,6 +225,8 @@ class AdapterTable(NameTable, JobTable):
         if not was_current:
             return
         self._db.execute("DELETE FROM current WHERE id = ?", (ref.id,))
+        if self.current_version(ref.id) is None:
+            self._forget_name(ref.id)
         (older,) = self._db.execute(
             "SELECT max(version) FROM adapters WHERE id = ? AND version < ?", (ref.id, ref.version)
         ).fetchone()
