@@ -102,4 +102,4 @@ def test_labels_pins_and_uses_go_with_what_they_are_of(registry: Registry, clock
     assert registry.pins() == {TWO} and registry.most_used(9) == [] and registry.next_expiry() == ("a", 5.0)
     assert registry.labels("a").tags == ("eu",) and registry.labels("b") == Labels()
     registry.delete_version(TWO)
-    assert registry.labels("a") == Labels() and registry.next_expiry() is None, "a later adapter of that name is another"
+    assert registry.labels("a") == Labels() and registry.next_expiry() is None

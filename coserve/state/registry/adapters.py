@@ -136,7 +136,8 @@ class AdapterTable(NameTable, JobTable):
         versions = [str(found) for (found,) in self._db.execute(newest, (id, MAX_SHOWN + 1)) if self._sees(id)]
         name = id if version is None else f"{id}@{version}"
         if (alias := self.find_alias(id)) is not None:
-            return AdapterNotFound(f"no adapter {name!r}: {id!r} is an alias, which means {alias.target}", field="adapter")
+            means = f"{id!r} is an alias, which means {alias.target}"
+            return AdapterNotFound(f"no adapter {name!r}: {means}", field="adapter")
         unfinished = [job for job in self.unfinished() if self._sees(job.spec.adapter)]
         for job in unfinished:
             if job.spec.adapter == id and version in (None, job.spec.version):
