@@ -140,6 +140,11 @@ def test_names_of_generation(name: str, meant: str) -> None:
     assert f"did you mean {meant!r}?" in message({"prompt": "x", name: 1}, GenerateRequest)
 
 
+def test_a_variable_of_the_chat_template_is_sent_to_its_field() -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "enable_thinking": False}
+    assert "; chat_template_kwargs has the variables" in message(body, ChatRequest)
+
+
 def test_what_is_like_nothing_gets_no_hint() -> None:
     assert "did you mean" not in message({"prompt": "x", "zzz": 1}, GenerateRequest)
 

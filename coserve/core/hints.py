@@ -122,6 +122,7 @@ OTHER_WAYS = {
     "a job publishes a version of the adapter, and `coserve adapters download` writes its files": (
         "output_dir overwrite_output_dir push_to_hub hub_*"
     ),
+    "chat_template_kwargs has the variables of the chat template": "enable_thinking thinking",
     "training.sample_prompts asks for samples": "generate_during_eval predict_with_generate",
     # rows
     "the daemon's --tokenizer-workers is the number of processes that tokenise": (

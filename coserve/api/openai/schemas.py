@@ -114,8 +114,9 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     """Fields that SDKs send back with earlier messages (`refusal`, `annotations`, ...) are accepted while they are
     empty."""
     tools: Tools | None = None
-    """The base's chat template shows them to the model. Its calls are parsed into `tool_calls`, unless `tool_choice`
-    is `none`; malformed ones are part of `content`."""
+    """The base's chat template shows them to the model; refused if it does not, unless `tool_choice` or
+    `--tool-parser` is set. Calls are parsed into `tool_calls`, unless `tool_choice` is `none`; malformed ones are part
+    of `content`."""
     chat_template_kwargs: TemplateOptions | None = None
     """Variables that the base's chat template reads, such as Qwen3's `enable_thinking`."""
     max_completion_tokens: PositiveTokenCount | None = None
