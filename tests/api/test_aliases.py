@@ -71,6 +71,8 @@ async def test_tags_are_set_and_listed_and_a_time_to_live_ends(api: Api) -> None
         with pytest.raises(AdapterNotFound):
             await client.adapter("bard")
         assert (await client.adapter("poet")).tags == ("eu", "test")
+        with pytest.raises(InvalidRequest, match="ttl: expected 'poet', all of its versions, got poet@1"):
+            await client.update_adapter("poet@1", ttl=1)
 
 
 async def test_a_pin_is_told_to_each_engine(api: Api) -> None:

@@ -12,6 +12,7 @@ import pytest
 from coserve.core.link.engine import DropAdapter
 from coserve.core.link.generation import Generate
 from coserve.core.names import ADAPTER_FILES
+from coserve.core.schemas import Adapter
 from coserve.core.types import AdapterRef
 from tests.support.api_server import Api
 from tests.support.fake_engine import write_peft
@@ -51,7 +52,8 @@ async def test_load_use_and_unload(api: Api, root: Path) -> None:
     assert "The lora adapter 'poet' has already been loaded." in text
     assert await post(api, "unload") == (200, "Success: LoRA adapter 'poet' removed successfully.")
     assert api.folder.adapter_refs() == []
-    assert (await post(api, "unload"))[0] == 404
+    status, text = await post(api, "unload")
+    assert (status, json.loads(text)["error"]["param"]) == (404, "lora_name")
     assert (await api.call("POST", "/v1/completions", json={"model": "poet", "prompt": "x"}))[0] == 404
 
 
@@ -94,3 +96,19 @@ async def test_a_running_request_keeps_the_weights_that_were_replaced_or_unloade
         response.close()
     (dropped,) = await api.engine.saw(DropAdapter)
     assert dropped.ref == AdapterRef("poet", 1)
+
+
+async def test_a_load_that_is_unloaded_at_once_has_succeeded(
+    api: Api, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = api.service.adapters
+    install = adapters.install
+
+    async def unloaded_at_once(*args: Any, **options: Any) -> Adapter:
+        made = await install(*args, **options)
+        await adapters.unload("poet")
+        return made
+
+    monkeypatch.setattr(adapters, "install", unloaded_at_once)
+    assert await post(api, "load", lora_path="one") == (200, LOADED)
+    assert api.folder.adapter_refs() == []

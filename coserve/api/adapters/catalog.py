@@ -27,6 +27,7 @@ from coserve.api.http.parsing import local_path
 from coserve.config import Config
 from coserve.core.cancellation import Commits, uncancelled
 from coserve.core.errors import (
+    AdapterNotFound,
     BaseMismatch,
     EngineUnavailable,
     InvalidRequest,
@@ -141,9 +142,10 @@ class AdapterCatalog:
         spec = self._engine.spec
         refuse_base_name(name, spec, field="lora_name")
         adapter = await self.install(source, name, spec, origin=LOADED, new=not in_place)
-        await self._commits.run(
-            self._delete(name, lambda registry: (registry.delete_loaded(name, adapter.version), adapter.version))
-        )
+        with suppress(AdapterNotFound):  # it was unloaded meanwhile
+            await self._commits.run(
+                self._delete(name, lambda registry: (registry.delete_loaded(name, adapter.version), adapter.version))
+            )
         return adapter
 
     async def unload(self, name: str) -> None:
@@ -224,8 +226,11 @@ class AdapterCatalog:
         return await self._registry.read(find)
 
     async def update(self, name: str, version: int | None, request: AdapterUpdate) -> Adapter:
-        """Change tags and the time to live of a name, and whether a version is pinned. Raises `AdapterNotFound`, and
-        `BaseMismatch` for a pin."""
+        """Change tags and the time to live of a name, and whether a version is pinned. Raises `AdapterNotFound`,
+        `InvalidRequest` for tags or a time to live of one version, and `BaseMismatch` for a pin."""
+        if version is not None and (request.tags is not None or request.ttl is not None):
+            of_one = "ttl" if request.tags is None else "tags"
+            raise InvalidRequest(f"expected {name!r}, all of its versions, got {name}@{version}", field=of_one)
         now = self._clock()
 
         def change(registry: Registry) -> AdapterRecord:

@@ -3,6 +3,8 @@ the body), `/v1/unload_lora_adapter`, `/server_info`, `/pause` and `/resume`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from aiohttp import web
@@ -23,7 +25,7 @@ from coserve.api.openai.schemas import (
 )
 from coserve.api.service import Service
 from coserve.config import Config
-from coserve.core.errors import ForbiddenPath, InvalidRequest, NotFound
+from coserve.core.errors import CoserveError, ForbiddenPath, InvalidRequest, NotFound
 from coserve.core.limits import MAX_RANK
 from coserve.core.names import ADAPTER_FILES
 
@@ -49,15 +51,14 @@ class LoraApi:
             return await self._load(settings, folder)
 
     async def _load(self, settings: LoadLoraRequest, source: Path) -> web.Response:
-        await self._service.adapters.load(source, settings.lora_name, in_place=settings.load_inplace)
+        with _own_field():
+            await self._service.adapters.load(source, settings.lora_name, in_place=settings.load_inplace)
         return web.Response(text=f"Success: LoRA adapter '{settings.lora_name}' added successfully.")
 
     async def unload_lora_adapter(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, UnloadLoraRequest, dialect=True)
-        try:
+        with _own_field():
             await self._service.adapters.unload(body.lora_name)
-        except NotFound as error:
-            raise NotFound(error.message, field="lora_name") from None
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def server_info(self, request: web.Request) -> web.StreamResponse:
@@ -91,3 +92,13 @@ class LoraApi:
         if not path.is_dir():
             raise NotFound("expected a folder with PEFT files", field="lora_path")
         return path
+
+
+@contextmanager
+def _own_field() -> Iterator[None]:
+    """Errors about the adapter name the field `lora_name`."""
+    try:
+        yield
+    except CoserveError as error:
+        error.field = "lora_name" if error.field == "adapter" else error.field
+        raise
