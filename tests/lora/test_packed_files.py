@@ -11,7 +11,7 @@ import torch
 
 from coserve.core.errors import StorageBusy
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from coserve.core.types import AdapterDigests, LoraSettings
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.lora.files.packed_header import PACKED_FILE, is_sound
 from coserve.lora.files.tensorfile import digest_file
@@ -21,6 +21,7 @@ from coserve.lora.store.packed_files import PackedFiles, PackedForm
 from coserve.lora.store.packing import PartedSites, packed_bytes
 from coserve.lora.store.reads import LoadTimes
 from coserve.model.lora import LoraWeights
+from coserve.state.folder import DataFolder
 from tests.support.finetuning import tiny_base
 
 SPEC = tiny_base("llama").spec
@@ -128,7 +129,28 @@ def test_a_packed_file_of_other_files_another_base_or_form_is_not_used(tmp_path:
 
 
 def test_a_file_that_cannot_be_written_is_told_and_missed_by_nobody(tmp_path: Path) -> None:
-    read = Reads(tmp_path, save(tmp_path, r=8))
-    (tmp_path / f".tmp-{PACKED_FILE}").mkdir()
+    folder = tmp_path / "1"
+    folder.mkdir()
+    read = Reads(folder, save(folder, r=8))
+    (tmp_path / f".tmp-1-{PACKED_FILE}").mkdir()
     assert same(read(), read())
     assert read.peft == 2 and len(read.notes) == 1
+
+
+def test_what_a_killed_engine_has_begun_to_write_is_swept_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = DataFolder(tmp_path)
+    folder = data.adapter(AdapterRef("poet", 1))
+    folder.mkdir(parents=True)
+    read = Reads(folder, save(folder, r=8))
+
+    def killed(_: int) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("coserve.lora.store.packed_files.os.fsync", killed)
+        read()
+    assert len([*tmp_path.rglob("*packed*")]) == 1
+    data.sweep()
+    assert not [*tmp_path.rglob("*packed*")]

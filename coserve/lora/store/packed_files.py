@@ -128,7 +128,7 @@ class PackedFiles:
         weights: LoraWeights,
         sites: PackedSites,
     ) -> None:
-        temporary = folder / f".tmp-{PACKED_FILE}"
+        temporary = folder.parent / f".tmp-{folder.name}-{PACKED_FILE}"  # where `DataFolder.sweep` looks
         try:
             with self._times.during("write"), write_errors():
                 _write(temporary, _header(self._form, sources, digests, weights, sites), sites)
