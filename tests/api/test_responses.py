@@ -125,7 +125,7 @@ def test_how_an_answer_ended(finish: ChatFinish, status: str) -> None:
 async def test_formats_cuts_and_logprobs(api: Api, client: AsyncOpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "city", "schema": {"type": "object"}}}
     asked: Any = {"model": "fake", "input": "x", "max_output_tokens": 2, "metadata": {"a": "b"}, "store": True}
-    cut = await client.responses.create(**asked, text=text)
+    cut = await client.responses.create(**asked, text=text, extra_body={"client_metadata": {"session_id": "a"}})
     assert (cut.status, cut.metadata, cut.store) == ("incomplete", {"a": "b"}, False)
     assert cut.incomplete_details is not None and cut.incomplete_details.reason == "max_output_tokens"
     assert (await api.generated())[-1].grammar is not None

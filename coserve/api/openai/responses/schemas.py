@@ -74,6 +74,8 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     service_tier: ServiceTier | None = None
     metadata: dict[str, Any] | None = None
     """Returned in the answer."""
+    client_metadata: Any = None
+    """Codex sends it; changes nothing."""
     user: Any = None
     store: Any = None
     safety_identifier: Any = None
