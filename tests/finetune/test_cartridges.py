@@ -136,10 +136,10 @@ def test_an_encoder_learns_what_two_passes_do(family: str, tmp_path: Path) -> No
                 both = [*zip((pair.main_grads.a_RD, pair.main_grads.b_OR), ab, strict=True)]
             for got, their in both:  # the last layer's own output reaches no loss
                 want = torch.zeros_like(their) if their.grad is None else their.grad
-                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
     made = encode(spec, base, start, GROUPED)
     with torch.no_grad():
         kept = read_and_keep(model)
     want = torch.cat([part[0].transpose(0, 1).flatten(1) for layer in kept for part in layer[:2]], 1)
-    torch.testing.assert_close(embeddings(made), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(embeddings(made), want, rtol=1e-3, atol=1e-4)
     assert (made.settings.cartridge, made.settings.r) == (True, 2 * len(MEMORY))

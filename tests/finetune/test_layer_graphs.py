@@ -247,7 +247,7 @@ def test_graphs_of_layers_that_are_recomputed_or_keep_less(
         bench.trainer.limit(spec.id, RecomputePlan(1 << 20, recomputed, partly, compiled=True))
         found = {spec.id: bench.run(spec.id)}
         assert recorder.replayed
-        torch.testing.assert_close(losses(found), plain([(corpus, spec)]), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(losses(found), plain([(corpus, spec)]), rtol=5e-3, atol=1e-4)
 
 
 @on_days(0)
