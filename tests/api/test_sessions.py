@@ -32,9 +32,13 @@ async def step(api: Api, session: str) -> float:
     return loss
 
 
-async def refused(api: Api, status: int, code: str, method: str, path: str, **body: object) -> None:
+async def refused(
+    api: Api, status: int, code: str, method: str, path: str, field: str | None = None, **body: object
+) -> None:
     found, answer = await api.call(method, path, **body)
     assert (found, answer["error"]["code"]) == (status, code)
+    if field is not None:
+        assert answer["error"]["field"] == field, answer
 
 
 async def test_a_session_is_trained_saved_published_and_closed(tmp_path: Path) -> None:
@@ -50,13 +54,18 @@ async def test_a_session_is_trained_saved_published_and_closed(tmp_path: Path) -
         expected = await step(api, session)
         again = await opened(api, state=saved["state"])
         assert await step(api, again) == pytest.approx(expected, rel=1e-5)
-        await refused(api, 400, "invalid_request", "POST", f"{session}/save", json={"name": "kept"})
+        await refused(api, 400, "invalid_request", "POST", f"{session}/save", "name", json={"name": "kept"})
+        await refused(api, 400, "invalid_request", "POST", f"{session}/publish", "adapter", json={"adapter": "bundled"})
+        await refused(api, 400, "invalid_request", "POST", "/sessions", "r", json={"r": 0})
+        settings = {"examples": EXAMPLES, "loss": "ppo", "config": {"x": 1}}
+        await refused(api, 400, "invalid_request", "POST", f"{session}/forward", "config", json=settings)
+        large = {"examples": [EXAMPLES[0] | {"labels": [6, 7, 8, 9999]}]}
+        await refused(api, 400, "invalid_request", "POST", f"{session}/forward", "examples", json=large)
         short = {"examples": [{"tokens": [5, 6], "labels": [6]}]}
         await refused(api, 400, "invalid_request", "POST", f"{session}/forward", json=short)
-        await refused(
-            api, 400, "invalid_request", "POST", f"{session}/forward", json={"examples": EXAMPLES, "loss": "x"}
-        )
-        await refused(api, 404, "not_found", "POST", "/sessions", json={"state": "a/b"})
+        unknown = {"examples": EXAMPLES, "loss": "x"}
+        await refused(api, 400, "invalid_request", "POST", f"{session}/forward", "loss", json=unknown)
+        await refused(api, 404, "not_found", "POST", "/sessions", "state", json={"state": "a/b"})
         assert (await api.call("DELETE", session))[0] == 200
         await refused(api, 404, "not_found", "GET", session)
 

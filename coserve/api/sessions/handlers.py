@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from aiohttp import web
@@ -14,7 +16,7 @@ from coserve.api.http.route import BODY_ERRORS, BUSY, Route, Schema
 from coserve.api.http.security import Handler
 from coserve.api.service import Service
 from coserve.api.sessions.session import ClientSession
-from coserve.core.errors import InvalidRequest, NotFound
+from coserve.core.errors import CoserveError, InvalidRequest, NotFound
 from coserve.core.link.sessions import CallDone
 from coserve.core.training import schemas
 from coserve.core.training.calls import AdamParams, Compute, Step
@@ -36,9 +38,11 @@ class SessionsApi:
             lora = LoraSettings(r=body.r, alpha=body.alpha, targets=body.targets)
         else:
             run, _, name = body.state.partition("/")
-            saved = await asyncio.to_thread(read_state, self._service.folder, run, name)
+            with named("state"):
+                saved = await asyncio.to_thread(read_state, self._service.folder, run, name)
             lora, seed, state = saved.lora, saved.seed, (run, name)
-        session = await self._sessions.open(id, id, lora, seed, state, with_optimizer=body.with_optimizer)
+        with named():
+            session = await self._sessions.open(id, id, lora, seed, state, with_optimizer=body.with_optimizer)
         try:
             await session.opened
         except asyncio.CancelledError:  # its client has left, and cannot know its id
@@ -69,19 +73,22 @@ class SessionsApi:
     async def save_session(self, request: web.Request) -> web.StreamResponse:
         body, session = await self._bodies.read(request, schemas.SaveStateRequest), self._session(request)
         state = f"{session.spec.id}/{body.name}"
-        await self._sessions.save_state(session, body.name, state, overwrite=body.overwrite)
+        with named("name"):
+            await self._sessions.save_state(session, body.name, state, overwrite=body.overwrite)
         return json_response(schemas.SavedState(state=state))
 
     async def publish_session(self, request: web.Request) -> web.StreamResponse:
         body, session = await self._bodies.read(request, schemas.PublishRequest), self._session(request)
-        ref = await self._sessions.save_adapter(session, body.adapter)
+        with named("adapter"):
+            ref = await self._sessions.save_adapter(session, body.adapter)
         return json_response(schemas.PublishedAdapter(adapter=ref.id, version=ref.version))
 
     async def _compute(self, request: web.Request, *, learns: bool) -> web.StreamResponse:
         session = self._session(request)  # before a large body
         body = await self._bodies.read(request, schemas.ComputeRequest)
         call, counts = await asyncio.to_thread(_call, body, learns)
-        done = await self._sessions.call(session, call)
+        with named():
+            done = await self._sessions.call(session, call)
         return json_response(await asyncio.to_thread(_result, done, counts))
 
     def _session(self, request: web.Request) -> ClientSession:
@@ -90,6 +97,20 @@ class SessionsApi:
         if found is None:
             raise NotFound(f"no training session {id[:80]!r}: it has ended", field="id")
         return found
+
+
+@contextmanager
+def named(path: str = "path") -> Iterator[None]:
+    """Name the field of an error as bodies of `/sessions` do, not as Tinker's. `path`: what Tinker calls `path`."""
+    try:
+        yield
+    except CoserveError as error:
+        names = {"rank": "r", "loss_fn": "loss", "loss_fn_config": "config", "data": "examples", "path": path}
+        field, _, message = error.message.partition(": ")
+        if error.field is None and field in names:  # of the engine, which sends the text alone
+            error.field, error.message = field, message
+        error.field = names.get(error.field or "", error.field)
+        raise
 
 
 def _view(session: ClientSession) -> schemas.Session:
