@@ -135,6 +135,9 @@ async def test_preferences_and_a_native_job(api: Api, client: AsyncOpenAI) -> No
     assert (poet.fine_tuned_model, poet.training_file) == ("poet@1", "")
     listed = [job.id async for job in client.fine_tuning.jobs.list(limit=1)]
     assert listed[:2] == [native["id"], made.id]
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.fine_tuning.jobs.list(after="job-0")
+    assert caught.value.param == "after"
 
 
 async def test_pause_resume_and_cancel(api: Api, client: AsyncOpenAI) -> None:

@@ -36,11 +36,11 @@ class JobTable(Database):
         row = self._db.execute("SELECT record FROM jobs WHERE idempotency_key = ?", (key,)).fetchone()
         return None if row is None else _job(row[0])
 
-    def job(self, id: str) -> JobRecord:
-        """Return one job. Raises `JobNotFound`."""
+    def job(self, id: str, field: str = "id") -> JobRecord:
+        """Return one job. Raises `JobNotFound`, for `field`."""
         row = self._db.execute("SELECT record, project FROM jobs WHERE id = ?", (id,)).fetchone()
         if row is None or not principal().sees(row[1]):
-            raise JobNotFound(f"no job {id!r}", field="id")
+            raise JobNotFound(f"no job {id!r}", field=field)
         return _job(row[0])
 
     def jobs(
@@ -55,7 +55,7 @@ class JobTable(Database):
         share the daemon's queue and limits. Raises `JobNotFound` for an unknown `after`."""
         position = None
         if after is not None:
-            self.job(after)
+            self.job(after, "after")
             (position,) = self._db.execute("SELECT position FROM jobs WHERE id = ?", (after,)).fetchone()
         only = None if everyones else principal().only
         wanted = msgspec.json.encode(sorted(JobState if states is None else states)).decode()
