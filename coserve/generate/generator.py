@@ -82,7 +82,7 @@ class Generator:
         in prompts that are scored; `lengths`: of past answers; `grammars`: None: no request may have a constraint."""
         assert max_running > 0 < step_tokens, f"expected at least 1 each, got {max_running=}, {step_tokens=}"
         self._base, self._store, self._kv = base, store, kv
-        store.use_pool(kv.buffer, self._evicted)
+        store.use_pool(kv.buffer, self._evicted, executor.kept)
         preparation = Preparation(base.spec, store, kv, grammars, prefix_cache=prefix_cache)
         self.scheduler = Scheduler(
             kv,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,6 +99,23 @@ def test_a_wider_graph_serves_until_its_own_is_captured(fused: FusedBase) -> Non
     while gen.prepare():
         pass
     assert {footprint for _, footprint in executor.decode_graphs[len(warm) :]} == {LoraFootprint(16, frozenset({QKV}))}
+
+
+async def test_graphs_of_an_adapters_rank_are_captured_once_it_is_read(fused: FusedBase) -> None:
+    """Before its first request, where the engine has nothing else to do."""
+    kv, shelf = KvCache.for_base(fused.base, 1024, 16), Shelf({AdapterRef("a", 1): part(fused, "qv", 40)})
+    executor, store = graphs(fused, kv, max_running=4), shelf.store()
+    executor.warm_up()
+    warm = executor.decode_graphs
+    gen = Generator(fused.base, store, kv, executor, max_running=4, step_tokens=64)
+    read = asyncio.Event()
+    store.notify(read.set)
+    store.prefetch(AdapterRef("a", 1))
+    await read.wait()
+    while gen.prepare():
+        pass
+    whole = frozenset({QKV, O, GATE_UP, DOWN})
+    assert {footprint for _, footprint in executor.decode_graphs[len(warm) :]} == {LoraFootprint(64, whole)}
 
 
 @pytest.mark.slow

@@ -76,6 +76,9 @@ class RankedExecutor:
         self._followers.send(DropAdapter(adapter, in_pages=True))
         self._local.evicted(adapter)
 
+    def kept(self, weights: LoraWeights) -> None:
+        """See `StepExecutor`. Ranks capture the same graphs, which therefore depend on past steps only."""
+
     @property
     def troubles(self) -> tuple[str, ...]:
         return self._local.troubles

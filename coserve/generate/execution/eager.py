@@ -53,6 +53,9 @@ class EagerExecutor:
         if weights is not None:
             self._lora_backend.forget(weights.sites)
 
+    def kept(self, weights: LoraWeights) -> None:
+        """See `StepExecutor`. Nothing depends on the rank."""
+
     @property
     def troubles(self) -> tuple[str, ...]:
         return ()

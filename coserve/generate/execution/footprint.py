@@ -50,6 +50,11 @@ class GraphFootprints:
         if (served := graph_rank(rank)) is not None:
             self._known[self.of_rank(served)] = None
 
+    def expect(self, rank: int) -> None:
+        """Add the footprint of this LoRA rank, unless that of a larger one was added."""
+        if rank > max(known.max_rank for known in self._known if known.groups in (frozenset(), self._all_groups)):
+            self.add_rank(rank)
+
     def of_rank(self, rank: int) -> LoraFootprint:
         """The footprint of adapters up to a LoRA rank at all sites; 0: no adapters."""
         kinds = not self._sharded, self._sharded

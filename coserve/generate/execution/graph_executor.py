@@ -246,6 +246,10 @@ class GraphExecutor:
         self._adapter_slots.free(adapter)
         self._eager.evicted(adapter)
 
+    def kept(self, weights: LoraWeights) -> None:
+        if not weights.experts and all(pair.scale_O is None for pair in weights.linear.values()):
+            self._footprints.expect(max((pair.rank for pair in weights.linear.values()), default=0))
+
     @property
     def troubles(self) -> tuple[str, ...]:
         count = len(self._decode_graphs.left_out) + len(self._mixed_graphs.left_out)

@@ -97,6 +97,9 @@ class StepExecutor(Protocol):
     def evicted(self, adapter: AdapterRef) -> None:
         """The adapter's GPU copy is gone: drop its addresses. No later step uses that copy."""
 
+    def kept(self, weights: LoraWeights) -> None:
+        """An adapter is in host memory: steps of its LoRA rank may come."""
+
     @property
     def troubles(self) -> tuple[str, ...]:
         """Notes on what runs slower since memory ran out."""

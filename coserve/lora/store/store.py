@@ -77,6 +77,7 @@ class AdapterStore:
         self._threads, self._turns = ThreadPoolExecutor(READERS, "adapters"), ReadTurns(READERS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: Callable[[], None] = lambda: None
+        self._kept: Callable[[LoraWeights], None] = lambda weights: None
         self._retries = Retries(backoff, sleep=sleep, changed=lambda: self._changed())
 
     # ---- requests that wait
@@ -232,12 +233,19 @@ class AdapterStore:
 
     # ---- pages of the GPU
 
-    def use_pool(self, buffer: PageBuffer, evicted: Callable[[AdapterRef], None]) -> None:
+    def use_pool(
+        self,
+        buffer: PageBuffer,
+        evicted: Callable[[AdapterRef], None],
+        kept: Callable[[LoraWeights], None] = lambda weights: None,
+    ) -> None:
         """Load adapters into pages of this pool from now on.
 
-        `evicted` is called at once when an adapter loses its GPU copy, so that its addresses can be forgotten.
+        `evicted` is called at once when an adapter loses its GPU copy, so that its addresses can be forgotten; `kept`
+        when an adapter gets a host copy.
         """
         assert self._pages is None, "a store loads into one pool"
+        self._kept = kept
 
         def lost(entry: Entry) -> None:
             evicted(entry.ref)
@@ -399,6 +407,7 @@ class AdapterStore:
         self._host.remove(entry)
         self._evict(packed_bytes(weights))
         self._host.add(entry, weights)
+        self._kept(weights)
 
     def _evict(self, size: int = 0) -> None:
         """Drop host copies of idle adapters until `size` more bytes fit the budget."""
