@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,9 +103,12 @@ def test_a_wider_graph_serves_until_its_own_is_captured(fused: FusedBase) -> Non
     assert {footprint for _, footprint in executor.decode_graphs[len(warm) :]} == {LoraFootprint(16, frozenset({QKV}))}
 
 
-async def test_graphs_of_an_adapters_rank_are_captured_once_it_is_read(fused: FusedBase) -> None:
+@pytest.mark.parametrize(("rank", "dora"), [(40, False), (4, True), (4, False), (300, False)])
+async def test_graphs_of_an_adapter_are_captured_once_it_is_read(fused: FusedBase, rank: int, dora: bool) -> None:
     """Before its first request, where the engine has nothing else to do."""
-    kv, shelf = KvCache.for_base(fused.base, 1024, 16), Shelf({AdapterRef("a", 1): part(fused, "qv", 40)})
+    weights = part(fused, "qv", rank)
+    weights = replace(weights, settings=msgspec.structs.replace(weights.settings, use_dora=dora))
+    kv, shelf = KvCache.for_base(fused.base, 1024, 16), Shelf({AdapterRef("a", 1): weights})
     executor, store = graphs(fused, kv, max_running=4), shelf.store()
     executor.warm_up()
     warm = executor.decode_graphs
@@ -115,7 +120,12 @@ async def test_graphs_of_an_adapters_rank_are_captured_once_it_is_read(fused: Fu
     while gen.prepare():
         pass
     whole = frozenset({QKV, O, GATE_UP, DOWN})
-    assert {footprint for _, footprint in executor.decode_graphs[len(warm) :]} == {LoraFootprint(64, whole)}
+    expected = {
+        40: {LoraFootprint(64, whole)},
+        4: {LoraFootprint(16, whole, scaled=True)} if dora else set(),
+        300: set(),
+    }
+    assert {footprint for _, footprint in executor.decode_graphs[len(warm) :]} == expected[rank]
 
 
 @pytest.mark.slow

@@ -50,10 +50,13 @@ class GraphFootprints:
         if (served := graph_rank(rank)) is not None:
             self._known[self.of_rank(served)] = None
 
-    def expect(self, rank: int) -> None:
-        """Add the footprint of this LoRA rank, unless that of a larger one was added."""
-        if rank > max(known.max_rank for known in self._known if known.groups in (frozenset(), self._all_groups)):
-            self.add_rank(rank)
+    def expect(self, rank: int, *, scaled: bool, experts: bool) -> None:
+        """Add the footprint of such adapters at any sites, if graphs serve the LoRA rank, unless a known one covers
+        it."""
+        if rank and (served := graph_rank(rank)) is not None:
+            found = replace(self.of_rank(served), scaled=scaled, experts=experts)
+            if not any(known.covers(found) for known in self._known):
+                self._known[found] = None
 
     def of_rank(self, rank: int) -> LoraFootprint:
         """The footprint of adapters up to a LoRA rank at all sites; 0: no adapters."""

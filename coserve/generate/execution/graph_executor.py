@@ -247,8 +247,13 @@ class GraphExecutor:
         self._eager.evicted(adapter)
 
     def kept(self, weights: LoraWeights) -> None:
-        if not weights.experts and all(pair.scale_O is None for pair in weights.linear.values()):
-            self._footprints.expect(max((pair.rank for pair in weights.linear.values()), default=0))
+        pairs = [*weights.linear.values(), *weights.experts.values()]
+        if not weights.ends:  # their steps run without graphs
+            self._footprints.expect(
+                max((pair.rank for pair in pairs), default=0),
+                scaled=weights.settings.use_dora,
+                experts=bool(weights.experts),
+            )
 
     @property
     def troubles(self) -> tuple[str, ...]:
