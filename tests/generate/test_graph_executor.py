@@ -197,7 +197,7 @@ class Broadcast:
 
     def __init__(self, inner: StepExecutor) -> None:
         self.inner = inner
-        self.forget, self.evicted, self.prepare = inner.forget, inner.evicted, inner.prepare
+        self.forget, self.evicted, self.prepare, self.kept = inner.forget, inner.evicted, inner.prepare, inner.kept
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
         return self.inner.launch(msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=StepInput), adapters)
