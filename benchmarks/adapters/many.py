@@ -1,6 +1,7 @@
 """Thousands of adapters over HTTP: throughput at saturation, the first token's time, and what a cold adapter adds.
 
-    python -m benchmarks.adapters.many --out benchmarks/results [--host warm] [--without overlap]
+    python -m benchmarks.adapters.many --out benchmarks/results [--host warm] [--without prefetch,overlap,pool]
+    python -m benchmarks.adapters.many --shape 13b --host warm --out benchmarks/results
     python -m benchmarks.adapters.many --tiny --out /tmp/tried
 
 The Llama-3.1-8B shape with random weights, default settings; adapters on q, k, v and o of rank 8 (S-LoRA's S1) or of
@@ -11,8 +12,9 @@ reads it; with `--host warm` all are read before the clock starts, as far as hos
 4.1: "we store all LoRA adapters in the main memory"), and the keys end in `.warm`. Each result has the numbers of
 adapters in host memory and in the page cache, and the bytes a second that were read and copied; `floor_requests_s` is
 how many adapters a second the link to the GPU carries (`adapter_steps.json`), which bounds uniform requests.
-`--without prefetch`, `--without overlap`: S-LoRA's ablations; the keys end in `.no_prefetch`, `.no_overlap`. The third
-one, memory apart for adapters, has no counterpart here: the pool is one array.
+`--without`: S-LoRA's ablations, each with a daemon of its own (`ablation/`); the keys end in `.no_prefetch`,
+`.no_overlap`, and `.no_pool` for memory apart for adapters, half of the pool's. `--shape 13b`: S-LoRA's S4, only `sat`.
+`--cases 5.s1,2000.s1`: only these.
 
 `sat`: arrivals beyond what is served; output tokens of the window from `SETTLED` seconds on, over the mean length of an
 answer. `ttft`: 70% of that of 5 adapters; where `sat` has not measured it in the same run, of the committed result of
@@ -22,6 +24,7 @@ what is more than its second one, for an adapter in host memory and for one in t
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -31,10 +34,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.adapters.cases import COLD_RANK, FULL, FULL_13B, REAL, SMALL, SMALL_13B, Case
 from benchmarks.adapters.fleet import (
     get,
     in_page_cache,
@@ -49,9 +53,7 @@ from benchmarks.adapters.fleet import (
 from benchmarks.common.options import RESULTS, check_tiny, make_parser
 from benchmarks.common.provenance import gpu_names
 from benchmarks.common.results import Results, Target
-from benchmarks.serving.http_case import FIRST_TOKEN, LLAMA_8B, SEED, TINY, model_folder
-from benchmarks.serving.http_case import FULL as FULL_SIZE
-from benchmarks.serving.http_case import SMALL as SMALL_SIZE
+from benchmarks.serving.http_case import FIRST_TOKEN, SEED, model_folder
 from benchmarks.serving.http_daemon import LoadProcesses, daemon, import_adapter, soon
 from benchmarks.serving.http_load import LoadRequest
 from coserve.core.types import AdapterRef
@@ -62,43 +64,12 @@ from coserve.workloads.popularity import Popularity, Shape, shares
 from coserve.workloads.replay import Sample
 
 FILE, PARTS = "adapters_many.json", ("sat", "ttft", "cold", "uniform")
-S1, S2, COLD_RANK = (8,), (8, 16, 32, 64), 16
 SETTLED = 4.0
 """Seconds; also of requests that are not measured, where none were sent before."""
 LOAD = 0.7
-FEW = (5, 1, "s1")
-"""The case that others are compared with."""
+SATISFIED = 6.0
+"""Seconds until the first token, in S-LoRA's attainment."""
 TARGETS = {500: 0.98, 2000: 0.97, 5000: 0.94}
-
-
-@dataclass(frozen=True)
-class Case:
-    """Sizes of the run. `cases`, and `uniform` after all other parts: number of adapters, exponent of the popularity,
-    set of ranks."""
-
-    config: dict[str, Any]
-    device: str
-    cases: tuple[tuple[int, float, str], ...]
-    uniform: tuple[tuple[int, float, str], ...]
-    rate: float
-    seconds: float
-    longest: int
-    cold: int
-    processes: int
-
-
-FULL = Case(
-    LLAMA_8B,
-    "cuda",
-    ((5, 1, "s1"), (500, 1, "s1"), (2000, 1, "s1"), (2000, 1, "s2"), (5000, 1, "s1")),
-    ((500, 0, "s1"), (2000, 0, "s1")),
-    rate=70,
-    seconds=14,
-    longest=512,
-    cold=12,
-    processes=4,
-)
-SMALL = Case(TINY, "cpu", ((5, 1, "s1"), (20, 1, "s1"), (20, 1, "s2")), ((20, 0, "s1"),), 8, 6, 16, 2, 1)
 
 
 class Fleet:
@@ -108,10 +79,11 @@ class Fleet:
         self._data, self._root, self._url, self._linked = data, root, url, dict[str, int]()
         attention, all_sites = (llama_sites(case.config, mlp=mlp) for mlp in (False, True))
         self._real = {
-            "s1": [self._real_one(f"s1-real-{i}", attention, S1[0], i) for i in range(4)],
-            "s2": [self._real_one(f"s2-real-{rank}", attention, rank, rank) for rank in S2],
-            "cold": [self._real_one("cold-real", all_sites, COLD_RANK, 0)],
+            kind: [self._real_one(f"{kind}-real-{i}", attention, rank, i) for i, rank in enumerate(REAL[kind])]
+            for kind in sorted({kind for _, _, kind in case.cases + case.uniform + (case.few,)})
         }
+        if case.cold:
+            self._real["cold"] = [self._real_one("cold-real", all_sites, COLD_RANK, 0)]
         time.sleep(2.0)  # their packed files are written beside all else
 
     def _real_one(self, name: str, sites: dict[str, Any], rank: int, seed: int) -> str:
@@ -181,9 +153,11 @@ class Run:
         about |= {"adapter_bytes": round(size), "floor_requests_s": None if link is None else round(link / size, 1)}
         target = Target(40.0) if key == (2000, 1, "s1") else None
         self._put(f"adapters.requests_s.{name}", round(served, 2), "requests/s", target, about=about)
-        few = self._served.get(FEW)
-        if few and kind == "s1" and exponent and count in TARGETS:
-            self._put(f"adapters.flat.{count}", round(served / few, 4), "of 5 adapters", Target(TARGETS[count]))
+        few = self._served.get(case.few)
+        if few and kind == case.few[2] and exponent and key != case.few:
+            target = Target(TARGETS[count]) if kind == "s1" and count in TARGETS else None
+            end = "" if kind == "s1" else f".{kind}"
+            self._put(f"adapters.flat.{count}{end}", round(served / few, 4), f"of {case.few[0]} adapters", target)
         same = self._served.get((count, exponent, "s1"))
         if kind == "s2" and same:
             self._put("adapters.s2_vs_s1", round(served / same, 4), "of S1", Target(0.9))
@@ -197,10 +171,10 @@ class Run:
 
     def _saturation(self) -> tuple[float, str]:
         """Requests a second at saturation with 5 adapters, and where the number is from."""
-        if FEW in self._served:
-            return self._served[FEW], "this run"
+        if self._case.few in self._served:
+            return self._served[self._case.few], "this run"
         plain = "adapters.requests_s.5.alpha1.s1"
-        for key in (plain + self._suffix, plain) if self._case is FULL else ():
+        for key in (plain + self._suffix, plain) if self._case.size is FULL.size else ():
             if (row := committed(FILE, key)) is not None:
                 return row["value"], f"{key} of {row['date']}"
         return 0.5 * self._case.rate, "a guess"
@@ -225,6 +199,7 @@ class Run:
                 "saturation_from": source,
                 "p50_ms": _ms(waits, 0.5),
                 "requests": len(samples),
+                "within_6_s": round(sum(wait <= SATISFIED for wait in waits) / len(samples), 4),
                 "errors": _errors(samples),
                 "loads": _loads(before, load_seconds(self._url)),
             }
@@ -311,7 +286,7 @@ def throughput(samples: Sequence[Sample], case: Case) -> tuple[float, dict[str, 
 
 def daemon_settings(root: Path, model: Path, case: Case) -> dict[str, object]:
     """Defaults, with a queue for all that arrives."""
-    served = {"model": model, "data_dir": root / "data", "data_root": root, "device": case.device}
+    served = {"model": model, "data_dir": root / "data", "data_root": root, "device": case.size.device}
     return served | {"load_format": "dummy", "max_queue": 4096, "shed": "off", "max_connections": 4096}
 
 
@@ -358,16 +333,24 @@ def _health(url: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--shape", choices=("8b", "13b"), default="8b", help="13b: S-LoRA's setting S4")
+    parser.add_argument("--only", default=None, help=f"parts, separated by commas: {', '.join(PARTS)}; of 13b sat")
+    parser.add_argument("--cases", default=None, help="of sat, separated by commas, such as 2000.s1; else all")
     parser.add_argument("--budget", type=float, default=290.0, help="seconds after which no case is begun")
     parser.add_argument("--host", choices=("cold", "warm"), default="cold", help="warm: adapters are in host memory")
-    parser.add_argument("--without", choices=("prefetch", "overlap"), help="an ablation: see `ablation/`")
+    parser.add_argument("--host-adapter-bytes", type=int, default=None, help="the daemon's setting")
+    parser.add_argument("--without", default="", help="ablations, separated by commas: prefetch, overlap, pool")
     options = parser.parse_args()
     check_tiny(parser, options)
-    case, began = (SMALL if options.tiny else FULL), time.monotonic()
-    size = SMALL_SIZE if options.tiny else FULL_SIZE
+    large = options.shape == "13b"
+    case = (SMALL_13B if large else SMALL) if options.tiny else (FULL_13B if large else FULL)
+    if options.cases is not None:
+        case = replace(
+            case, cases=tuple(each for each in case.cases if f"{each[0]}.{each[2]}" in options.cases.split(","))
+        )
+    parts = (options.only or ("sat" if large else ",".join(PARTS))).split(",")
     settings = {"cases": case.cases, "rate": case.rate, "seconds": case.seconds, "longest": case.longest}
-    real = {"real_files": "4 of S1, 4 of S2, 1 of cold; the others are links to them, all in the page cache"}
+    real = {"real_files": f"of ranks {REAL}, 1 of cold; the others are links to them, all in the page cache"}
     results = Results.of(
         options,
         FILE,
@@ -376,31 +359,43 @@ def main() -> None:
         seed=SEED,
         settings=settings | real,
     )
-    failed = dict[str, str]()
+    failed, end = dict[str, str](), time.monotonic() + options.budget
+    for without in options.without.split(","):
+        failed |= measure(case, parts, results, options, without, end)
+    results.put("adapters.failed_parts", len(failed), "parts", about={"errors": failed})
+
+
+def measure(
+    case: Case, parts: Sequence[str], results: Results, options: argparse.Namespace, without: str, end: float
+) -> dict[str, str]:
+    """Measure the parts with a daemon; return the errors of those that failed. `without`: an ablation, or nothing;
+    `end`: monotonic time after which nothing is begun."""
+    failed, began = dict[str, str](), time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        model = model_folder(root / "model", size)
-        served = daemon_settings(root, model, case)
+        served = daemon_settings(root, model_folder(root / "model", case.size), case)
+        if options.host_adapter_bytes is not None:
+            served["host_adapter_bytes"] = options.host_adapter_bytes
         environment = {}
-        if options.without is not None:
+        if without:
             path = [str(Path(__file__).parent / "ablation"), os.environ.get("PYTHONPATH", "")]
-            environment = {"ABLATION": options.without, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+            environment = {"ABLATION": without, "PYTHONPATH": os.pathsep.join(filter(None, path))}
         with daemon(served, root / "log.txt", **environment) as url:
             wait_ready(url)
             print(f"{time.monotonic() - began:.0f} s: the daemon is ready", flush=True)
             fleet, warm_host = Fleet(case, root / "data", root, url), options.host == "warm"
-            suffix = (".warm" if warm_host else "") + (f".no_{options.without}" if options.without else "")
-            run = Run(case, results, fleet, url, began + options.budget, warm=warm_host, suffix=suffix)
-            for part in options.only.split(","):
+            suffix = (".warm" if warm_host else "") + (f".no_{without}" if without else "")
+            run = Run(case, results, fleet, url, end, warm=warm_host, suffix=suffix)
+            for part in parts:
                 work: Callable[[], None] = getattr(run, part)
                 try:
-                    assert time.monotonic() - began < options.budget, "no time left"
+                    assert time.monotonic() < end, "no time left"
                     work()
                 except Exception:  # noqa: BLE001 - the other parts are measured
-                    failed[part] = traceback.format_exc()[-2000:]
-                    print(failed[part], flush=True)
-                print(f"{time.monotonic() - began:.0f} s: {part} is over", flush=True)
-    results.put("adapters.failed_parts", len(failed), "parts", about={"errors": failed})
+                    failed[part + suffix] = traceback.format_exc()[-2000:]
+                    print(failed[part + suffix], flush=True)
+                print(f"{time.monotonic() - began:.0f} s: {part}{suffix} is over", flush=True)
+    return failed
 
 
 if __name__ == "__main__":

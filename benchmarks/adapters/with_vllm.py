@@ -25,17 +25,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.adapters.cases import FULL, S1, SMALL, Case
 from benchmarks.adapters.fleet import link, llama_sites, resident, warm, write_adapter
-from benchmarks.adapters.many import FILE, S1, SETTLED, Case, daemon_settings, requests_of, throughput
-from benchmarks.adapters.many import FULL as FULL_CASE
-from benchmarks.adapters.many import SMALL as SMALL_CASE
+from benchmarks.adapters.many import FILE, SETTLED, daemon_settings, requests_of, throughput
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.provenance import gpu_names
 from benchmarks.common.results import Results
 from benchmarks.peers.client import replay_prompts
 from benchmarks.peers.compare import base_name
 from benchmarks.peers.systems import Place, peer_about, serving, vllm
-from benchmarks.serving.http_case import FULL, SEED, SMALL, model_folder
+from benchmarks.serving.http_case import SEED, model_folder
 from benchmarks.serving.http_daemon import import_adapter
 from coserve.workloads.replay import Sample
 from coserve.workloads.scenario import Scenario
@@ -118,7 +117,8 @@ class Comparison:
 
 def comparison(root: Path, options: argparse.Namespace, results: Results) -> Comparison:
     """Write the base and the real adapters."""
-    case, size = (SMALL_CASE, SMALL) if options.tiny else (FULL_CASE, FULL)
+    case = SMALL if options.tiny else FULL
+    size = case.size
     for i, name in enumerate(REAL):
         write_adapter(root / name, llama_sites(case.config, mlp=False), S1[0], i)
     (root / "adapters").mkdir()
@@ -144,7 +144,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    case = SMALL_CASE if options.tiny else FULL_CASE
+    case = SMALL if options.tiny else FULL
     results = Results.of(
         options,
         FILE,

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 ALONE = {
     "adapter_layerwise.json",
+    "adapter_registration.json",
     "adapter_steps.json",
     "adapter_tiers.json",
     "adapters_many.json",

@@ -1,18 +1,42 @@
 """Turns parts of adapters' loading off in the engine of a benchmark's daemon: Python runs this file at its start where
 the folder is on PYTHONPATH. `ABLATION`: `prefetch`, reads begin when a request leaves the queue and not as it arrives;
-`overlap`, copies begin when the step in flight has ended."""
+`overlap`, copies begin when the step in flight has ended; `pool`, adapters have half of the pages and the KV cache the
+other half, and neither takes pages of the other (S-LoRA-no-unify-mem)."""
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 
 if "coserve.engine.process" in sys.orig_argv:
+    from coserve.kernels.attention.interface import KvShape
+    from coserve.lora.store.pages import AdapterPages
     from coserve.lora.store.store import AdapterStore
     from coserve.memory.buffer import PageBuffer
+    from coserve.memory.kv import KvCache
 
     match os.environ["ABLATION"]:
         case "prefetch":
             AdapterStore.arrived = lambda self, ref, digests=None: None  # type: ignore[method-assign]
         case "overlap":
             PageBuffer.is_quiet = lambda self, span: False  # type: ignore[method-assign]
+        case "pool":
+            init, begins, use_pool = KvCache.__init__, PageBuffer.step_begins, AdapterStore.use_pool
+            apart = list[PageBuffer]()
+
+            def half(self: KvCache, kv_shapes: Sequence[KvShape], *, pages: int, **rest: object) -> None:
+                init(self, kv_shapes, pages=max(1, pages // 2), **rest)  # type: ignore[arg-type]
+
+            def use_other(self: AdapterStore, buffer: PageBuffer, *told: Callable[..., None]) -> None:
+                apart.append(PageBuffer(buffer.pool.total, buffer.page_bytes, buffer.device))
+                use_pool(self, apart[0], *told)
+
+            def both_begin(self: PageBuffer) -> None:
+                for buffer in (self, *apart):
+                    begins(buffer)
+
+            KvCache.__init__ = half  # type: ignore[method-assign]
+            AdapterStore.use_pool = use_other  # type: ignore[assignment, method-assign]
+            PageBuffer.step_begins = both_begin  # type: ignore[method-assign]
+            AdapterPages.needs = lambda self, entry: 0  # type: ignore[method-assign]
         case other:
-            raise SystemExit(f"expected prefetch or overlap, got {other!r}")
+            raise SystemExit(f"expected prefetch, overlap or pool, got {other!r}")
