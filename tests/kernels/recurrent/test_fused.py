@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention.interface import TokenRun
-from coserve.kernels.recurrent.fused.steps import FusedRecurrence
+from coserve.kernels.recurrent.fused.steps import RECUR_SHAPE, FusedRecurrence, RecurShape
 from coserve.kernels.recurrent.interface import Recurrence, RecurrenceInputs, RecurrenceParams, StateShape
 from coserve.kernels.recurrent.packed import PackedRecurrence
 from coserve.kernels.recurrent.slots import SlotRecurrence
@@ -21,6 +21,7 @@ STEPS = (
     [TokenRun(1, 0, (), 1), TokenRun(1, 7, (), 2), TokenRun(1, 3, (), 3)],
 )
 PADDING = 3
+OTHER_SHAPE = RecurShape(32, 2, True, True, True, 128, tokens=4, channels=8)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 CASES = {
     "delta rule": (StateShape(20, 4, heads=4, keys=6, values=10), True, False),
@@ -50,16 +51,20 @@ def _step(
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "launched", [RECUR_SHAPE, RecurShape(32, 2, True, True, True, 128, 4, 8)], ids=["own", "other"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-def test_steps_in_slots(case: str, dtype: torch.dtype) -> None:
+def test_steps_in_slots(case: str, launched: RecurShape, dtype: torch.dtype) -> None:
     """Outputs and the states that the next steps read: chunks, decodes and padding, in any slots."""
     shape, beta, by_key = CASES[case]
     own, expected = (StatePool({0: shape}, slots=4, dtype=dtype, device=torch.device(DEVICE)) for _ in range(2))
     for states in (own, expected):  # an earlier sequence's state does not reach the next one
         states.layers[0].recurrent[:4] = 7
         states.layers[0].conv[:4] = 7
-    every = FusedRecurrence(own.layers, tokens=16, sequences=5, device=torch.device(DEVICE))
-    decodes = FusedRecurrence(own.layers, tokens=8, sequences=8, device=torch.device(DEVICE), decodes=True)
+    device = torch.device(DEVICE)
+    every = FusedRecurrence(own.layers, tokens=16, sequences=5, device=device, shape=launched)
+    decodes = FusedRecurrence(own.layers, tokens=8, sequences=8, device=device, decodes=True, shape=launched)
     for seed, runs in enumerate(STEPS):
         rows = sum(run.tokens for run in runs)
         fused = decodes if rows == len(runs) else every

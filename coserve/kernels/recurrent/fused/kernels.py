@@ -43,8 +43,7 @@ def convolve(
     first = tl.load(first_ptr + t, mask=here, other=0)
     source = tl.load(source_ptr + t, mask=here, other=0).to(tl.int64)
     total = tl.zeros((BT, BC), dtype=tl.float32)
-    if KEEP:
-        to = tl.load(to_ptr + t, mask=here, other=0).to(tl.int64)
+    taps = ()
     for tap in tl.static_range(W):
         row = t - (W - 1) + tap
         own = here & (row >= first)
@@ -57,13 +56,12 @@ def convolve(
         weight = tl.load(weight_ptr + c * W + tap, mask=in_c, other=0.0).to(tl.float32)
         read = x.to(tl.float32) + kept.to(tl.float32)
         total += read * weight[None, :]
-        if KEEP and tap > 0:
-            at = to * (W - 1) + (tap - 1)  # which the tap before has read
-            tl.store(
-                state_ptr + at[:, None] * C + c[None, :],
-                read.to(state_ptr.dtype.element_ty),
-                mask=here[:, None] & in_c[None, :],
-            )
+        taps = taps + (read.to(state_ptr.dtype.element_ty),)  # noqa: RUF005 - the compiler knows no unpacking
+    if KEEP:  # behind all loads, none of which then waits for a store
+        to = tl.load(to_ptr + t, mask=here, other=0).to(tl.int64)
+        for tap in tl.static_range(1, W):
+            at = to * (W - 1) + (tap - 1)
+            tl.store(state_ptr + at[:, None] * C + c[None, :], taps[tap], mask=here[:, None] & in_c[None, :])
     if HAS_BIAS:
         total += tl.load(bias_ptr + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
     if SILU:
@@ -123,57 +121,67 @@ def recur(
     v_stride,
     H,
     G,
-    K,
-    V,
+    K: tl.constexpr,
+    V: tl.constexpr,
     scale,
     HAS_BETA: tl.constexpr,
     BY_KEY: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    BY_VALUE: tl.constexpr,
+    STREAM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Grid (sequences, heads, value blocks): out (T, H, V), token by token; the state stays in registers. Rows of
-    padding become zero, those of one program every `sequences` rows.
+    """Grid (sequences, heads, value blocks), reversed with BY_VALUE: out (T, H, V), token by token; the state stays in
+    registers. Rows of padding become zero, those of one program every `sequences` rows.
 
     q and k (T, G, K), v (T, H, V), each with its stride between tokens; decay (T, H) or, with BY_KEY, (T, H, K), beta
     (T, H). Both sums over keys are of the old state, so that they need not wait for each other: `q S_t = q exp(d_t)
-    S_{t-1} + (q k) v`.
+    S_{t-1} + (q k) v`. STREAM: states leave the L2 cache first. PDL: states are read before the preceding kernel, which
+    must write none of them, has ended.
     """
-    b, h = tl.program_id(0), tl.program_id(1)
-    k_at, v_at = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
-    start, end = tl.load(starts_ptr + b), tl.load(ends_ptr + b)
-    in_k, in_v = k_at < K, v_at < V
-    nothing = tl.zeros((BV,), dtype=out_ptr.dtype.element_ty)
-    for t in range(tl.load(ends_ptr + tl.num_programs(0)) + b, T, tl.num_programs(0)):
-        tl.store(out_ptr + (tl.full((), 0, tl.int64) + t) * H * V + h * V + v_at, nothing, mask=in_v)
-    if end <= start:
-        return
-    within, inside = k_at[:, None] * V + v_at[None, :], in_k[:, None] & in_v[None, :]
+    order: tl.constexpr = 2 if BY_VALUE else 0
+    b, h, sequences = tl.program_id(order), tl.program_id(1), tl.num_programs(order)
+    k_at, v_at = tl.arange(0, BK), tl.program_id(2 - order) * BV + tl.arange(0, BV)
+    start, end, last = tl.load(starts_ptr + b), tl.load(ends_ptr + b), tl.load(ends_ptr + sequences)
     source, to = tl.load(from_ptr + b).to(tl.int64), tl.load(to_ptr + b).to(tl.int64)
-    state = tl.load(state_ptr + (source * H + h) * K * V + within, mask=inside, other=0.0)
-    group = h // (H // G)
-    for t in range(start, end):
-        row = tl.full((), 0, tl.int64) + t
-        q = tl.load(q_ptr + row * q_stride + group * K + k_at, mask=in_k, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + row * k_stride + group * K + k_at, mask=in_k, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + row * v_stride + h * V + v_at, mask=in_v, other=0.0).to(tl.float32)
-        if NORMALIZE:
-            qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_three)
-            q, k = q / tl.sqrt(qq + 1e-6), k / tl.sqrt(kk + 1e-6)
-            qk = qk / tl.sqrt(qq + 1e-6) / tl.sqrt(kk + 1e-6)
-        else:
-            qk = tl.sum(q * k, 0)
-        if BY_KEY:
-            decay = tl.load(decay_ptr + (row * H + h) * K + k_at, mask=in_k, other=0.0).to(tl.float32)
-            state *= tl.exp(decay)[:, None]
-        else:
-            state *= tl.exp(tl.load(decay_ptr + row * H + h).to(tl.float32))
-        if HAS_BETA:
-            out, known = tl.reduce((state * q[:, None], state * k[:, None]), 0, _add_two)
-            v = (v - known) * tl.load(beta_ptr + row * H + h).to(tl.float32)
-        else:
-            out = tl.sum(state * q[:, None], 0)
-        state += k[:, None] * v[None, :]
-        out = (out + qk * v) * scale
-        tl.store(out_ptr + (row * H + h) * V + v_at, out.to(out_ptr.dtype.element_ty), mask=in_v)
-    tl.store(state_ptr + (to * H + h) * K * V + within, state, mask=inside)
+    in_k, in_v = k_at < K, v_at < V
+    policy: tl.constexpr = "evict_first" if STREAM else ""
+    if end > start:
+        within, inside = k_at[:, None] * V + v_at[None, :], in_k[:, None] & in_v[None, :]
+        state_at = state_ptr + (source * H + h) * K * V + within
+        state = tl.load(state_at, mask=inside, other=0.0, eviction_policy=policy)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        group = h // (H // G)
+        for t in range(start, end):
+            row = tl.full((), 0, tl.int64) + t
+            q = tl.load(q_ptr + row * q_stride + group * K + k_at, mask=in_k, other=0.0).to(tl.float32)
+            k = tl.load(k_ptr + row * k_stride + group * K + k_at, mask=in_k, other=0.0).to(tl.float32)
+            v = tl.load(v_ptr + row * v_stride + h * V + v_at, mask=in_v, other=0.0).to(tl.float32)
+            if NORMALIZE:
+                qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_three)
+                q, k = q / tl.sqrt(qq + 1e-6), k / tl.sqrt(kk + 1e-6)
+                qk = qk / tl.sqrt(qq + 1e-6) / tl.sqrt(kk + 1e-6)
+            else:
+                qk = tl.sum(q * k, 0)
+            if BY_KEY:
+                decay = tl.load(decay_ptr + (row * H + h) * K + k_at, mask=in_k, other=0.0).to(tl.float32)
+                state *= tl.exp(decay)[:, None]
+            else:
+                state *= tl.exp(tl.load(decay_ptr + row * H + h).to(tl.float32))
+            if HAS_BETA:
+                out, known = tl.reduce((state * q[:, None], state * k[:, None]), 0, _add_two)
+                v = (v - known) * tl.load(beta_ptr + row * H + h).to(tl.float32)
+            else:
+                out = tl.sum(state * q[:, None], 0)
+            state += k[:, None] * v[None, :]
+            out = (out + qk * v) * scale
+            tl.store(out_ptr + (row * H + h) * V + v_at, out.to(out_ptr.dtype.element_ty), mask=in_v)
+        tl.store(state_ptr + (to * H + h) * K * V + within, state, mask=inside, eviction_policy=policy)
+    elif PDL:
+        tl.extra.cuda.gdc_wait()
+    nothing = tl.zeros((BV,), dtype=out_ptr.dtype.element_ty)
+    for t in range(last + b, T, sequences):
+        tl.store(out_ptr + (tl.full((), 0, tl.int64) + t) * H * V + h * V + v_at, nothing, mask=in_v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -10,16 +11,36 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.gpu.device import device_info, interpreted
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.recurrent.fused.kernels import convolve, keep_inputs, recur
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.slots import LayerStates
 
-CHANNELS, TOKENS = 128, 16
-"""Channels and tokens of a program of the convolution."""
-STATE_ELEMENTS = 4096
-"""Most elements of a state in one program's registers."""
+
+@dataclass(frozen=True)
+class RecurShape:
+    """Launch shape of `recur` and, with `tokens` and `channels`, of `convolve`. Sums may differ in the last bits."""
+
+    elements: int = 4096
+    """Most elements of a state in one program's registers."""
+    warps: int = 4
+    by_value: bool = False
+    """Programs that start together read neighbouring parts of one state, not parts of several sequences' states."""
+    stream: bool = False
+    """States leave the L2 cache first."""
+    early: bool = False
+    """States are read while the preceding kernel ends, on a GPU that can."""
+    registers: int | None = None
+    """Most registers of a thread; None: as many as the compiler takes."""
+    tokens: int = 16
+    channels: int = 128
+    """Tokens and channels of a program of the convolution."""
+
+
+RECUR_SHAPE = RecurShape()
+"""The shape of all steps; `benchmarks.recurrent.kernels` times others."""
 
 
 class FusedRecurrence:
@@ -35,9 +56,10 @@ class FusedRecurrence:
         sequences: int,
         device: torch.device,
         decodes: bool = False,
+        shape: RecurShape = RECUR_SHAPE,
     ) -> None:
         """`decodes`: each sequence has one token; one kernel less runs."""
-        self._states, self._tokens, self._sequences = states, tokens, sequences
+        self._states, self._tokens, self._sequences, self._shape = states, tokens, sequences, shape
         self._blank = next(iter(states.values())).conv.shape[0] - 2
         self._decodes = decodes
         self._host = np.zeros(2 * tokens + 4 * sequences + 1, dtype=np.int32)
@@ -78,9 +100,10 @@ class FusedRecurrence:
         assert rows <= self._tokens, f"expected at most {self._tokens} rows, got {rows}"
         x_TC = x_TC if x_TC.stride(1) == 1 else x_TC.contiguous()
         out_TC = torch.empty(rows, channels, dtype=x_TC.dtype, device=x_TC.device)
+        block_t, block_c = self._shape.tokens, self._shape.channels
         launch(
             convolve,
-            (cdiv(rows, TOKENS), cdiv(channels, CHANNELS)),
+            (cdiv(rows, block_t), cdiv(channels, block_c)),
             out_TC,
             x_TC,
             weight_CW.contiguous(),
@@ -96,14 +119,14 @@ class FusedRecurrence:
             HAS_BIAS=bias_C is not None,
             SILU=activation == "silu",
             KEEP=self._decodes,
-            BT=TOKENS,
-            BC=CHANNELS,
+            BT=block_t,
+            BC=block_c,
         )
         if self._decodes:
             return out_TC
         launch(
             keep_inputs,
-            (self._sequences, cdiv(channels, CHANNELS)),
+            (self._sequences, cdiv(channels, block_c)),
             x_TC,
             states,
             self._starts,
@@ -113,7 +136,7 @@ class FusedRecurrence:
             channels,
             x_TC.stride(0),
             W=width,
-            BC=CHANNELS,
+            BC=block_c,
         )
         return out_TC
 
@@ -123,11 +146,13 @@ class FusedRecurrence:
         q_TGK, k_TGK, v_THV = (x if x[0].is_contiguous() else x.contiguous() for x in given[:3])
         decay, beta = given.decay.contiguous(), None if given.beta is None else given.beta.contiguous()
         block_k = next_power_of_2(keys)
-        block_v = max(1, min(next_power_of_2(values), STATE_ELEMENTS // block_k))
+        shape, early = self._shape, self._shape.early and device_info(given.v.device).early_launch
+        block_v = max(1, min(next_power_of_2(values), shape.elements // block_k))
+        grid = self._sequences, heads, cdiv(values, block_v)
         out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
         launch(
             recur,
-            (self._sequences, heads, cdiv(values, block_v)),
+            grid[::-1] if shape.by_value else grid,
             out_THV,
             q_TGK,
             k_TGK,
@@ -153,5 +178,11 @@ class FusedRecurrence:
             NORMALIZE=given.params.normalize,
             BK=block_k,
             BV=block_v,
+            BY_VALUE=shape.by_value,
+            STREAM=shape.stream,
+            PDL=early,
+            num_warps=shape.warps,
+            maxnreg=shape.registers,
+            **({} if interpreted() else {"launch_pdl": early}),
         )
         return out_THV
