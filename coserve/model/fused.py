@@ -67,16 +67,16 @@ def _linear(
 ) -> Tensor:
     """Return the outputs of the sites of one input, concatenated, LoRA terms included: (..., D) -> (..., ΣO).
 
-    `sizes`: each site's O. For row-parallel sites the output is the sum of all ranks' outputs, and of `residual`
-    (..., ΣO) if it is given (`parallel.residual`).
+    `sizes`: each site's O. `group`: index of the first of the groups that read x. For row-parallel sites the output is
+    the sum of all ranks' outputs, and of `residual` (..., ΣO) if it is given (`parallel.residual`).
     """
     context = current.context
     fused = context.fused
     assert fused is not None, NOT_FUSED
     sites, x_TD = fused.groups[current.layer][group], x.reshape(-1, x.shape[-1])
-    lora, shard = _changing(context.lora, sites), fused.summed.get(sites)
-    output = fused.gemms.linear(x_TD, weight, bias, before_shrink=lora is not None)
-    y_TO = _added(output, x_TD, sizes, sites, lora)
+    lora, shard = context.lora, fused.summed.get(sites)
+    output = fused.gemms.linear(x_TD, weight, bias, before_shrink=lora is not None and lora.changes(sites))
+    y_TO = _added(output, x_TD, sizes, fused.groups[current.layer][group:], lora)
     if shard is not None:
         y_TO = shard.sum(y_TO, None if residual is None else residual.reshape(y_TO.shape))
     else:
@@ -90,24 +90,24 @@ def _linear_quantized(x: Tensor, width: int, group: int) -> Tensor:
     fused = context.fused
     assert fused is not None, NOT_FUSED
     sites, x_TD = fused.groups[current.layer][group], x.reshape(-1, x.shape[-1])
-    weights, lora = fused.quantized[sites], _changing(context.lora, sites)
-    output = fused.gemms.quantized_linear(x_TD, weights, before_shrink=lora is not None)
-    return _added(output, x_TD, weights.sizes, sites, lora).view(*x.shape[:-1], width)
-
-
-def _changing(lora: PreparedLora | None, sites: SiteGroup) -> PreparedLora | None:
-    """Return the terms if they change one of the sites."""
-    return lora if lora is not None and lora.changes(sites) else None
+    weights, lora = fused.quantized[sites], context.lora
+    output = fused.gemms.quantized_linear(x_TD, weights, before_shrink=lora is not None and lora.changes(sites))
+    y_TO = _added(output, x_TD, weights.sizes, fused.groups[current.layer][group:], lora)
+    return y_TO.view(*x.shape[:-1], width)
 
 
 def _added(
-    output: GemmOutput, x_TD: Tensor, sizes: Sequence[int], sites: SiteGroup, lora: PreparedLora | None
+    output: GemmOutput, x_TD: Tensor, sizes: Sequence[int], groups: Sequence[SiteGroup], lora: PreparedLora | None
 ) -> Tensor:
-    """Return a GEMM's output with the LoRA terms added in place, if any."""
+    """Return a GEMM's output with the LoRA terms added in place, if any. `groups`: of its sites, and those behind."""
     if lora is not None:
-        ys = torch.split(output.y, list(sizes), 1)
-        # Keep `output`, and so the GEMM's workspace, until the terms have memory of their own.
-        lora.add_(sites, ys, x_TD, overlapped=output.workspace is not None)
+        ys, overlapped = torch.split(output.y, list(sizes), 1), output.workspace is not None
+        for group in groups:
+            own, ys = ys[: len(group.names)], ys[len(group.names) :]
+            if own and lora.changes(group):
+                # Keep `output`, and so the GEMM's workspace, until the terms have memory of their own.
+                lora.add_(group, own, x_TD, overlapped=overlapped)
+                overlapped = False
     return output.y
 
 
@@ -193,9 +193,7 @@ class FusedBase:
         self._mesh = Mesh() if base.sharding is None else base.sharding.mesh
         self._summed = {group: shard for group, shard in self._shards.items() if shard.partition.sums}
         self._quantized = {
-            shared.group: shared.stacked
-            for shared in base.sites.shared()
-            if isinstance(shared.stacked, QuantizedWeights)
+            shared.group: shared.whole for shared in base.sites.shared() if isinstance(shared.whole, QuantizedWeights)
         }
         if gemms is None:
             gemms = measure_gemms(self.stacked, base.device) if base.device.type == "cuda" else GemmChoice()
@@ -227,8 +225,8 @@ class FusedBase:
 
     @property
     def stacked(self) -> list[StackedWeights]:
-        """The stacked weights of each group."""
-        return [shared.stacked for shared in self.base.sites.shared()]
+        """The stacked weights of each input's sites."""
+        return [shared.whole for shared in self.base.sites.shared() if shared.whole is not None]
 
     @property
     def exchanges(self) -> Mapping[SiteGroup, Exchange]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
@@ -22,8 +23,14 @@ from coserve.model.quantized.modules import QuantizedLinear
 def shared_inputs(base: Base) -> list[list[SiteGroup]]:
     """Return each layer's sites in execution order, grouped: neighbours that receive the same tensor form a group.
 
-    Grouped sites are `nn.Linear`s, or quantised, that all have a bias, or all have none; three at most.
+    Grouped sites are `nn.Linear`s, or quantised, that all have a bias, or all have none; `MAX_SITES` at most, further
+    ones form the next group.
     """
+    return [[group for groups in layer for group in groups] for layer in _inputs(base)]
+
+
+def _inputs(base: Base) -> list[list[list[SiteGroup]]]:
+    """Return each layer's inputs in execution order, and of each the groups that read it."""
     runs: list[list[list[str]]] = [[] for _ in base.layers]
     seen: list[Tensor] = []  # kept alive, so that no other tensor reuses an address
     modules = dict(base.model.named_modules())
@@ -47,29 +54,42 @@ def shared_inputs(base: Base) -> list[list[SiteGroup]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return [[SiteGroup(tuple(names), index) for index, names in enumerate(layer)] for layer in runs]
+    found: list[list[list[SiteGroup]]] = []
+    for layer in runs:
+        index, inputs = itertools.count(), list[list[SiteGroup]]()
+        for names in layer:
+            cuts = [names[first : first + MAX_SITES] for first in range(0, len(names), MAX_SITES)]
+            inputs.append([SiteGroup(tuple(cut), next(index)) for cut in cuts])
+        found.append(inputs)
+    return found
 
 
 def share_inputs(base: Base) -> list[list[SiteGroup]]:
-    """Group sites as `shared_inputs` does and stack their weights, so that a group's sites run together from now on
-    (`LoraSites.share`)."""
-    groups, modules = shared_inputs(base), dict(base.model.named_modules())
-    for layer in groups:
-        for group in layer:
-            base.sites.share(stack(group, [modules[name] for name in group.names]))
-    return groups
+    """Group sites as `shared_inputs` does and stack the weights of each input, so that its sites run together from now
+    on (`LoraSites.share`)."""
+    inputs, modules = _inputs(base), dict(base.model.named_modules())
+    for groups in itertools.chain.from_iterable(inputs):
+        own = [[modules[name] for name in group.names] for group in groups]
+        whole, shard = stack([module for part in own for module in part]), shard_of(own[0][0])
+        sums = shard is not None and shard.partition.sums
+        first, *others = [
+            SharedInput(group, whole if len(groups) == 1 else stack(part), sums=sums)
+            for group, part in zip(groups, own, strict=True)
+        ]
+        first.lead(others, whole)
+        for shared in (first, *others):
+            base.sites.share(shared)
+    return [[group for groups in layer for group in groups] for layer in inputs]
 
 
 def _stackable(before: Sequence[nn.Module], module: nn.Module) -> bool:
-    return (
-        len(before) < MAX_SITES
-        and type(module) in (nn.Linear, QuantizedLinear)
-        and all(type(other) is type(module) and (other.bias is None) == (module.bias is None) for other in before)
+    return type(module) in (nn.Linear, QuantizedLinear) and all(
+        type(other) is type(module) and (other.bias is None) == (module.bias is None) for other in before
     )
 
 
-def stack(group: SiteGroup, modules: Sequence[nn.Module]) -> SharedInput:
-    """Stack the weights of the group's `modules`: they become views of one tensor (ΣO, D)."""
+def stack(modules: Sequence[nn.Module]) -> StackedWeights:
+    """Stack the weights of `modules`: they become views of one tensor (ΣO, D)."""
     biases = [bias for module in modules if (bias := cast("nn.Parameter | None", module.bias)) is not None]
     if len(modules) > 1 and biases:
         _restack(biases)
@@ -80,16 +100,13 @@ def stack(group: SiteGroup, modules: Sequence[nn.Module]) -> SharedInput:
         _restack(scales)
         sizes = tuple(len(own) for own in codes)
         bias_O = _whole(biases) if biases else None
-        whole_weights = replace(first.stored, weight=_whole(codes), scales=_whole(scales), bias=bias_O, sizes=sizes)
-        return SharedInput(group, whole_weights)
+        return replace(first.stored, weight=_whole(codes), scales=_whole(scales), bias=bias_O, sizes=sizes)
     weights = [cast(nn.Parameter, module.weight) for module in modules]
     if len(modules) > 1:
         _restack(weights)
     whole = _turn(weights[0]) if isinstance(modules[0], Conv1D) else _whole(weights)
     sizes = (len(whole),) if len(weights) == 1 else tuple(len(weight) for weight in weights)
-    shard = shard_of(modules[0])
-    sums = shard is not None and shard.partition.sums
-    return SharedInput(group, StackedWeights(whole, _whole(biases) if biases else None, sizes), sums=sums)
+    return StackedWeights(whole, _whole(biases) if biases else None, sizes)
 
 
 def _turn(part: nn.Parameter) -> Tensor:

@@ -132,14 +132,26 @@ class SharedInput:
         self._pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
         """The input and all outputs, from the first site's call to the last one's. Not in the running context, which
         traced code must not read."""
+        self.whole: StackedWeights | None = stacked
+        """What a fused forward multiplies x by at once; None: another group's product has this one's outputs."""
+        self._others: tuple[SharedInput, ...] = ()
+
+    def lead(self, others: Sequence[SharedInput], whole: StackedWeights) -> None:
+        """Let fused forwards compute the outputs of the layer's next groups, `others`, with this one's: they read the
+        same input. `whole`: the weights of all."""
+        self.whole, self._others = whole, tuple(others)
+        for other in others:
+            other.whole = None
 
     def output(self, place: int, x: Tensor) -> Tensor:
         """Return the output of the site at index `place` for `x` in a fused forward. Traced by torch.compile."""
-        if place == 0:
-            y = self.stacked.traced_linear(x, self.index)
-            if len(self.sizes) == 1:
+        if place == 0 and self.whole is not None:
+            y = self.whole.traced_linear(x, self.index)
+            if len(self.whole.sizes) == 1:
                 return y
-            self._pending = (x, torch.split(y, list(self.sizes), -1))
+            parts = torch.split(y, list(self.whole.sizes), -1)
+            for one in (self, *self._others):
+                one._pending, parts = (x, parts[: len(one.sizes)]), parts[len(one.sizes) :]
         return self._kept(place, x)
 
     def traced(self, place: int, x: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from coserve.kernels.lora.types import LoraPair, SiteGroup
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.quantized.modules import quantize_layers
 from tests.support.examples import in_turns
+from tests.support.families import tiny_family
 from tests.support.lora_backends import GROUPED
 from tests.support.tiny_models import FAMILIES, tiny_model
 
@@ -69,6 +71,36 @@ def test_groups_are_seen_not_named() -> None:
     ] * 2
     gpt2 = FusedBase(wrap_base(tiny_model("gpt2"), name="gpt2"), compiled=False)
     assert suffixes(gpt2.groups[0]) == [("c_attn",), ("c_proj",), ("c_fc",), ("c_proj",)]
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_more_sites_of_one_input_than_a_group_takes_are_one_product(quantization: str | None) -> None:
+    """Each group with its own terms: adapters of all sites, and of one site of the last group alone."""
+    model = tiny_family("qwen3_5_text")
+    if quantization is not None:
+        quantize_layers(model, quantization)
+    base = wrap_base(model, name="qwen3_5")
+    weights, plain = adapter(base), logits(base)
+    fused = FusedBase(base, compiled=False)
+    layer = suffixes(fused.groups[0])
+    assert layer[:3] == [("in_proj_qkv", "in_proj_z", "in_proj_b"), ("in_proj_a",), ("out_proj",)]
+    first, second = (base.sites.shared_by_site()[group.names[0]] for group in fused.groups[0][:2])
+    assert first.whole is not None and second.whole is None
+    assert len(fused.stacked) == sum(len(one) - (("in_proj_a",) in suffixes(one)) for one in fused.groups)
+    for one in (first, second):
+        start = 0 if one is first else sum(first.sizes)
+        part = first.whole.weight[start : start + sum(one.sizes)]
+        assert part.data_ptr() == one.stacked.weight.data_ptr(), "a weight is in memory twice"
+        assert torch.equal(part, one.stacked.weight)
+    alone = LoraWeights(weights.settings, {name: one for name, one in weights.sites.items() if "in_proj_a" in name})
+    tolerance = {"rtol": 1e-4, "atol": 1e-4}
+    attention = PackedAttention(BOUNDS)
+    torch.testing.assert_close(fused.forward(TOKENS, POSITIONS, attention, lora=None, keep=None), plain, **tolerance)
+    for own in (weights, alone):
+        adapted = logits(base, LoraBatch(Segments((0, 16), (0,)), (own,), GROUPED))
+        assert not torch.allclose(adapted, plain, **tolerance)
+        got = fused.forward(TOKENS, POSITIONS, attention, lora=one_adapter(fused, own, 16), keep=None)
+        torch.testing.assert_close(got, adapted, **tolerance)
 
 
 def test_conv1d_weights_lie_as_linear_ones_do() -> None:
