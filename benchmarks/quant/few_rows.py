@@ -62,7 +62,7 @@ def _timed(x_TD: Tensor, weights: Sequence[tuple[StackedWeights, Fp8Weights]], *
     """Microseconds of a product, by kind."""
     dense, stored = [one for one, _ in weights], [one for _, one in weights]
     (rows, inputs), outputs = x_TD.shape, stored[0].weight.shape[0]
-    counters = skinny.make_counters(outputs, x_TD.device)
+    counters, most = skinny.make_counters(outputs, x_TD.device), skinny.rows_of(rows) or rows
     chosen: dict[str, str] = {}
 
     def time_of(product: Product, of: Sequence[StackedWeights] = stored) -> float:
@@ -88,10 +88,10 @@ def _timed(x_TD: Tensor, weights: Sequence[tuple[StackedWeights, Fp8Weights]], *
     def ours(shapes: Sequence[Shape], *, rounded: bool) -> dict[str, Product]:
         return {str(shape): partial(_skinny, counters=counters, shape=shape, rounded=rounded) for shape in shapes}
 
-    wide = ours(skinny.shapes_of(inputs, outputs, x_TD.dtype), rounded=False)
+    wide = ours(skinny.shapes_of(inputs, outputs, x_TD.dtype, most), rounded=False)
     if rows == 1:
         wide |= {f"gemv {shape}": partial(_gemv, shape=shape) for shape in gemv.shapes_of(inputs)}
-    narrow = skinny.shapes_of(inputs, outputs, x_TD.dtype, rounded=True)
+    narrow = skinny.shapes_of(inputs, outputs, x_TD.dtype, most, rounded=True)
     alone = [replace(shape, ahead=0) for shape in narrow]
     found = {
         "before": time_of(lambda x, w: None),

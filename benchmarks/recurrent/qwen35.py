@@ -1,13 +1,14 @@
 """Qwen3.5-9B's shape with random weights on one GPU: decode, a prompt, and fine-tuning.
 
-    python -m benchmarks.recurrent.qwen35 --out benchmarks/results [--only decode,prefill,profile,finetune,peft]
+    python -m benchmarks.recurrent.qwen35 --out benchmarks/results [--only kernels,decode,prefill,profile,finetune,peft]
     TRITON_INTERPRET=1 python -m benchmarks.recurrent.qwen35 --tiny --out /tmp/tried
 
 Decode runs through the engine, with compiled layers and CUDA graphs. Its floor is the time to read the weights once
 and to read and write each sequence's states once, at `--bandwidth`. Fine-tuning is the daemon's trainer with one
 adapter of rank 16 on all linear modules of the layers, compiled as the daemon does by default. `peft` is the same
 adapter in PEFT and transformers, whose recurrence is flash-linear-attention's where it is installed. `profile` lists
-the kernels of a decode step of 64 sequences.
+the kernels of a decode step of 64 sequences; `kernels` times some of them by each of their launch shapes
+(`benchmarks.recurrent.kernels`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.common.results import Results, Target
 from benchmarks.ets.figure_5_1_trainer import trained_jobs
 from benchmarks.finetuning.with_peft import chunked_loss
 from benchmarks.peers.trainer import adapted
+from benchmarks.recurrent.kernels import measure_kernels
 from benchmarks.serving.case import SEED, Bench, Load, Shape, hardware
 from benchmarks.serving.idle import measure
 from coserve.memory.kv import KvCache
@@ -165,7 +167,6 @@ def main() -> None:
     options = parser.parse_args()
     check_tiny(parser, options)
     wanted, shape = set(options.only.split(",")), TINY if options.tiny else FULL
-    base = wrap_base(make_model(shape), name="qwen3.5-9b-random")
     results = Results.of(
         options,
         "recurrent.json",
@@ -174,6 +175,11 @@ def main() -> None:
         seed=SEED,
         settings=vars(shape) | {"bandwidth": options.bandwidth},
     )
+    if "kernels" in wanted:
+        measure_kernels(results, torch.device(shape.device), options.bandwidth, tiny=options.tiny)
+    if not wanted - {"kernels"}:
+        return
+    base = wrap_base(make_model(shape), name="qwen3.5-9b-random")
     if "peft" in wanted:
         with_peft(base.spec.default_targets, shape, results, tiny=options.tiny)
     if "finetune" in wanted:

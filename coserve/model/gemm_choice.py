@@ -156,7 +156,9 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             continue
         known = all(kind in wide and shape in gemv.shapes_of(kind[0]) for kind, shape in saved.gemv) and all(
-            shape in (*skinny.SHAPES, *skinny.ROUNDED_SHAPES) and rows in skinny.ROWS and (inputs_, outputs) in wide
+            shape in (*skinny.SHAPES, *skinny.WIDE_SHAPES, *skinny.ROUNDED_SHAPES)
+            and rows in skinny.ROWS
+            and (inputs_, outputs) in wide
             for (rows, inputs_, outputs), shape in saved.skinny
         )
         if not known or {tuple(kind) for kind in saved.kinds} != kinds.keys():

@@ -34,7 +34,7 @@ def test_single_row_in_a_graph(inputs: int, sizes: tuple[int, ...]) -> None:
         slots.put(slot, *table_entries(own))
     plan = TilePlan(step.tiles, 128, decode=True)
     counters = skinny.make_counters(sum(sizes), device)
-    for shape in (*shapes_of(inputs), *skinny.shapes_of(inputs, sum(sizes), x.dtype)):
+    for shape in (*shapes_of(inputs), *skinny.shapes_of(inputs, sum(sizes), x.dtype, 16)):
 
         def run(shape: tuple[int, int] | skinny.Shape = shape) -> torch.Tensor:
             torch.mul(given, 2, out=x)

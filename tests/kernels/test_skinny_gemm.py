@@ -43,13 +43,17 @@ def test_rows_through_a_weight(shape: Shape, rows: int, bias: bool) -> None:
 
 def test_who_is_served() -> None:
     assert [rows_of(n) for n in (1, 2, 16, 17, 64, 65)] == [16, 16, 16, 32, 64, None]
-    assert [shape.n for shape in shapes_of(4096, 6144, torch.bfloat16)] == [64, 64, 32, 32, 16]
-    assert [shape.n for shape in shapes_of(1024, 1024, torch.bfloat16)] == [32, 32, 16, 16, 16]
-    assert shapes_of(4096, 6144, torch.float32) == []
-    assert {shape.splits for shape in shapes_of(4096 + 256, 4096, torch.bfloat16)} == {1, 2}
-    assert {shape.splits for shape in shapes_of(4096 + 128, 4096, torch.bfloat16)} == {1}
-    assert shapes_of(100, 6144, torch.float16) == []
-    assert shapes_of(4096, 16, torch.float16) == list(SHAPES), "expected some where none has a fair number of programs"
+    assert [shape.n for shape in shapes_of(4096, 6144, torch.bfloat16, 32)] == [64, 64, 32, 32, 16]
+    assert [shape.n for shape in shapes_of(1024, 1024, torch.bfloat16, 16)] == [32, 32, 16, 16, 16]
+    assert shapes_of(4096, 6144, torch.float32, 64) == []
+    assert {shape.splits for shape in shapes_of(4096 + 256, 4096, torch.bfloat16, 32)} == {1, 2}
+    assert {shape.splits for shape in shapes_of(4096 + 128, 4096, torch.bfloat16, 32)} == {1}
+    wide = {shape.n for shape in shapes_of(4096, 24576, torch.bfloat16, 64)}
+    assert wide == {64, 128, 256}, "expected large blocks of outputs for many rows"
+    assert shapes_of(100, 6144, torch.float16, 64) == []
+    assert shapes_of(4096, 16, torch.float16, 32) == list(SHAPES), (
+        "expected some where none has a fair number of programs"
+    )
 
 
 @pytest.mark.gpu
@@ -65,7 +69,7 @@ def test_rows_in_a_graph(inputs: int, outputs: int, rows: int) -> None:
 
     weight, bias, given = draw(outputs, inputs) * 0.02, draw(outputs), draw(rows, inputs)
     x, counters = torch.empty_like(given), make_counters(outputs, device)
-    for shape in shapes_of(inputs, outputs, torch.bfloat16):
+    for shape in shapes_of(inputs, outputs, torch.bfloat16, rows_of(rows) or rows):
 
         def run(shape: Shape = shape) -> list[torch.Tensor]:
             found = []
@@ -111,7 +115,7 @@ def test_the_shrink_beside_a_product(inputs: int, sizes: tuple[int, ...], rows: 
     segments = Segments(tuple(bounds), tuple(range(len(bounds) - 1)))
     tiles = upload(cut(segments, ranks, 8), 8, rows, device)
     plan = TilePlan(tiles, 64, True)
-    for shape in shapes_of(inputs, outputs, torch.bfloat16):
+    for shape in shapes_of(inputs, outputs, torch.bfloat16, rows_of(rows) or rows):
 
         def run(*, apart: bool, overlapped: bool = True, shape: Shape = shape) -> list[torch.Tensor]:
             found = []

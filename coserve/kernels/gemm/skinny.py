@@ -62,6 +62,17 @@ SHAPES = (
     Shape(16, 256, 2, 4, 4),
     Shape(16, 256, 4, 4, 4),
 )
+WIDE_SHAPES = (
+    Shape(128, 64, 1, 8, 4),
+    Shape(128, 64, 2, 8, 4),
+    Shape(128, 64, 4, 8, 4),
+    Shape(128, 128, 1, 8, 4),
+    Shape(128, 128, 2, 8, 4),
+    Shape(128, 128, 4, 8, 4),
+    Shape(256, 64, 1, 8, 5),
+    Shape(256, 64, 2, 8, 5),
+)
+"""Further shapes for 33 to 64 rows of 16 bits, of which a program of 64 outputs reads as many bytes as of weights."""
 ROUNDED_SHAPES = (
     Shape(64, 128, 1, 4, 8, 4),
     Shape(64, 128, 2, 4, 8, 4),
@@ -153,15 +164,16 @@ def rows_of(rows: int) -> int | None:
     return next((most for most in ROWS if most >= rows), None)
 
 
-def shapes_of(inputs: int, outputs: int, dtype: torch.dtype, *, rounded: bool = False) -> list[Shape]:
-    """Return the `SHAPES`, or the `ROUNDED_SHAPES`, to try: those whose blocks divide D `inputs`, within `PROGRAMS` if
-    any is.
+def shapes_of(inputs: int, outputs: int, dtype: torch.dtype, rows: int, *, rounded: bool = False) -> list[Shape]:
+    """Return the shapes to try for up to `rows` rows, an entry of `ROWS`: those whose blocks divide D `inputs`, within
+    `PROGRAMS` if any is. `rounded`: x is in FP8.
 
     Empty for fp32, which tensor cores would round.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return []
-    (fewest, most), shapes = PROGRAMS, ROUNDED_SHAPES if rounded else SHAPES
+    shapes = ROUNDED_SHAPES if rounded else SHAPES + (WIDE_SHAPES if rows > 32 else ())
+    fewest, most = PROGRAMS
     fair = [shape for shape in shapes if fewest <= cdiv(outputs, shape.n) * shape.splits <= most]
     return [shape for shape in fair or shapes if inputs % (shape.splits * shape.k) == 0]
 
@@ -233,7 +245,7 @@ def run_each(weights: StackedWeights, counters: Tensor, rows: int) -> None:
     """Run each kernel that `fastest` compares. Inside `compile_only` this compiles them all concurrently."""
     x_TD = torch.zeros(rows, weights.in_features, dtype=weights.dtype, device=weights.weight.device)
     rounded = _rounded(weights, x_TD)
-    for shape in shapes_of(x_TD.shape[1], len(weights.weight), x_TD.dtype, rounded=rounded):
+    for shape in shapes_of(x_TD.shape[1], len(weights.weight), x_TD.dtype, rows, rounded=rounded):
         skinny_gemm(x_TD, weights.weight, None, counters, shape, weights.row_scales, rounded=rounded)
 
 
@@ -247,7 +259,7 @@ def fastest(weights: Sequence[StackedWeights], counters: Tensor, rows: int) -> S
     x = torch.randn(rows, weights[0].in_features, dtype=weights[0].dtype, device=weights[0].weight.device)
     best, chosen = milliseconds(lambda x_TD, w: w.linear(x_TD), x, weights), None
     rounded = _rounded(weights[0], x)
-    for shape in shapes_of(x.shape[1], len(weights[0].weight), x.dtype, rounded=rounded):
+    for shape in shapes_of(x.shape[1], len(weights[0].weight), x.dtype, rows, rounded=rounded):
         own = partial(skinny_gemm, bias_O=None, counters=counters, shape=shape, rounded=rounded)
         try:
             spent = milliseconds(lambda x_TD, w, own=own: own(x_TD, w.weight, scale_O=w.row_scales), x, weights)

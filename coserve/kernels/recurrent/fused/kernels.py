@@ -6,7 +6,7 @@ to[b]. A token t has its sequence's first row in first[t], and its slot in sourc
 padding.
 """
 
-# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator, assignment"
 # ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
 
 from __future__ import annotations
