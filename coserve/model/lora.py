@@ -133,7 +133,7 @@ class SharedInput:
         """The input and all outputs, from the first site's call to the last one's. Not in the running context, which
         traced code must not read."""
         self.whole: StackedWeights | None = stacked
-        """What a fused forward multiplies x by at once; None: another group's product has this one's outputs."""
+        """Weights of all sites that read x, one product of a fused forward; None: another group's `whole` has them."""
         self._others: tuple[SharedInput, ...] = ()
 
     def lead(self, others: Sequence[SharedInput], whole: StackedWeights) -> None:
