@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
+import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from coserve.core.names import ADAPTER_WEIGHTS
+from coserve.core.schemas import HistoryPoint
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.files.packed_header import PACKED_FILE
@@ -110,3 +114,31 @@ async def test_a_file_that_rots_is_found_and_harms_nobody_else(api: Api) -> None
     (note,) = [note for note in health["notes"] if "SHA-256" in note]
     assert note.startswith("adapter a1@1: adapter_model.safetensors")
     assert [await ask(api, f"a{i}") for i in range(3)] == alone
+
+
+async def reload(api: Api, count: int) -> None:
+    """Each time load a name in place and use it, and use an adapter that has left memory since its last request."""
+    for i in range(count):
+        body = {"lora_name": "live", "lora_path": f"a{i % ADAPTERS}", "load_inplace": True}
+        async with api.http.post("/v1/load_lora_adapter", json=body) as response:
+            assert response.status == 200, await response.text()
+        for name in ("live", f"a{(i + 2) % ADAPTERS}"):
+            await api.answered(200, "POST", "/generate", json={"prompt": PROMPT, "max_tokens": 1, "adapter": name})
+
+
+def held(api: Api) -> Counter[str]:
+    """What this process holds: objects by their type, descriptors, threads, and the files of adapters."""
+    gc.collect()
+    types = Counter(type(each) for each in gc.get_objects())
+    found = {of.__qualname__: n for of, n in types.items() if of.__module__.startswith(("coserve", "torch"))}
+    found.pop(HistoryPoint.__qualname__, None)  # one a second, up to an hour's
+    folders = {"descriptors": Path("/proc/self/fd").iterdir(), "files": api.folder.adapters.rglob("*")}
+    found |= {name: len([*entries]) for name, entries in folders.items()}
+    return Counter(found | {"threads": threading.active_count()})
+
+
+async def test_nothing_grows_with_the_number_of_reloads(api: Api) -> None:
+    await reload(api, 2 * ADAPTERS)
+    before = held(api)
+    await reload(api, count := 30)
+    assert {name: n - before[name] for name, n in held(api).items() if n - before[name] >= count // 2} == {}
