@@ -276,6 +276,7 @@ SERVE = tuple(f"--{field.name.replace('_', '-')}" for field in dataclasses.field
         (SERVE, "--enable-lora", "adapters of any number and rank"),
         (SERVE, "--seed", "each request has its own seed"),
         (SERVE, "--max-cpu-loras", "in bytes"),
+        (SERVE, "--lora-paths", "coserve adapters import"),
     ],
 )
 def test_an_unknown_option_is_answered_as_a_field_is(options: tuple[str, ...], given: str, says: str) -> None:

@@ -201,15 +201,22 @@ OPTION_ALIASES = {
 """Maps other programs' command-line options, which are not fields of a request, to ours."""
 NEEDLESS_OPTIONS = {
     **dict.fromkeys(
-        ("enable_lora", "max_loras", "max_lora_rank"), "adapters of any number and rank are served without it"
+        ("enable_lora", "max_loras", "max_lora_rank", "max_loras_per_batch", "lora_target_modules"),
+        "adapters of any number and rank, at any modules, are served without it",
     ),
-    "lora_modules": "adapters are imported while the daemon runs: coserve adapters import NAME FOLDER",
+    **dict.fromkeys(
+        ("lora_modules", "lora_paths"),
+        "adapters are imported while the daemon runs: coserve adapters import NAME FOLDER",
+    ),
     "enforce_eager": "--compile off runs without compiled layers and CUDA graphs",
     **dict.fromkeys(
         ("max_model_len", "context_length"), "a request may use the base's whole context, and takes pages as it grows"
     ),
     "cuda_graph_sizes": "graphs are captured for all sizes up to --max-running and --step-tokens",
-    "max_cpu_loras": "--host-adapter-bytes is the host memory for adapters, in bytes",
+    **dict.fromkeys(
+        ("max_cpu_loras", "max_loaded_loras"), "--host-adapter-bytes is the host memory for adapters, in bytes"
+    ),
+    "lora_eviction_policy": "adapters leave memory by uses and size; coserve adapters set NAME --pin keeps one",
     "no_enable_prefix_caching": "it is --no-prefix-cache here",
     "enable_chunked_prefill": "prompts are computed in chunks of at most --step-tokens",
     **dict.fromkeys(
