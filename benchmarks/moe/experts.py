@@ -1,14 +1,14 @@
 """Adapters of experts on one GPU, at Qwen3-30B-A3B's shape with random weights: decode beside the base alone, and
 training beside PEFT's.
 
-    python -m benchmarks.moe.experts --out benchmarks/results [--only serve,train] [--layers 24]
+    python -m benchmarks.moe.experts --out benchmarks/results [--only kernels,serve,train] [--layers 24]
     TRITON_INTERPRET=1 python -m benchmarks.moe.experts --tiny --out /tmp/tried
 
 `serve`: 1 to 256 requests at once without adapters, all of one adapter, and uniformly of 32, through the engine with
 compiled layers and CUDA graphs. Adapters have rank 16 at every expert's gate and up, and down. The ceiling adds to the
 base's time that of reading each (adapter, expert) pair that tokens choose once, at `--bandwidth`. `train`: optimizer
 steps of one such adapter on 8 rows of 512 tokens, ours and PEFT's (`target_parameters`), one after the other in one
-process. A part that fails leaves its error in the result.
+process. `kernels`: the terms' kernels alone (`kernels.py`). A part that fails leaves its error in the result.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.ets.figure_5_1_trainer import random_corpus
+from benchmarks.moe.kernels import measure_kernels
 from benchmarks.serving.case import SEED, Bench, Load, Shape, hardware, synchronize
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings
@@ -200,7 +201,7 @@ def train(shape: Shape, moe: MoeShape, results: Results, *, tiny: bool) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
-    parser.add_argument("--only", default="serve,train", help="parts, separated by commas")
+    parser.add_argument("--only", default="kernels,serve,train", help="parts, separated by commas")
     parser.add_argument("--layers", type=int, default=FULL.layers, help="of the base that serves; the model has 48")
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second of the GPU's memory")
     options = parser.parse_args()
@@ -228,7 +229,10 @@ def main() -> None:
         few = shape if tiny else replace(shape, layers=TRAINED_LAYERS)
         train(few, moe, results, tiny=tiny)
 
-    for part, run in (("train", trained), ("serve", served)):
+    def timed() -> None:
+        measure_kernels(results, moe, RANK, options.bandwidth, torch.device(shape.device), tiny=tiny)
+
+    for part, run in (("kernels", timed), ("train", trained), ("serve", served)):
         if part not in options.only.split(","):
             continue
         try:

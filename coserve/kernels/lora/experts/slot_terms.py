@@ -12,15 +12,42 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from coserve.kernels.gpu.device import device_info
+from coserve.kernels.gpu.launcher import Launcher, options
 from coserve.kernels.gpu.rounding import cdiv
 from coserve.kernels.lora.experts import slot_kernel
 from coserve.kernels.lora.experts.rows import ExpertRows
-from coserve.kernels.lora.types import VECTOR, LoraPair
+from coserve.kernels.lora.types import ALIGNMENT, VECTOR, LoraPair, is_aligned
 
-BLOCK_S, BLOCK_O = 16, 256
-"""Rows of a program, and outputs of one that expands."""
-BLOCK_D = 256
-"""Inputs that a program of `shrink` multiplies at once."""
+SHRINK, EXPAND = Launcher(slot_kernel.shrink), Launcher(slot_kernel.expand)
+WARPS = 4
+HELD = 8192
+"""Most numbers of a matrix that a program reads at once."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of the kernels' programs."""
+
+    rows: int
+    """Most rows of one pair that a program computes: 8 or a larger power of 2."""
+    inputs: int
+    """Inputs that a program of `shrink` multiplies at once."""
+    steps: int | None
+    """How often it does; None: as often as there are inputs."""
+    stages: int
+    """How many of them it reads at once."""
+    outputs: int
+    """Outputs that a program of `expand` computes."""
+    early: bool = True
+    """Whether `expand` reads B while `shrink` runs, on GPUs that can."""
+    align: int = ALIGNMENT
+    """Bytes; 2: matrices are read number by number, as until 2026-11-29. For comparison."""
+
+
+FEW, MANY = Tiling(8, 128, 4, 5, 256), Tiling(16, 256, None, 3, 256)
+FEW_ROWS = 4096
+"""Most rows for which programs are cut for pairs that one row or a few have chosen: 512 tokens with 8 experts each."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +97,12 @@ class ExpertSlots:
 
 
 def _kernel_layout(pair: LoraPair) -> LoraPair:
-    """Return the pair with rows of b_OR at whole vectors."""
-    width, b_OR = -(-pair.rank // VECTOR) * VECTOR, pair.b_OR
-    if b_OR.stride(0) == width:
-        return pair
-    return replace(pair, b_OR=pad(b_OR, (0, width - pair.rank))[:, : pair.rank])
+    """Return the pair with aligned matrices, rows of b_OR at whole vectors."""
+    width, a_RD, b_OR = -(-pair.rank // VECTOR) * VECTOR, pair.a_RD, pair.b_OR
+    if b_OR.stride(0) != width or b_OR.data_ptr() % ALIGNMENT:
+        b_OR = pad(b_OR, (0, width - pair.rank))[:, : pair.rank]  # a copy, of no padding too
+    copy = torch.contiguous_format
+    return replace(pair, a_RD=a_RD if is_aligned(a_RD) else a_RD.clone(memory_format=copy), b_OR=b_OR)
 
 
 def _send(host: Tensor, to: Tensor) -> None:
@@ -102,35 +130,46 @@ class SlotExpertLora:
 
     def add(self, site: str, y_SO: Tensor, x_SD: Tensor, rows: ExpertRows) -> Tensor:
         """See `ExpertLora`; writes into y."""
-        table = self._tables[site]
-        count, inputs = x_SD.shape
-        h_SR = x_SD.new_empty(count, self._width, dtype=torch.float32)
-        where = self._slots_T, rows.token_S, rows.expert_S, table.addresses, table.ranks
-        slot_kernel.shrink[(count,)](
-            x_SD,
-            h_SR,
-            *where,
-            table.scalings,
-            count,
-            rows.experts,
-            inputs,
-            x_SD.stride(0),
-            BLOCK_S=BLOCK_S,
-            BLOCK_D=BLOCK_D,
-            R=self._width,
-            num_warps=4,
-        )
-        slot_kernel.expand[(count, cdiv(y_SO.shape[1], BLOCK_O))](
-            h_SR,
-            y_SO,
-            *where,
-            count,
-            rows.experts,
-            y_SO.shape[1],
-            y_SO.stride(0),
-            BLOCK_S=BLOCK_S,
-            BLOCK_O=BLOCK_O,
-            R=self._width,
-            num_warps=4,
-        )
+        count = len(x_SD)
+        add_terms(y_SO, x_SD, self._slots_T, rows, self._tables[site], self._width, FEW if count <= FEW_ROWS else MANY)
         return y_SO
+
+
+def add_terms(
+    y_SO: Tensor, x_SD: Tensor, slots_T: Tensor, rows: ExpertRows, table: ExpertTable, width: int, tiling: Tiling
+) -> None:
+    """Compute `y += scaling (x Aᵀ) Bᵀ` in place. `width`: at least 16 and any rank, a power of 2."""
+    (count, inputs), outputs = x_SD.shape, y_SO.shape[1]
+    if not count:
+        return
+    block_d = max(16 * WARPS, min(tiling.inputs, HELD // width))
+    block_o = max(16, min(tiling.outputs, HELD // width))
+    steps = min(tiling.steps * tiling.inputs // block_d if tiling.steps else inputs, cdiv(inputs, block_d))
+    splits = cdiv(inputs, steps * block_d)
+    pdl = tiling.early and device_info(x_SD.device).early_launch
+    where = slots_T, rows.token_S, rows.expert_S, table.addresses, table.ranks
+    h = x_SD.new_empty(splits, count, width, dtype=torch.float32)
+    SHRINK(
+        (count, splits, 1),
+        (x_SD, h, *where),
+        (count, rows.experts, inputs, x_SD.stride(0)),
+        R=width,
+        BLOCK_S=tiling.rows,
+        BLOCK_D=block_d,
+        STEPS=steps,
+        PARTS=WARPS,
+        STAGES=min(tiling.stages, 1 + 4 * HELD // (width * block_d)),
+        ALIGN=tiling.align,
+        **options(False, WARPS, 1) | {"PDL": pdl},
+    )
+    EXPAND(
+        (count, cdiv(outputs, block_o), 1),
+        (h, y_SO, *where, table.scalings),
+        (count, rows.experts, outputs, y_SO.stride(0)),
+        R=width,
+        SPLITS=splits,
+        BLOCK_S=tiling.rows,
+        BLOCK_O=block_o,
+        ALIGN=tiling.align,
+        **options(pdl, WARPS, 1),
+    )
