@@ -77,6 +77,7 @@ def engine_stats(
         cuda_alloc_retries=allocator.retries,
         pinned_allocs=allocator.pinned,
         preemptions=scheduler.preemptions,
+        step_adapters=scheduler.step_adapters,
         prefix_queries=scheduler.active.prefix_queries,
         prefix_hits=scheduler.active.prefix_hits,
         resident=adapters.resident(),

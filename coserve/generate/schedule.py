@@ -104,7 +104,8 @@ class Scheduler:
         self._few = self._max_active
         """Most requests that may wait for pages: `FEW` while pages are short, doubled by each step that leaves none
         waiting."""
-        self.preemptions = 0
+        self.preemptions = self.step_adapters = 0
+        """`step_adapters`: adapters of the steps so far, each counted in every step."""
 
     def __len__(self) -> int:
         """Requests in the batch."""
@@ -296,6 +297,7 @@ class Scheduler:
             self._few = FEW
         elif not self._line:
             self._few = min(2 * self._few, self._max_active)
+        self.step_adapters += len({item.request.adapter for item in scheduled} - {None})
         return scheduled
 
     def _leave_queue(self, request: Request) -> None:

@@ -193,6 +193,7 @@ async def test_counters_of_the_engine_go_on_over_its_restarts(api: Api) -> None:
     assert found["coserve_generation_step_seconds_total,beside_training=true,kind=decode"] == 1.0
     assert found["coserve_generation_step_seconds_total,beside_training=false,kind=prefill"] == 0.5
     assert found["coserve_preemptions_total"] == 4
+    assert found["coserve_step_adapters_total"] == 14
     assert found["coserve_engine_cuda_alloc_total"] == 8
     assert found["coserve_prefix_cache_queries_total"] == 100
     assert found["coserve_prefix_cache_hits_total"] == 60

@@ -72,6 +72,7 @@ def stats(steps: float) -> EngineStats:
         memory_planned=0,
         memory_peak=0,
         preemptions=0,
+        step_adapters=0,
         prefix_queries=0,
         prefix_hits=0,
         resident=(),

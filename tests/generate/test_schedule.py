@@ -191,6 +191,16 @@ def test_the_one_that_grows_may_be_the_one_that_gives_way() -> None:
     assert second.pages == []
 
 
+def test_adapters_of_steps_are_counted_in_each_step() -> None:
+    source, refs = BarePages(9, 2), [None, AdapterRef("a", 1), AdapterRef("b", 1), AdapterRef("b", 1)]
+    scheduler = Scheduler(source, BareAdapters(), max_running=9, step_tokens=16)
+    for i, (ref, tokens) in enumerate(zip(refs, (1, 1, 1, 2), strict=True)):
+        scheduler.add(request(i, 1, tokens, ref))
+    while len(scheduler):
+        run(scheduler, source, next_scheduled(scheduler), 16)
+    assert scheduler.step_adapters == 2 + 1
+
+
 def test_a_sequence_that_does_not_fit_alone_is_our_own_bug() -> None:
     source = BarePages(1, 2)
     scheduler = Scheduler(source, BareAdapters(), max_running=4, step_tokens=16)

@@ -238,6 +238,7 @@ class FakeEngine:
             "memory_peak": 900,
             "cuda_allocs": 4,
             "preemptions": 2,
+            "step_adapters": 7,
             "prefix_queries": 50,
             "prefix_hits": 30,
             "steps": (

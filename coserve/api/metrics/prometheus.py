@@ -24,6 +24,11 @@ _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 13
 
 _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("preemptions", "Sequences sent back to the queue", lambda s: s.preemptions),
+    (
+        "step_adapters",
+        "Adapters of generation steps, each counted in every step; divided by the steps, adapters of a step",
+        lambda s: s.step_adapters,
+    ),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
     ("serve_seconds", "Time in generation steps", lambda s: s.serve_seconds),

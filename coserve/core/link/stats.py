@@ -63,6 +63,8 @@ class EngineStats(Message, frozen=True):
     """Bytes of GPU memory that the plan gives to torch, and torch's peak; 0 without a plan."""
     memory_peak: int
     preemptions: int
+    step_adapters: int
+    """Adapters of the generation steps so far, each counted in every step."""
     prefix_queries: int
     prefix_hits: int
     """Prompt tokens looked up in the prefix cache so far, and found there."""
