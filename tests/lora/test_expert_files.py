@@ -216,5 +216,5 @@ def test_what_would_be_wrong_is_refused(
 
 def test_a_base_without_experts_says_so(tmp_path: Path) -> None:
     tensors = single("mixtral", "model.layers.1.mlp.experts", ("w1", "w3", "w2"))
-    with pytest.raises(UnsupportedAdapter, match="fused experts"):
+    with pytest.raises(UnsupportedAdapter, match="need a base with fused experts' parameters, llama has none"):
         load(write(tmp_path, tensors), "llama")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from coserve.cli.app import app
+from coserve.cli.node.plan import read_shape
 from coserve.core.errors import InvalidRequest
 from coserve.workloads.popularity import Popularity, Shape, shares
 from coserve.workloads.provisioning.admission import (
@@ -125,3 +126,23 @@ def test_the_command_plans_from_a_config_and_a_trace(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "hidden_size": 8}))
     refused = runner.invoke(app, ["plan", str(tmp_path)])
     assert isinstance(refused.exception, InvalidRequest)
+
+
+@pytest.mark.parametrize(
+    ("named", "layers", "chosen"),
+    [
+        ({"n_routed_experts": 64, "first_k_dense_replace": 3, "num_experts_per_tok": 8}, 45, 8),
+        ({"n_routed_experts": 64, "moe_layer_freq": [0, *[1] * 47], "num_experts_per_tok": 8}, 47, 8),
+        ({"n_routed_experts": 64, "mlp_layer_types": ["dense", *["sparse"] * 47], "num_experts_per_tok": 4}, 47, 4),
+        ({"num_experts": 64, "mlp_only_layers": [0, 7], "num_experts_per_tok": 8}, 46, 8),
+        ({"moe_num_experts": 64, "moe_k": 6, "moe_layer_start_index": 1}, 47, 6),
+        ({"num_experts": 64, "moe_topk": 1}, 48, 1),
+    ],
+    ids=["deepseek_v3", "mimo_v2", "glm4_lite", "qwen", "ernie", "hunyuan"],
+)
+def test_layers_without_experts_have_no_pairs(
+    named: dict[str, object], layers: int, chosen: int, tmp_path: Path
+) -> None:
+    sizes = {"num_hidden_layers": 48, "hidden_size": 2048, "moe_intermediate_size": 768}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | named))
+    assert read_shape(tmp_path) == MoeShape(layers, 2048, 768, 64, chosen)

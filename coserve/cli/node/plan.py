@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -104,12 +105,22 @@ def read_shape(model: Path) -> MoeShape:
         return int(found)
 
     return MoeShape(
-        layers=size("num_hidden_layers"),
+        layers=size("num_hidden_layers") - _dense_layers(config),
         hidden=size("hidden_size"),
         inner=size("moe_intermediate_size", "intermediate_size"),
-        experts=size("num_experts", "num_local_experts", "n_routed_experts"),
-        chosen=size("num_experts_per_tok", "top_k_experts"),
+        experts=size("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        chosen=size("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"),
     )
+
+
+def _dense_layers(config: Mapping[str, object]) -> int:
+    """Count the layers without experts, as the families' configs tell."""
+    kinds = config.get("mlp_layer_types") or config.get("moe_layer_freq")
+    if isinstance(kinds, list):
+        return sum(kind in ("dense", 0) for kind in kinds)
+    dense = config.get("mlp_only_layers")
+    first = config.get("first_k_dense_replace") or config.get("moe_layer_start_index")
+    return first if isinstance(first, int) else len(dense) if isinstance(dense, list) else 0
 
 
 def read_trace(file: Path) -> list[float]:

@@ -96,7 +96,8 @@ def take_experts(entries: dict[str, TensorEntry], prefix: str, base: BaseSpec) -
         if module is None:
             if not base.experts:
                 raise UnsupportedAdapter(
-                    f"tensor {name[:120]!r}: adapters of experts need a base with fused experts' parameters, on one GPU"
+                    f"tensor {name[:120]!r}: adapters of experts need a base with fused experts' parameters, "
+                    f"{base.name} has none"
                 )
             raise BaseMismatch(f"tensor {name[:120]!r}: {base.name} has no such experts")
         part = match["part"] or ""
