@@ -32,7 +32,7 @@ from coserve.core.schemas import Adapter, ConvertedAdapter
 adapters_app = typer.Typer(
     cls=CommandGroup,
     rich_markup_mode=PLAIN,
-    help="List, import, download, roll back, convert and delete adapters.",
+    help="List, import, download, read ahead, roll back, convert and delete adapters.",
 )
 HEADERS = ("ADAPTER", "RANK", "SIZE", "AGE", "SOURCE", "NEWER", "ALIASES", "TAGS", "KEPT")
 
@@ -44,13 +44,18 @@ def list_adapters(
     search: Annotated[str | None, typer.Option(help="list those whose names contain this, in any case")] = None,
     source: Annotated[str | None, typer.Option(help="list those made by job, import, load or convert")] = None,
     tag: Annotated[str | None, typer.Option(help="list those with this tag")] = None,
+    base: Annotated[str | None, typer.Option(help="list those of the base with this name")] = None,
+    resident: Annotated[
+        bool | None, typer.Option("--resident/--not-resident", help="list those in memory, or only on disk")
+    ] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """List adapters with their current versions, and the newest one if a rollback has left a newer one behind."""
     with connect(url, key) as client:
-        page = client.adapters(after=after, limit=limit, search=search, source=source, tag=tag)
+        filters = {"search": search, "source": source, "tag": tag, "base": base}
+        page = client.adapters(after=after, limit=limit, resident=resident, **filters)
         say_if_starting(client)
     if as_json:
         for adapter in page.data:
@@ -58,8 +63,8 @@ def list_adapters(
     else:
         print("\n".join(columns([HEADERS, *(_cells(adapter, time.time()) for adapter in page.data)])))
     if page.has_more:
-        filters = {"search": search, "source": source, "tag": tag}
         given = [f" --{name} {shlex.quote(value)}" for name, value in filters.items() if value is not None]
+        given += [] if resident is None else [" --resident" if resident else " --not-resident"]
         say_more(f"adapters list{''.join(given)}", limit, page.data[-1].id)
 
 
@@ -163,6 +168,13 @@ def update_adapter(
         raise typer.BadParameter("expected --tag, --clear-tags, --ttl, --pin or --unpin")
     with connect(url, key) as client:
         _show_adapter(client.update_adapter(name, tags=given, ttl=ttl, pinned=pinned), as_json)
+
+
+@adapters_app.command("prefetch")
+def prefetch_adapter(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Have an adapter read into host memory before its first request."""
+    with connect(url, key) as client:
+        _show_adapter(client.prefetch_adapter(name), as_json)
 
 
 @adapters_app.command("rollback")

@@ -94,6 +94,28 @@ def test_a_list_has_columns_with_headers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert CliRunner().invoke(app, ["adapters", "list", "--json"]).output.count("\n") == 3
 
 
+def test_a_list_asks_for_what_was_given_and_names_it_for_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[dict[str, object]]()
+
+    def listed(**query: object) -> AdapterList:
+        asked.append(query)
+        return AdapterList(data=[ADAPTER], has_more=True)
+
+    client = SimpleNamespace(adapters=listed, health=lambda: SimpleNamespace(status="ready"))
+    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(client))
+    given = ["--base", "my base", "--not-resident"]
+    result = CliRunner().invoke(app, ["adapters", "list", *given])
+    assert asked[0]["base"] == "my base" and asked[0]["resident"] is False
+    more = "adapters list --base 'my base' --not-resident --limit 20 --after poet-bd4"
+    assert result.stderr == f"there are more: coserve {more}\n"
+
+
+def test_an_adapter_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SimpleNamespace(prefetch_adapter={"po": ADAPTER}.__getitem__)
+    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(client))
+    assert CliRunner().invoke(app, ["adapters", "prefetch", "po"]).output.startswith("poet-bd4@1  rank 32")
+
+
 def test_a_deletion_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = DeletedAdapter(id="po", versions=[1, 3], current_ref="po@2")
     client = SimpleNamespace(delete_adapter=lambda _: gone)
