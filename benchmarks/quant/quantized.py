@@ -1,6 +1,6 @@
 """An 8B shape with random weights on one GPU, its layers in FP8 and NF4 beside bf16: memory, decode, fine-tuning.
 
-    python -m benchmarks.quant.quantized --out benchmarks/results [--only rows,decode,finetune,products,nf4]
+    python -m benchmarks.quant.quantized --out benchmarks/results [--only rows,decode,finetune,dx,products,nf4]
     TRITON_INTERPRET=1 python -m benchmarks.quant.quantized --tiny --out /tmp/tried
 
 FP8 and bf16 hold the same weights and take turns. Decode runs through the engine with compiled layers and CUDA graphs;
@@ -33,17 +33,20 @@ from benchmarks.ets.figure_5_1_trainer import Jobs, forget_compiled, trained_job
 from benchmarks.quant.few_rows import measure_few_rows
 from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, hardware, make_base, synchronize
 from coserve.generate.execution.start import INDUCTOR
+from coserve.kernels.quantized import fp8
+from coserve.kernels.quantized.weights import Fp8Weights
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import GemmChoice, measure_gemms
+from coserve.model.groups import share_inputs
 from coserve.model.quantized.modules import quantize_layers
 
 GIB = 1 << 30
 LIMIT = 16 * GIB
 PAGE_TOKENS = 16
 REPEATS = 3
-PARTS = ("rows", "decode", "finetune", "products", "nf4")
+PARTS = ("rows", "decode", "finetune", "dx", "products", "nf4")
 
 
 class Benchmark:
@@ -62,7 +65,8 @@ class Benchmark:
             "rows": partial(measure_few_rows, self._results, self._device, tiny=self._tiny),
             "products": self._products,
             "decode": self._decode,
-            "finetune": self._finetune,
+            "finetune": partial(self._finetune, "finetune_tok_s", 1.1),
+            "dx": self._finetune_dx,
         }
         runs[part]()
 
@@ -95,10 +99,11 @@ class Benchmark:
                 weights = fused.stacked[at]
                 x = torch.randn(rows, inputs, device=self._device, dtype=self._made[kind].dtype)
                 dy = torch.randn(rows, sum(sizes), device=self._device, dtype=x.dtype)
-                for name, call in (
-                    ("forward", lambda w=weights, x=x: w.linear(x)),
-                    ("backward", lambda w=weights, dy=dy: w.backward(dy)),
-                ):
+                calls = {"forward": partial(weights.linear, x), "backward": partial(weights.backward, dy)}
+                if isinstance(weights, Fp8Weights) and not self._tiny:
+                    calls["dx"] = partial(replace(weights, rounds_gradients=True).backward, dy)
+                    calls["transposed"] = partial(fp8.transposed, weights.weight)
+                for name, call in calls.items():
                     about[f"{kind}.{name}"] = _microseconds([call], gpu=not self._tiny)
             ratio = round(about["bf16.forward"] / about["fp8.forward"], 3)
             self._results.put(f"quant.fp8.product.{inputs}x{sum(sizes)}", ratio, "x of bf16", None, (), about)
@@ -136,8 +141,20 @@ class Benchmark:
                             found[kind].append(sequences * load.output / seconds)
                 self._compare(f"decode_tok_s.b{sequences}", "output tok/s", found, 1.3)
 
-    def _finetune(self) -> None:
-        """Tokens a second of 8 rows of 512 tokens in one micro-batch; FP8 in the forward's products alone."""
+    def _finetune_dx(self) -> None:
+        """`_finetune` with the gradients' products in FP8, too."""
+        base = self._bases()["fp8"]
+        share_inputs(base)
+        for shared in base.sites.shared():
+            if isinstance(shared.stacked, Fp8Weights):
+                shared.stacked = replace(shared.stacked, rounds_gradients=True)
+        try:
+            self._finetune("finetune_tok_s.dx", 1.2)
+        finally:
+            share_inputs(base)  # stacks anew, and so forgets the choice
+
+    def _finetune(self, key: str, target: float) -> None:
+        """Tokens a second of 8 rows of 512 tokens in one micro-batch; FP8 in the forward's products."""
         rows, length = (2, 8) if self._tiny else (8, 512)
         found: dict[str, list[float]] = {kind: [] for kind in self._bases()}
         with ExitStack() as stack:
@@ -149,7 +166,7 @@ class Benchmark:
                     speed = self._speed(own, run)
                     if run > 2:
                         found[kind].append(speed)
-        self._compare("finetune_tok_s", "tok/s", found, 1.1)
+        self._compare(key, "tok/s", found, target)
 
     def _jobs(
         self, base: Base, length: int, rows: int, settings: dict[str, object], recomputed: int = 0

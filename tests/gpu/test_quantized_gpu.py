@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,16 @@ def test_products_in_fp8(outputs: int, inputs: int, rows: int) -> None:
         assert not counters.any()
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(28672, 4096), (4096, 14336), (144, 272)])
+def test_gradients_in_fp8(outputs: int, inputs: int) -> None:
+    """Rounded by rows of `dy scale`, beside the dequantised weight's."""
+    codes, scales = fp8.quantize(draw(outputs, inputs) * 0.02)
+    assert torch.equal(fp8.transposed(codes).view(torch.uint8), codes.view(torch.uint8).T)
+    weights, dy = Fp8Weights(codes, None, (outputs,), scales), draw(2048, outputs).bfloat16()
+    found = replace(weights, rounds_gradients=True).backward(dy)
+    assert 0.01 < distance(found, dy.float() @ weights.dense(torch.float32)) < 0.05
+
+
 @pytest.mark.parametrize("rows", [17, 64])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
 def test_rounded_rows_in_a_graph(outputs: int, inputs: int, rows: int) -> None:
@@ -137,10 +148,14 @@ def test_graphs_repeat_themselves(base: Base) -> None:
     assert texts(base, asked, fused=fused) == first
 
 
-def test_compiled_training_layers_learn_as_autograd_does(base: Base) -> None:
-    """In layer 0, too."""
+@pytest.mark.parametrize("gradients", [False, True])
+def test_compiled_training_layers_learn_as_autograd_does(base: Base, gradients: bool) -> None:
+    """In layer 0, too; also with products of the backward in FP8, which autograd's layers do not have."""
     settings, corpus = LoraSettings(r=8), random_corpus(0, (70, 60, 90))
     compiled = CompiledLayers(base, LayerCut(base))
+    for shared in base.sites.shared():
+        if isinstance(shared.stacked, Fp8Weights):
+            shared.stacked = replace(shared.stacked, rounds_gradients=gradients)
     compiled.compile()
     found = []
     for layers in (compiled, None):

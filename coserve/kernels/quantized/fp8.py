@@ -6,6 +6,9 @@ On a GPU with FP8 tensor cores (sm_90) a product of more than `FEW_ROWS` rows ro
 scale of its own (dynamic per-token quantisation, as vLLM's `--quantization fp8`). With fewer rows, whose time goes into
 reading the weight, and on other devices x stays as it is.
 
+The gradient of x, `dy W`, sums over the outputs, so the weight's scales go into dy before its rows are rounded, and the
+tensor cores read codes of W transposed, made for each product (`gradient`).
+
 Letters: T tokens, D inputs, O outputs.
 """
 
@@ -36,15 +39,19 @@ MULTIPLE = 16
 
 
 @triton.jit
-def round_rows(x_ptr, codes_ptr, scale_ptr, D, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Grid (T): x (T, D) with dense rows `stride` apart -> codes e4m3 (T, D), scale fp32 (T). The next kernel may start
-    at once, so it must wait for this one before it reads anything but weights."""
+def round_rows(
+    x_ptr, by_ptr, codes_ptr, scale_ptr, D, stride, BY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid (T): x (T, D) with dense rows `stride` apart, with BY times `by` fp32 (D) -> codes e4m3 (T, D), scale fp32
+    (T). The next kernel may start at once, so it must wait for this one before it reads anything but weights."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * stride + d, mask=d < D, other=0.0).to(tl.float32)
+    if BY:
+        x *= tl.load(by_ptr + d, mask=d < D, other=0.0)
     scale = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
     codes = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
     tl.store(codes_ptr + row * D + d, codes.to(tl.float8e4nv), mask=d < D)
@@ -61,9 +68,19 @@ def scale_rows(codes_ptr, scale_ptr, w_ptr, D, BLOCK: tl.constexpr):
     tl.store(w_ptr + row * D + d, w.to(w_ptr.dtype.element_ty), mask=d < D)
 
 
-_round_rows, _scale_rows = Launcher(round_rows), Launcher(scale_rows)
-COLUMNS = 2048
-"""Columns a program of `scale_rows` scales."""
+@triton.jit
+def transpose_bytes(x_ptr, y_ptr, O, D, BLOCK: tl.constexpr):
+    """Grid (blocks of O, blocks of D): x (O, D) -> y (D, O), of one byte each, dense."""
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (o < O)[:, None] & (d < D)[None, :]
+    x = tl.load(x_ptr + o[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0)
+    tl.store(y_ptr + d[:, None].to(tl.int64) * O + o[None, :], tl.trans(x), mask=tl.trans(inside))
+
+
+_round_rows, _scale_rows, _transpose_bytes = Launcher(round_rows), Launcher(scale_rows), Launcher(transpose_bytes)
+COLUMNS, SQUARE = 2048, 128
+"""Columns a program of `scale_rows` scales; rows and columns of one of `transpose_bytes`."""
 
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,8 +90,8 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scales[:, None]).clamp_(-LARGEST, LARGEST).to(E4M3), scales
 
 
-def quantize_activations(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize` by one kernel on a GPU."""
+def quantize_activations(x_TD: Tensor, by_D: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`quantize` by one kernel on a GPU; of `x by`, if `by` (fp32) is given."""
     (rows, inputs), device = x_TD.shape, x_TD.device
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
@@ -83,7 +100,8 @@ def quantize_activations(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     block = next_power_of_2(inputs)
     warps = min(16, max(1, block // 512))
     constants = options(device_info(device).early_launch, warps, 1)
-    _round_rows((rows, 1, 1), (x_TD, codes_TD, scale_T), (inputs, x_TD.stride(0)), BLOCK=block, **constants)
+    tensors = x_TD, scale_T if by_D is None else by_D, codes_TD, scale_T
+    _round_rows((rows, 1, 1), tensors, (inputs, x_TD.stride(0)), BY=by_D is not None, BLOCK=block, **constants)
     return codes_TD, scale_T
 
 
@@ -131,3 +149,27 @@ def product(x_TD: Tensor, codes_OD: Tensor, scale_O: Tensor) -> Tensor:
         use_fast_accum=True,
     )
     return y_TO
+
+
+def transposed(codes_OD: Tensor) -> Tensor:
+    """Return the codes as (D, O), dense, by one kernel on a GPU."""
+    outputs, inputs = codes_OD.shape
+    codes_DO = torch.empty(inputs, outputs, dtype=codes_OD.dtype, device=codes_OD.device)
+    both = codes_OD.view(torch.uint8), codes_DO.view(torch.uint8)
+    grid = cdiv(outputs, SQUARE), cdiv(inputs, SQUARE), 1
+    _transpose_bytes(grid, both, (outputs, inputs), BLOCK=SQUARE, num_warps=8)
+    return codes_DO
+
+
+def gradient(dy_TO: Tensor, codes_OD: Tensor, scale_O: Tensor) -> Tensor:
+    """Return `dy W` (T, D), rows of `dy scale` rounded to FP8, in bfloat16, on a GPU with FP8 tensor cores."""
+    dy_codes_TO, dy_scale_T = quantize_activations(dy_TO, scale_O)
+    dx_TD: Tensor = torch._scaled_mm(
+        dy_codes_TO,
+        transposed(codes_OD).T,
+        scale_a=dy_scale_T[:, None],
+        scale_b=torch.ones(1, codes_OD.shape[1], device=codes_OD.device),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return dx_TD

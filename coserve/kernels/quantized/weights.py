@@ -1,6 +1,7 @@
 """Frozen weights that stay quantised in memory: `StackedWeights` for FP8 and NF4.
 
-A backward multiplies by the dequantised weight, made for it in memory that torch's allocator reuses for the next layer.
+A backward multiplies by the dequantised weight, made for it in memory that torch's allocator reuses for the next layer,
+or with `Fp8Weights.rounds_gradients` in FP8.
 
 Letters: T tokens, D inputs, O outputs.
 """
@@ -60,6 +61,9 @@ class QuantizedWeights(StackedWeights, ABC):
 class Fp8Weights(QuantizedWeights):
     """Codes e4m3 (ΣO, D), scales fp32 (ΣO): see `fp8`."""
 
+    rounds_gradients: bool = False
+    """Whether backwards round rows of dy to FP8 where forwards round x (`fp8.rounds`). Not until it is measured."""
+
     @property
     def row_scales(self) -> Tensor:
         return self.scales
@@ -72,6 +76,16 @@ class Fp8Weights(QuantizedWeights):
             return super().linear(x_TD)
         y_TO = fp8.product(x_TD, self.weight, self.scales)
         return y_TO if self.bias is None else y_TO.add_(self.bias)
+
+    def backward(self, dy_TO: Tensor) -> Tensor:
+        if self.rounds_gradients and fp8.rounds(dy_TO):
+            return fp8.gradient(dy_TO, self.weight, self.scales)
+        return super().backward(dy_TO)
+
+    def add_backward(self, dx_TD: Tensor, dy_TO: Tensor) -> Tensor:
+        if self.rounds_gradients and fp8.rounds(dy_TO):
+            return dx_TD.add_(self.backward(dy_TO))
+        return super().add_backward(dx_TD, dy_TO)
 
 
 @dataclass(frozen=True)
