@@ -118,6 +118,12 @@ async def test_what_has_learned_nothing_is_not_published(api: Api) -> None:
         (400, "invalid_request", "document.chunk_tokens", {"document": {"text": "x", "chunk_tokens": 1000}}),
         (400, "invalid_request", "document.overlap_tokens", {"document": {"text": "x", "overlap_tokens": 600}}),
         (400, "invalid_request", "document.recipe", {"document": {"text": "x", "recipe": "magic"}}),
+        (
+            400,
+            "invalid_request",
+            "document.questions",
+            {"document": {"text": "x", "questions": [{"question": "Why?"}] * 3}},
+        ),
         (404, "adapter_not_found", "document.generator", {"document": {"text": "x", "generator": "adapter:missing"}}),
         (403, "forbidden_path", "path", {"document": {"path": "../secret"}}),
         (422, "empty_corpus", None, {"document": "  "}),

@@ -13,11 +13,11 @@ from coserve.api.http.parsing import local_path
 from coserve.config import Config
 from coserve.core.errors import InvalidRequest
 from coserve.core.names import split_ref
-from coserve.core.schemas import DocumentJob, DocumentRequest, DocumentSettings, FinetuneRequest
+from coserve.core.schemas import DocumentJob, DocumentRequest, DocumentSettings, FinetuneRequest, UserQuestion
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.data.documents.encoder import unused_ids
 from coserve.data.documents.pending import PendingDocument
-from coserve.data.documents.prompts import QUESTION_TOKENS
+from coserve.data.documents.prompts import QUESTION_TOKENS, different
 from coserve.data.documents.reading import Chunks, SplitDocument, first_tokens, split_document
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
@@ -119,6 +119,7 @@ class DocumentSubmission:
             _check_encoder(request, base)
         chosen = {field: getattr(asked, field) for field in DocumentSettings.__struct_fields__}
         chosen |= {"chunk_tokens": size, "overlap_tokens": overlap, "generator": generator}
+        chosen["questions"] = _different(asked.questions)
         return CheckedDocument(DocumentSettings(**chosen), size, overlap, cartridge)
 
     async def split(self, request: FinetuneRequest, upload: Path | None, checked: CheckedDocument) -> PendingDocument:
@@ -141,6 +142,16 @@ def _given(request: FinetuneRequest) -> DocumentRequest:
     document = request.document
     assert document is not None, "expected a document"
     return DocumentRequest(text=document) if isinstance(document, str) else document
+
+
+def _different(given: Sequence[UserQuestion]) -> list[UserQuestion]:
+    """Return the user's own questions, each once. Raises `InvalidRequest` for one alone: nothing is left to evaluate
+    with."""
+    first = {each.question: each for each in reversed(given)}
+    found = [first[text] for text in different(each.question for each in given)]
+    if len(found) == 1:
+        raise InvalidRequest("expected at least 2 different questions, got 1", field="document.questions")
+    return found
 
 
 def _most_prefix(settings: DocumentSettings, base: BaseSpec) -> int:
