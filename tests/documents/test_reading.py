@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from io import BytesIO
 from pathlib import Path
 
@@ -12,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.core.errors import EmptyCorpus, UnreadableCorpus
-from coserve.data.documents.prompts import Prompts, clean_question, different, grounded, nearest_chunk
+from coserve.core.schemas import GenerateRequest
+from coserve.data.documents.prompts import (
+    Prompts,
+    asked_sentence,
+    clean_question,
+    different,
+    grounded,
+    nearest_chunk,
+)
 from coserve.data.documents.reading import decoded_text, read_document, split_text
 from tests.support.api_server import tokenizer
 
@@ -113,3 +122,14 @@ def test_attempts_ask_about_every_sentence_and_are_repeatable() -> None:
         for sentence in ("The bridge is green and old.", "The toll was four pennies.", "The river freezes in winter."):
             assert sum(f"Sentence: {sentence}" in text for text in texts) == 1
         assert asked[1] == Prompts(chat).question(chunk, 1, 7, 0.8, None)
+        answers = [Prompts(chat).answer("?", chunk, 8, None, asked_sentence(chunk, n, 7)) for n in range(3)]
+        for asking, answering in zip(asked, answers, strict=True):
+            about = re.search(r"Sentence: ([^\n]+)\n[^\n]+\Z", _last_turn(asking))
+            assert about is not None
+            assert f"this: {about[1]}\n\nQuestion: ?" in _last_turn(answering), "it is shown what it asked about"
+
+
+def _last_turn(request: GenerateRequest) -> str:
+    if request.messages:
+        return str(request.messages[-1].content)
+    return str(request.prompt).removesuffix("\nAnswer:")

@@ -18,7 +18,7 @@ from coserve.core.schemas import DocumentJob, DocumentSettings
 from coserve.core.schemas.documents import Phase
 from coserve.core.types import Wire
 from coserve.data.documents.lessons import LEAST_HELD_OUT, MOST_HELD_OUT, TOP_K, Lesson, packed_top
-from coserve.data.documents.prompts import Prompts, clean_question, different, grounded, nearest_chunk
+from coserve.data.documents.prompts import Prompts, asked_sentence, clean_question, different, grounded, nearest_chunk
 from coserve.data.documents.reading import Chunks
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.failpoints import failpoint
@@ -41,7 +41,7 @@ Work = Mapping[str, Callable[[], Awaitable[T]]]
 
 
 class Question(Wire, frozen=True):
-    """An attempt to get a question about a chunk. `text`: empty if it gave none."""
+    """An attempt to get a question about a chunk, below 0 of the user's own. `text`: empty if it gave none."""
 
     chunk: int
     attempt: int
@@ -121,14 +121,14 @@ class Teaching:
         return kept
 
     async def _question(self, chunk: int, attempt: int) -> Question:
-        settings = self._settings
-        seed = self._seed + 1_000_003 * chunk
-        asked = await self._asker.ask(
-            self._prompts.question(self._chunks[chunk], attempt, seed, settings.temperature, self._adapter)
-        )
+        text, seed, temperature = self._chunks[chunk], self._chunk_seed(chunk), self._settings.temperature
+        asked = await self._asker.ask(self._prompts.question(text, attempt, seed, temperature, self._adapter))
         failpoint("document.questions")
-        text = clean_question(asked.text) or ""
-        return Question(chunk, attempt, text, len(asked.tokens), grounded=grounded(text, self._chunks[chunk]))
+        question = clean_question(asked.text) or ""
+        return Question(chunk, attempt, question, len(asked.tokens), grounded=grounded(question, text))
+
+    def _chunk_seed(self, chunk: int) -> int:
+        return self._seed + 1_000_003 * chunk
 
     # ---- answers
 
@@ -156,9 +156,12 @@ class Teaching:
         )
 
     async def _lesson(self, question: Question) -> Lesson:
-        """The generator's answer with the chunk in its prompt, or the user's own answer as the generator sees it."""
-        adapter, most = self._adapter, self._settings.answer_tokens
-        asked_with = self._prompts.answer(question.text, self._chunks[question.chunk], most, adapter)
+        """The generator's answer with the chunk in its prompt, and with the sentence that it asked about; or the user's
+        own answer as the generator sees it."""
+        adapter, most, chunk = self._adapter, self._settings.answer_tokens, self._chunks[question.chunk]
+        own = question.attempt < 0
+        sentence = "" if own else asked_sentence(chunk, question.attempt, self._chunk_seed(question.chunk))
+        asked_with = self._prompts.answer(question.text, chunk, most, adapter, sentence)
         student = await self._asker.prompt_ids(self._prompts.answer(question.text, None, most, None))
         if question.answer is None:
             found = await self._asker.ask(msgspec.structs.replace(asked_with, logprobs=TOP_K))

@@ -27,8 +27,8 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     """How a document becomes an adapter (offline context learning: the S-LoRA thesis, section 3; self-study and context
     distillation: Cartridges, arXiv 2506.06266).
 
-    The document is split into chunks. The generator writes questions about each chunk and answers them with the chunk
-    in its prompt. The adapter learns the answers without the chunk.
+    The document is split into chunks. The generator writes questions about each chunk's sentences and answers them
+    with the chunk and the sentence in its prompt. The adapter learns the answers without them.
     """
 
     recipe: Recipe = "topk_kd"
@@ -45,7 +45,7 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     follow no instructions: the base continues each piece of the text with the text before it in its prompt, and the
     adapter learns to do so without it."""
     questions: Annotated[list[UserQuestion], Meta(max_length=MAX_MESSAGES)] = []
-    """The user's own questions, instead of generated ones."""
+    """The user's own questions, instead of generated ones: two different ones at least."""
     chunk_tokens: Annotated[int, Meta(ge=16, le=1 << 16)] | None = None
     """Most tokens of a chunk. None: 1024, or half of the base's context if that is less."""
     overlap_tokens: Annotated[int, Meta(ge=0, le=1 << 15)] | None = None
@@ -97,7 +97,7 @@ class DocumentEvaluation(Wire, frozen=True):
     floor: AnswerScore
     """The base, without the document."""
     in_context: AnswerScore
-    """The base, with the chunk of the question in its prompt."""
+    """The base, with the chunk of the question in its prompt, and the sentence that a generated one is about."""
     adapter: AnswerScore
     """The adapter, without the document."""
     retention: float

@@ -84,10 +84,8 @@ class Prompts:
     def question(self, chunk: str, attempt: int, seed: int, temperature: float, adapter: str | None) -> GenerateRequest:
         """Ask for one question about `chunk`. Attempts go through the chunk's sentences and the kinds of questions; the
         same attempt and seed ask for the same."""
-        sentences = _sentences(chunk)
-        order = Random(seed).sample(range(len(sentences)), len(sentences))
-        at = order[attempt % len(order)]
-        kind = KINDS[(attempt + attempt // len(order)) % len(KINDS)]
+        sentences, at = _asked_about(chunk, attempt, seed)
+        kind = KINDS[(attempt + attempt // len(sentences)) % len(KINDS)]
         around = " ".join(sentences[max(0, at - BEFORE) : at + 1])
         turns = [
             (f"Text: {text}\nSentence: {one}\n{kind.instruction}", question) for text, one, question in kind.examples
@@ -100,11 +98,15 @@ class Prompts:
             seed=seed + attempt,
         )
 
-    def answer(self, question: str, chunk: str | None, max_tokens: int, adapter: str | None) -> GenerateRequest:
-        """Ask `question`, with `chunk` before it unless that is None."""
+    def answer(
+        self, question: str, chunk: str | None, max_tokens: int, adapter: str | None, sentence: str = ""
+    ) -> GenerateRequest:
+        """Ask `question`, with `chunk` before it unless that is None. `sentence`: the one of the chunk that it is
+        about, if known: small bases often do not find it."""
         text = question
         if chunk is not None:
-            text = f"Read this text:\n\n{chunk}\n\nQuestion: {question}\n{self.instruction}".strip()
+            about = f"The question is about this: {sentence}\n\n" if sentence else ""
+            text = f"Read this text:\n\n{chunk}\n\n{about}Question: {question}\n{self.instruction}".strip()
         return msgspec.structs.replace(self._request(text, adapter), max_tokens=max_tokens)
 
     def _request(self, text: str, adapter: str | None, turns: Sequence[tuple[str, str]] = ()) -> GenerateRequest:
@@ -152,6 +154,18 @@ def nearest_chunk(question: str, chunks: Sequence[str]) -> int:
     found = [set(re.findall(r"\w+", chunk.lower())) & wanted for chunk in chunks]
     rarity = {word: 1 / sum(word in own for own in found) for own in found for word in own}
     return max(range(len(chunks)), key=lambda index: sum(rarity[word] for word in found[index]))
+
+
+def asked_sentence(chunk: str, attempt: int, seed: int) -> str:
+    """Return the sentence that this attempt of `Prompts.question` asks about."""
+    sentences, at = _asked_about(chunk, attempt, seed)
+    return sentences[at]
+
+
+def _asked_about(chunk: str, attempt: int, seed: int) -> tuple[list[str], int]:
+    """Return the chunk's sentences, and the index of the one that the attempt asks about."""
+    sentences = _sentences(chunk)
+    return sentences, Random(seed).sample(range(len(sentences)), len(sentences))[attempt % len(sentences)]
 
 
 def _sentences(chunk: str) -> list[str]:

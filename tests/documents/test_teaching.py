@@ -1,0 +1,48 @@
+"""The phases before training, with a generator that remembers what it is asked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from coserve.api.documents.asking import Asked
+from coserve.api.documents.teaching import Teaching
+from coserve.core.schemas import DocumentJob, DocumentSettings, GenerateRequest
+from coserve.core.types import AdapterRef
+from coserve.data.documents.reading import Chunks
+from tests.support.api_server import tokenizer
+
+CHUNKS = [" ".join(f"The {thing} was made in {year}." for year in range(1901, 1907)) for thing in ("bridge", "river")]
+
+
+class Remembering:
+    """Gives each question a number. `asked`, `shown`: the sentence that a question was to be about, and the one that
+    was shown with it, by the question."""
+
+    def __init__(self) -> None:
+        self.asked, self.shown = dict[str, str](), dict[str, str]()
+
+    async def prompt_ids(self, request: GenerateRequest) -> list[int]:
+        return [1]
+
+    async def ask(self, request: GenerateRequest, snapshot: AdapterRef | None = None) -> Asked:
+        text = str(request.messages[-1].content if request.messages else request.prompt)
+        if about := re.findall(r"Sentence: ([^\n]+)", text):
+            question = f"Which thing is number {len(self.asked)}?"
+            self.asked[question] = about[-1]
+            return Asked(text=question, tokens=[1])
+        for sentence, question in re.findall(r"is about this: ([^\n]+)\n\nQuestion: ([^\n]+)", text):
+            self.shown[question] = sentence
+        return Asked(prompt=[1], text="an answer", tokens=[1])
+
+
+async def test_answers_are_given_with_the_sentence_that_was_asked_about(tmp_path: Path) -> None:
+    async def show(job: DocumentJob, message: str) -> None:
+        pass
+
+    job, asker = DocumentJob(settings=DocumentSettings(questions_per_chunk=6)), Remembering()
+    teaching = Teaching(job, Chunks(CHUNKS, 32), 3, tmp_path, tokenizer(), asker, show)  # type: ignore[arg-type]
+    _, lessons = await teaching.run()
+    assert len(lessons.taught) == 12
+    assert set(asker.asked.values()) == {f"{part}." for chunk in CHUNKS for part in chunk.strip(".").split(". ")}
+    assert asker.shown == {lesson.question: asker.asked[lesson.question] for lesson in lessons.taught}
