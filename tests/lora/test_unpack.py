@@ -106,11 +106,33 @@ def test_a_bomb_in_a_header_or_between_the_files_is_refused(tmp_path: Path) -> N
     with tarfile.open(fileobj=buffer, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
         tar.addfile(pax)
     (tmp_path / "a").mkdir()
-    with pytest.raises(BodyTooLarge):
+    with pytest.raises(CorruptAdapter, match="headers"):
         unpack(tmp_path / "a", buffer.getvalue())
     (tmp_path / "b").mkdir()
     with pytest.raises(BodyTooLarge):
         unpack(tmp_path / "b", make("tar.gz", ("filler", bytes(8 * MOST)), *BOTH))
+
+
+@pytest.mark.parametrize(
+    ("type", "headers"),
+    [
+        (tarfile.GNUTYPE_LONGNAME, {}),
+        (tarfile.XHDTYPE, {}),
+        (tarfile.GNUTYPE_SPARSE, {}),
+        (tarfile.REGTYPE, {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "9"}),
+    ],
+)
+def test_what_tarfile_would_read_as_a_whole_is_refused_whatever_may_be_unpacked(
+    tmp_path: Path, type: bytes, headers: dict[str, str]
+) -> None:
+    info = tarfile.TarInfo("x")
+    info.type, info.size, info.pax_headers = type, 3 << 20, headers
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(info, io.BytesIO(b"9\n" * (info.size // 2)))
+    (tmp_path / "a.tar.gz").write_bytes(buffer.getvalue())
+    with pytest.raises(CorruptAdapter, match="headers"):
+        unpack_adapter(tmp_path / "a.tar.gz", tmp_path, 1 << 30)
 
 
 def test_a_zip_file_with_a_huge_directory_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from coserve.state.registry.records import AdapterRecord
 MEMBERS: Final = 1000
 """Most files and folders in an archive."""
 DIRECTORY_BYTES: Final = 1 << 20
-"""Most bytes of a zip file's directory, which is read as a whole."""
+"""Most bytes of a zip file's directory, and of a header of a tar file, which are read as a whole."""
 BROKEN = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, ValueError, struct.error)
 
 CHUNK: Final = 256 << 10
@@ -98,7 +98,7 @@ def unpack_adapter(archive: Path, folder: Path, most: int) -> None:
         UnsafeAdapter: a link or a device.
         CorruptAdapter: not a tar file (plain or gzip) or zip file, damaged, or not the files of one adapter.
     """
-    found = dict[str, PurePosixPath]()
+    found, left = dict[str, PurePosixPath](), most
     try:
         with archive.open("rb") as file:
             for number, member in enumerate(_zip(file, most) if zipfile.is_zipfile(file) else _tar(file, most)):
@@ -113,7 +113,7 @@ def unpack_adapter(archive: Path, folder: Path, most: int) -> None:
                     raise CorruptAdapter(f"expected the files of one adapter, got {path.name} twice")
                 found[path.name] = path.parent
                 with disk_errors(), (folder / path.name).open("xb") as target:
-                    most -= _copy(member.content, target, most)
+                    left -= _copy(member.content, target, left, most)
     except BROKEN as error:
         raise CorruptAdapter(f"the archive is damaged, or is no tar or zip file: {error}") from None
     if len(found) < len(ADAPTER_FILES) or len(set(found.values())) > 1:
@@ -126,10 +126,29 @@ def _tar(file: IO[bytes], most: int) -> Iterator[Member]:
     packed = file.read(2) == b"\x1f\x8b"
     file.seek(0)
     stream = _Bounded(gzip.GzipFile(fileobj=file) if packed else file, most)
-    with tarfile.open(fileobj=stream, mode="r|") as tar:
+    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as tar:
         for member in tar:
             if not member.isdir():
                 yield Member(member.name, member.isreg(), tar.extractfile(member) if member.isreg() else None)
+
+
+class _Header(tarfile.TarInfo):
+    """A header of a tar file. Raises `CorruptAdapter` for what `tarfile` would read into memory as a whole: a long
+    extended header, and the map of a sparse file."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        extended = self.type not in (*tarfile.REGULAR_TYPES, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
+        if self.type == tarfile.GNUTYPE_SPARSE or (extended and self.size > DIRECTORY_BYTES):
+            raise _no_header()
+        found: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
+        return found
+
+    def _proc_gnusparse_10(self, *_: object) -> None:
+        raise _no_header()
+
+
+def _no_header() -> CorruptAdapter:
+    return CorruptAdapter(f"expected a tar file without sparse files, its headers of at most {DIRECTORY_BYTES} bytes")
 
 
 def _zip(file: IO[bytes], most: int) -> Iterator[Member]:
@@ -170,12 +189,12 @@ class _Bounded(io.RawIOBase):
         return found
 
 
-def _copy(source: IO[bytes], target: IO[bytes], most: int) -> int:
-    """Copy all bytes; return how many. Raises `BodyTooLarge` beyond `most`."""
+def _copy(source: IO[bytes], target: IO[bytes], left: int, most: int) -> int:
+    """Copy all bytes; return how many. Raises `BodyTooLarge` beyond `left` of the `most` bytes of an archive."""
     copied = 0
     while chunk := source.read(CHUNK):
         copied += len(chunk)
-        if copied > most:
+        if copied > left:
             raise _too_large(most)
         target.write(chunk)
     return copied
