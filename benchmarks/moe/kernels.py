@@ -2,8 +2,8 @@
 
 Microseconds of a layer in a CUDA graph over layers whose pairs exceed the L2 cache: terms of gate and up and of down,
 by each way to cut them into programs (`TILINGS`; `before`: 16 rows, one program a pair, read number by number). Beside
-them `order` (the rows sorted by expert and slot), `order_base` (by expert alone), `order_int16` (a sort of 16-bit
-keys), the base's two `products`, and `floor`: the chosen pairs once, at a bandwidth.
+them `order` (the rows sorted by expert and slot), `order_base` (by expert alone), `order_torch` (the same by torch),
+the base's two `products`, and `floor`: the chosen pairs once, at a bandwidth.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 
 from benchmarks.common.results import Results
 from coserve.kernels.gpu.timing import graph_ms
-from coserve.kernels.lora.experts.rows import ExpertRows, grouped
+from coserve.kernels.lora.experts.rows import ExpertRows, ends_of, grouped
 from coserve.kernels.lora.experts.slot_terms import FEW, MANY, ExpertSlots, SlotExpertLora, Tiling, add_terms
 from coserve.kernels.lora.types import LoraPair
 from coserve.workloads.provisioning.servers import MoeShape
@@ -77,8 +77,10 @@ class Terms:
     def order_base(self) -> None:
         ExpertRows.by_expert(self._chosen_TK, self._experts)
 
-    def order_int16(self) -> None:
-        torch.argsort(self._chosen_TK.reshape(-1).to(torch.int16))
+    def order_torch(self) -> None:
+        order_S = torch.argsort(self._chosen_TK.reshape(-1), stable=True)
+        ends_of(self._chosen_TK.reshape(-1)[order_S], self._experts)
+        _ = order_S // self._chosen_TK.shape[1]
 
     def products(self) -> None:
         for x_SD, weight_EOD in zip(self._x, self._weights, strict=True):
@@ -113,7 +115,7 @@ def measure_kernels(
                     found[name] = microseconds(partial(terms.add, tiling), device, LAYERS)
                 except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
                     print(name, error, flush=True)
-            for other in (terms.order, terms.order_base, terms.order_int16, terms.products):
+            for other in (terms.order, terms.order_base, terms.order_torch, terms.products):
                 found[other.__name__] = microseconds(other, device, 1)
             about = {name: round(value, 2) for name, value in found.items()}
             about |= {"pairs": terms.pairs, "floor": round(1e6 * terms.pairs * pair_bytes / bandwidth, 2)}

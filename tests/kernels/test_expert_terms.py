@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.kernels.lora.experts.rows import ExpertRows
+from coserve.kernels.lora.experts.rows import ExpertRows, counted
 from coserve.kernels.lora.experts.slot_terms import FEW, MANY, ExpertSlots, SlotExpertLora, Tiling, add_terms
 from coserve.kernels.lora.types import LoraPair
 
@@ -85,16 +85,34 @@ def test_slots_copy_pairs_that_are_not_aligned() -> None:
     torch.testing.assert_close(lora.add(SITE, y_SO.clone(), x_SD, rows), wanted(y_SO, x_SD, slots_T, rows, {1: pair}))
 
 
+@pytest.mark.parametrize("tokens", [1, 40, 700])
+@pytest.mark.parametrize("with_slots", [False, True])
+def test_the_kernel_orders_rows_as_a_stable_sort_does(tokens: int, with_slots: bool) -> None:
+    """Rows of another GPU's expert and of no slot, experts that nobody chose, more slots than tokens."""
+    g, experts, slots = torch.Generator().manual_seed(tokens), 11, 6
+    chosen_TK = torch.stack([torch.randperm(experts + 1, generator=g)[:3] for _ in range(tokens)]).to(DEVICE)
+    chosen_TK[chosen_TK == 4] = 5
+    slots_T = torch.randint(-1, slots, (tokens + 9,), generator=g).int().to(DEVICE) if with_slots else None
+    found = ExpertRows(*counted(chosen_TK, experts, slots_T, slots), 3)
+    wanted = ExpertRows.by_expert(chosen_TK.cpu(), experts, None if slots_T is None else slots_T.cpu(), slots)
+    for field in ("order_S", "expert_S", "token_S", "ends_E"):
+        own, other = getattr(found, field), getattr(wanted, field)
+        assert own.dtype == other.dtype and torch.equal(own.cpu(), other), field
+
+
 COMPILED = """
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton import compile
+from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from coserve.kernels.gpu.device import H200
 from coserve.kernels.gpu.launcher import compile_only
 from coserve.kernels.lora.experts import slot_terms
-from coserve.kernels.lora.experts.rows import ExpertRows
+from coserve.kernels.lora.experts.order_kernel import order_rows
+from coserve.kernels.lora.experts.rows import BLOCK, CHUNK, ExpertRows
 
 
 class Driver:
@@ -121,6 +139,14 @@ table = slot_terms.ExpertSlots(["site"], 4, x.device).tables["site"]
 with compile_only(None):
     for width, tiling in ((16, slot_terms.FEW), (128, slot_terms.FEW), (16, slot_terms.MANY)):
         slot_terms.add_terms(y, x, slots, rows, table, width, tiling)
+for slotted in (False, True):
+    signature = dict.fromkeys(("chosen_ptr", "order_ptr", "expert_ptr", "token_ptr"), "*i64")
+    signature |= {"slots_ptr": "*i32", "ends_ptr": "*i32"} | dict.fromkeys(("S", "K", "E", "slots"), "i32")
+    constants = {"SLOTS": slotted, "BLOCK": BLOCK, "CHUNK": CHUNK}
+    names = order_rows.arg_names
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(order_rows, {name: signature[name] for name in names}, constants)
+    print("order", len(compile(source, target=Driver().get_current_target()).asm["cubin"]) > 0)
 """
 
 
@@ -131,4 +157,7 @@ def test_compiled_kernels_read_whole_vectors(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=90, check=False, env=environment
     )
-    assert done.stdout.splitlines() == 3 * ["shrink True True True", "expand True True True"], done.stderr
+    assert done.stdout.splitlines() == [
+        *3 * ["shrink True True True", "expand True True True"],
+        *2 * ["order True"],
+    ], done.stderr

@@ -110,8 +110,7 @@ def traced_forward(module: nn.Module, hidden_TD: Tensor, chosen_TK: Tensor, weig
     experts, first, absent_S1 = cast(int, module.num_experts), getattr(module, FIRST, None), None
     if first is not None:
         chosen_TK = local_experts(chosen_TK, first, experts)
-    order_S, ends_E = torch.ops.coserve.experts_order(chosen_TK, experts)
-    expert_S, token_S = chosen_TK.reshape(-1)[order_S], order_S // chosen_TK.shape[1]
+    order_S, expert_S, token_S, ends_E = torch.ops.coserve.experts_order(chosen_TK, experts)
     if first is not None:
         absent_S1 = _absent(expert_S, experts)
 
@@ -144,11 +143,11 @@ def _running() -> ExpertLora | None:
     return None if lora is None else lora.experts
 
 
-def _order(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return the order of the rows, by expert and then as the running step's LoRA terms need it, and the ends of the
-    experts."""
+def _order(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the order of the rows, by expert and then as the running step's LoRA terms need it, their experts and
+    tokens, and the ends of the experts."""
     rows = _sorted_rows(_running(), chosen_TK, experts)
-    return rows.order_S, rows.ends_E
+    return rows.order_S, rows.expert_S, rows.token_S, rows.ends_E
 
 
 def _linear(
@@ -179,15 +178,21 @@ def _sum(y_TO: Tensor) -> Tensor:
     return fused.mesh.sum_apart(y_TO)
 
 
-def _order_fake(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    order_S = chosen_TK.new_empty(chosen_TK.shape[0] * chosen_TK.shape[1], dtype=torch.int64)
-    return order_S, chosen_TK.new_empty(experts, dtype=torch.int32)
+def _order_fake(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    count = chosen_TK.shape[0] * chosen_TK.shape[1]
+    order_S, expert_S, token_S = (chosen_TK.new_empty(count, dtype=torch.int64) for _ in range(3))
+    return order_S, expert_S, token_S, chosen_TK.new_empty(experts, dtype=torch.int32)
 
 
 def _register() -> torch.library.Library:
     rows = "Tensor expert, Tensor token, Tensor ends, int place"
     return register_ops(
-        ("experts_order", "(Tensor chosen, int experts) -> (Tensor, Tensor)", _order, _order_fake),
+        (
+            "experts_order",
+            "(Tensor chosen, int experts) -> (Tensor, Tensor, Tensor, Tensor)",
+            _order,
+            _order_fake,
+        ),
         (
             "experts_linear",
             f"(Tensor x, Tensor weight, Tensor? added, {rows}) -> Tensor",

@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, pad
 
+from coserve.kernels.gpu.rounding import cdiv
+
+FEW_ROWS = 4096
+"""Most rows that one kernel sorts: a decode step's. More are sorted by torch, in ten launches."""
+BLOCK, CHUNK = 8, 1024
+"""Rows, or experts, that a program of it counts for, and rows that it compares them with at once."""
 WIDTH = 8
 """Rows of `grouped_mm`'s 16-bit operands must be a multiple of this many elements."""
 
@@ -30,13 +36,15 @@ class ExpertRows:
     """K."""
 
     @classmethod
-    def by_expert(cls, chosen_TK: Tensor, experts: int) -> ExpertRows:
-        """Sort the rows by expert alone. `chosen_TK`: the experts of each token."""
-        return cls.of(chosen_TK, torch.argsort(chosen_TK.reshape(-1), stable=True), experts)
-
-    @classmethod
-    def of(cls, chosen_TK: Tensor, order_S: Tensor, experts: int) -> ExpertRows:
-        """Return the rows in the order `order_S`, which sorts by expert first."""
+    def by_expert(cls, chosen_TK: Tensor, experts: int, slots_T: Tensor | None = None, slots: int = 0) -> ExpertRows:
+        """Sort the rows by expert, then by their token's slot, if given. `chosen_TK`: the experts of each token;
+        `slots_T`: int32, from -1 to `slots` - 1; more tokens than there are are ignored. The order is stable."""
+        if chosen_TK.is_cuda and chosen_TK.numel() <= FEW_ROWS:
+            return cls(*counted(chosen_TK, experts, slots_T, slots), chosen_TK.shape[1])
+        key_TK = chosen_TK
+        if slots_T is not None:
+            key_TK = torch.add(slots_T[: len(chosen_TK), None], chosen_TK, alpha=slots + 1)
+        order_S = torch.argsort(key_TK.reshape(-1), stable=True)
         expert_S = chosen_TK.reshape(-1)[order_S]
         return cls(order_S, expert_S, order_S // chosen_TK.shape[1], ends_of(expert_S, experts), chosen_TK.shape[1])
 
@@ -44,6 +52,35 @@ class ExpertRows:
     def experts(self) -> int:
         """E."""
         return len(self.ends_E)
+
+
+def counted(
+    chosen_TK: Tensor, experts: int, slots_T: Tensor | None, slots: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the first four fields of `ExpertRows.by_expert`, by one kernel. Its work grows with the square of the
+    rows. It runs inside `compile_only`, too: what it returns are indices."""
+    from coserve.kernels.lora.experts.order_kernel import order_rows  # bases on a CPU need no Triton
+
+    count, chosen = chosen_TK.numel(), chosen_TK.shape[1]
+    order_S, expert_S, token_S = (chosen_TK.new_empty(count, dtype=torch.int64) for _ in range(3))
+    ends_E = chosen_TK.new_empty(experts, dtype=torch.int32)
+    order_rows[(cdiv(count, BLOCK) + cdiv(experts, BLOCK),)](
+        chosen_TK.reshape(-1),
+        chosen_TK if slots_T is None else slots_T,
+        order_S,
+        expert_S,
+        token_S,
+        ends_E,
+        count,
+        chosen,
+        experts,
+        slots,
+        SLOTS=slots_T is not None,
+        BLOCK=BLOCK,
+        CHUNK=CHUNK,
+        num_warps=4,
+    )
+    return order_S, expert_S, token_S, ends_E
 
 
 def summed(y_SO: Tensor, order_S: Tensor, weights_TK: Tensor) -> Tensor:

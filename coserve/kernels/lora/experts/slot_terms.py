@@ -125,8 +125,7 @@ class SlotExpertLora:
 
     def sorted_rows(self, chosen_TK: Tensor, experts: int) -> ExpertRows:
         slots = next(iter(self._tables.values())).ranks.shape[0]
-        key_TK = torch.add(self._slots_T[: len(chosen_TK), None], chosen_TK, alpha=slots + 1)
-        return ExpertRows.of(chosen_TK, torch.argsort(key_TK.reshape(-1)), experts)
+        return ExpertRows.by_expert(chosen_TK, experts, self._slots_T, slots)
 
     def add(self, site: str, y_SO: Tensor, x_SD: Tensor, rows: ExpertRows) -> Tensor:
         """See `ExpertLora`; writes into y."""
