@@ -34,12 +34,19 @@ GROUPS, HEADS, SIZE, TAPS = 16, 32, 128, 4
 """Heads of queries and keys, heads of values, their sizes, and inputs of the convolution."""
 PRODUCTS = ((4096, 12352), (4096, 4096), (4096, 24576), (12288, 4096), (4096, 10240))
 """Inputs and outputs of a layer's products: in_proj, out_proj, gate and up, down; and q, k and v."""
+BY_VALUE = replace(RECUR_SHAPE, by_value=True)
 PARTS = (
     RECUR_SHAPE,
-    *(RecurShape(elements, warps, by_value=True) for elements, warps in ((4096, 4), (8192, 8), (8192, 4), (4096, 8))),
-    *(RecurShape(elements, warps, by_value=True) for elements, warps in ((2048, 4), (16384, 8), (16384, 16))),
-    *(RecurShape(by_value=True, registers=most) for most in (96, 80)),
+    BY_VALUE,
+    *(replace(BY_VALUE, elements=elements, warps=warps) for elements, warps in ((2048, 4), (4096, 8), (8192, 8))),
+    replace(BY_VALUE, elements=16384, warps=16),
+    replace(BY_VALUE, registers=72),
+    *(replace(BY_VALUE, blocks=4, stages=stages) for stages in (2, 3, 4)),
+    *(replace(BY_VALUE, elements=2048, blocks=8, stages=stages) for stages in (4, 5)),
+    replace(BY_VALUE, warps=8, blocks=4, stages=3),
+    replace(BY_VALUE, elements=8192, warps=8, blocks=2, stages=2),
 )
+"""Shapes of a program's part of a state: size and warps, registers, parts in turns."""
 CONVOLUTIONS = ((16, 128), (8, 128), (4, 128), (4, 256), (2, 256), (8, 64))
 """Tokens and channels of a program of the convolution."""
 
@@ -48,7 +55,7 @@ def measure_kernels(results: Results, device: torch.device, bandwidth: float, *,
     """Put a row for each kernel and number of sequences, with the time of each launch shape."""
     for sequences in (1,) if tiny else (1, 8, 64):
         recur, convolve = _recurrences(sequences, device, tiny=tiny)
-        found = _timed(recur, PARTS[:2] if tiny else PARTS)
+        found = _timed(recur, PARTS[::7] if tiny else PARTS)
         best = min(found, key=lambda shape: found[shape])
         further = [replace(best, stream=stream, early=early) for stream, early in product((False, True), repeat=2)]
         found |= _timed(recur, further[1:])

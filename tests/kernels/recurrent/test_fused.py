@@ -21,7 +21,10 @@ STEPS = (
     [TokenRun(1, 0, (), 1), TokenRun(1, 7, (), 2), TokenRun(1, 3, (), 3)],
 )
 PADDING = 3
-OTHER_SHAPE = RecurShape(32, 2, True, True, True, 128, tokens=4, channels=8)
+OTHER_SHAPES = {
+    "other": RecurShape(32, 2, by_value=True, stream=True, early=True, registers=128, tokens=4, channels=8),
+    "in turns": RecurShape(32, by_value=True, early=True, blocks=4, stages=3),
+}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 CASES = {
     "delta rule": (StateShape(20, 4, heads=4, keys=6, values=10), True, False),
@@ -51,13 +54,33 @@ def _step(
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "launched", [RECUR_SHAPE, RecurShape(32, 2, True, True, True, 128, 4, 8)], ids=["own", "other"]
-)
+@pytest.mark.parametrize("launched", [RECUR_SHAPE, *OTHER_SHAPES.values()], ids=["own", *OTHER_SHAPES])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 def test_steps_in_slots(case: str, launched: RecurShape, dtype: torch.dtype) -> None:
     """Outputs and the states that the next steps read: chunks, decodes and padding, in any slots."""
     shape, beta, by_key = CASES[case]
+    _compare(shape, launched, dtype, beta=beta, by_key=by_key)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "launched",
+    [
+        RECUR_SHAPE,
+        RecurShape(16384, 16, by_value=True),
+        RecurShape(by_value=True, stream=True, early=True, registers=72, tokens=2, channels=256),
+        RecurShape(by_value=True, blocks=4, stages=3, tokens=4),
+        RecurShape(2048, by_value=True, stream=True, early=True, blocks=8, stages=5),
+        RecurShape(8192, 8, early=True, blocks=2, stages=2, tokens=8, channels=64),
+    ],
+)
+def test_heads_of_a_real_size(launched: RecurShape) -> None:
+    """Those of Qwen3.5, by shapes that `benchmarks.recurrent.kernels` times."""
+    shape = StateShape(20, 4, heads=8, keys=128, values=128)
+    _compare(shape, launched, torch.bfloat16, beta=True, by_key=False)
+
+
+def _compare(shape: StateShape, launched: RecurShape, dtype: torch.dtype, *, beta: bool, by_key: bool) -> None:
     own, expected = (StatePool({0: shape}, slots=4, dtype=dtype, device=torch.device(DEVICE)) for _ in range(2))
     for states in (own, expected):  # an earlier sequence's state does not reach the next one
         states.layers[0].recurrent[:4] = 7

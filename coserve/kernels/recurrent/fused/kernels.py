@@ -103,6 +103,73 @@ def _add_three(a, b, c, d, e, f):
 
 
 @triton.jit
+def _read(
+    row,
+    h,
+    k_at,
+    q_ptr,
+    k_ptr,
+    decay_ptr,
+    q_stride,
+    k_stride,
+    H,
+    G,
+    K: tl.constexpr,
+    BY_KEY: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """A token's q and k (BK) for a head, their product, and the factor of its state."""
+    in_k, group = k_at < K, h // (H // G)
+    q = tl.load(q_ptr + row * q_stride + group * K + k_at, mask=in_k, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + row * k_stride + group * K + k_at, mask=in_k, other=0.0).to(tl.float32)
+    if NORMALIZE:
+        qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_three)
+        q, k = q / tl.sqrt(qq + 1e-6), k / tl.sqrt(kk + 1e-6)
+        qk = qk / tl.sqrt(qq + 1e-6) / tl.sqrt(kk + 1e-6)
+    else:
+        qk = tl.sum(q * k, 0)
+    if BY_KEY:
+        decay = tl.load(decay_ptr + (row * H + h) * K + k_at, mask=in_k, other=0.0).to(tl.float32)
+        factor = tl.exp(decay)[:, None]
+    else:
+        factor = tl.exp(tl.load(decay_ptr + row * H + h).to(tl.float32))
+    return q, k, qk, factor
+
+
+@triton.jit
+def _step(
+    state,
+    q,
+    k,
+    qk,
+    factor,
+    row,
+    h,
+    v_at,
+    out_ptr,
+    v_ptr,
+    beta_ptr,
+    v_stride,
+    H,
+    scale,
+    V: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+):
+    """Return the state (BK, BV) after a token, whose output is stored."""
+    v = tl.load(v_ptr + row * v_stride + h * V + v_at, mask=v_at < V, other=0.0).to(tl.float32)
+    state *= factor
+    if HAS_BETA:
+        out, known = tl.reduce((state * q[:, None], state * k[:, None]), 0, _add_two)
+        v = (v - known) * tl.load(beta_ptr + row * H + h).to(tl.float32)
+    else:
+        out = tl.sum(state * q[:, None], 0)
+    state += k[:, None] * v[None, :]
+    out = (out + qk * v) * scale
+    tl.store(out_ptr + (row * H + h) * V + v_at, out.to(out_ptr.dtype.element_ty), mask=v_at < V)
+    return state
+
+
+@triton.jit
 def recur(
     out_ptr,
     q_ptr,
@@ -131,57 +198,59 @@ def recur(
     BV: tl.constexpr,
     BY_VALUE: tl.constexpr,
     STREAM: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (sequences, heads, value blocks), reversed with BY_VALUE: out (T, H, V), token by token; the state stays in
-    registers. Rows of padding become zero, those of one program every `sequences` rows.
+    """Grid (sequences, heads, runs of BLOCKS value blocks), reversed with BY_VALUE: out (T, H, V), token by token; the
+    state stays in registers. More than one block is for sequences of one token: the next ones' states are on their way
+    to shared memory meanwhile. Rows of padding become zero, those of one program every `sequences` rows.
 
     q and k (T, G, K), v (T, H, V), each with its stride between tokens; decay (T, H) or, with BY_KEY, (T, H, K), beta
     (T, H). Both sums over keys are of the old state, so that they need not wait for each other: `q S_t = q exp(d_t)
-    S_{t-1} + (q k) v`. STREAM: states leave the L2 cache first. PDL: states are read before the preceding kernel, which
-    must write none of them, has ended.
+    S_{t-1} + (q k) v`. STREAM: states leave the L2 cache first. PDL: with one block, states are read before the
+    preceding kernel, which must write none of them, has ended.
     """
     order: tl.constexpr = 2 if BY_VALUE else 0
     b, h, sequences = tl.program_id(order), tl.program_id(1), tl.num_programs(order)
-    k_at, v_at = tl.arange(0, BK), tl.program_id(2 - order) * BV + tl.arange(0, BV)
+    run, k_at = tl.program_id(2 - order) * BLOCKS, tl.arange(0, BK)
     start, end, last = tl.load(starts_ptr + b), tl.load(ends_ptr + b), tl.load(ends_ptr + sequences)
     source, to = tl.load(from_ptr + b).to(tl.int64), tl.load(to_ptr + b).to(tl.int64)
-    in_k, in_v = k_at < K, v_at < V
     policy: tl.constexpr = "evict_first" if STREAM else ""
+    from_at, to_at = state_ptr + (source * H + h) * K * V, state_ptr + (to * H + h) * K * V
     if end > start:
-        within, inside = k_at[:, None] * V + v_at[None, :], in_k[:, None] & in_v[None, :]
-        state_at = state_ptr + (source * H + h) * K * V + within
-        state = tl.load(state_at, mask=inside, other=0.0, eviction_policy=policy)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        group = h // (H // G)
-        for t in range(start, end):
-            row = tl.full((), 0, tl.int64) + t
-            q = tl.load(q_ptr + row * q_stride + group * K + k_at, mask=in_k, other=0.0).to(tl.float32)
-            k = tl.load(k_ptr + row * k_stride + group * K + k_at, mask=in_k, other=0.0).to(tl.float32)
-            v = tl.load(v_ptr + row * v_stride + h * V + v_at, mask=in_v, other=0.0).to(tl.float32)
-            if NORMALIZE:
-                qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_three)
-                q, k = q / tl.sqrt(qq + 1e-6), k / tl.sqrt(kk + 1e-6)
-                qk = qk / tl.sqrt(qq + 1e-6) / tl.sqrt(kk + 1e-6)
-            else:
-                qk = tl.sum(q * k, 0)
-            if BY_KEY:
-                decay = tl.load(decay_ptr + (row * H + h) * K + k_at, mask=in_k, other=0.0).to(tl.float32)
-                state *= tl.exp(decay)[:, None]
-            else:
-                state *= tl.exp(tl.load(decay_ptr + row * H + h).to(tl.float32))
-            if HAS_BETA:
-                out, known = tl.reduce((state * q[:, None], state * k[:, None]), 0, _add_two)
-                v = (v - known) * tl.load(beta_ptr + row * H + h).to(tl.float32)
-            else:
-                out = tl.sum(state * q[:, None], 0)
-            state += k[:, None] * v[None, :]
-            out = (out + qk * v) * scale
-            tl.store(out_ptr + (row * H + h) * V + v_at, out.to(out_ptr.dtype.element_ty), mask=in_v)
-        tl.store(state_ptr + (to * H + h) * K * V + within, state, mask=inside, eviction_policy=policy)
+        if BLOCKS > 1:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            row = tl.full((), 0, tl.int64) + start
+            q, k, qk, factor = _read(
+                row, h, k_at, q_ptr, k_ptr, decay_ptr, q_stride, k_stride, H, G, K, BY_KEY, NORMALIZE
+            )
+            for block in tl.range(0, BLOCKS, num_stages=STAGES):
+                v_at = (run + block) * BV + tl.arange(0, BV)
+                within, inside = k_at[:, None] * V + v_at[None, :], (k_at < K)[:, None] & (v_at < V)[None, :]
+                state = tl.load(from_at + within, mask=inside, other=0.0, eviction_policy=policy)
+                state = _step(
+                    state, q, k, qk, factor, row, h, v_at, out_ptr, v_ptr, beta_ptr, v_stride, H, scale, V, HAS_BETA
+                )
+                tl.store(to_at + within, state, mask=inside, eviction_policy=policy)
+        else:
+            v_at = run * BV + tl.arange(0, BV)
+            within, inside = k_at[:, None] * V + v_at[None, :], (k_at < K)[:, None] & (v_at < V)[None, :]
+            state = tl.load(from_at + within, mask=inside, other=0.0, eviction_policy=policy)
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            for t in range(start, end):
+                row = tl.full((), 0, tl.int64) + t
+                q, k, qk, factor = _read(
+                    row, h, k_at, q_ptr, k_ptr, decay_ptr, q_stride, k_stride, H, G, K, BY_KEY, NORMALIZE
+                )
+                state = _step(
+                    state, q, k, qk, factor, row, h, v_at, out_ptr, v_ptr, beta_ptr, v_stride, H, scale, V, HAS_BETA
+                )
+            tl.store(to_at + within, state, mask=inside, eviction_policy=policy)
     elif PDL:
         tl.extra.cuda.gdc_wait()
-    nothing = tl.zeros((BV,), dtype=out_ptr.dtype.element_ty)
+    at, nothing = run * BV + tl.arange(0, BV * BLOCKS), tl.zeros((BV * BLOCKS,), dtype=out_ptr.dtype.element_ty)
     for t in range(last + b, T, sequences):
-        tl.store(out_ptr + (tl.full((), 0, tl.int64) + t) * H * V + h * V + v_at, nothing, mask=in_v)
+        tl.store(out_ptr + (tl.full((), 0, tl.int64) + t) * H * V + h * V + at, nothing, mask=at < V)

@@ -32,6 +32,11 @@ class RecurShape:
     """States leave the L2 cache first."""
     early: bool = False
     """States are read while the preceding kernel ends, on a GPU that can."""
+    blocks: int = 1
+    """Parts of a state that a program of a decode step computes one after another, while others are on their way; a
+    power of 2."""
+    stages: int = 1
+    """Parts that are on their way or computed, of `blocks`."""
     registers: int | None = None
     """Most registers of a thread; None: as many as the compiler takes."""
     tokens: int = 16
@@ -148,7 +153,8 @@ class FusedRecurrence:
         block_k = next_power_of_2(keys)
         shape, early = self._shape, self._shape.early and device_info(given.v.device).early_launch
         block_v = max(1, min(next_power_of_2(values), shape.elements // block_k))
-        grid = self._sequences, heads, cdiv(values, block_v)
+        blocks = min(shape.blocks, next_power_of_2(values) // block_v) if self._decodes else 1
+        grid = self._sequences, heads, cdiv(values, block_v * blocks)
         out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
         launch(
             recur,
@@ -180,6 +186,8 @@ class FusedRecurrence:
             BV=block_v,
             BY_VALUE=shape.by_value,
             STREAM=shape.stream,
+            BLOCKS=blocks,
+            STAGES=shape.stages,
             PDL=early,
             num_warps=shape.warps,
             maxnreg=shape.registers,
