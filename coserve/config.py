@@ -287,7 +287,9 @@ class Config:
         "most open connections; idle ones make room for new ones, further ones get 503 (but for /health and "
         "/health/ready)",
     )
-    max_body_bytes: int = option(64 << 20, "largest request body, in bytes")
+    max_body_bytes: int = option(
+        1 << 30, "largest request body, in bytes: of an upload, which goes to disk as it comes"
+    )
     read_timeout: float = option(
         30.0,
         "deadline in seconds, 0.1 to 86400: for a request's headers, between parts of its body, and for a reader to "
