@@ -124,6 +124,18 @@ async def test_what_has_learned_nothing_is_not_published(api: Api) -> None:
             "document.questions",
             {"document": {"text": "x", "questions": [{"question": "Why?"}] * 3}},
         ),
+        (400, "invalid_request", "document.instruction", {"document": {"text": "x", "instruction": "So " * 2000}}),
+        (
+            400,
+            "invalid_request",
+            "document.questions[1]",
+            {
+                "document": {
+                    "text": "x",
+                    "questions": [{"question": "Why?"}, {"question": "How?", "answer": "So " * 2000}],
+                }
+            },
+        ),
         (404, "adapter_not_found", "document.generator", {"document": {"text": "x", "generator": "adapter:missing"}}),
         (403, "forbidden_path", "path", {"document": {"path": "../secret"}}),
         (422, "empty_corpus", None, {"document": "  "}),

@@ -54,7 +54,8 @@ class CheckedDocument:
         self, lora: LoraSettings, chunks: Chunks, tokenizer: Tokenizer, base: BaseSpec, limit: int
     ) -> tuple[tuple[int, ...], LoraSettings]:
         """Return `JobSpec.prefix` of the chunks, and the settings of the adapter to train. `limit`: most tokens of a
-        micro-batch. Raises `InvalidRequest`."""
+        micro-batch. Raises `InvalidRequest`, also for questions that do not fit beside a chunk."""
+        self._check_lengths(chunks, tokenizer, base)
         if lora.cartridge:
             prefix = first_tokens(chunks, lora.r, tokenizer)
             return prefix, msgspec.structs.replace(lora, r=len(prefix))
@@ -71,6 +72,18 @@ class CheckedDocument:
             what = f"{most} memory tokens of {len(rows)} chunks, and {len(ids)} of a chunk"
             raise InvalidRequest(f"expected at most {what}, got {count} of each", field="document.prefix_tokens")
         return tuple(id for row in rows for id in (*row, *ids)), self._with_memory(lora, base, ids)
+
+    def _check_lengths(self, chunks: Chunks, tokenizer: Tokenizer, base: BaseSpec) -> None:
+        """Raise `InvalidRequest` if the instruction or one of the user's questions does not fit into the context."""
+        settings, chunk = self.settings, min(self.chunk_tokens, chunks.tokens)
+        given: list[tuple[str, str, str | None]] = [("instruction", "", None)]
+        given += [(f"questions[{index}]", each.question, each.answer) for index, each in enumerate(settings.questions)]
+        for field, question, answer in given:
+            size = chunk + len(tokenizer.encode(f"{question}\n{settings.instruction}"))
+            size += settings.answer_tokens if answer is None else len(tokenizer.encode(answer))
+            if size > base.context:
+                what = f"{base.context} tokens with a chunk and the answer"
+                raise InvalidRequest(f"expected at most {what}, got {size}", field=f"document.{field}")
 
     def _with_memory(self, lora: LoraSettings, base: BaseSpec, ids: Sequence[int]) -> LoraSettings:
         if self.settings.recipe != "encoder":
