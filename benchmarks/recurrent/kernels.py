@@ -3,7 +3,7 @@
 In a CUDA graph over states, and weights, that exceed the L2 cache together, a small kernel ahead of each (`before`).
 `floor`: the bytes of the states or the weights, once each way, at `--bandwidth`. All in microseconds a call.
 
-`recur_us.b1`, `.b8`, `.b64`   the recurrence: each size of a program's part, then the fastest with further choices
+`recur_us.b1`, `.b16`, `.b64`   the recurrence: each size of a program's part, then the fastest with further choices
 `convolve_us.b64`              the convolution
 `product_us.b64.*`             products of 64 rows by torch (`torch`) and by our skinny GEMM
 """
@@ -53,7 +53,7 @@ CONVOLUTIONS = ((16, 128), (8, 128), (4, 128), (4, 256), (2, 256), (8, 64))
 
 def measure_kernels(results: Results, device: torch.device, bandwidth: float, *, tiny: bool) -> None:
     """Put a row for each kernel and number of sequences, with the time of each launch shape."""
-    for sequences in (1,) if tiny else (1, 8, 64):
+    for sequences in (1,) if tiny else (1, 16, 64):  # two specialisations of each kernel
         recur, convolve = _recurrences(sequences, device, tiny=tiny)
         found = _timed(recur, PARTS[::7] if tiny else PARTS)
         best = min(found, key=lambda shape: found[shape])
