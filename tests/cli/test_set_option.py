@@ -132,3 +132,20 @@ def test_what_is_wrong_is_said_before_anything_is_sent(
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("assignment", "says"),
+    [
+        ("document=5", "document: give the document as the argument FILES"),
+        ("document.text=other", "document: give the document as the argument FILES"),
+        ("document.path=other.md", "document: give the document as the argument FILES"),
+        ("teacher=other", "teacher: coserve learn does not take it"),
+    ],
+)
+def test_learn_takes_its_document_as_an_argument(
+    assignment: str, says: str, rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["learn", "name", rows, "--set", assignment, "--url", "http://127.0.0.1:1"]) == USAGE
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1

@@ -53,6 +53,11 @@ def learn(
     answers without it. docs/guide/documents.md has the settings and what the evaluation says.
     """
     settings = request_settings({}, set_fields or [])
+    given = settings.get("document", {})
+    if not isinstance(given, dict) or given.keys() & {"text", "path"}:
+        raise typer.BadParameter("--set document: give the document as the argument FILES")
+    if others := settings.keys() & {"columns", "teacher", "test"}:
+        raise typer.BadParameter(f"--set {min(others)}: coserve learn does not take it")
     own = {
         "recipe": recipe,
         "generator": generator,
