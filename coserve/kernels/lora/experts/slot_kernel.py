@@ -73,6 +73,7 @@ def shrink(
     D,
     stride,
     R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STEPS: tl.constexpr,
@@ -81,9 +82,9 @@ def shrink(
     ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h (splits, S, R) in fp32. Grid (rows, splits): each split has `STEPS * BLOCK_D` inputs. x (S, D): rows `stride`
-    apart; slots (tokens); tokens, experts (S), E for rows without terms; `table_ptr`: int64 (slots, 2), addresses of a
-    site's A (E R, D) and B; 0: the adapter does not change it."""
+    """h (splits, S, R) in fp32. Grid (rows, splits, blocks of ranks): a split has `STEPS * BLOCK_D` inputs. x (S, D):
+    rows `stride` apart; slots (tokens); tokens, experts (S), E for rows without terms; `table_ptr`: int64 (slots, 2),
+    addresses of a site's A (E R, D) and B; 0: the adapter does not change it."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first, slot, expert, begins = _tile(slots_ptr, tokens_ptr, experts_ptr, E, BLOCK_S)
@@ -91,12 +92,12 @@ def shrink(
     rank = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0)
     if begins & (address != 0):
         width: tl.constexpr = BLOCK_D // PARTS
-        split, r = tl.program_id(1), tl.arange(0, R)
+        split, r = tl.program_id(1), tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
         d = tl.arange(0, PARTS)[:, None, None] * width + tl.arange(0, width)[None, None, :] + split * STEPS * BLOCK_D
         a_at = a_ptr + (expert * rank + r)[None, :, None] * D + d
         s, keep = _rows(slots_ptr, tokens_ptr, experts_ptr, S, first, slot, expert, BLOCK_S)
         x_at, real = x_ptr + s[None, :, None] * stride + d, (r < rank)[None, :, None]
-        total = tl.zeros([PARTS, R, BLOCK_S], dtype=tl.float32)
+        total = tl.zeros([PARTS, BLOCK_R, BLOCK_S], dtype=tl.float32)
         for step in tl.range(0, STEPS, num_stages=STAGES):
             inside = d + step * BLOCK_D < D
             a = tl.load(a_at + step * BLOCK_D, mask=real & inside, other=0.0)

@@ -141,7 +141,8 @@ def add_terms(
     (count, inputs), outputs = x_SD.shape, y_SO.shape[1]
     if not count:
         return
-    block_d = max(16 * WARPS, min(tiling.inputs, HELD // width))
+    block_r = min(width, HELD // (16 * WARPS))
+    block_d = min(tiling.inputs, HELD // block_r)
     block_o = max(16, min(tiling.outputs, HELD // width))
     steps = min(tiling.steps * tiling.inputs // block_d if tiling.steps else inputs, cdiv(inputs, block_d))
     splits = cdiv(inputs, steps * block_d)
@@ -149,15 +150,16 @@ def add_terms(
     where = slots_T, rows.token_S, rows.expert_S, table.addresses, table.ranks
     h = x_SD.new_empty(splits, count, width, dtype=torch.float32)
     SHRINK(
-        (count, splits, 1),
+        (count, splits, width // block_r),
         (x_SD, h, *where),
         (count, rows.experts, inputs, x_SD.stride(0)),
         R=width,
+        BLOCK_R=block_r,
         BLOCK_S=tiling.rows,
         BLOCK_D=block_d,
         STEPS=steps,
         PARTS=WARPS,
-        STAGES=min(tiling.stages, 1 + 4 * HELD // (width * block_d)),
+        STAGES=tiling.stages,
         ALIGN=tiling.align,
         **options(False, WARPS, 1) | {"PDL": pdl},
     )
