@@ -55,6 +55,10 @@ def rows(tmp_path: Path) -> str:
             {"lora": {"rank_pattern": {"layers.0.q_proj": 4}, "targets": ["q_proj"]}},
         ),
         (
+            ["--set", 'lora.target_parameters=["experts.gate_up_proj", "experts.down_proj"]'],
+            {"lora": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}},
+        ),
+        (
             ["--dpo-beta", "0.2", '--set=training.loss={"type": "dpo", "beta": 0.2}'],
             {"training": {"loss": {"type": "dpo", "beta": 0.2}}},
         ),
