@@ -80,7 +80,7 @@ class Terms:
     def order_torch(self) -> None:
         order_S = torch.argsort(self._chosen_TK.reshape(-1), stable=True)
         ends_of(self._chosen_TK.reshape(-1)[order_S], self._experts)
-        _ = order_S // self._chosen_TK.shape[1]
+        torch.empty_like(order_S)[order_S] = order_S // self._chosen_TK.shape[1]
 
     def products(self) -> None:
         for x_SD, weight_EOD in zip(self._x, self._weights, strict=True):

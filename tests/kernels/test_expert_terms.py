@@ -95,7 +95,7 @@ def test_the_kernel_orders_rows_as_a_stable_sort_does(tokens: int, with_slots: b
     slots_T = torch.randint(-1, slots, (tokens + 9,), generator=g).int().to(DEVICE) if with_slots else None
     found = ExpertRows(*counted(chosen_TK, experts, slots_T, slots), 3)
     wanted = ExpertRows.by_expert(chosen_TK.cpu(), experts, None if slots_T is None else slots_T.cpu(), slots)
-    for field in ("order_S", "expert_S", "token_S", "ends_E"):
+    for field in ("place_S", "expert_S", "token_S", "ends_E"):
         own, other = getattr(found, field), getattr(wanted, field)
         assert own.dtype == other.dtype and torch.equal(own.cpu(), other), field
 
@@ -141,7 +141,7 @@ with compile_only(None):
     for width, tiling in ((16, slot_terms.FEW), (128, slot_terms.FEW), (16, slot_terms.MANY), (1024, slot_terms.MANY)):
         slot_terms.add_terms(y, x, slots, rows, table, width, tiling)
 for slotted in (False, True):
-    signature = dict.fromkeys(("chosen_ptr", "order_ptr", "expert_ptr", "token_ptr"), "*i64")
+    signature = dict.fromkeys(("chosen_ptr", "place_ptr", "expert_ptr", "token_ptr"), "*i64")
     signature |= {"slots_ptr": "*i32", "ends_ptr": "*i32"} | dict.fromkeys(("S", "K", "E", "slots"), "i32")
     constants = {"SLOTS": slotted, "BLOCK": BLOCK, "CHUNK": CHUNK}
     names = order_rows.arg_names

@@ -76,15 +76,14 @@ class StepTerms:
         rows = self._rows = self._lora.sorted_rows(chosen_NK, spec.experts)
         zeros_SO = x_ND.new_zeros(chosen_NK.numel(), spec.out_features)
         y_SO = self._lora.add(site, zeros_SO, x_ND[rows.token_S], rows)
-        back_SO = torch.empty_like(y_SO)
-        back_SO[rows.order_S] = y_SO
-        return back_SO.view(*chosen_NK.shape, -1)
+        return y_SO[rows.place_S].view(*chosen_NK.shape, -1)
 
     def down(self, site: str, h_NKI: Tensor, weights_NK: Tensor) -> Tensor:
         """Return the terms (N, D) of down, summed over each token's experts by the router's weights. The layer is that
         of the last `gate_up`."""
         rows = self._rows
         assert rows is not None, "expected the inputs of gate and up first"
-        h_SI = h_NKI.flatten(0, 1)[rows.order_S]
+        h_SI = h_NKI.new_empty(rows.place_S.shape[0], h_NKI.shape[2])
+        h_SI[rows.place_S] = h_NKI.flatten(0, 1)
         y_SD = self._lora.add(site, h_SI.new_zeros(len(h_SI), self._sites[site].out_features), h_SI, rows)
-        return summed(y_SD, rows.order_S, weights_NK).to(h_NKI.dtype)
+        return summed(y_SD, rows.place_S, weights_NK).to(h_NKI.dtype)

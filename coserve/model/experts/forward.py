@@ -34,7 +34,7 @@ def experts_forward(
         absent_S1 = _absent(rows.expert_S, experts)
     h_SI = _activation(module, _product(module, 0, _without(hidden_TD[rows.token_S], absent_S1), rows, lora))
     y_SO = _without(_product(module, 1, h_SI, rows, lora), absent_S1)
-    y_TO, shard = summed(y_SO, rows.order_S, weights_TK).to(hidden_TD.dtype), expert_shard(module)
+    y_TO, shard = summed(y_SO, rows.place_S, weights_TK).to(hidden_TD.dtype), expert_shard(module)
     return y_TO if shard is None else shard.sum(y_TO)
 
 
@@ -50,15 +50,13 @@ def remote_forward(
     products run, and those of other adapters (`lora`). Inference only."""
     sites, tokens_N = cast("tuple[str, str]", getattr(module, SITES)), remote.tokens_N
     rows = _sorted_rows(lora, chosen_TK, cast(int, module.num_experts))
-    row_TK = torch.empty_like(rows.order_S)
-    row_TK[rows.order_S] = torch.arange(len(row_TK), device=row_TK.device)
-    row_NK = row_TK.view(chosen_TK.shape)[tokens_N]
+    row_NK = rows.place_S.view(chosen_TK.shape)[tokens_N]
     terms = remote.gate_up(sites[0], hidden_TD[tokens_N], chosen_TK[tokens_N])
     y_SO = _product(module, 0, hidden_TD[rows.token_S], rows, lora)
     h_SI = _activation(module, y_SO.index_add(0, row_NK.reshape(-1), terms().flatten(0, 1)))
     terms = remote.down(sites[1], h_SI[row_NK], weights_TK[tokens_N])
     y_SO = _product(module, 1, h_SI, rows, lora)
-    y_TO = summed(y_SO, rows.order_S, weights_TK).to(hidden_TD.dtype)
+    y_TO = summed(y_SO, rows.place_S, weights_TK).to(hidden_TD.dtype)
     return y_TO.index_add(0, tokens_N, terms())
 
 
@@ -110,7 +108,7 @@ def traced_forward(module: nn.Module, hidden_TD: Tensor, chosen_TK: Tensor, weig
     experts, first, absent_S1 = cast(int, module.num_experts), getattr(module, FIRST, None), None
     if first is not None:
         chosen_TK = local_experts(chosen_TK, first, experts)
-    order_S, expert_S, token_S, ends_E = torch.ops.coserve.experts_order(chosen_TK, experts)
+    place_S, expert_S, token_S, ends_E = torch.ops.coserve.experts_order(chosen_TK, experts)
     if first is not None:
         absent_S1 = _absent(expert_S, experts)
 
@@ -123,7 +121,7 @@ def traced_forward(module: nn.Module, hidden_TD: Tensor, chosen_TK: Tensor, weig
 
     h_SI = _activation(module, product(0, _without(hidden_TD[token_S], absent_S1)))
     y_SO = _without(product(1, h_SI), absent_S1)
-    y_TO = summed(y_SO, order_S, weights_TK).to(hidden_TD.dtype)
+    y_TO = summed(y_SO, place_S, weights_TK).to(hidden_TD.dtype)
     return cast(Tensor, torch.ops.coserve.rank_sum(y_TO)) if hasattr(module, EXPERTS) else y_TO
 
 
@@ -144,10 +142,10 @@ def _running() -> ExpertLora | None:
 
 
 def _order(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the order of the rows, by expert and then as the running step's LoRA terms need it, their experts and
-    tokens, and the ends of the experts."""
+    """Return the row of each choice, sorted by expert and then as the running step's LoRA terms need it, the rows'
+    experts and tokens, and the ends of the experts."""
     rows = _sorted_rows(_running(), chosen_TK, experts)
-    return rows.order_S, rows.expert_S, rows.token_S, rows.ends_E
+    return rows.place_S, rows.expert_S, rows.token_S, rows.ends_E
 
 
 def _linear(
@@ -167,7 +165,7 @@ def _linear(
     if lora is None:
         return y_SO
     assert fused is not None, "expected to run within FusedBase.forward"
-    rows = ExpertRows(token_S, expert_S, token_S, ends_E, 0)  # slots need neither the order nor the number chosen
+    rows = ExpertRows(token_S, expert_S, token_S, ends_E, 0)  # slots need neither places nor the number chosen
     return lora.add(fused.experts[current.layer][place], y_SO, x_SD, rows)
 
 
@@ -180,8 +178,8 @@ def _sum(y_TO: Tensor) -> Tensor:
 
 def _order_fake(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count = chosen_TK.shape[0] * chosen_TK.shape[1]
-    order_S, expert_S, token_S = (chosen_TK.new_empty(count, dtype=torch.int64) for _ in range(3))
-    return order_S, expert_S, token_S, chosen_TK.new_empty(experts, dtype=torch.int32)
+    place_S, expert_S, token_S = (chosen_TK.new_empty(count, dtype=torch.int64) for _ in range(3))
+    return place_S, expert_S, token_S, chosen_TK.new_empty(experts, dtype=torch.int32)
 
 
 def _register() -> torch.library.Library:

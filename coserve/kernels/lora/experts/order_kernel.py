@@ -28,7 +28,7 @@ def _key(chosen_ptr, slots_ptr, i, S, K, slots, SLOTS: tl.constexpr):
 def order_rows(
     chosen_ptr,
     slots_ptr,
-    order_ptr,
+    place_ptr,
     expert_ptr,
     token_ptr,
     ends_ptr,
@@ -41,8 +41,9 @@ def order_rows(
     CHUNK: tl.constexpr,
 ):
     """Grid (blocks of rows, then blocks of experts). chosen int64 (S): the expert of each of K choices of a token;
-    slots int32 (tokens), from -1 to `slots` - 1, read if `SLOTS`. Writes int64 (S): the rows sorted by expert and slot,
-    their experts and tokens; int32 (E): the index one past each expert's last row."""
+    slots int32 (tokens), from -1 to `slots` - 1, read if `SLOTS`. Writes int64 (S): the row
+    of each choice, and expert and token of each row, sorted by expert and slot; int32 (E): the index one past each
+    expert's last row."""
     block, blocks = tl.program_id(0), tl.cdiv(S, BLOCK)
     count = tl.zeros([BLOCK], dtype=tl.int32)
     if block < blocks:
@@ -53,7 +54,7 @@ def order_rows(
             _, other = _key(chosen_ptr, slots_ptr, j, S, K, slots, SLOTS)
             equal = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
             count += tl.sum(((other[None, :] < key[:, None]) | equal).to(tl.int32), 1)
-        tl.store(order_ptr + count, i.to(tl.int64), mask=i < S)
+        tl.store(place_ptr + i, count.to(tl.int64), mask=i < S)
         tl.store(expert_ptr + count, expert.to(tl.int64), mask=i < S)
         tl.store(token_ptr + count, (i // K).to(tl.int64), mask=i < S)
     else:

@@ -25,8 +25,8 @@ WIDTH = 8
 class ExpertRows:
     """The rows of one call, sorted by expert."""
 
-    order_S: Tensor  # noqa: N815
-    """Index of each row's (token, choice) pair in the flattened (T, K)."""
+    place_S: Tensor  # noqa: N815
+    """Index of the row of each (token, choice) pair, which are in the order of the flattened (T, K)."""
     expert_S: Tensor  # noqa: N815
     """Each row's expert; E: one that another GPU has, whose rows come last and are not computed."""
     token_S: Tensor  # noqa: N815
@@ -45,8 +45,9 @@ class ExpertRows:
         if slots_T is not None:
             key_TK = torch.add(slots_T[: len(chosen_TK), None], chosen_TK, alpha=slots + 1)
         order_S = torch.argsort(key_TK.reshape(-1), stable=True)
-        expert_S = chosen_TK.reshape(-1)[order_S]
-        return cls(order_S, expert_S, order_S // chosen_TK.shape[1], ends_of(expert_S, experts), chosen_TK.shape[1])
+        expert_S, place_S = chosen_TK.reshape(-1)[order_S], torch.empty_like(order_S)
+        place_S[order_S] = torch.arange(order_S.shape[0], device=order_S.device)
+        return cls(place_S, expert_S, order_S // chosen_TK.shape[1], ends_of(expert_S, experts), chosen_TK.shape[1])
 
     @property
     def experts(self) -> int:
@@ -62,12 +63,12 @@ def counted(
     from coserve.kernels.lora.experts.order_kernel import order_rows  # bases on a CPU need no Triton
 
     count, chosen = chosen_TK.numel(), chosen_TK.shape[1]
-    order_S, expert_S, token_S = (chosen_TK.new_empty(count, dtype=torch.int64) for _ in range(3))
+    place_S, expert_S, token_S = (chosen_TK.new_empty(count, dtype=torch.int64) for _ in range(3))
     ends_E = chosen_TK.new_empty(experts, dtype=torch.int32)
     order_rows[(cdiv(count, BLOCK) + cdiv(experts, BLOCK),)](
         chosen_TK.reshape(-1),
         chosen_TK if slots_T is None else slots_T,
-        order_S,
+        place_S,
         expert_S,
         token_S,
         ends_E,
@@ -80,15 +81,12 @@ def counted(
         CHUNK=CHUNK,
         num_warps=4,
     )
-    return order_S, expert_S, token_S, ends_E
+    return place_S, expert_S, token_S, ends_E
 
 
-def summed(y_SO: Tensor, order_S: Tensor, weights_TK: Tensor) -> Tensor:
+def summed(y_SO: Tensor, place_S: Tensor, weights_TK: Tensor) -> Tensor:
     """Return each token's sum of its experts' outputs by these weights: (T, O)."""
-    weighted_SO = y_SO * weights_TK.reshape(-1)[order_S].unsqueeze(-1)
-    back_S = torch.empty_like(order_S)
-    back_S[order_S] = torch.arange(order_S.shape[0], device=order_S.device)
-    return weighted_SO[back_S].view(weights_TK.shape[0], weights_TK.shape[1], y_SO.shape[1]).sum(1)
+    return (y_SO[place_S].view(*weights_TK.shape, y_SO.shape[1]) * weights_TK.unsqueeze(-1)).sum(1)
 
 
 def ends_of(group_S: Tensor, groups: int) -> Tensor:
