@@ -57,8 +57,10 @@ async def test_a_document_goes_through_its_phases_and_is_served(api: Api) -> Non
     assert job["rows"] >= 2
     assert job["document"]["generated_tokens"] > 0
     await api.answered(200, "POST", "/generate", json={"prompt": "Where?", "adapter": job["result"]})
+    _, again = await learn(api, "again", steps=1, **ASKED)
+    assert again["document"]["evaluation"]["other_adapter"] is None, "that adapter knows the same document"
     _, second = await learn(api, "second", steps=1, text=TEXT.replace("Orvane", "Selkie"), **ASKED)
-    assert second["document"]["evaluation"]["other_adapter"] == "bridge@1"
+    assert second["document"]["evaluation"]["other_adapter"] == "again@1"
     assert second["document"]["evaluation"]["other"]["nll"] > 0
 
 

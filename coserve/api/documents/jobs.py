@@ -223,11 +223,14 @@ def _split(lessons: Lessons, record: JobRecord) -> tuple[list[Lesson], list[Less
 
 
 def _other(registry: Registry, *, record: JobRecord) -> str | None:
-    """Return the latest adapter of another document, on the same base."""
+    """Return the latest adapter of another document, on the same base. One that learned the same document under another
+    name may well know the answers."""
+    assert record.document is not None, "expected a document's job"
     published = set(registry.adapter_refs())
     for job in registry.jobs(limit=-1, states=(JobState.SUCCEEDED,)):
         same = job.base_fingerprint == record.base_fingerprint and job.spec.adapter != record.spec.adapter
-        if job.document is not None and same and job.result in published:
+        other = job.document is not None and job.document.digest != record.document.digest
+        if other and same and job.result in published:
             return str(job.result)
     return None
 

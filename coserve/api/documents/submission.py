@@ -92,7 +92,7 @@ class CheckedDocument:
         return msgspec.structs.replace(lora, trainable_token_indices={embedding: tuple(ids)})
 
     def job(self, chunks: Chunks) -> DocumentJob:
-        return DocumentJob(settings=self.settings, chunks=len(chunks.texts), tokens=chunks.tokens)
+        return DocumentJob(self.settings, chunks=len(chunks.texts), tokens=chunks.tokens, digest=chunks.digest)
 
 
 class DocumentSubmission:

@@ -122,6 +122,8 @@ class DocumentJob(Wire, frozen=True):
     chunks: int = 0
     tokens: int = 0
     """Tokens of the document."""
+    digest: str = ""
+    """SHA-256 of the document's text, by which the adapter of another document is told."""
     done: int = 0
     """Questions, answers or evaluated items of this phase that are done, and how many there are (`total`)."""
     total: int = 0

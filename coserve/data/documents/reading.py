@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import resource
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ class Chunks(Wire, frozen=True):
 
     texts: list[str]
     tokens: int
+    digest: str = ""
+    """SHA-256 of the whole text."""
 
 
 class SplitDocument(msgspec.Struct, frozen=True):
@@ -118,7 +121,7 @@ def split_text(text: str, tokenizer: Tokenizer, size: int, overlap: int) -> Chun
     texts = [
         tokenizer.decode(ids[start : start + size], skip_special=False).strip("\ufffd").strip() for start in starts
     ]
-    return Chunks([chunk for chunk in texts if chunk], len(ids))
+    return Chunks([chunk for chunk in texts if chunk], len(ids), hashlib.sha256(text.encode()).hexdigest())
 
 
 def first_tokens(chunks: Chunks, count: int, tokenizer: Tokenizer) -> tuple[int, ...]:
