@@ -223,6 +223,10 @@ class PagePool:
         span = self._spans[first] = Span(first, n, evicted)
         return span, moved
 
+    def fits_span(self, n: int) -> bool:
+        """Whether `allocate_span` would succeed now."""
+        return self._place(n) is not None
+
     def _place(self, n: int) -> int | None:
         if n > self.free_pages:
             return None

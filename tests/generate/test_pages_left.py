@@ -283,7 +283,7 @@ def check_nobody_waits_in_vain(traffic: Traffic, scheduled: list[Scheduled], *, 
     if waiting and room and not preempted:
         first, ref = waiting[0], waiting[0].adapter
         need = memory.pages_for(len(first.tokens)) + (0 if ref is None else memory.needs(ref))
-        blocked = ref is not None and memory.pool._place(memory.store.pages(ref)) is None
+        blocked = ref is not None and not memory.pool.fits_span(memory.store.pages(ref))
         assert memory.pool.free_pages < need or blocked
 
 

@@ -192,12 +192,20 @@ def test_pages_of_jobs_and_adapters(registry: Registry) -> None:
     assert [str(one.ref) for one in registry.adapters(after="b1", limit=2)] == ["b2@2", "b3@2"]
 
 
-def test_a_page_of_adapters_takes_as_little_work_among_many(registry: Registry) -> None:
+def test_a_page_of_adapters_takes_as_little_work_among_many(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, opened = sqlite3.connect, list[sqlite3.Connection]()
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *args, **kwargs: opened.append(connect(*args, **kwargs)) or opened[-1]
+    )
+    registry = Registry(path, clock=iter(range(1000, 100000)).__next__)
+
     def instructions() -> int:
         found = list[int]()
-        registry._db.set_progress_handler(lambda: found.append(1), 1)
+        for each in opened:
+            each.set_progress_handler(lambda: found.append(1), 1)
         registry.adapters(after="b1", limit=2)
-        registry._db.set_progress_handler(None, 1)
+        for each in opened:
+            each.set_progress_handler(None, 1)
         return len(found)
 
     for n in range(5):

@@ -46,8 +46,9 @@ class Tiling:
 
 
 FEW, MANY = Tiling(8, 128, 4, 5, 256), Tiling(16, 256, None, 3, 256)
-FEW_ROWS = 4096
-"""Most rows for which programs are cut for pairs that one row or a few have chosen: 512 tokens with 8 experts each."""
+USED = replace(MANY, early=False, align=2)
+"""The sizes of 2026-11-28. `FEW`, for pairs that one row or a few have chosen, and `MANY` take their place once
+`python -m benchmarks.moe.experts --only kernels` has run on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,7 @@ class SlotExpertLora:
 
     def add(self, site: str, y_SO: Tensor, x_SD: Tensor, rows: ExpertRows) -> Tensor:
         """See `ExpertLora`; writes into y."""
-        count = len(x_SD)
-        add_terms(y_SO, x_SD, self._slots_T, rows, self._tables[site], self._width, FEW if count <= FEW_ROWS else MANY)
+        add_terms(y_SO, x_SD, self._slots_T, rows, self._tables[site], self._width, USED)
         return y_SO
 
 
