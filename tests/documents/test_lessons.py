@@ -68,6 +68,11 @@ def test_recipes() -> None:
     assert labels[:, 0].tolist() == [2, 3]
     assert weights is not None
     assert weights.sum(1).tolist() == [0.25, 0.25]
+    own = lesson_corpus([lesson(0), Lesson("0/-1", [1], [7, 8])], [], DocumentSettings(), 64)
+    labels, weights = own.soft_targets(1) or (None, None)
+    assert labels is not None and weights is not None
+    assert labels[:, 0].tolist() == [7, 8], "the user's own answer is learned as it is"
+    assert weights.tolist() == [[1.0] + [0.0] * (TOP_K - 1)] * 2
     weighted = lesson_corpus(lessons, texts, DocumentSettings(recipe="ce", lm_weight=0.25), 64)
     assert weighted.candidates is not None
     assert len(weighted.candidates) == weighted.target_tokens

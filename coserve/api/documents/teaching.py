@@ -157,7 +157,7 @@ class Teaching:
 
     async def _lesson(self, question: Question) -> Lesson:
         """The generator's answer with the chunk in its prompt, and with the sentence that it asked about; or the user's
-        own answer as the generator sees it."""
+        own answer."""
         adapter, most, chunk = self._adapter, self._settings.answer_tokens, self._chunks[question.chunk]
         own = question.attempt < 0
         sentence = "" if own else asked_sentence(chunk, question.attempt, self._chunk_seed(question.chunk))
@@ -171,7 +171,7 @@ class Teaching:
             text, end = question.answer, [id for id in ends if id is not None][:1]
             context = await self._asker.prompt_ids(asked_with)
             answer = self._tokenizer.encode_continuation(text if self._prompts.chat else f" {text}") + end
-            scores = packed_top(await self._asker.score(context, answer, top=TOP_K, adapter=adapter))
+            scores = b"", b""  # learned as it is given: the generator may find it unlikely
         failpoint("document.answers")
         return Lesson(question.key, student, answer, *scores, context, question.text, text, question.chunk)
 

@@ -16,8 +16,8 @@ Generator = Annotated[str, Meta(pattern=rf"\A(base|none|adapter:{VERSIONED_NAME}
 
 
 class UserQuestion(Wire, frozen=True):
-    """A question of the user's own. Without an answer, the generator answers it with a part of the document in its
-    prompt: the one that shares the most words with the question."""
+    """A question of the user's own. An answer is learned as it is. Without one, the generator answers with a part of
+    the document in its prompt: the one that shares the most words with the question."""
 
     question: Annotated[Text, Meta(min_length=1)]
     answer: Annotated[Text, Meta(min_length=1)] | None = None

@@ -30,7 +30,7 @@ class Lesson(msgspec.Struct, frozen=True):
     answer: list[int]
     """It ends with EOS, or the template's end of turn, unless it was cut."""
     top: bytes = b""
-    """int32 (n, C): token ids."""
+    """int32 (n, C): token ids; empty: the answer is the user's own, and its tokens are learned."""
     logprobs: bytes = b""
     """fp32 (n, C): their log-probabilities, nats."""
     context: list[int] = []
@@ -83,7 +83,8 @@ def lesson_corpus(
     soft, columns = kd or (weight > 0 and not lm), TOP_K if kd else 1
     rows: list[_Row] = []
     for lesson in lessons:
-        ids, weights = lesson.candidates() if kd else _certain(lesson.answer, 1.0, columns)
+        certain = not (kd and lesson.top)
+        ids, weights = _certain(lesson.answer, 1.0, columns) if certain else lesson.candidates()
         rows.append(_Row(lesson.prompt, lesson.answer, ids, weights))
     for tokens in texts if weight > 0 else ():
         first, *rest = tokens
