@@ -53,8 +53,9 @@ $(STAMP): pyproject.toml constraints.txt tests/clients.txt
 
 $(HARNESS): $(STAMP) tests/harness.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt -r tests/harness.txt
-	@# The older client of OpenAI's API, beside the one that most tests use.
+	@# Older clients of OpenAI's and of Tinker's API, beside those that most tests use.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/openai1 'openai<2'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/tinker025 'tinker==0.25.*'
 	@touch $@
 
 check: venv

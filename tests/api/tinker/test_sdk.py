@@ -6,8 +6,11 @@ import gc
 import http.client
 import os
 import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -319,3 +322,43 @@ def test_an_engine_that_dies_is_told_with_the_last_state(service: tinker.Service
         client.wait_ready()
     resumed = service.create_training_client_from_state_with_optimizer(path).result()
     assert steps(resumed, 1)[0] < expected[0]
+
+
+OLDER = """
+import sys, numpy as np, tinker
+from tinker import types
+assert tinker.__version__.startswith("0.25")
+service = tinker.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
+training = service.create_lora_training_client(base_model="base", rank=4, seed=1)
+tokens = np.arange(5, 30)
+datum = types.Datum(
+    model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+    loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(24, np.float32)},
+)
+losses = []
+for _ in range(4):
+    found = training.forward_backward([datum], "cross_entropy")
+    step = training.optim_step(types.AdamParams(learning_rate=0.05))
+    losses.append(-float(np.sum(found.result().loss_fn_outputs[0]["logprobs"].to_numpy())))
+    step.result()
+assert losses[-1] < 0.9 * losses[0], losses
+state = training.save_state("old").result().path
+sampler = training.save_weights_and_get_sampling_client(name="old")
+params = types.SamplingParams(max_tokens=4, temperature=0.0)
+asked = types.ModelInput.from_ints(tokens[:4].tolist())
+(answer,) = sampler.sample(prompt=asked, num_samples=1, sampling_params=params).result().sequences
+assert len(answer.tokens) == len(answer.logprobs) == 4, answer
+again = service.create_training_client_from_state(state)
+assert again.forward([datum], "cross_entropy").result().loss_fn_outputs
+"""
+OLDER_SITE = Path(sys.prefix) / "tinker025"
+"""`make test-all` installs the older client there."""
+
+
+def test_the_older_client_trains_saves_and_samples(daemon: DaemonProcess) -> None:
+    if not OLDER_SITE.exists():
+        pytest.skip("tinker 0.25 is not installed")
+    environ = os.environ | {"PYTHONPATH": str(OLDER_SITE), "TINKER_TELEMETRY": "0"}
+    command = (sys.executable, "-c", OLDER, daemon.url, f"tml-{KEY}")
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
