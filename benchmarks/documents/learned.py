@@ -242,7 +242,7 @@ class Run:
             chunk_tokens=self._options.chunk_tokens,
             questions_per_chunk=self._options.per_chunk,
             replay=self._options.replay,
-            lm_weight=self._options.lm_weight,
+            lm_weight=self._options.lm_weight,  # None: what the daemon chooses
             answer_tokens=64,
             publish="always",
         )
@@ -350,7 +350,7 @@ def main() -> None:
     parser.add_argument("--answer-tokens", type=int, default=48, help="with --cost: of each answer")
     parser.add_argument("--steps", type=int, default=0, help="of each job; 0: what the daemon chooses")
     parser.add_argument("--learning-rate", type=float, default=0.0, help="of each job; 0: what the daemon chooses")
-    parser.add_argument("--lm-weight", type=float, default=0.0, help="of the document's own text in the loss")
+    parser.add_argument("--lm-weight", type=float, help="of the document's own text in the loss")
     parser.add_argument("--daemons", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=4, help="documents at a time, on each daemon")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no job begins")

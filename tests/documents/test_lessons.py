@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from coserve.core.errors import CheckpointUnreadable
 from coserve.core.schemas import DocumentSettings
+from coserve.core.schemas.documents import Recipe
 from coserve.data.corpus.batch import corpus_batch
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.lessons import TOP_K, Lesson, held_out, lesson_corpus
@@ -62,6 +64,11 @@ def test_recipes() -> None:
     assert (plain.rows, plain.candidates) == (2, None)
     lm = lesson_corpus([], texts, DocumentSettings(recipe="lm"), 64)
     assert (lm.tokens.tolist(), lm.target.tolist()) == ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1])
+    counts = {
+        recipe: lesson_corpus(lessons, texts, DocumentSettings(recipe=recipe), 64).rows for recipe in get_args(Recipe)
+    }
+    assert counts == {"topk_kd": 4, "ce": 2, "lm": 4, "cartridge": 2, "encoder": 4}, "with the document's own text"
+    assert lesson_corpus(lessons, texts, DocumentSettings(lm_weight=0.0), 64).rows == 2
     both = lesson_corpus(lessons, texts, DocumentSettings(lm_weight=0.25), 64)
     labels, weights = both.soft_targets(2) or (None, None)
     assert labels is not None

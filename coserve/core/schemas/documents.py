@@ -62,8 +62,9 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     replay: Annotated[float, Meta(ge=0, le=10)] = 0.25
     """Answers of the bare base to general prompts that the adapter learns, too, so that it forgets less: their number
     as a fraction of the questions'."""
-    lm_weight: Annotated[float, Meta(ge=0, le=10)] = 0.0
-    """Weight of the document's own text in the loss, in addition to the answers; 0 is 1 with `encoder`."""
+    lm_weight: Annotated[float, Meta(ge=0, le=10)] | None = None
+    """Weight of the document's own text in the loss, in addition to the answers. None: 1 with `topk_kd` and `encoder`,
+    otherwise 0."""
     holdout: Annotated[float, Meta(gt=0, lt=1)] = 0.1
     """Fraction of the questions, at least 4 and at most 64 of them, that is not learned but evaluated."""
     publish: Literal["if_learned", "always"] = "if_learned"

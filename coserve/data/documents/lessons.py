@@ -79,7 +79,9 @@ def lesson_corpus(
     `topk_kd`, `cartridge`, `encoder` and a weight of the text make soft targets; otherwise the targets are tokens.
     """
     lm, kd = settings.recipe == "lm", settings.recipe in ("topk_kd", "cartridge", "encoder")
-    weight = 1.0 if lm else settings.lm_weight or float(settings.recipe == "encoder")
+    weight = settings.lm_weight
+    if lm or weight is None:
+        weight = float(lm or settings.recipe in ("topk_kd", "encoder"))
     soft, columns = kd or (weight > 0 and not lm), TOP_K if kd else 1
     rows: list[_Row] = []
     for lesson in lessons:
