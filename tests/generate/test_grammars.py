@@ -162,15 +162,19 @@ def test_a_queued_request_waits_for_its_grammar_which_may_fail(base: Base, token
     for id, pattern in (("bad", "("), ("good", "[0-9]{2}")):
         asked = msgspec.structs.replace(request(id, (5, 6), params), grammar=Grammar("regex", pattern))
         gen.scheduler.arrive(Request(asked))
-    for _ in range(2):
-        gen.step()
     ends = {}
-    assert compiled.acquire(timeout=60) and compiled.acquire(timeout=60)
-    while gen.scheduler.requests:
+
+    def step() -> None:
         for message in gen.step():
             if isinstance(message, RequestFailed):
                 assert message.code == "invalid_request"
             ends[message.id] = getattr(message, "finished", "failed")
+
+    for _ in range(2):  # they may be compiled already
+        step()
+    assert compiled.acquire(timeout=60) and compiled.acquire(timeout=60)
+    while gen.scheduler.requests:
+        step()
     assert ends == {"bad": "failed", "good": FinishReason.STOP}
 
 
