@@ -37,6 +37,8 @@ class Plan:
     """Requests in the queue that can be admitted now, in the order of admission."""
     headroom: int
     """How many requests can be admitted now."""
+    batch_headroom: int
+    """How many of the batch class, of `headroom`."""
     queued: int
     """How many requests wait in the queue, `waiting` included."""
     first_arrival: float | None

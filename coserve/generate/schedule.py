@@ -252,7 +252,8 @@ class Scheduler:
         blocked = not self.active and self._line.reads
         if self._plan is None or self._plan.blocked != blocked:  # an adapter was evicted, or read again
             active = self.active.first(self.budget.tokens)
-            waiting = self.queue.waiting(self.headroom, self._batch_headroom)
+            headroom, batch_headroom = self.headroom, self._batch_headroom
+            waiting = self.queue.waiting(headroom, batch_headroom)
             pending = [(request, request.pending) for request in active]
             scheduled = [Scheduled(request, 1) for request, tokens in pending if tokens == 1]
             left = self.budget.tokens - len(scheduled)
@@ -264,7 +265,8 @@ class Scheduler:
             self._plan = Plan(
                 scheduled=scheduled,
                 waiting=waiting,
-                headroom=self.headroom,
+                headroom=headroom,
+                batch_headroom=batch_headroom,
                 queued=len(self.queue),
                 first_arrival=self.queue.first_arrival,
                 step_tokens=self.budget.tokens,
@@ -279,7 +281,7 @@ class Scheduler:
         """Take the pages for a plan, with the first `admit` waiting requests (None: all). Return what to
         compute: without preempted requests, and with as much of new prompts as finds pages."""
         assert plan is self._plan, "something has changed since it was proposed"
-        for request in self.queue.pop(len(plan.waiting) if admit is None else admit, self._batch_headroom):
+        for request in self.queue.pop(len(plan.waiting) if admit is None else admit, plan.batch_headroom):
             self._leave_queue(request)
         self._plan = None
         while len(self.active) > self.budget.tokens:

@@ -213,8 +213,8 @@ async def test_a_client_that_leaves_ends_the_work_on_its_corpus(
         assert started
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        # The process that decoded the rows may wait for more, and no other may have started yet.
-        await until(lambda: not all(map(lives, started)) or not any(api.folder.staging.iterdir()))
+        if written != "rows-*":  # the process that decodes waits for more rows, and no other may have started yet
+            await until(lambda: not all(map(lives, started)))
         await api.works()
         assert api.folder.job_ids() == []
         await until(lambda: not any(api.folder.staging.iterdir()))
