@@ -24,9 +24,24 @@ def _put_decay(ptr, dg, t, here, h, H):
 
 @triton.jit
 def scan_back(
-    dstates_ptr, dnew_ptr, dout_ptr, q_ptr, k_ptr, w_ptr, decay_ptr, chunks_ptr, first_ptr, H, G, K, V,
-    DELTA: tl.constexpr, Z: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    dstates_ptr,
+    dnew_ptr,
+    dout_ptr,
+    q_ptr,
+    k_ptr,
+    w_ptr,
+    decay_ptr,
+    chunks_ptr,
+    first_ptr,
+    H,
+    G,
+    K,
+    V,
+    DELTA: tl.constexpr,
+    Z: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
     """Grid (sequences, heads, value blocks), last chunk first: the gradients of the states behind each chunk
     (N, H, K, V), and dnew (T, H, V)."""
     b, h, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BV
@@ -54,9 +69,28 @@ def scan_back(
 
 @triton.jit
 def inputs_back(
-    dq_ptr, dk_ptr, dw_ptr, ddecay_ptr, q_ptr, k_ptr, new_ptr, states_ptr, dout_ptr, dnew_ptr, dstates_ptr, decay_ptr,
-    chunks_ptr, H, G, K, V, DELTA: tl.constexpr, Z: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    dq_ptr,
+    dk_ptr,
+    dw_ptr,
+    ddecay_ptr,
+    q_ptr,
+    k_ptr,
+    new_ptr,
+    states_ptr,
+    dout_ptr,
+    dnew_ptr,
+    dstates_ptr,
+    decay_ptr,
+    chunks_ptr,
+    H,
+    G,
+    K,
+    V,
+    DELTA: tl.constexpr,
+    Z: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
     """Grid (chunks, heads): dq and dk by head (T, H, K), and the decays' gradient (T, H). With DELTA also dw (T, H, K),
     and dk and the decays' gradient are parts, for `solve_back`: without what goes through A, u and w, and the latter is
     that of g."""
@@ -65,8 +99,11 @@ def inputs_back(
     start, end = tl.load(chunks_ptr + 2 * n), tl.load(chunks_ptr + 2 * n + 1)
     t = start + i
     here = t < end
-    dq, dk, dw = (tl.zeros((Z, BK), dtype=tl.float32), tl.zeros((Z, BK), dtype=tl.float32),
-                  tl.zeros((Z, BK), dtype=tl.float32))  # fmt: skip
+    dq, dk, dw = (
+        tl.zeros((Z, BK), dtype=tl.float32),
+        tl.zeros((Z, BK), dtype=tl.float32),
+        tl.zeros((Z, BK), dtype=tl.float32),
+    )
     dweights, kept = tl.zeros((Z, Z), dtype=tl.float32), 0.0
     for first in range(0, V, BV):
         at, there = block(n, h, H, K, V, first, BK, BV)
@@ -101,9 +138,28 @@ def inputs_back(
 
 @triton.jit
 def solve_back(
-    dk_ptr, dv_ptr, ddecay_ptr, dbeta_ptr, part_dk_ptr, part_dg_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, inverse_ptr,
-    dnew_ptr, dw_ptr, chunks_ptr, H, G, K, V, Z: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    dk_ptr,
+    dv_ptr,
+    ddecay_ptr,
+    dbeta_ptr,
+    part_dk_ptr,
+    part_dg_ptr,
+    k_ptr,
+    v_ptr,
+    decay_ptr,
+    beta_ptr,
+    inverse_ptr,
+    dnew_ptr,
+    dw_ptr,
+    chunks_ptr,
+    H,
+    G,
+    K,
+    V,
+    Z: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
     """Grid (chunks, heads): dk by head (T, H, K), dv (T, H, V), and the gradients of the decays and of beta (T, H),
     given the parts of dk and dg that `inputs_back` computed."""
     n, h = tl.program_id(0), tl.program_id(1)

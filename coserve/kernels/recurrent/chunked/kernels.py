@@ -69,9 +69,22 @@ def between(g, strict: tl.constexpr, Z: tl.constexpr):
 
 @triton.jit
 def solve(
-    inverse_ptr, u_ptr, w_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, chunks_ptr, H, G, K, V,
-    Z: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    inverse_ptr,
+    u_ptr,
+    w_ptr,
+    k_ptr,
+    v_ptr,
+    decay_ptr,
+    beta_ptr,
+    chunks_ptr,
+    H,
+    G,
+    K,
+    V,
+    Z: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
     """Grid (chunks, heads): inverse (N, H, Z, Z), u (T, H, V), w (T, H, K)."""
     n, h = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, Z)
@@ -95,9 +108,23 @@ def solve(
 
 @triton.jit
 def scan(
-    states_ptr, new_ptr, k_ptr, u_ptr, w_ptr, decay_ptr, chunks_ptr, first_ptr, H, G, K, V,
-    DELTA: tl.constexpr, Z: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    states_ptr,
+    new_ptr,
+    k_ptr,
+    u_ptr,
+    w_ptr,
+    decay_ptr,
+    chunks_ptr,
+    first_ptr,
+    H,
+    G,
+    K,
+    V,
+    DELTA: tl.constexpr,
+    Z: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
     """Grid (sequences, heads, value blocks): the states before each chunk (N, H, K, V), and new (T, H, V), which is
     not written without DELTA."""
     b, h, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BV
@@ -121,9 +148,21 @@ def scan(
 
 @triton.jit
 def output(
-    out_ptr, q_ptr, k_ptr, new_ptr, states_ptr, decay_ptr, chunks_ptr, H, G, K, V,
-    Z: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    new_ptr,
+    states_ptr,
+    decay_ptr,
+    chunks_ptr,
+    H,
+    G,
+    K,
+    V,
+    Z: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
     """Grid (chunks, heads, value blocks): out (T, H, V)."""
     n, h, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BV
     t = tl.load(chunks_ptr + 2 * n) + tl.arange(0, Z)
