@@ -1,9 +1,9 @@
 """Times the kernels of experts' LoRA terms in a decode step: a part of `benchmarks.moe.experts`.
 
 Microseconds of a layer in a CUDA graph over layers whose pairs exceed the L2 cache: terms of gate and up and of down,
-by each way to cut them into programs (`TILINGS`; `before`: 16 rows, one program a pair, read number by number). Beside
-them `order` (the rows sorted by expert and slot), `order_base` (by expert alone), `order_torch` (the same by torch),
-the base's two `products`, and `floor`: the chosen pairs once, at a bandwidth.
+by each way to cut them into programs (`TILINGS`). Beside them `order` (the rows sorted by expert and slot),
+`order_base` (by expert alone), `order_torch` (the same by torch), the base's two `products`, and `floor`: the chosen
+pairs once, at a bandwidth.
 """
 
 from __future__ import annotations
@@ -19,21 +19,18 @@ import triton
 from benchmarks.common.results import Results
 from coserve.kernels.gpu.timing import graph_ms
 from coserve.kernels.lora.experts.rows import ExpertRows, ends_of, grouped
-from coserve.kernels.lora.experts.slot_terms import FEW, MANY, ExpertSlots, SlotExpertLora, Tiling, add_terms
+from coserve.kernels.lora.experts.slot_terms import DECODING, ExpertSlots, SlotExpertLora, Tiling, add_terms
 from coserve.kernels.lora.types import LoraPair
 from coserve.workloads.provisioning.servers import MoeShape
 
 TILINGS = {
-    "before": replace(MANY, early=False, align=2),
-    "many_late": replace(MANY, early=False),
-    "many": MANY,
-    "few_late": replace(FEW, early=False),
-    "few": FEW,
-    "rows16": replace(FEW, rows=16),
-    "longer": replace(FEW, steps=8),
-    "shorter": replace(FEW, steps=2),
-    "wider": replace(FEW, outputs=512),
-    "narrower": replace(FEW, outputs=128),
+    "used": DECODING,
+    "late": replace(DECODING, early=False),
+    "rows16": replace(DECODING, rows=16),
+    "longer": replace(DECODING, steps=16),
+    "shorter": replace(DECODING, steps=4),
+    "wider": replace(DECODING, outputs=512),
+    "narrower": replace(DECODING, outputs=128),
 }
 LAYERS = 4
 """Layers with pairs of their own: 105 MB of one adapter at Qwen3-30B-A3B's shape, twice an H200's L2 cache."""
@@ -121,5 +118,5 @@ def measure_kernels(
             about |= {"pairs": terms.pairs, "floor": round(1e6 * terms.pairs * pair_bytes / bandwidth, 2)}
             print(tokens, adapters, about, flush=True)
             key = f"moe.kernels_us.b{tokens}.a{adapters}"
-            results.put(key, about["few"], "us of a layer", None, (), about)
+            results.put(key, about["used"], "us of a layer", None, (), about)
             del terms

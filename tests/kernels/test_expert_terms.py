@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora.experts.rows import ExpertRows, counted
-from coserve.kernels.lora.experts.slot_terms import FEW, MANY, ExpertSlots, SlotExpertLora, Tiling, add_terms
+from coserve.kernels.lora.experts.slot_terms import DECODING, ExpertSlots, SlotExpertLora, Tiling, add_terms
 from coserve.kernels.lora.types import LoraPair
 
 pytest.importorskip("triton")
@@ -47,7 +47,9 @@ def wanted(y_SO: Tensor, x_SD: Tensor, slots_T: Tensor, rows: ExpertRows, pairs:
     return found
 
 
-@pytest.mark.parametrize("tiling", [FEW, MANY, replace(FEW, steps=1, inputs=64), replace(MANY, early=False, align=2)])
+@pytest.mark.parametrize(
+    "tiling", [DECODING, replace(DECODING, steps=1, inputs=64), replace(DECODING, rows=16, steps=None, early=False)]
+)
 @pytest.mark.parametrize(("inputs", "outputs"), [(200, 72), (96, 300)])
 def test_terms_equal_those_of_each_row(tiling: Tiling, inputs: int, outputs: int) -> None:
     """Pairs of one row and of more than a tile, rows of no adapter, of an empty slot and of another GPU's expert,
@@ -138,8 +140,8 @@ number, slots = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.
 rows = ExpertRows(number, number, number, slots, 8)
 table = slot_terms.ExpertSlots(["site"], 4, x.device).tables["site"]
 with compile_only(None):
-    for width, tiling in ((16, slot_terms.FEW), (128, slot_terms.FEW), (16, slot_terms.MANY), (1024, slot_terms.MANY)):
-        slot_terms.add_terms(y, x, slots, rows, table, width, tiling)
+    for width in (16, 128, 1024):
+        slot_terms.add_terms(y, x, slots, rows, table, width)
 for slotted in (False, True):
     signature = dict.fromkeys(("chosen_ptr", "place_ptr", "expert_ptr", "token_ptr"), "*i64")
     signature |= {"slots_ptr": "*i32", "ends_ptr": "*i32"} | dict.fromkeys(("S", "K", "E", "slots"), "i32")

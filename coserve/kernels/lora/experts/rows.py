@@ -13,9 +13,8 @@ from torch.nn.functional import grouped_mm, pad
 
 from coserve.kernels.gpu.rounding import cdiv
 
-FEW_ROWS = 0
-"""Most rows that one kernel sorts; more are sorted by torch, in ten launches. 4,096, a decode step's, once
-`python -m benchmarks.moe.experts --only kernels` has run on a GPU."""
+FEW_ROWS = 4096
+"""Most rows that one kernel sorts, a decode step's; more are sorted by torch, in ten launches."""
 BLOCK, CHUNK = 8, 1024
 """Rows, or experts, that a program of it counts for, and rows that it compares them with at once."""
 WIDTH = 8

@@ -41,14 +41,10 @@ class Tiling:
     """Outputs that a program of `expand` computes."""
     early: bool = True
     """Whether `expand` reads B while `shrink` runs, on GPUs that can."""
-    align: int = ALIGNMENT
-    """Bytes; 2: matrices are read number by number, as until 2026-11-29. For comparison."""
 
 
-FEW, MANY = Tiling(8, 128, 4, 5, 256), Tiling(16, 256, None, 3, 256)
-USED = replace(MANY, early=False, align=2)
-"""The sizes of 2026-11-28. `FEW`, for pairs that one row or a few have chosen, and `MANY` take their place once
-`python -m benchmarks.moe.experts --only kernels` has run on a GPU."""
+DECODING = Tiling(8, 128, 8, 5, 256)
+"""The fastest of `benchmarks.moe.kernels` for one to three rows of a pair, on an H200."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +126,18 @@ class SlotExpertLora:
 
     def add(self, site: str, y_SO: Tensor, x_SD: Tensor, rows: ExpertRows) -> Tensor:
         """See `ExpertLora`; writes into y."""
-        add_terms(y_SO, x_SD, self._slots_T, rows, self._tables[site], self._width, USED)
+        add_terms(y_SO, x_SD, self._slots_T, rows, self._tables[site], self._width)
         return y_SO
 
 
 def add_terms(
-    y_SO: Tensor, x_SD: Tensor, slots_T: Tensor, rows: ExpertRows, table: ExpertTable, width: int, tiling: Tiling
+    y_SO: Tensor,
+    x_SD: Tensor,
+    slots_T: Tensor,
+    rows: ExpertRows,
+    table: ExpertTable,
+    width: int,
+    tiling: Tiling = DECODING,
 ) -> None:
     """Compute `y += scaling (x Aᵀ) Bᵀ` in place. `width`: at least 16 and any rank, a power of 2."""
     (count, inputs), outputs = x_SD.shape, y_SO.shape[1]
@@ -160,7 +162,7 @@ def add_terms(
         STEPS=steps,
         PARTS=WARPS,
         STAGES=tiling.stages,
-        ALIGN=tiling.align,
+        ALIGN=ALIGNMENT,
         **options(False, WARPS, 1) | {"PDL": pdl},
     )
     EXPAND(
@@ -171,6 +173,6 @@ def add_terms(
         SPLITS=splits,
         BLOCK_S=tiling.rows,
         BLOCK_O=block_o,
-        ALIGN=tiling.align,
+        ALIGN=ALIGNMENT,
         **options(pdl, WARPS, 1),
     )
