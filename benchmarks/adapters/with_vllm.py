@@ -1,18 +1,21 @@
 """coserve and vLLM with 500 adapters at saturation, on the traces of `many.py`, one after the other on one GPU.
 
     python -m benchmarks.adapters.with_vllm --vllm-site /tmp/site --out benchmarks/results
-    python -m benchmarks.adapters.with_vllm --only vllm --vllm-strong --vllm-site /tmp/site --out benchmarks/results
+    python -m benchmarks.adapters.with_vllm --only vllm --vllm-strong --max-loras 256 \
+        --vllm-option lora-target-modules=qkv_proj,o_proj --vllm-site /tmp/site --out benchmarks/results
 
 The Llama-3.1-8B shape with random weights, adapters of rank 8 on q, k, v and o; popularity a power law of exponent 1
 (`alpha1`), or uniform. Both get the same trace files through `/v1/completions` from the same clients, without a prefix
 cache, and have all adapters in host memory before: vLLM by `--max-cpu-loras 500` and `--lora-modules` at its start,
-coserve by prefetches. `--max-loras`, vLLM's places on the GPU, are as many as requests run (256), so none waits for a
-place. Before the clock starts each serves `SETTLED` seconds of such requests.
+coserve by prefetches. Before the clock starts each serves `SETTLED` seconds of such requests.
 
-`requests_s` is as in `many.py`; `vs_vllm` is coserve's over vLLM's of the same commit. Rows of vLLM have its versions,
-flags and environment; with `--vllm-strong` (both streams, kernels for each number of active adapters) keys end in
-`.strong`. `--vllm-option NAME=VALUE,VALUE` gives it another option, such as `lora-target-modules=qkv_proj,o_proj`:
-without that one vLLM's products of adapters run at the MLP's sites too, with zeros.
+`--max-loras`, vLLM's places on the GPU, each measured with a server of its own: a request waits while other adapters
+have them all, and vLLM's kernels launch for every place in each step, or with `--vllm-strong` (both streams, kernels
+for each number of active adapters) for the active ones. Without `--vllm-option lora-target-modules=qkv_proj,o_proj` its
+products of adapters run at the MLP's sites too, with zeros.
+
+`requests_s` is as in `many.py`; keys of vLLM end in `.lPLACES`, and with `--vllm-strong` in `.strong`; its rows have
+versions, flags and environment. `vs_vllm` is coserve's over the best of vLLM's that this commit has in `--out`.
 """
 
 from __future__ import annotations
@@ -48,12 +51,13 @@ POPULARITIES = {"alpha1": 1, "uniform": 0}
 
 @dataclass(frozen=True)
 class Comparison:
-    """`scenario`: has the names of all adapters."""
+    """`scenario`: has the names of all adapters. `places`: vLLM's numbers of adapters on the GPU, one server each."""
 
     case: Case
     place: Place
     scenario: Scenario
     results: Results
+    places: Sequence[int]
 
     async def coserve(self) -> None:
         root, names = self.place.scratch, self.scenario.adapter_names
@@ -72,30 +76,35 @@ class Comparison:
     async def vllm(self) -> None:
         for i, name in enumerate(self.scenario.adapter_names):
             (self.place.adapters / name).symlink_to(self.place.scratch / REAL[i % len(REAL)])
-        try:
-            async with vllm(self.place, self.scenario, memory=self.place.vllm_memory) as url:
-                await self._measure(url, "base", "vllm", peer_about(self.place, self.scenario))
-        except BaseException:
-            print(*(self.place.scratch / "vllm.log").read_text().splitlines()[-40:], sep="\n", flush=True)
-            raise
+        for places in self.places:
+            place = replace(self.place, more={"max-loras": (str(places),)} | dict(self.place.more))
+            async with vllm(place, self.scenario, memory=place.vllm_memory) as url:
+                print(f"vLLM answers, with {places} places", flush=True)
+                ending = f".l{places}" + ".strong" * place.strong
+                await self._measure(url, "base", "vllm", peer_about(place, self.scenario), ending)
 
-    async def _measure(self, url: str, model: str, system: str, about: Mapping[str, object]) -> None:
-        """Serve requests that are not measured, then each popularity."""
+    async def _measure(self, url: str, model: str, system: str, about: Mapping[str, object], ending: str = "") -> None:
+        """Serve requests that are not measured, then each popularity. `ending`: of the keys."""
         await self._replay(url, model, replace(self.case, seconds=SETTLED), POPULARITIES["alpha1"])
         for popularity, exponent in POPULARITIES.items():
             served, found = throughput(await self._replay(url, model, self.case, exponent), self.case)
-            end = f"requests_s.{self.scenario.adapters}.{popularity}"
-            own = f"adapters.{system}.{end}" + self._suffix * (system == "vllm")
-            self.results.put(own, round(served, 2), "requests/s", about=found | dict(about))
-            ours = self.results.row(f"adapters.coserve.{end}")
-            if system == "vllm" and ours is not None and served:
-                key = f"adapters.vs_vllm.{self.scenario.adapters}.{popularity}{self._suffix}"
-                both = {"coserve": ours["value"], "vllm": round(served, 2)}
-                self.results.put(key, round(ours["value"] / served, 4), "of vLLM's requests/s", about=both)
+            which = f"{self.scenario.adapters}.{popularity}"
+            key = f"adapters.{system}.requests_s.{which}{ending}"
+            self.results.put(key, round(served, 2), "requests/s", about=found | dict(about))
+            self._compare(which)
 
-    @property
-    def _suffix(self) -> str:
-        return ".strong" if self.place.strong else ""
+    def _compare(self, which: str) -> None:
+        """Put coserve's requests over those of vLLM's best row, where this commit has both."""
+        ours = self.results.row(f"adapters.coserve.requests_s.{which}")
+        found = {key: self.results.row(key) for key in sorted(self.results.keys())}
+        start = f"adapters.vllm.requests_s.{which}."
+        rows = {key: row["value"] for key, row in found.items() if row is not None and key.startswith(start)}
+        if ours is None or not any(rows.values()):
+            return
+        best = max(rows, key=rows.__getitem__)
+        both = {"coserve": ours["value"], "vllm": rows[best], "vllm_key": best}
+        ratio = round(ours["value"] / rows[best], 4)
+        self.results.put(f"adapters.vs_vllm.{which}", ratio, "of vLLM's requests/s", about=both)
 
     async def _replay(self, url: str, model: str, case: Case, exponent: float) -> Sequence[Sample]:
         path = self.place.scratch / "trace.jsonl"
@@ -123,12 +132,12 @@ def comparison(root: Path, options: argparse.Namespace, results: Results) -> Com
         write_adapter(root / name, llama_sites(case.config, mlp=False), S1[0], i)
     (root / "adapters").mkdir()
     count = case.uniform[0][0]
-    more = {"max-loras": [str(min(count, size.max_running))]}
-    more |= {name: values.split(",") for name, _, values in (each.partition("=") for each in options.vllm_option)}
+    more = {name: values.split(",") for name, _, values in (each.partition("=") for each in options.vllm_option)}
     model = model_folder(root / "model", size)
     place = Place(size, model, root / "adapters", root, options.vllm_site, strong=options.vllm_strong, more=more)
+    places = sorted({min(int(each), count) for each in options.max_loras.split(",")})
     scenario = Scenario(adapters=count, rank=S1, adapter_prefix=PREFIX, seed=SEED, rate=case.rate, temperature=0.0)
-    return Comparison(case, place, scenario, results)
+    return Comparison(case, place, scenario, results, places)
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -136,6 +145,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="coserve,vllm", help="systems, separated by commas")
     parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM and what it needs")
     parser.add_argument("--vllm-strong", action="store_true", help="vLLM's settings for LoRA that are off by default")
+    parser.add_argument("--max-loras", default="32", help="vLLM's places on the GPU, such as 32,64; a server for each")
     parser.add_argument("--vllm-option", action="append", default=[], help="NAME=VALUE,VALUE: one more option of vLLM")
     options = parser.parse_args(given)
     check_tiny(parser, options)

@@ -175,6 +175,8 @@ class EqualLoads:
             self.log("vLLM answers")
             await warm_up(url, "base", scenario)
             for share in shares or (None,):
+                if not any(self.cells(peer_system(share, duty)) for duty in duties):
+                    continue
                 await self.run_vllm_beside_peft(duties, share, url, environment)
 
     async def _peak(self, trainer: Trainer, system: str) -> float:

@@ -20,6 +20,8 @@ from coserve.workloads.replay import JobSample
 START_TIMEOUT = 600.0
 POLL = 0.5
 """Seconds between two questions whether a server is ready: servers of others have no other way to say so."""
+SHOWN = 40
+"""Last lines of the log of a process that failed."""
 READY_STEPS = 3
 """Optimizer steps after which the trainer's kernels are compiled."""
 
@@ -28,8 +30,8 @@ READY_STEPS = 3
 async def running(
     command: Sequence[str], log: Path, environment: Mapping[str, str], *, piped: bool = False
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process and its children, which are ended with the block. Its output goes to `log`; if `piped`, standard output
-    can be read."""
+    """A process and its children, which are ended with the block. Its output goes to `log`, whose end is shown if the
+    block fails; if `piped`, standard output can be read."""
     with log.open("ab") as errors:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -41,8 +43,15 @@ async def running(
         )
     try:
         yield process
+    except BaseException:
+        _show_end(log)
+        raise
     finally:
         await _end(process)
+
+
+def _show_end(log: Path) -> None:
+    print(f"{log}:", *log.read_text(errors="replace").splitlines()[-SHOWN:], sep="\n", flush=True)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -55,6 +64,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
                 break
         except TimeoutError:
             continue
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # children that outlive it keep the GPU's memory
 
 
 async def wait_ready(url: str, process: asyncio.subprocess.Process, log: Path, path: str = "/health") -> None:

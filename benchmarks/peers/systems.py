@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from coserve.workloads.scenario import Scenario
 STAND_INS = Path(__file__).parent / "stand_ins"
 PEERS = ("vllm", "torch", "transformers", "triton", "peft", "flashinfer-python", "flash-attn")
 """Packages whose versions are told."""
+MPS = "nvidia-cuda-mps-control"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for its largest rank."""
 
@@ -122,17 +124,17 @@ async def mps(folder: Path) -> AsyncIterator[dict[str, str]]:
     cannot be started."""
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
-    if await _control_mps(environment, "-d"):
+    if shutil.which(MPS) is None or await _control_mps(environment, "-d"):
         raise SystemExit(f"MPS does not start, see {folder}")
     try:
         yield environment
     finally:
-        await _control_mps(environment, command=b"quit\n")
+        await _control_mps(environment, command=b"quit -t 10\n")
 
 
 async def _control_mps(environment: Mapping[str, str], *options: str, command: bytes = b"") -> int | None:
     process = await asyncio.create_subprocess_exec(
-        "nvidia-cuda-mps-control", *options, stdin=asyncio.subprocess.PIPE, env=os.environ | dict(environment)
+        MPS, *options, stdin=asyncio.subprocess.PIPE, env=os.environ | dict(environment)
     )
     await process.communicate(command)
     return process.returncode

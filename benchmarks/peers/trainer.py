@@ -29,9 +29,24 @@ if TYPE_CHECKING:
 CHUNK = 1024
 ROW_TOKENS = 512
 """Of a trace that does not say."""
-DUTY = [1.0]
-"""Share of the time in which it computes; the last one that was asked for."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Duty:
+    """The share of the time in which the trainer computes."""
+
+    def __init__(self) -> None:
+        self._share, self._changed = 1.0, threading.Event()
+
+    def set(self, share: float) -> None:
+        """Also ends a pause."""
+        self._share = share
+        self._changed.set()
+
+    def pause(self, worked: float) -> None:
+        """After `worked` seconds of a step."""
+        self._changed.clear()
+        self._changed.wait(worked * (1 / self._share - 1))
 
 
 def batches(trace: Path, model: Path, rows: int, length: int) -> Iterator[list[list[int]]]:
@@ -99,7 +114,7 @@ def chunked_loss(model: Any, ids: torch.Tensor, chunk: int = CHUNK) -> torch.Ten
     return torch.stack(losses).sum() / wanted.numel()
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace, duty: Duty) -> None:
     import torch
 
     scenario = load_trace(options.trace).scenario
@@ -120,13 +135,13 @@ def train(options: argparse.Namespace) -> None:
         optimizer.zero_grad(set_to_none=True)
         value = float(loss.detach())  # waits for the GPU: the step has ended
         print(json.dumps({"at": time.monotonic(), "tokens": ids.numel(), "loss": round(value, 4)}), flush=True)
-        time.sleep((time.monotonic() - began) * (1 / DUTY[0] - 1))
+        duty.pause(time.monotonic() - began)
 
 
-def follow_standard_input() -> None:
+def follow_standard_input(duty: Duty) -> None:
     """Take duty cycles, and end with the input: the parent closes it, also when it is killed."""
     for line in sys.stdin:
-        DUTY[0] = float(line)
+        duty.set(float(line))
     os._exit(0)
 
 
@@ -136,8 +151,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json and a tokenizer")
     parser.add_argument("--plain", action="store_true", help="nothing compiled, the loss as transformers computes it")
     options = parser.parse_args()
-    threading.Thread(target=follow_standard_input, daemon=True).start()
-    train(options)
+    threading.Thread(target=follow_standard_input, args=(duty := Duty(),), daemon=True).start()
+    train(options, duty)
 
 
 if __name__ == "__main__":

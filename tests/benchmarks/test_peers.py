@@ -6,6 +6,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from benchmarks.common.results import Results
 from benchmarks.peers import trainer
 from benchmarks.peers.compare import Comparison, make_adapters
 from benchmarks.peers.equal_loads import EqualLoads
-from benchmarks.peers.processes import module, training
+from benchmarks.peers.processes import module, running, training, wait_ready
 from benchmarks.peers.systems import Place, mps, peer_about, vllm_options
 from benchmarks.serving.http_case import RANK, SMALL, model_folder
 from coserve.workloads.lengths import Lengths
@@ -182,21 +185,23 @@ def test_vllms_options(place: Place) -> None:
 
 @on_days(2)
 def test_many_adapters_with_vllm(place: Place, tmp_path: Path) -> None:
-    """vLLM gets all adapters at its start and places for as many as run; the ratio needs coserve's row."""
+    """vLLM gets all adapters at its start, with each number of places; coserve is compared with the best of them."""
     arguments = ["--tiny", "--vllm-site", str(place.site), "--vllm-strong", "--vllm-option", "lora-target-modules=a,b"]
     (root := tmp_path / "root").mkdir()
     results = results_in(tmp_path, "adapters_many.json")
-    compared = with_vllm.comparison(root, with_vllm.parse([*arguments, "--out", str(tmp_path)]), results)
+    options = with_vllm.parse([*arguments, "--max-loras", "4,256", "--out", str(tmp_path)])
+    compared = with_vllm.comparison(root, options, results)
     results.put("adapters.coserve.requests_s.20.alpha1", 5.0, "requests/s")
     case = replace(compared.case, seconds=5.0)
     asyncio.run(replace(compared, case=case).vllm())
     rows = json.loads((tmp_path / "adapters_many.json").read_text())["rows"]
     del rows["adapters.coserve.requests_s.20.alpha1"]
-    own = [f"adapters.vllm.requests_s.20.{name}.strong" for name in ("alpha1", "uniform")]
-    assert set(rows) == {*own, "adapters.vs_vllm.20.alpha1.strong"}
-    told = rows[own[0]]
-    assert rows["adapters.vs_vllm.20.alpha1.strong"]["value"] == pytest.approx(5 / told["value"], abs=0.01)
-    assert "--max-loras 20 --max-cpu-loras 20 --max-lora-rank 8 " in told["flags"] and told["errors"] == {}
+    own = {f"adapters.vllm.requests_s.20.{name}.l{n}.strong" for name in ("alpha1", "uniform") for n in (4, 20)}
+    assert set(rows) == {*own, "adapters.vs_vllm.20.alpha1"}
+    best = max((rows[key] for key in own if "alpha1" in key), key=lambda row: row["value"])
+    assert rows["adapters.vs_vllm.20.alpha1"]["value"] == pytest.approx(5 / best["value"], abs=0.01)
+    told = rows["adapters.vllm.requests_s.20.alpha1.l4.strong"]
+    assert "--max-loras 4 --max-cpu-loras 20 --max-lora-rank 8 " in told["flags"] and told["errors"] == {}
     assert "--lora-target-modules a b" in told["flags"] and "--specialize-active-lora" in told["flags"]
     bodies = json.loads((tmp_path / "site/vllm/entrypoints/openai/bodies.json").read_text())
     sent = requests_of(case, compared.scenario.adapter_names, 0, case.rate)
@@ -220,7 +225,50 @@ async def test_mps_is_started_and_ended(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     async with mps(tmp_path / "mps") as environment:
         assert environment["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path / "mps")
-    assert (tmp_path / "mps" / "calls").read_text().split() == ["-d", "quit"]
+    assert (tmp_path / "mps" / "calls").read_text().split() == ["-d", "quit", "-t", "10"]
+
+
+def test_another_duty_ends_a_pause() -> None:
+    duty = trainer.Duty()
+    duty.set(0.001)
+    paused = threading.Thread(target=duty.pause, args=(3600.0,))
+    paused.start()
+    while paused.is_alive():  # `pause` may have begun only after the first one
+        duty.set(1.0)
+        paused.join(0.01)
+
+
+async def test_mps_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="MPS does not start"):
+        async with mps(tmp_path / "mps"):
+            pass
+
+
+def group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+async def test_a_process_that_fails_shows_its_log_and_leaves_no_children(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child', flush=True); signal.pause()"
+    parent = f"import subprocess, sys; sys.exit(subprocess.Popen([sys.executable, '-c', {child!r}]).pid % 1 or 3)"
+    log = tmp_path / "log"
+    with pytest.raises(SystemExit, match="did not start"):
+        async with running([sys.executable, "-c", parent], log, {}) as process:
+            group = process.pid
+            while b"child" not in await asyncio.to_thread(log.read_bytes):  # noqa: ASYNC110 - files send no event
+                await asyncio.sleep(0.02)
+            await wait_ready("http://127.0.0.1:1", process, log)
+    assert "child" in capsys.readouterr().out
+    while group_exists(group):  # noqa: ASYNC110 - groups send no event
+        await asyncio.sleep(0.02)
 
 
 def test_a_trace_of_other_ranks_is_refused(tmp_path: Path) -> None:
