@@ -1,14 +1,31 @@
 """Serviceable rate of a mixture's adapters: experts' terms computed coupled on all GPUs, or on LoRA servers apart.
 
     python -m benchmarks.moe.disaggregated --out R               # two GPUs; --gpus 4: on four
+    python -m benchmarks.moe.disaggregated --adapters 512 --ratios 0.3 --rates 2,4,8,16 --budget 250 --out R
     python -m benchmarks.moe.disaggregated --tiny --out /tmp/tried
 
 Qwen3-30B-A3B's shape with random weights, adapters of rank 4 at every expert, popularity a power law of exponent 1.2,
 Poisson arrivals. Few adapters have files of their own: the others are links to them. `coupled`: one engine on all GPUs
 (`--tp N --ep N`), whose page pool has room for the ratio's share of the adapters beside a batch. `servers`: one engine
-on one GPU, with pages for the batch alone, and N - 1 LoRA servers, which hold that share. The rate rises until P95 of
-TTFT is above 0.25 s or mean TPOT above 0.1 s, the paper's limits (InfiniLoRA, section 6.1); `infini.rate.*` is the last
-that keeps both. `infini.tpot_ratio.*`: TPOT of `servers` over that of `coupled`, at the highest rate that both keep.
+on one GPU, with pages for the batch alone, and N - 1 LoRA servers, which hold that share. Both have host memory for the
+same share, and it is filled with the most popular adapters first. The rate rises until P95 of TTFT is above 0.25 s or
+mean TPOT above 0.1 s, the paper's limits (InfiniLoRA, section 6.1), for the second time; `infini.rate.*` is the last
+one below the first miss. `infini.tpot_ratio.*`: TPOT of `servers` over that of `coupled`, at the highest rate that both
+keep, or else that both have a TPOT for. What fails leaves its error in `infini.failed.*`, and the other rows stay.
+
+What is like the paper's figure: the shape of the model, 512 adapters, their popularity, Poisson arrivals, the limits,
+equal GPUs and equal memory for adapters. What is not:
+
+- The paper's coupled system is eight engines of two GPUs, each with its own share of the cache and of the adapters;
+  here one engine has all GPUs and so one cache. A request waits for room only if the adapters of the running requests
+  fill the share: 64 requests at a time never fill that of 154 adapters. Rows have the most requests, and the most
+  adapters, that ran at once (`at_once`).
+- A miss costs more than the paper's copy from host memory: engines of several ranks read and sort the adapter's file
+  again, and servers hold what host memory holds, so theirs is a read of a file as well.
+- Prefill runs on the same GPUs, and TTFT contains it. The paper's counts from the decoding engine's queue on.
+- Lengths are uniform, not BurstGPT's; adapters have rank 4, not 32; a rate is measured for seconds, not minutes.
+- Servers are reached through host memory (gloo), and their engine runs without CUDA graphs; the paper's GPUs write into
+  each other's memory. Coupled engines have graphs, as users' have.
 """
 
 from __future__ import annotations
@@ -20,15 +37,17 @@ import random
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.adapters.fleet import get, link, wait_ready
+from benchmarks.adapters.fleet import get, link, load_seconds, post, resident
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.provenance import gpu_names
 from benchmarks.common.results import Results, Target
@@ -36,12 +55,19 @@ from benchmarks.serving.http_case import SMALL, model_folder
 from benchmarks.serving.http_daemon import LoadProcesses, daemon, import_adapter, soon
 from benchmarks.serving.http_load import LoadRequest
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.types import AdapterRef
+from coserve.kernels.lora.types import VECTOR
+from coserve.lora.files.packed_header import PACKED_FILE
+from coserve.state.folder import DataFolder
 from coserve.workloads.arrivals import Arrivals, Process, arrival_times
 from coserve.workloads.popularity import Popularity, Shape, shares
 from coserve.workloads.provisioning.servers import MoeShape
 from coserve.workloads.replay import Sample
 
 RANK, EXPONENT, SEED, REAL, FIRST = 4, 1.2, 7, 2, 1000
+REST, TOGETHER, FILLING = 2.0, 16, 0.3
+"""Seconds after the last arrival at which answers are cut off; adapters that are asked for at a time; the most of a
+daemon's time in which memory is filled."""
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
 
 
@@ -71,7 +97,7 @@ class Case:
             "model_type": "qwen3_moe",
             "vocab_size": self.vocab,
             "hidden_size": shape.hidden,
-            "intermediate_size": 3 * shape.inner,
+            "intermediate_size": shape.inner,  # of dense layers, which it has not
             "moe_intermediate_size": shape.inner,
             "num_experts": shape.experts,
             "num_experts_per_tok": shape.chosen,
@@ -83,12 +109,19 @@ class Case:
             "eos_token_id": 1,
         }
 
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of an adapter in memory: on a GPU, the rows of B are as wide as rank 8's."""
+        if self.device == "cpu":
+            return 2 * self.shape.adapter_bytes(RANK)
+        columns = self.shape.layers * self.shape.experts * (2 * self.shape.inner + self.shape.hidden)
+        return self.shape.adapter_bytes(RANK) + 2 * columns * (VECTOR - RANK)
+
     def kv_tokens(self, adapters: float) -> int:
         """Tokens of a page pool with room for a batch and so many whole adapters."""
         heads, width = self.heads["num_key_value_heads"], self.heads["head_dim"]
         token = 2 * self.shape.layers * heads * width * (2 if self.device == "cuda" else 4)
-        whole = self.shape.adapter_bytes(RANK) * (1 if self.device == "cuda" else 2)
-        return 2 * self.longest * self.batch + math.ceil(adapters * whole / token)
+        return 2 * self.longest * self.batch + math.ceil(adapters * self.adapter_bytes / token)
 
 
 FULL = Case(
@@ -152,46 +185,171 @@ def latencies(samples: Sequence[Sample]) -> tuple[float, float]:
     return waits[min(len(waits) - 1, int(0.95 * len(waits)))], statistics.fmean(pauses) if pauses else math.inf
 
 
-def measure(case: Case, system: str, ratio: float, gpus: int, results: Results) -> dict[float, float]:
-    """Raise the rate until a limit is missed; return TPOT by each rate that keeps both."""
-    kept = dict[float, float]()
-    with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch)
-        model = model_folder(root / "model", dataclasses.replace(SMALL, config=case.config))
-        held = ratio * case.adapters
-        settings = {"model": model, "data_dir": root / "data", "data_root": root, "device": case.device}
-        settings |= {"load_format": "dummy", "shed": "off", "policy": "slack", "max_running": case.batch}
-        if system == "servers":
-            whole = case.shape.adapter_bytes(RANK) * (1 if case.device == "cuda" else 2)
-            settings |= {"lora_server": max(1, gpus - 1), "host_adapter_bytes": math.ceil(held * whole)}
-        elif gpus > 1:
-            settings |= {"tp": gpus, "ep": gpus}
-        settings["kv_tokens"] = case.kv_tokens(0 if system == "servers" else held)
-        with daemon(settings, root / "log.txt") as url:
-            wait_ready(url)
-            for seed in range(REAL):
-                write_adapter(root / f"real{seed}", case.shape, seed)
-                import_adapter(url, f"real{seed}")
-            names = [f"a{i:04d}" for i in range(case.adapters)]
-            link(root / "data", [f"real{seed}" for seed in range(REAL)], names)
-            end = case.seconds + case.limits[0] + case.limits[1] * case.longest
-            warm = make_requests(case, names, case.rates[0])
-            LoadProcesses(2).run(url, warm, start=soon(), until=end)  # the first steps load their kernels
-            for rate in case.rates:
-                requests = make_requests(case, names, rate)
-                samples = LoadProcesses(2).run(url, requests, start=soon(), until=end)
-                ttft, tpot = latencies(samples)
-                errors = sorted({each.error for each in samples if each.error is not None})
-                health = json.loads(get(f"{url}/health"))
-                about = {"tpot_ms": round(1e3 * tpot, 2), "requests": len(samples), "errors": errors}
-                about |= {name: health[name] for name in ("adapters_resident", "lora_servers", "notes")}
-                key = f"infini.ttft_p95_ms.{system}.r{ratio}.at{rate}"
-                results.put(key, round(1e3 * min(ttft, end), 1), "ms", None, about=about)
-                if ttft > case.limits[0] or tpot > case.limits[1]:
-                    break
-                kept[rate] = tpot
-    results.put(f"infini.rate.{system}.r{ratio}", max(kept, default=0.0), "requests/s", None)
-    return kept
+def at_once(samples: Sequence[Sample]) -> dict[str, int]:
+    """Return the most requests that had a token and were not finished at one time, and the most adapters of those."""
+    spans = [(each.times[0], each.finished, each.adapter) for each in samples if each.times]
+    running = [{i for i, (first, end, _) in enumerate(spans) if first <= at < end} for at, _, _ in spans]
+    return {
+        "requests": max(map(len, running), default=0),
+        "adapters": max((len({spans[i][2] for i in own}) for own in running), default=0),
+    }
+
+
+def wait_until_ready(url: str, until: float) -> None:
+    """Raises `TimeoutError`, and `URLError` if the daemon has ended."""
+    while time.monotonic() < until:
+        try:
+            get(f"{url}/health/ready")
+            return
+        except HTTPError:  # it starts
+            time.sleep(0.1)
+    raise TimeoutError(f"the daemon is not ready: {get(f'{url}/health').decode()[:500]}")
+
+
+def wait_until_packed(url: str, data: Path, names: Sequence[str]) -> None:
+    """Have adapters read, and wait for the packed files that are written then. Raises `TimeoutError`."""
+    for name in names:
+        post(f"{url}/adapters/{name}/prefetch")
+    paths, until = (
+        [DataFolder(data).adapter(AdapterRef(name, 1)) / PACKED_FILE for name in names],
+        time.monotonic() + 30,
+    )
+    while not all(path.exists() for path in paths):
+        if time.monotonic() > until:
+            raise TimeoutError("no packed files")
+        time.sleep(0.05)
+
+
+def fill(url: str, names: Sequence[str], until: float) -> int:
+    """Have adapters read, some at a time, until a monotonic time; return how many are in memory then."""
+    for first in range(0, len(names), TOGETHER):
+        wanted = set(names[first : first + TOGETHER])
+        for name in sorted(wanted):
+            post(f"{url}/adapters/{name}/prefetch")
+        while time.monotonic() < until and not wanted <= resident(url, "a"):
+            time.sleep(0.05)
+    return len(resident(url, "a") & set(names))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Folders that all daemons of a run read."""
+
+    model: Path
+    adapters: Path
+
+    @classmethod
+    def write(cls, root: Path, case: Case) -> Inputs:
+        for seed in range(REAL):
+            write_adapter(root / "adapters" / f"real{seed}", case.shape, seed)
+        return cls(model_folder(root / "model", dataclasses.replace(SMALL, config=case.config)), root / "adapters")
+
+
+@dataclass
+class Run:
+    """One daemon: `coupled` or `servers`, with memory for a share of the adapters."""
+
+    case: Case
+    system: str
+    ratio: float
+    gpus: int
+    results: Results
+    until: float
+    """Monotonic time after which no rate is begun."""
+    tpot: dict[float, float] = field(default_factory=dict)
+    """By rate, in seconds, of those that were measured and had answers."""
+    kept: list[float] = field(default_factory=list)
+    """Rates below the first miss."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.system}.r{self.ratio}"
+
+    def settings(self, inputs: Inputs, data: Path) -> dict[str, object]:
+        case, held = self.case, self.ratio * self.case.adapters
+        found: dict[str, object] = {"model": inputs.model, "data_dir": data, "data_root": inputs.adapters}
+        found |= {"device": case.device, "load_format": "dummy", "shed": "off", "policy": "slack"}
+        found |= {"max_running": case.batch, "host_adapter_bytes": math.ceil(held * case.adapter_bytes)}
+        if self.system == "servers":  # it has no graphs: nothing is to be compiled
+            found |= {"lora_server": max(1, self.gpus - 1), "compile": "off"}
+        elif self.gpus > 1:
+            found |= {"tp": self.gpus, "ep": self.gpus}
+        return found | {"kv_tokens": case.kv_tokens(0 if self.system == "servers" else held)}
+
+    def measure(self, inputs: Inputs) -> None:
+        """Write the rows; errors too, whatever they are."""
+        with tempfile.TemporaryDirectory() as scratch:
+            log, data = Path(scratch) / "log.txt", Path(scratch) / "data"
+            try:
+                began = time.monotonic()
+                with daemon(self.settings(inputs, data), log) as url:
+                    wait_until_ready(url, self.until)
+                    self._rates(url, data, {"ready_s": round(time.monotonic() - began, 1)})
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - rows that are measured stay, and others follow
+                traceback.print_exc()
+                tail = log.read_text(errors="replace")[-3000:] if log.exists() else ""
+                failed = {"error": f"{error!r}"[:1000], "log": tail}
+                self.results.put(f"infini.failed.{self.name}", 1, "failures", None, about=failed)
+        if self.tpot:
+            self.results.put(f"infini.rate.{self.name}", max(self.kept, default=0.0), "requests/s", None)
+
+    def _rates(self, url: str, data: Path, about: dict[str, object]) -> None:
+        case, missed = self.case, 0
+        real, names = [f"real{seed}" for seed in range(REAL)], [f"a{i:04d}" for i in range(case.adapters)]
+        for name in real:
+            import_adapter(url, name)
+        if self.system == "servers" or self.gpus == 1:  # else each link would be packed on its own; ranks pack none
+            wait_until_packed(url, data, real)
+        link(data, real, names)
+        began = time.monotonic()
+        popular = names[: int(self.ratio * case.adapters)]
+        filled = fill(url, popular, min(self.until, began + FILLING * (self.until - began)))
+        about |= {"filled": filled, "fill_s": round(time.monotonic() - began, 1)}
+        first = dataclasses.replace(case, seconds=min(4.0, case.seconds))
+        # The first steps load their kernels.
+        LoadProcesses(2).run(url, make_requests(first, names, case.rates[0]), start=soon(), until=10 * first.seconds)
+        for rate in case.rates:
+            if missed == 2 or time.monotonic() + case.seconds > self.until:
+                break
+            before, requests = load_seconds(url), make_requests(case, names, rate)
+            samples = LoadProcesses(2).run(url, requests, start=soon(), until=case.seconds + REST)
+            ttft, tpot = latencies(samples)
+            errors = [each.error for each in samples if each.error is not None]
+            row = {
+                "tpot_ms": None if math.isinf(tpot) else round(1e3 * tpot, 2),
+                "requests": len(samples),
+                "errors": {code: errors.count(code) for code in sorted(set(errors))},
+                "at_once": at_once(samples),
+                "loads": {
+                    cause: [count - before[cause][0], round(seconds - before[cause][1], 3)]
+                    for cause, (count, seconds) in load_seconds(url).items()
+                    if count > before[cause][0]
+                },
+            }
+            health = json.loads(get(f"{url}/health"))
+            row |= {name: health[name] for name in ("adapters_resident", "lora_servers", "notes")}
+            key = f"infini.ttft_p95_ms.{self.name}.at{rate}"
+            self.results.put(key, round(1e3 * min(ttft, case.seconds + REST), 1), "ms", None, about=about | row)
+            if not math.isinf(tpot):
+                self.tpot[rate] = tpot
+            missed += ttft > case.limits[0] or tpot > case.limits[1]
+            if not missed:
+                self.kept.append(rate)
+
+
+def compare(coupled: Run, servers: Run, results: Results) -> None:
+    """Write what the servers gain, as far as both were measured."""
+    ratio = coupled.ratio
+    if coupled.kept:
+        gain = max(servers.kept, default=0.0) / max(coupled.kept)
+        target = Target(2.0) if ratio <= 0.3 else None
+        results.put(f"infini.rate_gain.r{ratio}", round(gain, 3), "of coupled", target)
+    both = {*coupled.kept} & {*servers.kept} or coupled.tpot.keys() & servers.tpot.keys()
+    if both:
+        rate = max(both)
+        about = {"rate": rate, "within_limits": rate in coupled.kept and rate in servers.kept}
+        share = round(servers.tpot[rate] / coupled.tpot[rate], 3)
+        results.put(f"infini.tpot_ratio.r{ratio}", share, "of coupled", Target(1.1, most=True), about=about)
 
 
 def main() -> None:
@@ -200,7 +358,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, help=f"default {FULL.adapters}, of 0.3 GB each")
     parser.add_argument("--ratios", help="shares of the adapters that have room, separated by commas")
     parser.add_argument("--rates", help="requests a second, rising, separated by commas")
-    parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which no daemon is started")
+    parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which nothing is begun")
     options = parser.parse_args()
     check_tiny(parser, options)
     case, began = (TINY if options.tiny else FULL), time.monotonic()
@@ -210,6 +368,8 @@ def main() -> None:
         ratios=tuple(map(float, options.ratios.split(","))) if options.ratios else case.ratios,
         rates=tuple(map(float, options.rates.split(","))) if options.rates else case.rates,
     )
+    of_each = options.budget / (2 * len(case.ratios) * len(case.rates))
+    case = dataclasses.replace(case, seconds=min(case.seconds, max(8.0, of_each / 3)))
     gpus = 1 if options.tiny else options.gpus
     results = Results.of(
         options,
@@ -219,21 +379,17 @@ def main() -> None:
         seed=SEED,
         settings=dataclasses.asdict(case) | {"gpus": gpus, "rank": RANK, "exponent": EXPONENT, "real_files": REAL},
     )
-    for ratio in case.ratios:
-        found = dict[str, dict[float, float]]()
-        for system in ("coupled", "servers"):
-            if time.monotonic() - began < options.budget:
-                found[system] = measure(case, system, ratio, gpus, results)
-        if len(found) < 2:
-            break
-        coupled, servers = found["coupled"], found["servers"]
-        if coupled:
-            gain = max(servers, default=0.0) / max(coupled)
-            target = Target(2.0) if ratio <= 0.3 else None
-            results.put(f"infini.rate_gain.r{ratio}", round(gain, 3), "of coupled", target)
-        if both := coupled.keys() & servers.keys():
-            share = servers[max(both)] / coupled[max(both)]
-            results.put(f"infini.tpot_ratio.r{ratio}", round(share, 3), "of coupled", Target(1.1, most=True))
+    end, left = began + options.budget, 2 * len(case.ratios)
+    with tempfile.TemporaryDirectory() as scratch:
+        inputs = Inputs.write(Path(scratch), case)
+        for ratio in case.ratios:
+            runs = dict[str, Run]()
+            for system in ("servers", "coupled"):  # the one first that starts in seconds
+                now = time.monotonic()
+                share = (end - now) / left if system == "coupled" else 0.8 * (end - now) / left
+                runs[system], left = Run(case, system, ratio, gpus, results, now + share), left - 1
+                runs[system].measure(inputs)
+            compare(runs["coupled"], runs["servers"], results)
 
 
 if __name__ == "__main__":
