@@ -28,7 +28,7 @@ from coserve.kernels.lora.segmented.plan import TilePlan
 from coserve.kernels.lora.segmented.terms import add_
 from coserve.kernels.lora.segmented.tiles import HostTiles, StepTiles, cut
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import FrozenWeight
 
 ADAPTERS = 32
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -143,7 +143,7 @@ def beside_part(results: Results) -> None:
         counters = skinny.make_counters(max(len(weight) for weight in weights), cases.DEVICE)
         shapes = {
             weight.shape: skinny.fastest(
-                [StackedWeights(w, None, (len(w),)) for w in weights if w.shape == weight.shape], counters, rows
+                [FrozenWeight(w, None, (len(w),)) for w in weights if w.shape == weight.shape], counters, rows
             )
             for weight in weights[: len(MODELS[0].groups)]
         }

@@ -22,9 +22,9 @@ from torch import Tensor
 from benchmarks.common.results import Results
 from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.gemm.skinny import Shape, skinny_gemm
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import FrozenWeight
 from coserve.kernels.quantized import fp8
-from coserve.kernels.quantized.weights import Fp8Weights
+from coserve.kernels.quantized.weights import Fp8Weight
 from coserve.model.gemm_choice import L2_BYTES
 
 SIZES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
@@ -32,7 +32,7 @@ SIZES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 ROWS = (1, 8, 16, 32, 64)
 BYTES_PER_US = 4.8e6
 """Published for an H200."""
-Product = Callable[[Tensor, StackedWeights], object]
+Product = Callable[[Tensor, FrozenWeight], object]
 
 
 def measure_few_rows(results: Results, device: torch.device, *, tiny: bool) -> None:
@@ -49,23 +49,23 @@ def measure_few_rows(results: Results, device: torch.device, *, tiny: bool) -> N
         results.put(f"quant.fp8.few_rows.{inputs}x{outputs}", ratio, "x of bf16", None, (), about)
 
 
-def _weights(inputs: int, outputs: int, device: torch.device, *, tiny: bool) -> list[tuple[StackedWeights, Fp8Weights]]:
+def _weights(inputs: int, outputs: int, device: torch.device, *, tiny: bool) -> list[tuple[FrozenWeight, Fp8Weight]]:
     found = []
     for _ in range(2 if tiny else -(-L2_BYTES // (inputs * outputs))):
         weight = torch.randn(outputs, inputs, device=device).bfloat16() * 0.02
         codes, scales = fp8.quantize(weight)
-        found.append((StackedWeights(weight, None, (outputs,)), Fp8Weights(codes, None, (outputs,), scales)))
+        found.append((FrozenWeight(weight, None, (outputs,)), Fp8Weight(codes, None, (outputs,), scales)))
     return found
 
 
-def _timed(x_TD: Tensor, weights: Sequence[tuple[StackedWeights, Fp8Weights]], *, tiny: bool) -> dict[str, float]:
+def _timed(x_TD: Tensor, weights: Sequence[tuple[FrozenWeight, Fp8Weight]], *, tiny: bool) -> dict[str, float]:
     """Microseconds of a product, by kind."""
     dense, stored = [one for one, _ in weights], [one for _, one in weights]
     (rows, inputs), outputs = x_TD.shape, stored[0].weight.shape[0]
     counters, most = skinny.make_counters(outputs, x_TD.device), skinny.rows_of(rows) or rows
     chosen: dict[str, str] = {}
 
-    def time_of(product: Product, of: Sequence[StackedWeights] = stored) -> float:
+    def time_of(product: Product, of: Sequence[FrozenWeight] = stored) -> float:
         if tiny:
             began = time.perf_counter()
             product(x_TD, of[0])
@@ -105,9 +105,9 @@ def _timed(x_TD: Tensor, weights: Sequence[tuple[StackedWeights, Fp8Weights]], *
     return {name: round(value, 2) for name, value in found.items()}
 
 
-def _skinny(x_TD: Tensor, weights: StackedWeights, counters: Tensor, shape: Shape, *, rounded: bool) -> object:
+def _skinny(x_TD: Tensor, weights: FrozenWeight, counters: Tensor, shape: Shape, *, rounded: bool) -> object:
     return skinny_gemm(x_TD, weights.weight, None, counters, shape, weights.row_scales, rounded=rounded)
 
 
-def _gemv(x_TD: Tensor, weights: StackedWeights, shape: gemv.Shape) -> object:
+def _gemv(x_TD: Tensor, weights: FrozenWeight, shape: gemv.Shape) -> object:
     return gemv.gemv(x_TD[0], weights.weight, None, shape, weights.row_scales)

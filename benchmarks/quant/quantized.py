@@ -34,7 +34,7 @@ from benchmarks.quant.few_rows import measure_few_rows
 from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, hardware, make_base, synchronize
 from coserve.generate.execution.start import INDUCTOR
 from coserve.kernels.quantized import fp8
-from coserve.kernels.quantized.weights import Fp8Weights
+from coserve.kernels.quantized.weights import Fp8Weight
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base, wrap_base
 from coserve.model.fused import FusedBase
@@ -100,7 +100,7 @@ class Benchmark:
                 x = torch.randn(rows, inputs, device=self._device, dtype=self._made[kind].dtype)
                 dy = torch.randn(rows, sum(sizes), device=self._device, dtype=x.dtype)
                 calls = {"forward": partial(weights.linear, x), "backward": partial(weights.backward, dy)}
-                if isinstance(weights, Fp8Weights) and not self._tiny:
+                if isinstance(weights, Fp8Weight) and not self._tiny:
                     calls["dx"] = partial(replace(weights, rounds_gradients=True).backward, dy)
                     calls["transposed"] = partial(fp8.transposed, weights.weight)
                 for name, call in calls.items():
@@ -146,7 +146,7 @@ class Benchmark:
         base = self._bases()["fp8"]
         share_inputs(base)
         for shared in base.sites.shared():
-            if isinstance(shared.stacked, Fp8Weights):
+            if isinstance(shared.stacked, Fp8Weight):
                 shared.stacked = replace(shared.stacked, rounds_gradients=True)
         try:
             self._finetune("finetune_tok_s.dx", 1.2)

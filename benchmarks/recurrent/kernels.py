@@ -24,7 +24,7 @@ from benchmarks.common.results import Results
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.gemm import skinny
 from coserve.kernels.gpu.timing import graph_ms
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import FrozenWeight
 from coserve.kernels.recurrent.fused.steps import RECUR_SHAPE, FusedRecurrence, RecurShape
 from coserve.kernels.recurrent.interface import RecurrenceInputs, RecurrenceParams
 from coserve.kernels.recurrent.slots import LayerStates
@@ -162,13 +162,13 @@ def _products(inputs: int, outputs: int, device: torch.device, *, tiny: bool) ->
     inputs, outputs = (256, 64) if tiny else (inputs, outputs)
     copies = 2 if tiny else max(2, -(-L2_BYTES // (2 * inputs * outputs)))
     weights = [
-        StackedWeights(torch.randn(outputs, inputs, device=device).bfloat16() * 0.02, None, (outputs,))
+        FrozenWeight(torch.randn(outputs, inputs, device=device).bfloat16() * 0.02, None, (outputs,))
         for _ in range(copies)
     ]
     x_TD, counters = torch.randn(64, inputs, device=device).bfloat16(), skinny.make_counters(outputs, device)
     made = torch.empty_like(x_TD)
 
-    def timed(call: Callable[[StackedWeights], object]) -> float:
+    def timed(call: Callable[[FrozenWeight], object]) -> float:
         def run() -> None:
             for one in weights:
                 torch.mul(x_TD, 0.5, out=made)
@@ -176,7 +176,7 @@ def _products(inputs: int, outputs: int, device: torch.device, *, tiny: bool) ->
 
         return _microseconds(run, copies, tiny=tiny)
 
-    def by_ours(one: StackedWeights, shape: skinny.Shape) -> object:
+    def by_ours(one: FrozenWeight, shape: skinny.Shape) -> object:
         return skinny.skinny_gemm(made, one.weight, None, counters, shape)
 
     found = {"torch": timed(lambda one: one.linear(made))}

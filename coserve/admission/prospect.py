@@ -7,7 +7,7 @@ products.
 
 from __future__ import annotations
 
-from coserve.admission.shapes import ITEMSIZE, job_state, lora_shapes
+from coserve.admission.shapes import ITEMSIZE, job_state_bytes, lora_shapes
 from coserve.core.gpu_memory import EXTRA_SLOTS, GIB, GRAPHS, STEP_TOKENS, BaseSizes
 from coserve.core.types import LoraSettings, Wire
 
@@ -86,7 +86,7 @@ def needed(sizes: BaseSizes, wish: Wish) -> Need:
     """Return the bytes that the wish needs. Raises `InvalidRequest` for a rank that no adapter can have."""
     base, item = sizes.spec, ITEMSIZE[sizes.spec.dtype]
     shapes = lora_shapes(LoraSettings(r=wish.rank), base)
-    state = job_state(shapes, base.dtype, early_stopping=False)
+    state = job_state_bytes(shapes, base.dtype, early_stopping=False)
     outputs = sum(site.out_features for site in base.sites.values()) / base.layers + sizes.experts
     layer = STATISTICS * item * (outputs + 2 * base.hidden)
     tokens = wish.micro_batch_tokens

@@ -18,7 +18,7 @@ from coserve.admission.micro_batch import (
     micro_batch_bytes,
     padded,
 )
-from coserve.admission.shapes import JobState, SiteShape, job_state, lora_shapes, pinned_bytes
+from coserve.admission.shapes import JobStateBytes, SiteShape, job_state_bytes, lora_shapes, pinned_bytes
 from coserve.core.gpu_memory import Kept, MemoryModel, TrainingCosts
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import BaseSpec, LoraSettings
@@ -98,7 +98,7 @@ class Option:
 class JobMemory:
     """Memory that one job needs."""
 
-    state: JobState
+    state: JobStateBytes
     pinned: int
     """Bytes of pinned host memory, over all ranks."""
     options: tuple[Option, ...]
@@ -130,7 +130,7 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
         taught = LoraSettings(r=spec.teacher.rank)
         compared = lora_shapes(taught, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     early = spec.training.early_stopping_patience is not None
-    state = job_state(shapes, base.dtype, spec.training.optimizer, early_stopping=early, compared=compared)
+    state = job_state_bytes(shapes, base.dtype, spec.training.optimizer, early_stopping=early, compared=compared)
     # every rank keeps the whole adapter in host memory
     on_host = shapes if model.ranks == 1 else lora_shapes(spec.lora, base)
     pinned = model.ranks * pinned_bytes(on_host, spec.training.optimizer, early_stopping=early)

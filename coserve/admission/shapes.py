@@ -121,7 +121,7 @@ def _part(
 
 
 @dataclass(frozen=True)
-class JobState:
+class JobStateBytes:
     """Bytes that a job keeps between micro-batches."""
 
     adapter: int
@@ -133,14 +133,14 @@ class JobState:
         return self.adapter + self.gradients + self.optimizer
 
 
-def job_state(
+def job_state_bytes(
     shapes: Collection[SiteShape],
     dtype: str,
     optimizer: Optimizer = Optimizer.ADAMW,
     *,
     early_stopping: bool,
     compared: Iterable[SiteShape] = (),
-) -> JobState:
+) -> JobStateBytes:
     """Return the sizes of what `finetune.optimizer` keeps: the adapter in the base's dtype; fp32 gradient sums; fp32
     weights; the optimizer's moments, or the buffers through which paged moments pass; with early stopping, the best
     weights. `compared`: shapes of the frozen adapter in the loss, a teacher or a DPO reference."""
@@ -152,7 +152,7 @@ def job_state(
     frozen = sum(_rounded(part * element) for shape in compared for part in shape.parts)
     # DoRA's scales, norms, and squares of the base's rows
     frozen += sum(3 * _rounded(4 * shape.magnitude) for shape in shapes)
-    return JobState(
+    return JobStateBytes(
         adapter=_rounded(size * element) + frozen,
         gradients=_rounded(4 * size),
         optimizer=sum(_rounded(row_bytes(kind, size)) for kind in kept) + buffers + constants,

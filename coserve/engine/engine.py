@@ -202,7 +202,7 @@ class Engine:
     async def _serve(self, decision: Serve, plan: Plan, costs: Costs) -> None:
         began, queued = self._clock(), len(self._scheduler.queue)
         if decision.admit and not self._scheduler:
-            self._views.turns.dispatched()
+            self._views.alternation.dispatched()
         with self._stalls.during("admit"):
             scheduled = self._scheduler.commit(plan, decision.admit, now=began)
             self._reception.admitted(queued - len(self._scheduler.queue), began)
@@ -263,7 +263,7 @@ class Engine:
         tokens = self._jobs.slice_tokens if suspended else tokens  # the job itself may have failed
         expected = micro_steps * self._views.slices.predict(job, kind, tokens).expected
         self._flight.launched(decision, kind, micro_steps, tokens, began, expected)
-        self._views.turns.trained(job, suspended=suspended)
+        self._views.alternation.trained(job, suspended=suspended)
         await self._pace()
         now = self._clock()
         if self._flight.takes_turns:

@@ -12,7 +12,7 @@ from coserve.core.training.micro_step import MicroStep
 from coserve.generate.plan import Plan
 from coserve.queues.costs import ATTAINMENT, Predictors
 from coserve.queues.overlap_speed import OverlapSpeed, Trials
-from coserve.queues.policy import Costs, InFlight, Turn, View
+from coserve.queues.policy import Alternation, Costs, InFlight, View
 from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape
 from coserve.queues.slices import Slices
 from coserve.queues.sliding import SlidingQuantile
@@ -31,7 +31,7 @@ FORGET: dict[StepKind, tuple[int, int]] = {"decode": (200, 1000), "prefill": (40
 forgotten, so that they are measured anew."""
 
 
-class Turns:
+class AlternationCounts:
     """Counts of inference batches and fine-tuning turns."""
 
     def __init__(self) -> None:
@@ -49,11 +49,11 @@ class Turns:
         if not suspended:
             self._since_micro_batch = 0
 
-    def view(self, in_training: Callable[[str], bool]) -> Turn:
+    def view(self, in_training: Callable[[str], bool]) -> Alternation:
         """`in_training`: whether a job has neither ended nor been paused, and does not wait for requests."""
         if self._job is not None and not in_training(self._job):
             self._job, self._since_job = None, 0
-        return Turn(self._job, self._since_job, self._since_micro_batch)
+        return Alternation(self._job, self._since_job, self._since_micro_batch)
 
 
 class ReadyJobs(Protocol):
@@ -72,7 +72,11 @@ class Views:
         """`attainment`: fraction of answers that must be in time; `overlaps`: steps may overlap training, so their
         times with overlap are predicted too."""
         self._jobs = jobs
-        self._steps, self.slices, self.turns = Predictors(STEP_FEATURES, attainment), Slices(attainment), Turns()
+        self._steps, self.slices, self.alternation = (
+            Predictors(STEP_FEATURES, attainment),
+            Slices(attainment),
+            AlternationCounts(),
+        )
         self._overlaps = overlaps
         self._in_turn = Counter[StepKind]()
         """For each kind, steps in a row without overlap while jobs could train."""
@@ -140,7 +144,7 @@ class Views:
             step_tokens=plan.step_tokens,
             headroom=plan.headroom,
             jobs=jobs,
-            turn=self.turns.view(self._jobs.in_training),
+            alternation=self.alternation.view(self._jobs.in_training),
             train_waiting_since=self.slices.waiting_since if jobs else None,
             costs=self._costs(plan, jobs, overlapped=in_flight.slices > 0),
             in_flight=in_flight,

@@ -18,7 +18,7 @@ from torch import Tensor
 from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup
-from coserve.kernels.quantized.weights import QuantizedWeights
+from coserve.kernels.quantized.weights import QuantizedWeight
 from coserve.kernels.recurrent.interface import Recurrence, RecurrenceInputs
 from coserve.model.adapters.end_terms import Ends
 from coserve.model.dropout import Dropout
@@ -37,7 +37,7 @@ class Fused:
     """Groups of each layer."""
     summed: Mapping[SiteGroup, SiteShard] = field(default_factory=dict)
     """Groups of row-parallel sites, whose outputs are to be summed over the tensor-parallel ranks."""
-    quantized: Mapping[SiteGroup, QuantizedWeights] = field(default_factory=dict)
+    quantized: Mapping[SiteGroup, QuantizedWeight] = field(default_factory=dict)
     """Weights of the groups that are quantised."""
     experts: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """The names of each layer's parameters of experts, gate and up first."""

@@ -23,8 +23,8 @@ from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.interface import PreparedLora
-from coserve.kernels.lora.types import SiteGroup, StackedWeights
-from coserve.kernels.quantized.weights import QuantizedWeights
+from coserve.kernels.lora.types import FrozenWeight, SiteGroup
+from coserve.kernels.quantized.weights import QuantizedWeight
 from coserve.model import probe
 from coserve.model.adapters.end_terms import Ends
 from coserve.model.base import Base
@@ -193,7 +193,7 @@ class FusedBase:
         self._mesh = Mesh() if base.sharding is None else base.sharding.mesh
         self._summed = {group: shard for group, shard in self._shards.items() if shard.partition.sums}
         self._quantized = {
-            shared.group: shared.whole for shared in base.sites.shared() if isinstance(shared.whole, QuantizedWeights)
+            shared.group: shared.whole for shared in base.sites.shared() if isinstance(shared.whole, QuantizedWeight)
         }
         if gemms is None:
             gemms = measure_gemms(self.stacked, base.device) if base.device.type == "cuda" else GemmChoice()
@@ -224,7 +224,7 @@ class FusedBase:
         return traced if sums or self.base.states else backend
 
     @property
-    def stacked(self) -> list[StackedWeights]:
+    def stacked(self) -> list[FrozenWeight]:
         """The stacked weights of each input's sites."""
         return [shared.whole for shared in self.base.sites.shared() if shared.whole is not None]
 

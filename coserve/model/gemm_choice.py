@@ -15,9 +15,9 @@ from torch.nn import functional
 from coserve.core.validation import decoder_of
 from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.gemm.skinny import Shape
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import FrozenWeight
 from coserve.kernels.quantized import fp8
-from coserve.kernels.quantized.weights import Nf4Weights, QuantizedWeights
+from coserve.kernels.quantized.weights import Nf4Weight, QuantizedWeight
 
 L2_BYTES = 200 << 20
 """Larger than any GPU's L2 cache. GEMMs are measured over this many bytes of weights, because a step reads all weights
@@ -57,7 +57,7 @@ class GemmChoice:
         found = self._own(x_TD, weight_OD, bias_O, None, before_shrink)
         return GemmOutput(functional.linear(x_TD, weight_OD, bias_O), None) if found is None else found
 
-    def quantized_linear(self, x_TD: Tensor, weights: QuantizedWeights, *, before_shrink: bool = False) -> GemmOutput:
+    def quantized_linear(self, x_TD: Tensor, weights: QuantizedWeight, *, before_shrink: bool = False) -> GemmOutput:
         """Compute `linear` with quantised weights. Our kernels read FP8 weights; `fp8.rounds` tells whether they round
         x."""
         found, scale_O = None, weights.row_scales
@@ -82,7 +82,7 @@ class GemmChoice:
 
 
 @torch.no_grad()
-def run_gemms(inputs: Iterable[StackedWeights], device: torch.device, rows: Sequence[int]) -> None:
+def run_gemms(inputs: Iterable[FrozenWeight], device: torch.device, rows: Sequence[int]) -> None:
     """Run each kernel that `measure_gemms` measures: see `gemv.run_each`."""
     kinds = _kinds(inputs)
     for found in kinds.values():
@@ -95,7 +95,7 @@ def run_gemms(inputs: Iterable[StackedWeights], device: torch.device, rows: Sequ
 
 @torch.no_grad()
 def measure_gemms(
-    inputs: Iterable[StackedWeights], device: torch.device, rows: Sequence[int] = (1, *skinny.ROWS)
+    inputs: Iterable[FrozenWeight], device: torch.device, rows: Sequence[int] = (1, *skinny.ROWS)
 ) -> GemmChoice:
     """Measure the fastest kernels for the stacked weights of a base, on a GPU. `rows`: a subset of 1 and
     `skinny.ROWS`."""
@@ -127,7 +127,7 @@ class SavedGemms(msgspec.Struct, frozen=True):
     skinny: list[tuple[tuple[int, int, int], Shape]]
 
 
-def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[StackedWeights], rows: Sequence[int]) -> None:
+def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[FrozenWeight], rows: Sequence[int]) -> None:
     """Write the choice atomically, for `load_gemms`."""
     saved = SavedGemms(
         rows=list(rows),
@@ -141,7 +141,7 @@ def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[StackedWeights],
     temporary.replace(path)
 
 
-def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: torch.device) -> GemmChoice | None:
+def load_gemms(paths: Iterable[Path], inputs: Iterable[FrozenWeight], device: torch.device) -> GemmChoice | None:
     """Return the union of the choices in these files, skipping files that are missing, damaged or for other weights.
 
     None if no file is left.
@@ -171,33 +171,33 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[StackedWeights], device: 
     return GemmChoice(one_row, more_rows, _counters(kinds, device)) if kinds else GemmChoice()
 
 
-def _kinds(inputs: Iterable[StackedWeights]) -> dict[tuple[int, ...], list[StackedWeights]]:
+def _kinds(inputs: Iterable[FrozenWeight]) -> dict[tuple[int, ...], list[FrozenWeight]]:
     """Group weights by inputs and each site's outputs; keep a few of each kind. NF4's have no kernels to choose
     from."""
-    kinds: dict[tuple[int, ...], list[StackedWeights]] = {}
+    kinds: dict[tuple[int, ...], list[FrozenWeight]] = {}
     for stacked in inputs:
-        if isinstance(stacked, Nf4Weights):
+        if isinstance(stacked, Nf4Weight):
             continue
         if len(found := kinds.setdefault((stacked.in_features, *stacked.sizes), [])) < MEASURED:
             found.append(stacked)
     return kinds
 
 
-def _shape(found: Sequence[StackedWeights]) -> tuple[int, int]:
+def _shape(found: Sequence[FrozenWeight]) -> tuple[int, int]:
     """Return the inputs and the total outputs of weights of one kind."""
     return found[0].in_features, sum(found[0].sizes)
 
 
-def _counters(kinds: Mapping[tuple[int, ...], Sequence[StackedWeights]], device: torch.device) -> Tensor:
+def _counters(kinds: Mapping[tuple[int, ...], Sequence[FrozenWeight]], device: torch.device) -> Tensor:
     return skinny.make_counters(max(_shape(found)[1] for found in kinds.values()), device)
 
 
-def gemm_cases(stacked: Sequence[StackedWeights]) -> list[StackedWeights]:
+def gemm_cases(stacked: Sequence[FrozenWeight]) -> list[FrozenWeight]:
     """Return, for each shape, enough weights, including copies, to exceed the L2 cache."""
     return [one for kind in _kinds(stacked).values() for one in _exceeding_l2(kind)]
 
 
-def _exceeding_l2(kind: Sequence[StackedWeights]) -> list[StackedWeights]:
+def _exceeding_l2(kind: Sequence[FrozenWeight]) -> list[FrozenWeight]:
     """The weights of one shape, with copies so that they exceed the L2 cache together (at most `MEASURED`)."""
     size = kind[0].weight.numel() * kind[0].weight.element_size()
     copies = min(MEASURED, -(-L2_BYTES // size)) - len(kind)

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.segmented.block_sizes import MAX_SITES
-from coserve.kernels.lora.types import SiteGroup, StackedWeights
+from coserve.kernels.lora.types import FrozenWeight, SiteGroup
 from coserve.model.base import Base
 from coserve.model.lora import SharedInput
 from coserve.model.parallel.modules import shard_of
@@ -88,7 +88,7 @@ def _stackable(before: Sequence[nn.Module], module: nn.Module) -> bool:
     )
 
 
-def stack(modules: Sequence[nn.Module]) -> StackedWeights:
+def stack(modules: Sequence[nn.Module]) -> FrozenWeight:
     """Stack the weights of `modules`: they become views of one tensor (ΣO, D)."""
     biases = [bias for module in modules if (bias := cast("nn.Parameter | None", module.bias)) is not None]
     if len(modules) > 1 and biases:
@@ -106,7 +106,7 @@ def stack(modules: Sequence[nn.Module]) -> StackedWeights:
         _restack(weights)
     whole = _turn(weights[0]) if isinstance(modules[0], Conv1D) else _whole(weights)
     sizes = (len(whole),) if len(weights) == 1 else tuple(len(weight) for weight in weights)
-    return StackedWeights(whole, _whole(biases) if biases else None, sizes)
+    return FrozenWeight(whole, _whole(biases) if biases else None, sizes)
 
 
 def _turn(part: nn.Parameter) -> Tensor:

@@ -20,7 +20,7 @@ from coserve.kernels.lora.experts.interface import RemoteExperts
 from coserve.kernels.lora.experts.terms import expert_lora
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
+from coserve.kernels.lora.types import FrozenWeight, LoraPair, SiteGroup
 from coserve.model.dropout import Dropout
 from coserve.model.forward_context import ForwardContext, current
 from coserve.model.parallel.fully_sharded import prepare_lora
@@ -125,18 +125,18 @@ class KeptLora:
 class SharedInput:
     """Sites that read one input, with stacked weights: the first one that is called computes the outputs of all."""
 
-    def __init__(self, group: SiteGroup, stacked: StackedWeights, *, sums: bool = False) -> None:
+    def __init__(self, group: SiteGroup, stacked: FrozenWeight, *, sums: bool = False) -> None:
         """`sums`: the outputs are to be summed over the tensor-parallel ranks (row-parallel sites)."""
         self.group, self.index, self.sums = group, group.index, sums
         self.stacked, self.sizes = stacked, stacked.sizes
         self._pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
         """The input and all outputs, from the first site's call to the last one's. Not in the running context, which
         traced code must not read."""
-        self.whole: StackedWeights | None = stacked
+        self.whole: FrozenWeight | None = stacked
         """Weights of all sites that read x, one product of a fused forward; None: another group's `whole` has them."""
         self._others: tuple[SharedInput, ...] = ()
 
-    def lead(self, others: Sequence[SharedInput], whole: StackedWeights) -> None:
+    def lead(self, others: Sequence[SharedInput], whole: FrozenWeight) -> None:
         """Let fused forwards compute the outputs of the layer's next groups, `others`, with this one's: they read the
         same input. `whole`: the weights of all."""
         self.whole, self._others = whole, tuple(others)

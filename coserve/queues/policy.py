@@ -73,7 +73,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Alternation:
     """The past, for policies that alternate inference batches and fine-tuning turns."""
 
     job: str | None = None
@@ -121,7 +121,7 @@ class View:
     """How many more requests can be admitted."""
     jobs: tuple[str, ...]
     """Jobs that can train, the next one first. Empty while the next one waits for the result of a slice in flight."""
-    turn: Turn
+    alternation: Alternation
     train_waiting_since: float | None
     """When the last slice ended, or the first job became ready; None without jobs."""
     costs: Costs

@@ -11,7 +11,7 @@ import pytest
 from coserve.admission.memory import READINGS, Hold, MemoryAdmission, Start, check_fits, too_large
 from coserve.admission.micro_batch import MOST_SHAPES, padded
 from coserve.admission.recompute_plan import Option, RecomputePlan, job_memory, shared_bytes
-from coserve.admission.shapes import flat_elements, job_state, lora_shapes
+from coserve.admission.shapes import flat_elements, job_state_bytes, lora_shapes
 from coserve.core.errors import BY_CODE, JobTooLarge
 from coserve.core.gpu_memory import GIB, LinearBytes, MemoryModel
 from coserve.core.training.jobs import JobSpec
@@ -253,9 +253,9 @@ def test_what_a_job_keeps() -> None:
     shapes = lora_shapes(LoraSettings(r=8, targets=("q_proj",)), BASE)
     assert [(shape.layer, shape.rank, shape.a, shape.b) for shape in shapes] == [(i, 8, 8192, 8192) for i in range(4)]
     size = 4 * 2 * 8192
-    state = job_state(shapes, "bfloat16", early_stopping=True)
+    state = job_state_bytes(shapes, "bfloat16", early_stopping=True)
     assert (state.adapter, state.gradients, state.optimizer) == (2 * size, 4 * size, 16 * size + 512)
-    taught = job_state(shapes, "bfloat16", early_stopping=False, compared=shapes)
+    taught = job_state_bytes(shapes, "bfloat16", early_stopping=False, compared=shapes)
     assert (taught.adapter, taught.optimizer) == (4 * size, 12 * size + 512)
     assert flat_elements([1, 1]) == 128
     assert flat_elements([(1 << 23) - 64, 128]) == (1 << 23) + 128, "no tensor lies across two blocks"

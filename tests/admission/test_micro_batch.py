@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
 from coserve.admission.micro_batch import ROWS, MicroBatchBytes, MicroBatchShape, lora_layers, micro_batch_bytes
-from coserve.admission.shapes import SiteShape, job_state, lora_shapes, role_of
+from coserve.admission.shapes import SiteShape, job_state_bytes, lora_shapes, role_of
 from coserve.core.gpu_memory import TrainingCosts
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import BaseSpec, LoraSettings
@@ -69,7 +69,7 @@ class Measured:
             tokens, recomputed=recomputed, targets=lora.targets, rank=lora.r, positions=positions
         )
         shapes = lora_shapes(lora, self.spec)
-        kept = job_state(shapes, self.spec.dtype, early_stopping=False)
+        kept = job_state_bytes(shapes, self.spec.dtype, early_stopping=False)
         assert kept.total == pytest.approx(found.job, abs=512), "the count of steps, a scalar"
         own = self.bytes(shapes, MicroBatchShape(tokens, found.positions, recomputed))
         assert own.kept >= found.kept

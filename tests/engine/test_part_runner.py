@@ -27,7 +27,7 @@ from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.gemm.skinny import SHAPES
 from coserve.kernels.gpu.launcher import Grid, Launcher
 from coserve.kernels.lora.backend import make_backend
-from coserve.kernels.lora.types import SiteGroup, StackedWeights
+from coserve.kernels.lora.types import FrozenWeight, SiteGroup
 from coserve.memory.plan import Work
 from coserve.model.base import load_base
 from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
@@ -213,10 +213,10 @@ def test_it_is_known_that_layers_are_being_compiled() -> None:
     assert (seen, compiles()) == ([True], False)
 
 
-def stacked() -> list[StackedWeights]:
+def stacked() -> list[FrozenWeight]:
     return [
-        StackedWeights(torch.zeros(256, 4096), None, (128, 128)),
-        StackedWeights(torch.zeros(64, 4096), None, (64,)),
+        FrozenWeight(torch.zeros(256, 4096), None, (128, 128)),
+        FrozenWeight(torch.zeros(64, 4096), None, (64,)),
     ]
 
 

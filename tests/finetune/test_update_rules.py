@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coserve.admission import optimizers
 from coserve.admission.optimizers import aligned, check_optimizer, paged_kinds, state_kinds
-from coserve.admission.shapes import ALLOCATION, flat_elements, job_state, lora_shapes, row_bytes
+from coserve.admission.shapes import ALLOCATION, flat_elements, job_state_bytes, lora_shapes, row_bytes
 from coserve.api.http.parsing import decode_json
 from coserve.core.errors import CheckpointUnreadable, InvalidRequest
 from coserve.core.link.jobs import JobCheckpoint
@@ -122,7 +122,9 @@ def test_a_warm_up_changes_nothing(optimizer: Optimizer) -> None:
 def test_a_jobs_bytes_are_those_it_has(optimizer: Optimizer, early_stopping: bool) -> None:
     patience = 1 if early_stopping else None
     training = TrainingSettings(optimizer=optimizer, early_stopping_patience=patience, validation_split=0.1)
-    planned = job_state(lora_shapes(LORA, BASE.spec), "float32", optimizer, early_stopping=early_stopping).optimizer
+    planned = job_state_bytes(
+        lora_shapes(LORA, BASE.spec), "float32", optimizer, early_stopping=early_stopping
+    ).optimizer
     kept = sum(row_N.nbytes for row_N in made(training).state)
     if optimizer.paged:  # the smallest adapters' moments fit into a third of the buffers
         size = flat_elements(

@@ -19,7 +19,7 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.quantized import fp8, nf4
-from coserve.kernels.quantized.weights import Fp8Weights
+from coserve.kernels.quantized.weights import Fp8Weight
 from coserve.model.base import Base, load_base
 from coserve.model.fused import FusedBase
 from coserve.model.layers import LayerCut
@@ -82,7 +82,7 @@ def test_kernels_are_exact(outputs: int, inputs: int) -> None:
 def test_products_in_fp8(outputs: int, inputs: int, rows: int) -> None:
     """By every kernel, and by tensor cores, which round x, too."""
     codes, scales = fp8.quantize(draw(outputs, inputs) * 0.02)
-    weights, x = Fp8Weights(codes, None, (outputs,), scales), draw(rows, inputs).bfloat16()
+    weights, x = Fp8Weight(codes, None, (outputs,), scales), draw(rows, inputs).bfloat16()
     expected = x.float() @ weights.dense(torch.float32).T
     assert distance(weights.linear(x), expected) < (0.05 if rows > fp8.FEW_ROWS else 0.01)
     if rows == 1:
@@ -102,7 +102,7 @@ def test_gradients_in_fp8(outputs: int, inputs: int) -> None:
     """Rounded by rows of `dy scale`, beside the dequantised weight's."""
     codes, scales = fp8.quantize(draw(outputs, inputs) * 0.02)
     assert torch.equal(fp8.transposed(codes).view(torch.uint8), codes.view(torch.uint8).T)
-    weights, dy = Fp8Weights(codes, None, (outputs,), scales), draw(2048, outputs).bfloat16()
+    weights, dy = Fp8Weight(codes, None, (outputs,), scales), draw(2048, outputs).bfloat16()
     found = replace(weights, rounds_gradients=True).backward(dy)
     assert 0.01 < distance(found, dy.float() @ weights.dense(torch.float32)) < 0.05
 
@@ -154,7 +154,7 @@ def test_compiled_training_layers_learn_as_autograd_does(base: Base, gradients: 
     settings, corpus = LoraSettings(r=8), random_corpus(0, (70, 60, 90))
     compiled = CompiledLayers(base, LayerCut(base))
     for shared in base.sites.shared():
-        if isinstance(shared.stacked, Fp8Weights):
+        if isinstance(shared.stacked, Fp8Weight):
             shared.stacked = replace(shared.stacked, rounds_gradients=gradients)
     compiled.compile()
     found = []

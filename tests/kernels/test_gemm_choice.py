@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from coserve.kernels.gemm import gemv, skinny
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import FrozenWeight
 from coserve.kernels.quantized import fp8
-from coserve.kernels.quantized.weights import Fp8Weights
+from coserve.kernels.quantized.weights import Fp8Weight
 from coserve.model.gemm_choice import GemmChoice, measure_gemms, run_gemms
 
 CPU = torch.device("cpu")
@@ -36,14 +36,14 @@ def test_all_kernels_that_are_measured_are_compiled_first(
     for module in (gemv, skinny):
         monkeypatch.setattr(module, "launch", record)
         monkeypatch.setattr(module, "graph_ms", timed)
-    stacked: list[StackedWeights] = []
+    stacked: list[FrozenWeight] = []
     for inputs, sizes in WEIGHTS:
         weight = torch.zeros(sum(sizes), inputs, dtype=torch.bfloat16)
         if quantized:
             codes, scales = fp8.quantize(weight)
-            stacked.append(Fp8Weights(codes, None, sizes, scales))
+            stacked.append(Fp8Weight(codes, None, sizes, scales))
         else:
-            stacked.append(StackedWeights(weight, None, sizes))
+            stacked.append(FrozenWeight(weight, None, sizes))
     monkeypatch.setattr(fp8, "has_tensor_cores", lambda x: True)
     run_gemms(stacked, CPU, (rows,))
     compiled = set(found)

@@ -15,7 +15,7 @@ from coserve.kernels.lora import reference
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair, MainGrads, SiteGroup, StackedWeights
+from coserve.kernels.lora.types import FrozenWeight, LoraPair, MainGrads, SiteGroup
 from tests.support.lora_grids import prepared, relative_error
 from tests.support.lora_sites import Sites, drawn, leaves, make_sites
 
@@ -62,7 +62,7 @@ def sums(sites: Sites) -> list[Tensor]:
 
 def stacked(lora: PreparedLora, group: SiteGroup, x: Tensor) -> Sequence[Tensor]:
     weight = drawn(sum(SIZES), D, seed=1).to(x.dtype) * 0.1
-    return lora.linear_group(group, x, StackedWeights(weight, None, SIZES))
+    return lora.linear_group(group, x, FrozenWeight(weight, None, SIZES))
 
 
 def alone(lora: PreparedLora, group: SiteGroup, x: Tensor) -> Sequence[Tensor]:
@@ -155,7 +155,7 @@ def test_a_fixed_batch_holds_nothing_of_the_batches_that_it_took_once_it_forgets
     other, own_group = prepared(SegmentedBackend(), batch, with_sums(make_sites(SIZES, RANKS[name]), torch.float32))
     fixed.take(other)
     x = drawn(batch.tokens, D, seed=0)
-    weight = StackedWeights(drawn(sum(SIZES), D, seed=1) * 0.1, None, SIZES)
+    weight = FrozenWeight(drawn(sum(SIZES), D, seed=1) * 0.1, None, SIZES)
     y, _ = fixed.linear_forward(group, x, weight, keep=False)
     plain, _ = other.linear_forward(own_group, x, weight, keep=False)
     assert torch.equal(y, plain), "it is for the batch that it took last"

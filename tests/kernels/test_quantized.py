@@ -10,7 +10,7 @@ import torch
 from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.gpu.device import interpreted
 from coserve.kernels.quantized import fp8, nf4
-from coserve.kernels.quantized.weights import Fp8Weights, Nf4Weights
+from coserve.kernels.quantized.weights import Fp8Weight, Nf4Weight
 from coserve.model.gemm_choice import GemmChoice
 
 
@@ -50,7 +50,7 @@ def test_numbers_of_nf4_stay() -> None:
 def test_few_rows_through_fp8_weights(bias: bool) -> None:
     x, added = draw(9, 128).half(), draw(40).half() if bias else None
     codes, scales = fp8.quantize(draw(40, 128))
-    weights = Fp8Weights(codes, added, (40,), scales)
+    weights = Fp8Weight(codes, added, (40,), scales)
     expected = weights.linear(x)
     counters, shape = torch.zeros(3, dtype=torch.int32), skinny.Shape(16, 32, 2, 4, 2)
     found, _ = skinny.skinny_gemm(x, codes, added, counters, shape, scales)
@@ -73,7 +73,7 @@ def test_rounded_rows_through_fp8_weights(shape: skinny.Shape, rows: int, bias: 
     x[3] = 0
     codes, scales = fp8.quantize(draw(48, 128))
     counters = torch.zeros(3, dtype=torch.int32)
-    weights = Fp8Weights(codes, added, (48,), scales)
+    weights = Fp8Weight(codes, added, (48,), scales)
     expected = fp8.product(x, codes, scales).float() + (0 if added is None else added.float())
     for _ in range(2):
         found, workspace = skinny.skinny_gemm(x, codes, added, counters, shape, scales, rounded=True)
@@ -92,7 +92,7 @@ def test_more_than_few_rows_are_rounded_where_tensor_cores_take_them(
     cannot multiply in bfloat16."""
     monkeypatch.setattr(fp8, "has_tensor_cores", lambda x: cores)
     codes, scales = fp8.quantize(draw(48, 128))
-    x, weights = draw(rows, 128).half(), Fp8Weights(codes, torch.zeros(48).half(), (48,), scales)
+    x, weights = draw(rows, 128).half(), Fp8Weight(codes, torch.zeros(48).half(), (48,), scales)
     expected = fp8.product(x, codes, scales) if rounded else x @ weights.dense(torch.float16).T
     shape = skinny.Shape(16, 32, 2, 4, 2)
     own = GemmChoice(
@@ -108,7 +108,7 @@ def test_more_than_few_rows_are_rounded_where_tensor_cores_take_them(
 def test_backwards_multiply_by_the_dequantised_weight(kind) -> None:
     """Of all sites at once, and of each."""
     codes, scales = kind.quantize(draw(48, 64))
-    weights = (Fp8Weights if kind is fp8 else Nf4Weights)(codes, None, (16, 32), scales)
+    weights = (Fp8Weight if kind is fp8 else Nf4Weight)(codes, None, (16, 32), scales)
     dy, dx = draw(5, 48), draw(5, 64)
     expected = dy @ weights.dense(torch.float32)
     torch.testing.assert_close(weights.backward(dy), expected)
@@ -126,7 +126,7 @@ def test_gradients_are_rounded_where_that_is_asked_for(
     """Rows of weights of very different norms; rows of dy of which one is zero and one large; each site alone, too."""
     monkeypatch.setattr(fp8, "has_tensor_cores", lambda x: True)
     codes, scales = fp8.quantize(draw(192, 144) * torch.logspace(-2, 1, 192)[:, None])
-    weights = Fp8Weights(codes, None, (64, 128), scales)
+    weights = Fp8Weight(codes, None, (64, 128), scales)
     own = replace(weights, rounds_gradients=True)
     dy, dx = draw(rows, 200)[:, :192], draw(rows, 144)
     dy[3], dy[5] = 0, 1e4 * dy[5]

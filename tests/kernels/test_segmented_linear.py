@@ -8,16 +8,14 @@ import torch
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair, StackedWeights
+from coserve.kernels.lora.types import FrozenWeight, LoraPair
 from tests.support.lora_grids import prepared, relative_error
 from tests.support.lora_sites import DEVICE, D, Sites, drawn, leaves, make_sites
 
 SEGMENTS = Segments((0, 33, 33, 38, 60), (1, 2, 0, -1))
 
 
-def linear_group(
-    x: torch.Tensor, stacked: StackedWeights, segments: Segments, sites: Sites
-) -> tuple[torch.Tensor, ...]:
+def linear_group(x: torch.Tensor, stacked: FrozenWeight, segments: Segments, sites: Sites) -> tuple[torch.Tensor, ...]:
     lora, group = prepared(SegmentedBackend(), segments, sites)
     return lora.linear_group(group, x, stacked)
 
@@ -41,7 +39,7 @@ def test_on_a_gpu_in_bfloat16() -> None:
     low, low_x = lowered(sites), x.detach().bfloat16().requires_grad_()
     products = torch.split(x @ weight.T, list(sizes), 1)
     exact = [reference.lora_add(y, x, SEGMENTS, own) for y, own in zip(products, sites, strict=True)]
-    got = linear_group(low_x, StackedWeights(weight.bfloat16(), None, sizes), SEGMENTS, low)
+    got = linear_group(low_x, FrozenWeight(weight.bfloat16(), None, sizes), SEGMENTS, low)
     dys = [drawn(60, width, seed=50 + width) for width in sizes]
     wanted = torch.autograd.grad(exact, (x, *leaves(sites)), dys, materialize_grads=True)
     found = torch.autograd.grad(got, (low_x, *leaves(low)), [dy.bfloat16() for dy in dys], materialize_grads=True)
@@ -68,7 +66,7 @@ def test_outputs_and_gradients(
     sites = make_sites(sizes, ranks)
     products = torch.split(torch.nn.functional.linear(x, weight, bias), list(sizes), 1)
     expected = [reference.lora_add(y, x, SEGMENTS, own) for y, own in zip(products, sites, strict=True)]
-    got = linear_group(x, StackedWeights(weight, bias, sizes), SEGMENTS, sites)
+    got = linear_group(x, FrozenWeight(weight, bias, sizes), SEGMENTS, sites)
     wanted = [tensor for tensor in (x, *leaves(sites)) if tensor.requires_grad]
     both = []
     for outs in (got, expected):
@@ -84,6 +82,6 @@ def test_outputs_and_gradients(
 def test_no_tokens() -> None:
     sites = make_sites((48, 16), [(8, 16, 4), (1, 2, 3)])
     got = linear_group(
-        drawn(0, D, seed=0), StackedWeights(drawn(64, D, seed=1), None, (48, 16)), Segments((0,), ()), sites
+        drawn(0, D, seed=0), FrozenWeight(drawn(64, D, seed=1), None, (48, 16)), Segments((0,), ()), sites
     )
     assert [out.shape for out in got] == [(0, 48), (0, 16)]

@@ -16,7 +16,7 @@ from coserve.queues.policies.overlap import AHEAD, LONGEST, TIMER, Overlap
 from coserve.queues.policies.paper import Ets, TemporalSharing
 from coserve.queues.policies.slack import DECODE_MARGIN, DELIVERY, MAX_MICRO_STEPS, MAX_SLICE, Slack
 from coserve.queues.policies.spatial import MIN_SLICE, Spatial
-from coserve.queues.policy import Costs, Decision, Due, InFlight, Overdue, Serve, Train, Turn, View, Wait
+from coserve.queues.policy import Alternation, Costs, Decision, Due, InFlight, Overdue, Serve, Train, View, Wait
 
 
 class Request(NamedTuple):
@@ -35,7 +35,7 @@ def view(
     *,
     jobs: tuple[str, ...] = (),
     headroom: int = 64,
-    turn: Turn = Turn(),  # noqa: B008 - frozen
+    alternation: Alternation = Alternation(),  # noqa: B008 - frozen
     train_waiting_since: float | None = None,
     serve: float = 0.0,
     micro_step: float = 0.0,
@@ -51,7 +51,7 @@ def view(
         step_tokens=64,
         headroom=headroom,
         jobs=jobs,
-        turn=turn,
+        alternation=alternation,
         train_waiting_since=train_waiting_since,
         costs=Costs(serve, micro_step, overlapped=serve),
     )
@@ -109,18 +109,18 @@ class TestTemporalSharing:
 
     def test_a_job_has_its_turn_after_n_batches_whatever_waits(self) -> None:
         for batches, decision in [(0, Serve(4)), (1, Serve(4)), (2, Train("j", None)), (3, Train("j", None))]:
-            seen = view([0.0] * 9, jobs=("j",), turn=Turn(batches_since_job=batches))
+            seen = view([0.0] * 9, jobs=("j",), alternation=Alternation(batches_since_job=batches))
             assert self.policy.decide(seen, 99.0) == decision
 
     def test_the_turn_lasts_until_the_job_ends(self) -> None:
-        under_way = view([0.0] * 9, jobs=("k", "j"), turn=Turn("j"))
+        under_way = view([0.0] * 9, jobs=("k", "j"), alternation=Alternation("j"))
         assert self.policy.decide(under_way, 99.0) == Train("j", None), "neither requests nor other jobs"
-        prepares = view([0.0] * 9, jobs=("k",), turn=Turn("j"))
+        prepares = view([0.0] * 9, jobs=("k",), alternation=Alternation("j"))
         assert self.policy.decide(prepares, 99.0) == Wait(None), "on a thread"
         assert self.policy.decide(view([0.0] * 9, jobs=("k",)), 99.0) == Serve(4)
 
     def test_a_dispatched_batch_is_performed_to_its_end(self) -> None:
-        seen = view([], [1.0], jobs=("j",), turn=Turn("j", batches_since_job=9))
+        seen = view([], [1.0], jobs=("j",), alternation=Alternation("j", batches_since_job=9))
         assert self.policy.decide(seen, 99.0) == Serve(0)
 
     def test_a_batch_is_complete_after_the_delay_whoever_came_later(self) -> None:
@@ -129,7 +129,9 @@ class TestTemporalSharing:
         assert self.policy.decide(view([0.0, 1.0, 2.0], headroom=2), 7.0) == Serve(2)
 
     def test_an_empty_side_gives_its_turn_away(self) -> None:
-        assert self.policy.decide(view([0.0] * 4, turn=Turn(batches_since_job=9)), 0.0) == Serve(4), "no job"
+        assert self.policy.decide(view([0.0] * 4, alternation=Alternation(batches_since_job=9)), 0.0) == Serve(4), (
+            "no job"
+        )
         assert self.policy.decide(view(jobs=("j",)), 0.0) == Train("j", None), "no request"
         assert self.policy.decide(view([0.0], jobs=("j",)), 1.0) == Train("j", None), "no batch yet"
 
@@ -140,7 +142,7 @@ class TestTemporalSharing:
     def test_a_turn_may_be_one_batch(self) -> None:
         policy = TemporalSharing(n=2, batch_size=4, delay=5.0, unit="batch")
         for batches, decision in [(1, Serve(4)), (2, Train("j", None))]:
-            seen = view([0.0] * 9, jobs=("j",), turn=Turn("j", 9, batches_since_micro_batch=batches))
+            seen = view([0.0] * 9, jobs=("j",), alternation=Alternation("j", 9, batches_since_micro_batch=batches))
             assert policy.decide(seen, 99.0) == decision
 
 
@@ -193,7 +195,9 @@ class TestSlack:
 
     def test_steps_until_the_token_count(self) -> None:
         def seen(steps: int) -> View:
-            return View((), 0, None, (Due(1.0, steps),), 64, 3, ("j",), Turn(), 0.0, Costs(serve=0.3, micro_step=0.02))
+            return View(
+                (), 0, None, (Due(1.0, steps),), 64, 3, ("j",), Alternation(), 0.0, Costs(serve=0.3, micro_step=0.02)
+            )
 
         assert self.policy.decide(seen(3), 0.0) == Train("j", 2)
         assert self.policy.decide(seen(4), 0.0) == Serve(0)
@@ -270,7 +274,7 @@ def test_settings_choose_the_policy() -> None:
     assert isinstance(make_policy(Config(policy="ets")), Ets)
     assert isinstance(make_policy(Config(policy="slack")), Slack)
     assert isinstance(make_policy(Config(policy="inference-first")), InferenceFirst)
-    under_way = view([0.0] * 64, jobs=("j",), turn=Turn("j"))
+    under_way = view([0.0] * 64, jobs=("j",), alternation=Alternation("j"))
     for settings, decision in [({}, Train("j", None)), ({"ts_unit": "batch"}, Serve(64))]:
         policy = make_policy(Config(policy="ts", **settings))
         assert isinstance(policy, TemporalSharing) and policy.decide(under_way, 9.0) == decision

@@ -17,7 +17,7 @@ from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.paper import Ets, TemporalSharing, Unit
 from coserve.queues.policies.slack import MAX_SLICE, MOST_MARGIN, Slack
 from coserve.queues.policies.spatial import MAX_SLICES, Spatial
-from coserve.queues.policy import Costs, Due, InFlight, Policy, Serve, Train, Turn, View, Wait
+from coserve.queues.policy import Alternation, Costs, Due, InFlight, Policy, Serve, Train, View, Wait
 
 times = st.integers(0, 4000).map(lambda n: n / 64)  # dyadic: sums and differences are exact, as the paper's are
 costs = st.floats(0, 2, allow_nan=False)
@@ -33,7 +33,7 @@ class Request(NamedTuple):
     decodes: int
 
 
-turns = st.builds(Turn, st.sampled_from([None, "j0", "j1", "j2"]), st.integers(0, 6), st.integers(0, 6))
+alternations = st.builds(Alternation, st.sampled_from([None, "j0", "j1", "j2"]), st.integers(0, 6), st.integers(0, 6))
 units: st.SearchStrategy[Unit] = st.sampled_from(("request", "batch"))
 
 
@@ -86,7 +86,7 @@ def views(draw: st.DrawFn, max_running: int = 8) -> View:
         step_tokens=draw(st.integers(1, 4)),
         headroom=headroom,
         jobs=jobs,
-        turn=draw(turns),
+        alternation=draw(alternations),
         train_waiting_since=draw(times) if jobs else None,
         costs=draw(step_costs()),
         in_flight=draw(st.builds(InFlight, st.integers(0, MAX_SLICES), st.booleans(), times)),
@@ -105,7 +105,7 @@ policies: st.SearchStrategy[Policy] = st.one_of(
 
 def prepared_on_a_thread(view: View) -> bool:
     """The job that has the turn cannot compute anything yet."""
-    return view.turn.job is not None and view.turn.job not in view.jobs
+    return view.alternation.job is not None and view.alternation.job not in view.jobs
 
 
 @given(policies, views(), times)
@@ -115,7 +115,7 @@ def test_every_decision_can_be_carried_out(policy: Policy, view: View, now: floa
             assert 0 <= admit <= len(view.waiting) <= view.headroom
             assert admit or view.running, "a step of nobody"
         case Train(job, micro_steps):
-            assert job in view.jobs and job in (view.jobs[0], view.turn.job)
+            assert job in view.jobs and job in (view.jobs[0], view.alternation.job)
             assert micro_steps is None or micro_steps >= 1
         case Wait(until):
             paced = isinstance(policy, Overlap) and view.in_flight.slices and until is not None
@@ -143,7 +143,7 @@ def test_no_decision_leads_back_to_itself(policy: Policy, view: View, now: float
 def test_same_view_same_decision(policy: Policy, view: View, now: float) -> None:
     before = copy.deepcopy(view)
     first = policy.decide(view, now)
-    policy.decide(View((), 0, None, (), 1, 1, ("other",), Turn("x", 3, 3), 0.0, Costs(1, 1)), now + 7)
+    policy.decide(View((), 0, None, (), 1, 1, ("other",), Alternation("x", 3, 3), 0.0, Costs(1, 1)), now + 7)
     assert policy.decide(before, now) == first
     assert view == before
 
@@ -171,14 +171,16 @@ def test_ts_never_dispatches_more_than_n_batches_in_a_row_beside_a_job(
 ) -> None:
     decision = TemporalSharing(n, size, delay, unit).decide(view, now)
     if isinstance(decision, Serve) and not view.running and view.jobs:
-        assert (view.turn.batches_since_job if unit == "request" else view.turn.batches_since_micro_batch) < n
+        assert (
+            view.alternation.batches_since_job if unit == "request" else view.alternation.batches_since_micro_batch
+        ) < n
 
 
 @given(st.integers(1, 4), st.integers(1, 9), times, views(), times)
 def test_ts_interrupts_no_fine_tuning_request(n: int, size: int, delay: float, view: View, now: float) -> None:
     decision = TemporalSharing(n, size, delay).decide(view, now)
-    if view.turn.job is not None and not view.running:
-        assert decision in (Train(view.turn.job, None), Wait(None))
+    if view.alternation.job is not None and not view.running:
+        assert decision in (Train(view.alternation.job, None), Wait(None))
 
 
 @given(times, views(), times)
@@ -209,7 +211,7 @@ def test_overlap_launches_nothing_that_breaks_a_promise(patience: float, view: V
             assert min(alone, overlapped) <= due.deadline + 1e-9
 
 
-TINY_MICRO_STEP = View((), 0, None, (), 1, 1, ("j",), Turn(), 0.0, Costs(0.0, 5e-324))
+TINY_MICRO_STEP = View((), 0, None, (), 1, 1, ("j",), Alternation(), 0.0, Costs(0.0, 5e-324))
 
 
 @example(TINY_MICRO_STEP, 0.0)

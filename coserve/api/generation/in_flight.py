@@ -20,7 +20,7 @@ from coserve.api.generation.prompts import bad_word_ids, check_generate, encode_
 from coserve.api.generation.request_state import RequestState, new_request_id, new_state
 from coserve.api.generation.stop_tokens import stop_tokens
 from coserve.api.generation.targets import targets_of
-from coserve.api.generation.waiting_limit import Turns, WaitingLimit
+from coserve.api.generation.waiting_limit import IterationBudget, WaitingLimit
 from coserve.api.metrics.prometheus import Metrics
 from coserve.api.metrics.traces import Traces
 from coserve.config import Config
@@ -37,7 +37,7 @@ from coserve.state.thread import RegistryThread
 
 MAX_PROMPT_SCORES = 1 << 21
 """Most prompt log-probabilities that all requests in flight may ask for together."""
-TURN_VALUES = 4096
+ITERATION_VALUES = 4096
 """Tokens and log-probabilities turned into chunks per event-loop iteration: 5 to 10 ms with all that follows."""
 
 
@@ -61,7 +61,7 @@ class InFlightRequests:
         self._async_tokenizer, self._metrics, self._clock = async_tokenizer, metrics, clock
         self._states: dict[str, RequestState] = {}
         """State of the request, by the id of each of its sequences that has not ended."""
-        self._turns = Turns(TURN_VALUES)
+        self._budget = IterationBudget(ITERATION_VALUES)
         self._waiting = WaitingLimit(config.max_queue, fair=config.fair)
         self._prompt_scores, self._max_prompt_scores = 0, max_prompt_scores
         self._stopped: EngineUnavailable | None = None
@@ -153,7 +153,7 @@ class InFlightRequests:
                     waiting = 0
                 async with semaphore:
                     if isinstance(message, Tokens):
-                        await self._turns.acquire(_values(message))
+                        await self._budget.acquire(_values(message))
                     if (chunk := self._process(state, message)) is not None:
                         yield chunk
         finally:
@@ -272,6 +272,6 @@ class InFlightRequests:
 
 
 def _values(message: Tokens) -> int:
-    """Number of tokens and log-probabilities in a message, as `TURN_VALUES` counts them."""
+    """Number of tokens and log-probabilities in a message, as `ITERATION_VALUES` counts them."""
     packed = len(message.logprobs.data) + len(message.prompt_logprobs.data)
     return len(message.tokens) + packed // BYTES_PER_TOP

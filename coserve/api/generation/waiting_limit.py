@@ -40,7 +40,7 @@ class WaitingLimit:
             del self._counts[adapter]
 
 
-class Turns:
+class IterationBudget:
     """Limits the work that begins in one iteration of the running event loop to `limit` units, first come, first
     served."""
 

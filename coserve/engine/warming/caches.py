@@ -11,7 +11,7 @@ from coserve.core.gpu_memory import TrainingCosts
 from coserve.engine.warmup.key import GEMM_FOLDER
 from coserve.engine.warmup.messages import WarmUpTask
 from coserve.engine.warmup.parts import GEMMS, TRAINING_LAYERS, TRAINING_LEVELS
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import FrozenWeight
 from coserve.memory.profile import load_layer_costs
 from coserve.model.gemm_choice import GemmChoice, load_gemms
 
@@ -26,7 +26,7 @@ class Caches:
         """Path of the file with a warm-up part's measurements."""
         return self._folder / f"{self._shape}-{part}.json"
 
-    def gemms(self, stacked: Sequence[StackedWeights], device: torch.device) -> GemmChoice | None:
+    def gemms(self, stacked: Sequence[FrozenWeight], device: torch.device) -> GemmChoice | None:
         """The fastest GEMM kernels; None if they were not measured."""
         return load_gemms(map(self.path, GEMMS), stacked, device)
 

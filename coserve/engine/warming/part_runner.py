@@ -42,7 +42,7 @@ from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.gpu.compile_process import OnCompiled, ignore_compiled
 from coserve.kernels.gpu.launcher import compile_only
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import FrozenWeight
 from coserve.lora.files.targets import resolve_targets
 from coserve.memory.kv import KvCache
 from coserve.memory.profile import sizes as profiled_sizes
@@ -268,7 +268,7 @@ class PartRunner:
     def _fused(self, gemms: GemmChoice) -> FusedBase:
         return FusedBase(self._base, compiled=self._on_gpu, options=INDUCTOR, gemms=gemms)
 
-    def _stacked(self) -> list[StackedWeights]:
+    def _stacked(self) -> list[FrozenWeight]:
         return FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked
 
     def _other_gpu(self) -> Iterator[tuple[int, int]]:

@@ -20,7 +20,7 @@ from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS,
 from coserve.generate.execution.interface import StepExecutor
 from coserve.kernels.lora.experts.interface import RemoteExperts
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import FrozenWeight
 from coserve.memory.graph_bytes import GraphBytes
 from coserve.memory.kv import KvCache
 from coserve.model.agreement import FailedTogether, on_all_ranks
@@ -44,7 +44,7 @@ NO_GEMMS = "generation: torch's own GEMM kernels run, as the warm-up could not m
 INDUCTOR = {"combo_kernels": True}
 """Options of torch.compile: independent small kernels are fused into one (the rotary embeddings of q and k)."""
 
-LoadGemms = Callable[[Sequence[StackedWeights], torch.device], GemmChoice | None]
+LoadGemms = Callable[[Sequence[FrozenWeight], torch.device], GemmChoice | None]
 """Loads the choice of GEMM kernels measured earlier for these weights; None: there is none."""
 
 

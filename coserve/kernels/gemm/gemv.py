@@ -23,7 +23,7 @@ from coserve.kernels.gpu.device import device_info, interpreted
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.gpu.timing import graph_ms
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import FrozenWeight
 
 MAX_INPUTS = 32768
 """Most inputs D, since a program reads them all at once."""
@@ -72,14 +72,14 @@ def shapes_of(inputs: int) -> list[Shape]:
     return [(block, warps) for block, warps in SHAPES if 32 <= block * wide // (64 * warps) <= 128]
 
 
-def run_each(weights: StackedWeights) -> None:
+def run_each(weights: FrozenWeight) -> None:
     """Run each kernel that `fastest` compares. Inside `compile_only` this compiles them all concurrently."""
     x_D = torch.zeros(weights.in_features, dtype=weights.dtype, device=weights.weight.device)
     for shape in shapes_of(len(x_D)):
         gemv(x_D, weights.weight, None, shape, weights.row_scales)
 
 
-def fastest(weights: Sequence[StackedWeights]) -> Shape | None:
+def fastest(weights: Sequence[FrozenWeight]) -> Shape | None:
     """Return the shape with which `gemv` is fastest, or None if torch's own GEMM is at least as fast.
 
     Measured in a CUDA graph over all of `weights`, which together should exceed the L2 cache.
@@ -97,7 +97,7 @@ def fastest(weights: Sequence[StackedWeights]) -> Shape | None:
     return chosen
 
 
-def _milliseconds(call: Callable[[StackedWeights], Tensor], weights: Sequence[StackedWeights]) -> float:
+def _milliseconds(call: Callable[[FrozenWeight], Tensor], weights: Sequence[FrozenWeight]) -> float:
     def run() -> None:
         for one in weights:
             call(one)

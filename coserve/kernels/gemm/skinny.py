@@ -30,7 +30,7 @@ from coserve.kernels.gpu.device import device_info, interpreted
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv
 from coserve.kernels.gpu.timing import graph_ms
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import FrozenWeight
 from coserve.kernels.quantized import fp8
 
 ROWS = (16, 32, 64)
@@ -241,7 +241,7 @@ def skinny_gemm(
     return y, (parts,) if x_scale_T is None else (parts, x_TD, x_scale_T)
 
 
-def run_each(weights: StackedWeights, counters: Tensor, rows: int) -> None:
+def run_each(weights: FrozenWeight, counters: Tensor, rows: int) -> None:
     """Run each kernel that `fastest` compares. Inside `compile_only` this compiles them all concurrently."""
     x_TD = torch.zeros(rows, weights.in_features, dtype=weights.dtype, device=weights.weight.device)
     rounded = _rounded(weights, x_TD)
@@ -249,7 +249,7 @@ def run_each(weights: StackedWeights, counters: Tensor, rows: int) -> None:
         skinny_gemm(x_TD, weights.weight, None, counters, shape, weights.row_scales, rounded=rounded)
 
 
-def fastest(weights: Sequence[StackedWeights], counters: Tensor, rows: int) -> Shape | None:
+def fastest(weights: Sequence[FrozenWeight], counters: Tensor, rows: int) -> Shape | None:
     """Return the shape with which `skinny_gemm` is fastest at `rows` rows, or None if torch's own GEMM is at least as
     fast.
 
@@ -270,12 +270,12 @@ def fastest(weights: Sequence[StackedWeights], counters: Tensor, rows: int) -> S
     return chosen
 
 
-def _rounded(weights: StackedWeights, x_TD: Tensor) -> bool:
+def _rounded(weights: FrozenWeight, x_TD: Tensor) -> bool:
     return weights.row_scales is not None and fp8.rounds(x_TD)
 
 
 def milliseconds(
-    product: Callable[[Tensor, StackedWeights], object], x_TD: Tensor, weights: Sequence[StackedWeights]
+    product: Callable[[Tensor, FrozenWeight], object], x_TD: Tensor, weights: Sequence[FrozenWeight]
 ) -> float:
     """Return the milliseconds of one GEMM per weight; before each, a small kernel writes x."""
     made = torch.empty_like(x_TD)

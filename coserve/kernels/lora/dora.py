@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from coserve.kernels.lora.interface import Adapters, PreparedLora
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
+from coserve.kernels.lora.types import FrozenWeight, LoraPair, SiteGroup
 
 
 class Scaled(NamedTuple):
@@ -89,11 +89,11 @@ class ScaledLora(PreparedLora):
     def add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor) -> list[Tensor]:
         return self._all(group, self._inner.add(group, ys, x_TD))
 
-    def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights) -> tuple[Tensor, ...]:
+    def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: FrozenWeight) -> tuple[Tensor, ...]:
         return tuple(self._all(group, self._inner.linear_group(group, x_TD, stacked)))
 
     def linear_forward(
-        self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights, *, keep: bool
+        self, group: SiteGroup, x_TD: Tensor, stacked: FrozenWeight, *, keep: bool
     ) -> tuple[Tensor, object]:
         y_TO, kept = self._inner.linear_forward(group, x_TD, stacked, keep=keep)
         if not self.scales(group):
@@ -104,7 +104,7 @@ class ScaledLora(PreparedLora):
         return y_TO, (kept, unscaled_TO) if keep else None
 
     def linear_backward(
-        self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, kept: object, stacked: StackedWeights
+        self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, kept: object, stacked: FrozenWeight
     ) -> Tensor:
         if isinstance(kept, tuple):
             kept, unscaled_TO = kept

@@ -12,7 +12,7 @@ from coserve.core.errors import ConfigError
 from coserve.kernels.gpu.device import interpreted
 from coserve.kernels.lora.experts.interface import ExpertLora, RemoteTerms
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair, SiteGroup, StackedWeights
+from coserve.kernels.lora.types import FrozenWeight, LoraPair, SiteGroup
 
 Adapters = Sequence[Mapping[str, LoraPair]]
 """For each adapter, its pair at each site that it changes, by the site's name."""
@@ -62,14 +62,14 @@ class PreparedLora(ABC):
             if added is not y:
                 y.copy_(added)
 
-    def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights) -> tuple[Tensor, ...]:
+    def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: FrozenWeight) -> tuple[Tensor, ...]:
         """Return each site's `x Wᵀ + bias` plus its terms: (T, O_i) each. Differentiable as `add` is, not in the
         weights."""
         y_TO = stacked.linear(x_TD)
         return tuple(self.add(group, torch.split(y_TO, list(stacked.sizes), 1), x_TD))
 
     def linear_forward(
-        self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights, *, keep: bool
+        self, group: SiteGroup, x_TD: Tensor, stacked: FrozenWeight, *, keep: bool
     ) -> tuple[Tensor, object]:
         """Compute `linear_group` without autograd: (T, ΣO), and with `keep` what `linear_backward` needs."""
         y_TO = stacked.linear(x_TD)
@@ -78,7 +78,7 @@ class PreparedLora(ABC):
         return y_TO, self.terms_forward(group, torch.split(y_TO, list(stacked.sizes), 1), x_TD, keep=keep)
 
     def linear_backward(
-        self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, kept: object, stacked: StackedWeights
+        self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, kept: object, stacked: FrozenWeight
     ) -> Tensor:
         """Return the gradient of x, given that of `linear_forward`'s output. Adds the pairs' gradients to their
         `MainGrads`."""

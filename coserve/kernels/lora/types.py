@@ -169,10 +169,11 @@ class SiteGroup:
 
 
 @dataclass(frozen=True)
-class StackedWeights:
-    """The frozen weights of a group's sites, stacked vertically.
+class FrozenWeight:
+    """The frozen base's weight at a group of sites, stacked vertically, unquantised. Subclasses quantise it
+    (`kernels.quantized.weights`).
 
-    Only this class and the choice of dense GEMMs know how they are stored.
+    Only these classes and the choice of dense GEMMs know how it is stored.
     """
 
     weight: Tensor

@@ -1,7 +1,7 @@
-"""Frozen weights that stay quantised in memory: `StackedWeights` for FP8 and NF4.
+"""The `FrozenWeight`s of bases that stay quantised in memory, FP8 and NF4.
 
 A backward multiplies by the dequantised weight, made for it in memory that torch's allocator reuses for the next layer,
-or with `Fp8Weights.rounds_gradients` in FP8.
+or with `Fp8Weight.rounds_gradients` in FP8.
 
 Letters: T tokens, D inputs, O outputs.
 """
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import FrozenWeight
 from coserve.kernels.quantized import fp8, nf4
 
 
 @dataclass(frozen=True)
-class QuantizedWeights(StackedWeights, ABC):
+class QuantizedWeight(FrozenWeight, ABC):
     """Stacked weights as codes and scales, both with a row for each output. `weight` holds the codes."""
 
     scales: Tensor
@@ -58,7 +58,7 @@ class QuantizedWeights(StackedWeights, ABC):
 
 
 @dataclass(frozen=True)
-class Fp8Weights(QuantizedWeights):
+class Fp8Weight(QuantizedWeight):
     """Codes e4m3 (ΣO, D), scales fp32 (ΣO): see `fp8`."""
 
     rounds_gradients: bool = False
@@ -89,7 +89,7 @@ class Fp8Weights(QuantizedWeights):
 
 
 @dataclass(frozen=True)
-class Nf4Weights(QuantizedWeights):
+class Nf4Weight(QuantizedWeight):
     """Codes uint8 (ΣO, D / 2), scales fp32 (ΣO, D / 64): see `nf4`."""
 
     @property

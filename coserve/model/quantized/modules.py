@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from coserve.core.errors import UnsupportedBase
 from coserve.kernels.quantized import fp8, nf4
-from coserve.kernels.quantized.weights import Fp8Weights, Nf4Weights, QuantizedWeights
+from coserve.kernels.quantized.weights import Fp8Weight, Nf4Weight, QuantizedWeight
 from coserve.model.fingerprint import WHOLE, thinned
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -80,9 +80,9 @@ class QuantizedLinear(nn.Linear):
         self.original = thinned(weight_OD, whole=self._whole)
 
     @property
-    def stored(self) -> QuantizedWeights:
+    def stored(self) -> QuantizedWeight:
         """The weight and bias as stored."""
-        kind = Nf4Weights if self.quantization == "nf4" else Fp8Weights
+        kind = Nf4Weight if self.quantization == "nf4" else Fp8Weight
         return kind(self.codes, self.bias, (self.out_features,), self.scales)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Linear(torch.autograd.Function):
-    """`QuantizedLinear.forward`: the products of `QuantizedWeights`, also for autograd."""
+    """`QuantizedLinear.forward`: the products of `QuantizedWeight`, also for autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: QuantizedLinear) -> Tensor:  # noqa: ANN401 - torch's own signature

@@ -98,10 +98,10 @@ class TemporalSharing(NamedPolicy):
     def decide(self, view: View, now: float) -> Decision:
         if view.running:
             return Serve(0)
-        turn = view.turn
-        if self._unit == "request" and turn.job is not None:
-            return Train(turn.job, None) if turn.job in view.jobs else Wait(None)
-        batches = turn.batches_since_job if self._unit == "request" else turn.batches_since_micro_batch
+        past = view.alternation
+        if self._unit == "request" and past.job is not None:
+            return Train(past.job, None) if past.job in view.jobs else Wait(None)
+        batches = past.batches_since_job if self._unit == "request" else past.batches_since_micro_batch
         if view.jobs and (batches >= self._n or not self._batching.ready(view, now)):
             return Train(view.jobs[0], None)
         if self._batching.ready(view, now):

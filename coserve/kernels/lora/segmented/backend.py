@@ -22,7 +22,7 @@ from coserve.kernels.lora.segmented.gradients import dense, gradients
 from coserve.kernels.lora.segmented.plan import CUTTING, Cutting, GroupTable, TilePlan
 from coserve.kernels.lora.segmented.tiles import TrainingTiles
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import SiteGroup, StackedWeights
+from coserve.kernels.lora.types import FrozenWeight, SiteGroup
 
 
 class SegmentedBackend(TritonBackend):
@@ -125,7 +125,7 @@ class SegmentedLora(PreparedLora):
             cut = self._plan(launch.table, train=False)
             terms.add_([ys[i] for i in launch.live], x_TD, cut, launch.table.table, overlapped=overlapped)
 
-    def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights) -> tuple[Tensor, ...]:
+    def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: FrozenWeight) -> tuple[Tensor, ...]:
         launches = self._launches.get(group)
         if launches is None:
             return super().linear_group(group, x_TD, stacked)
@@ -134,7 +134,7 @@ class SegmentedLora(PreparedLora):
         return linear_group.linear_group(self._checked(group, x_TD), stacked, cut, launch.table, launch.live)
 
     def linear_forward(
-        self, group: SiteGroup, x_TD: Tensor, stacked: StackedWeights, *, keep: bool
+        self, group: SiteGroup, x_TD: Tensor, stacked: FrozenWeight, *, keep: bool
     ) -> tuple[Tensor, object]:
         assert group in self._known, f"expected a group that was prepared, got another of {group.names}"
         launches = self._launches.get(group)
@@ -145,7 +145,7 @@ class SegmentedLora(PreparedLora):
         return linear_group.forward(x_TD, stacked, cut, launch.table, launch.live, keep=keep)
 
     def linear_backward(
-        self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, kept: object, stacked: StackedWeights
+        self, group: SiteGroup, dy_TO: Tensor, x_TD: Tensor, kept: object, stacked: FrozenWeight
     ) -> Tensor:
         launches = self._launches.get(group)
         if launches is None or not isinstance(kept, Tensor):

@@ -12,11 +12,11 @@ from torch.autograd.function import once_differentiable
 from coserve.kernels.lora.segmented import launch_prefill
 from coserve.kernels.lora.segmented.gradients import dense, gradients
 from coserve.kernels.lora.segmented.plan import GroupTable, TilePlan
-from coserve.kernels.lora.types import StackedWeights
+from coserve.kernels.lora.types import FrozenWeight
 
 
 def linear_group(
-    x_TD: Tensor, stacked: StackedWeights, plan: TilePlan, group: GroupTable, live: list[int]
+    x_TD: Tensor, stacked: FrozenWeight, plan: TilePlan, group: GroupTable, live: list[int]
 ) -> tuple[Tensor, ...]:
     """Return each site's `x Wᵀ + bias + scaling (x Aᵀ) Bᵀ`: (T, O) each, columns of one tensor.
 
@@ -30,7 +30,7 @@ def linear_group(
 
 
 def forward(
-    x_TD: Tensor, stacked: StackedWeights, plan: TilePlan, group: GroupTable, live: list[int], *, keep: bool
+    x_TD: Tensor, stacked: FrozenWeight, plan: TilePlan, group: GroupTable, live: list[int], *, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs of `linear_group` concatenated to (T, ΣO), and with `keep` the shrink that the backward
     needs."""
@@ -44,7 +44,7 @@ def backward(
     dy_TO: Tensor,
     x_TD: Tensor,
     h_GTR: Tensor,
-    stacked: StackedWeights,
+    stacked: FrozenWeight,
     plan: TilePlan,
     group: GroupTable,
     live: list[int],
@@ -65,7 +65,7 @@ class LinearGroup(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401 - torch's own signature
-        stacked: StackedWeights,
+        stacked: FrozenWeight,
         plan: TilePlan,
         group: GroupTable,
         live: list[int],
@@ -93,5 +93,5 @@ class LinearGroup(torch.autograd.Function):
         return (None, None, None, None, dx, None, *weights)
 
 
-def _outputs(y_TO: Tensor, stacked: StackedWeights) -> tuple[Tensor, ...]:
+def _outputs(y_TO: Tensor, stacked: FrozenWeight) -> tuple[Tensor, ...]:
     return tuple(torch.split(y_TO, list(stacked.sizes), 1)) if len(stacked.sizes) > 1 else (y_TO,)

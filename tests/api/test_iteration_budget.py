@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.api.generation.merge import CHUNKS, merge_streams
-from coserve.api.generation.waiting_limit import Turns
+from coserve.api.generation.waiting_limit import IterationBudget
 from coserve.core.link.channel import api_end, engine_end
 from coserve.core.link.generation import Admitted
 from coserve.core.link.link import FromEngine
@@ -21,26 +21,26 @@ from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.schemas import GenerateChunk
 
 
-async def test_ready_tasks_run_in_order_a_few_a_turn() -> None:
-    turns, turn, ran = Turns(10), 0, list[tuple[int, int]]()
+async def test_ready_tasks_run_in_order_a_few_an_iteration() -> None:
+    budget, iteration, ran = IterationBudget(10), 0, list[tuple[int, int]]()
 
     async def work(number: int, units: int) -> None:
-        await turns.acquire(units)
-        ran.append((turn, number))
+        await budget.acquire(units)
+        ran.append((iteration, number))
 
     tasks = [asyncio.create_task(work(number, 25 if number == 4 else 5)) for number in range(9)]
     tasks[2].cancel()
     while not all(task.done() for task in tasks):
-        turn += 1
+        iteration += 1
         await asyncio.sleep(0)
     assert [number for _, number in ran] == [0, 1, 3, 4, 5, 6, 7, 8]
     assert all([at for at, _ in ran].count(at) <= 2 for at, _ in ran)
 
 
 async def test_waiting_work_that_is_cancelled_holds_up_nobody() -> None:
-    turns = Turns(1)
-    await turns.acquire(1)
-    first, second = (asyncio.create_task(turns.acquire(1)) for _ in range(2))
+    budget = IterationBudget(1)
+    await budget.acquire(1)
+    first, second = (asyncio.create_task(budget.acquire(1)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait_for(second, 120)
