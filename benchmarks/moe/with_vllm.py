@@ -11,12 +11,11 @@ median of three runs after a warm-up. Tried with vLLM 0.26's options; what it re
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,6 +24,8 @@ from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import gpu_names
 from benchmarks.common.results import Results
 from benchmarks.moe.experts import ADAPTERS, FULL, MOE, RANK, REPEATS
+from benchmarks.peers.offline import vllm_process
+from benchmarks.peers.systems import vllm_environment
 from benchmarks.serving.case import SEED
 
 SEQUENCES = (64, 1, 8, 128, 256)
@@ -74,14 +75,49 @@ def write_adapter(folder: Path, layers: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
+def engine_arguments(model: str, loras: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`, with room for so many adapters."""
+    found: dict[str, Any] = {
+        "model": model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "seed": SEED,
+        "max_num_seqs": max(SEQUENCES),
+        "max_model_len": 1024,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.9,
+    }
+    return found | ({"enable_lora": True, "max_loras": loras, "max_lora_rank": RANK} if loras else {})
+
+
+def loads(loras: int) -> list[dict[str, Any]]:
+    """Of an engine with room for so many adapters, as `vllm_engine.py` takes them; named SEQUENCES/ADAPTERS."""
+    found = list[dict[str, Any]]()
+    for sequences in SEQUENCES:
+        for adapters in (1, loras) if loras else (0,):
+            load = {"name": f"{sequences}/{adapters}", "requests": sequences, "prompt": PROMPT, "output": OUTPUT}
+            load |= {"adapters": min(adapters, sequences), "registered": adapters, "repeats": REPEATS, "warm": {}}
+            found.append(load)
+    return found
+
+
+def put(results: Results, load: str, speeds: list[float], base: dict[int, float]) -> None:
+    """Write a load's row and its share of the speed without adapters; `base`: that speed, by sequences."""
+    sequences, adapters = map(int, load.split("/"))
+    speed = statistics.median(speeds)
+    results.put(f"moe.vllm.decode_tok_s.b{sequences}.a{adapters}", round(speed, 1), "output tok/s", None, speeds)
+    if not adapters:
+        base[sequences] = speed
+    elif sequences in base:
+        name = f"moe.vllm.retention.b{sequences}" + ("" if adapters == 1 else f".a{adapters}")
+        results.put(name, round(speed / base[sequences], 4), "fraction", None)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=FULL.layers)
     parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM and what it needs")
-    parser.add_argument(
-        "--engine", type=int, default=None, help="used by this script: adapters of this process' engine"
-    )
-    parser.add_argument("--scratch", type=Path, default=None, help="used by this script")
     options = parser.parse_args()
     settings = {"layers": options.layers, "rank": RANK, "adapters": ADAPTERS, "prompt": PROMPT, "output": OUTPUT}
     results = Results.of(
@@ -92,42 +128,21 @@ def main() -> None:
         seed=SEED,
         settings=settings,
     )
-    site = [] if options.vllm_site is None else [str(options.vllm_site)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*site, str(Path.cwd())]),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
     base = dict[int, float]()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         write_model(scratch / "model", options.layers)
         write_adapter(scratch / "adapter", options.layers)
         for loras in (0, ADAPTERS):
-            load = {"loras": loras, "rank": RANK, "repeats": REPEATS, "seed": SEED, "sequences": SEQUENCES}
-            load |= {"prompt": PROMPT, "output": OUTPUT, "folder": folder}
-            command = [sys.executable, "-m", "benchmarks.moe.vllm_engine", json.dumps(load)]
+            folders = [str(scratch / "adapter")] * loras
+            given = {"engine": engine_arguments(str(scratch / "model"), loras), "adapters": folders, "seed": SEED}
+            given |= {"loads": loads(loras), "began": time.time(), "until": time.time() + LIMIT}
             try:
-                done = subprocess.run(
-                    command, env=environment, check=False, timeout=LIMIT, capture_output=True, text=True
-                )
-                error = done.stderr[-500:] if done.returncode else ""
-            except subprocess.TimeoutExpired:
-                error = f"it took more than {LIMIT:.0f} s"
-            if error:
-                results.put(f"moe.failed.vllm.a{loras}", 1, "failures", None, about={"error": error})
-                continue
-            for each_load, speeds in json.loads((scratch / "found.json").read_text()).items():
-                sequences, adapters = map(int, each_load.split("/"))
-                speed, each = statistics.median(speeds), [round(one, 1) for one in speeds]
-                results.put(
-                    f"moe.vllm.decode_tok_s.b{sequences}.a{adapters}", round(speed, 1), "output tok/s", None, each
-                )
-                if not adapters:
-                    base[sequences] = speed
-                elif sequences in base:
-                    name = f"moe.vllm.retention.b{sequences}" + ("" if adapters == 1 else f".a{adapters}")
-                    results.put(name, round(speed / base[sequences], 4), "fraction", None)
+                for found in vllm_process(given, options.vllm_site, vllm_environment(False), LIMIT):
+                    if "load" in found:
+                        put(results, found["load"], found["tok_s"], base)
+            except ChildProcessError as error:
+                results.put(f"moe.failed.vllm.a{loras}", 1, "failures", None, about={"error": str(error)})
 
 
 if __name__ == "__main__":

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -22,6 +27,7 @@ POLL = 0.5
 """Seconds between two questions whether a server is ready: servers of others have no other way to say so."""
 SHOWN = 40
 """Last lines of the log of a process that failed."""
+FOUND = "FOUND "
 READY_STEPS = 3
 """Optimizer steps after which the trainer's kernels are compiled."""
 
@@ -66,6 +72,38 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             continue
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # children that outlive it keep the GPU's memory
+
+
+def found_by(command: Sequence[str], environment: Mapping[str, str], limit: float) -> Iterator[dict[str, Any]]:
+    """What a process prints after FOUND, as it comes; its other lines are printed again if it fails.
+
+    Raises `ChildProcessError` if it fails or runs longer than `limit` seconds; it is killed then.
+    """
+    others = deque[str](maxlen=SHOWN)
+    with subprocess.Popen(
+        command,
+        env=os.environ | dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        clock = threading.Timer(max(limit, 0.0), os.killpg, (process.pid, signal.SIGKILL))
+        clock.start()
+        try:
+            for line in process.stdout:
+                if line.startswith(FOUND):
+                    yield json.loads(line.removeprefix(FOUND))
+                else:
+                    others.append(line)
+            if code := process.wait():
+                print("".join(others), flush=True)
+                raise ChildProcessError(f"it ended with {code}")
+        finally:
+            clock.cancel()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 async def wait_ready(url: str, process: asyncio.subprocess.Process, log: Path, path: str = "/health") -> None:

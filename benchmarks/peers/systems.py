@@ -94,28 +94,34 @@ async def vllm(
     port, log = free_port(), place.scratch / "vllm.log"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *vllm_options(place, scenario, port, memory)]
     path = [str(place.site)] if place.site is not None else []
-    own = {"PYTHONPATH": os.pathsep.join([*path, str(STAND_INS)])} | vllm_environment(place)
+    own = {"PYTHONPATH": os.pathsep.join([*path, str(STAND_INS)])} | vllm_environment(place.strong)
     async with running(command, log, own | dict(environment)) as process:
         await wait_ready(url := f"http://127.0.0.1:{port}", process, log)
         yield url
 
 
-def vllm_environment(place: Place) -> dict[str, str]:
+def vllm_environment(strong: bool) -> dict[str, str]:
+    """`strong`: see `Place`."""
     common = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return common | ({"VLLM_LORA_ENABLE_DUAL_STREAM": "1"} if place.strong else {})
+    return common | ({"VLLM_LORA_ENABLE_DUAL_STREAM": "1"} if strong else {})
 
 
 def peer_about(place: Place, scenario: Scenario) -> dict[str, object]:
     """Versions of the peer's packages, and its flags and environment, for results; without paths."""
-    installed = distributions() if place.site is None else distributions(path=[str(place.site)])
-    found = {each.metadata["Name"]: each.version for each in installed}
     flags = vllm_options(place, scenario, 0, place.vllm_memory)
     flags = flags[: flags.index("--lora-modules")] if scenario.adapters else flags
     return {
-        "versions": {name: found[name] for name in PEERS if name in found},
+        "versions": peer_versions(place.site),
         "flags": " ".join(flags).replace(str(place.model), "MODEL"),
-        "environment": vllm_environment(place),
+        "environment": vllm_environment(place.strong),
     }
+
+
+def peer_versions(site: Path | None) -> dict[str, str]:
+    """`site`: see `Place`."""
+    installed = distributions() if site is None else distributions(path=[str(site)])
+    found = {each.metadata["Name"]: each.version for each in installed}
+    return {name: found[name] for name in PEERS if name in found}
 
 
 @contextlib.asynccontextmanager

@@ -252,12 +252,14 @@ class Bench:
 
     def publish(self, family: str) -> None:
         """The family's 32 adapters, resident from now on."""
-        ranks = RANKS[family]
         for i in range(ADAPTERS):
-            ref = AdapterRef(f"{family}{i}", 1)
-            made = make_adapter(self.base, 1000 * len(ranks) + i, ranks[i % len(ranks)])
-            self._made[ref] = self.store.host_copy(made)
-            self.store.publish(ref, self._made[ref])
+            self.publish_one(family, i)
+
+    def publish_one(self, family: str, i: int) -> None:
+        ref, ranks = AdapterRef(f"{family}{i}", 1), RANKS[family]
+        made = make_adapter(self.base, 1000 * len(ranks) + i, ranks[i % len(ranks)])
+        self._made[ref] = self.store.host_copy(made)
+        self.store.publish(ref, self._made[ref])
 
     def capture(self, ranks: Sequence[int] = ()) -> float:
         """Compile, and capture the graphs of steps without adapters and with adapters of rank 16 and these: seconds.
