@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.adapters.cases import COLD_RANK, FULL, FULL_13B, REAL, SMALL, SMALL_13B, Case
+from benchmarks.adapters.figures import draw_many
 from benchmarks.adapters.fleet import (
     get,
     in_page_cache,
@@ -267,7 +268,8 @@ def requests_of(case: Case, names: Sequence[str], exponent: float, rate: float) 
 
 def throughput(samples: Sequence[Sample], case: Case) -> tuple[float, dict[str, Any]]:
     """Requests that are served a second: output tokens of the window over the mean length of an answer; and fields of
-    the row. A chunk counts as the mean number of tokens of its answer's chunks."""
+    the row. A chunk counts as the mean number of tokens of its answer's chunks. `within_6_s`: the share of requests due
+    `SATISFIED` seconds before the end whose first token came in that time."""
     window = case.seconds - SETTLED
     tokens = sum(
         sum(SETTLED <= at < case.seconds for at in each.times) * each.tokens / len(each.times)
@@ -275,8 +277,11 @@ def throughput(samples: Sequence[Sample], case: Case) -> tuple[float, dict[str, 
         if each.times
     )
     gaps = [gap for each in samples for gap in itertools.starmap(lambda a, b: b - a, itertools.pairwise(each.times))]
+    judged = [each for each in samples if each.due < case.seconds - SATISFIED]
+    satisfied = sum(bool(each.times) and each.times[0] - each.due <= SATISFIED for each in judged)
     about = {
         "output_tok_s": round(tokens / window, 1),
+        "within_6_s": round(satisfied / len(judged), 4) if judged else None,
         "tpot_p50_ms": _ms(gaps, 0.5),
         "tpot_p99_ms": _ms(gaps, 0.99),
         "errors": _errors(samples),
@@ -340,7 +345,11 @@ def main() -> None:
     parser.add_argument("--host", choices=("cold", "warm"), default="cold", help="warm: adapters are in host memory")
     parser.add_argument("--host-adapter-bytes", type=int, default=None, help="the daemon's setting")
     parser.add_argument("--without", default="", help="ablations, separated by commas: prefetch, overlap, pool")
+    parser.add_argument("--plot", action="store_true", help="draw the figure of the results in --out, and stop")
     options = parser.parse_args()
+    if options.plot:
+        draw_many(options.out)
+        return
     check_tiny(parser, options)
     large = options.shape == "13b"
     case = (SMALL_13B if large else SMALL) if options.tiny else (FULL_13B if large else FULL)

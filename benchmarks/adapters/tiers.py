@@ -29,6 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.adapters.figures import draw_ratio
 from benchmarks.adapters.fleet import link, llama_sites, load_seconds, post, wait_ready, warm, write_adapter
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.provenance import gpu_names
@@ -187,7 +188,11 @@ def memory_mb() -> float:
 def main() -> None:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
     parser.add_argument("--only", default="ratio,reloads,publish", help="parts, separated by commas")
+    parser.add_argument("--plot", action="store_true", help="draw the figure of the results in --out, and stop")
     options = parser.parse_args()
+    if options.plot:
+        draw_ratio(options.out)
+        return
     check_tiny(parser, options)
     case = SMALL if options.tiny else FULL
     results = Results.of(
