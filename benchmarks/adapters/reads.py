@@ -1,22 +1,25 @@
 """Milliseconds from an adapter's packed file in the page cache to host memory that a GPU copies from.
 
-    python -m benchmarks.adapters.reads --out benchmarks/results [--only host,new]
+    python -m benchmarks.adapters.reads --out benchmarks/results [--only host,new,mapped,kept]
 
 The Llama-3.1-8B shape: adapters on q, k, v, o of rank 8 and 24, and on all seven sites of rank 16 (84 MB), one at a
 time and four at a time. `host`: the host tier (`lora/store/host_memory.py`), which is pinned once. `new`: one thread
-reads into new blocks of 8 MiB, which on a GPU are pinned each, as the store did before. The floor is `numpy`'s copy of
+reads into new blocks of 8 MiB, which on a GPU are pinned each, as the store did before. `mapped`: the host tier, but as
+many threads copy from a new mapping of the file, and `kept`, from a mapping that stays. The floor is `numpy`'s copy of
 as many bytes between two arrays. On a GPU another thread launches kernels meanwhile.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,13 +34,15 @@ from benchmarks.common.results import Results
 from benchmarks.serving.adapter_load import base_spec
 from benchmarks.serving.http_case import LLAMA_8B
 from coserve.core.names import ADAPTER_CONFIG
-from coserve.core.types import AdapterDigests, BaseSpec
-from coserve.lora.files.packed_header import PACKED_FILE
+from coserve.core.processes import usable_cores
+from coserve.core.types import AdapterDigests, BaseSpec, LoraSettings
+from coserve.lora.files.packed_header import PACKED_FILE, read_header
 from coserve.lora.files.peft import inspect_adapter
 from coserve.lora.files.tensorfile import digest_file
 from coserve.lora.store.files import load_packed
 from coserve.lora.store.host_memory import HostMemory
-from coserve.lora.store.packed_files import PackedFiles, PackedForm
+from coserve.lora.store.packed_files import FILLERS, PIECE, PackedFiles, PackedForm
+from coserve.lora.store.packing import PackedLayout
 from coserve.lora.store.reads import LoadTimes
 from coserve.model.lora import LoraWeights
 
@@ -55,6 +60,7 @@ class Adapter:
         found = inspect_adapter(folder, base)
         self._digests = AdapterDigests(found.sha256, digest_file(folder, ADAPTER_CONFIG), found.alphas)
         self._folder, self._base = folder, base
+        self._mapping: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
         writer = PackedFiles(form, LoadTimes())
         writer.load(folder, self._digests, self._first)
         writer.close()
@@ -72,6 +78,21 @@ class Adapter:
         assert not isinstance(found, LoraWeights), "expected the packed file"
         return memory.copy(found, memory.room(found.layout.bytes))
 
+    def from_mapping(self, memory: HostMemory, files: PackedFiles, threads: Executor, *, keep: bool) -> object:
+        """Copy it from a mapping of the file, which is made anew unless it is kept."""
+        found = files.load(self._folder, self._digests, self._first)
+        assert not isinstance(found, LoraWeights), "expected the packed file"
+        mapped = self._mapped() if self._mapping is None else self._mapping
+        self._mapping = mapped if keep else None
+        return memory.copy(Mapped(found.settings, found.layout, mapped, threads), memory.room(found.layout.bytes))
+
+    def _mapped(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """The packed file's bytes behind its header."""
+        with (self._folder / PACKED_FILE).open("rb", buffering=0) as file:
+            header = read_header(file)
+            assert header is not None, "expected the packed file"
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)[header[1] :]
+
     def into_new_blocks(self) -> object:
         with (self._folder / PACKED_FILE).open("rb", buffering=0) as file:
             blocks = list[torch.Tensor]()
@@ -82,21 +103,44 @@ class Adapter:
         return blocks
 
 
-def ms(read: Read, at_once: int) -> list[float]:
-    """Milliseconds until `at_once` reads that begin together have ended, without the first rounds."""
-    times = list[float]()
+@dataclass(frozen=True)
+class Mapped:
+    """A packed file's bytes in a mapping: `Unread`."""
+
+    settings: LoraSettings
+    layout: PackedLayout
+    content: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    threads: Executor
+
+    def write(self, parts: Sequence[torch.Tensor]) -> None:
+        """See `Unread`."""
+        at, copies = 0, list[Future[None]]()
+        for part in parts:
+            for first in range(0, len(part), PIECE):
+                to = part[first : first + PIECE].numpy()
+                copies.append(self.threads.submit(np.copyto, to, self.content[at + first : at + first + len(to)]))
+            at += len(part)
+        for each in copies:
+            each.result()
+
+
+def ms(ways: Mapping[str, Read], at_once: int) -> dict[str, list[float]]:
+    """Milliseconds until `at_once` reads that begin together have ended, without the first rounds. The ways take turns,
+    so that they have the same machine."""
+    times: dict[str, list[float]] = {way: [] for way in ways}
     with ThreadPoolExecutor(at_once) as threads:
         for _ in range(ROUNDS + 2):
-            began = time.perf_counter()
-            kept = [each.result() for each in [threads.submit(read) for _ in range(at_once)]]
-            times.append(1e3 * (time.perf_counter() - began))
-            del kept
-    return times[2:]
+            for way, read in ways.items():
+                began = time.perf_counter()
+                kept = [each.result() for each in [threads.submit(read) for _ in range(at_once)]]
+                times[way].append(1e3 * (time.perf_counter() - began))
+                del kept
+    return {way: found[2:] for way, found in times.items()}
 
 
 def floor_ms(size: int) -> float:
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
-    return min(ms(lambda: np.copyto(target, source), 1))
+    return min(ms({"copy": lambda: np.copyto(target, source)}, 1)["copy"])
 
 
 def launch(stop: threading.Event) -> None:
@@ -110,7 +154,7 @@ def launch(stop: threading.Event) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", default="host,new", help="ways, separated by commas")
+    parser.add_argument("--only", default="host,new,mapped,kept", help="ways, separated by commas")
     options, gpu = parser.parse_args(), torch.cuda.is_available()
     results = Results.of(
         options,
@@ -124,6 +168,7 @@ def main() -> None:
     form = PackedForm(base.fingerprint, torch.bfloat16, for_kernels=True)
     files = PackedFiles(form, LoadTimes())
     memory = HostMemory(1 << 30, for_kernels=True)
+    threads = ThreadPoolExecutor(min(FILLERS, usable_cores()))
     if gpu:
         began = time.perf_counter()
         memory.pin(lambda: None).join()
@@ -137,9 +182,10 @@ def main() -> None:
                 ways: dict[str, Read] = {
                     "host": partial(adapter.into, memory, files),
                     "new": adapter.into_new_blocks,
+                    "mapped": partial(adapter.from_mapping, memory, files, threads, keep=False),
+                    "kept": partial(adapter.from_mapping, memory, files, threads, keep=True),
                 }
-                for way in options.only.split(","):
-                    times = ms(ways[way], at_once)
+                for way, times in ms({way: ways[way] for way in options.only.split(",")}, at_once).items():
                     about = {"bytes": adapter.bytes, "floor_ms": round(at_once * floor, 2)}
                     key = f"adapters.read_ms.{way}.{name}.{at_once}"
                     results.put(key, round(statistics.median(times), 2), "ms until all are read", None, times, about)
