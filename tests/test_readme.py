@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def test_the_make_commands_are_targets() -> None:
 def test_the_shell_commands_run_as_printed(daemon: DaemonProcess, tmp_path: Path) -> None:
     """In one shell, whose path has no `coserve` until the first line; only port and duration are others."""
     first, *shown = [command for command in commands() if command not in MAKE]
-    assert first == ". .venv/bin/activate" and len(shown) == 9
+    assert first == ". .venv/bin/activate" and len(shown) == 8
     checkout(tmp_path)
     script = [first]
     for number, command in enumerate(shown):
@@ -100,7 +99,6 @@ def test_the_shell_commands_run_as_printed(daemon: DaemonProcess, tmp_path: Path
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    assert tomllib.loads(said["coserve config"])["policy"] == "auto"
     summary = json.loads((tmp_path / "bench-report" / "report.json").read_text())["summary"]
     assert summary["finetune_tokens"] > 1500 and summary["jobs_succeeded"] == summary["jobs"] > 0
     assert summary["completed"] == summary["requests"] > 0 and not summary["errors"]

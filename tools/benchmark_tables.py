@@ -1,10 +1,11 @@
-"""Write the numbers of docs/benchmarks.md from benchmarks/results/summary.json.
+"""Write the numbers of docs/benchmarks.md and README.md from benchmarks/results/summary.json.
 
 python -m tools.benchmark_tables
 
 A row that begins with a key of the summary gets its value, its target and the verdict; all other words stay. The first
 number of a cell is written to the decimals that it shows, a share also as a percentage. An empty cell of a new row,
-such as "| `documents.recovered` | | | |", is filled.
+such as "| `documents.recovered` | | | |", is filled. In all other lines a comment with a key, "1.23 <!-- some.key -->",
+makes the last number before it that key's value; a dash is replaced too, and stays until there is one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 SUMMARY: dict[str, dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / "summary.json").read_text())
 ROW = re.compile(r"\| `([\w.+]+)`")
+MARK = re.compile(r"([^|>]*)<!-- ([\w.+]+) -->")
 NUMBER = re.compile(r"([-+−]?)\d[\d,]*(?:\.(\d+))?(%?)")
 CELL = re.compile(r"(?<!\\)\|")
 VERDICT = re.compile(r"\b(reached|missed)\b")
@@ -31,7 +33,7 @@ def written(page: str) -> str:
 def _row(line: str) -> str:
     found = ROW.match(line)
     if found is None or (entry := SUMMARY.get(found.group(1))) is None:
-        return line
+        return MARK.sub(_marked, line)
     key, value, unit = found.group(1), entry["value"], entry["unit"]
     cells = CELL.split(line)  # "", the key, the value, perhaps a target, others, ""
     cells[2] = _shown(key, cells[2], value, unit)
@@ -47,9 +49,18 @@ def _row(line: str) -> str:
     return "|".join(cells)
 
 
+def _marked(found: re.Match[str]) -> str:
+    text, key = found.groups()
+    if (entry := SUMMARY.get(key)) is None:
+        return found.group()
+    at = max([each.start() for each in (*NUMBER.finditer(text), *re.finditer("–", text))], default=0)
+    shown = _shown(key, text[at:], entry["value"], entry["unit"])
+    return f"{text[:at]}{shown.lstrip() if at else shown}<!-- {key} -->"
+
+
 def _shown(key: str, cell: str, value: float, unit: str, before: str = "") -> str:
-    """Return the cell with this value as its first number; an empty one gets it in three digits."""
-    if not cell.strip():
+    """Return the cell with this value as its first number; an empty one and a dash get it in three digits."""
+    if cell.strip() in ("", "–"):
         share = unit in ("fraction", "share")
         text = f"{value:.1%}" if share else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
         return f" {before}{text} "
@@ -66,4 +77,5 @@ def _shown(key: str, cell: str, value: float, unit: str, before: str = "") -> st
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for each in PAGES:
+        each.write_text(written(each.read_text()))

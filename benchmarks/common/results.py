@@ -20,10 +20,6 @@ from benchmarks.common.options import RESULTS
 from benchmarks.common.provenance import command, commit, versions
 from benchmarks.common.summary import entry, update_summary
 
-RETENTION = "serving.lora_retention.a32"
-PARTS = ("serving.out_tok_s.512x128.a32", "serving.out_tok_s.512x128.a0")
-"""Numerator and denominator of the retention."""
-
 
 @dataclass(frozen=True)
 class Target:
@@ -133,8 +129,7 @@ def merge_results(file: Path, out: Path = RESULTS) -> None:
 
 
 def summarize(file: str, out: Path = RESULTS) -> None:
-    """Update `summary.json` with the rows of a result: every row is a key. With `serving.json` also the retention, if
-    both its rows exist.
+    """Update `summary.json` with the rows of a result: every row is a key.
 
     A note goes with its row: a key measured again at a known commit has none.
     """
@@ -145,15 +140,6 @@ def summarize(file: str, out: Path = RESULTS) -> None:
         script = runs[row["run"]].get("script", "benchmarks/serving/in_process.py").removeprefix("benchmarks/")
         entries[key] = entry(
             row, value=row["value"], unit=row["unit"], target=row["target"], script=script, result=file
-        )
-    if file == "serving.json" and all(part in rows for part in PARTS):
-        many, none = (rows[part] for part in PARTS)
-        about = {"date": max(many["date"], none["date"])}
-        if many["commit"] != none["commit"]:
-            about["note"] = f"of two runs: commits {many['commit'][:7]} and {none['commit'][:7]}"
-        ratio, target = round(many["value"] / none["value"], 4), str(Target(0.85))
-        entries[RETENTION] = entry(
-            about, value=ratio, unit="fraction", target=target, script="serving/in_process.py", result=file
         )
     update_summary(out, entries)
 

@@ -46,12 +46,13 @@ import msgspec
 
 from benchmarks.common import gpus
 from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.provenance import gpu_names
 from benchmarks.common.results import Results, merge_results
 from benchmarks.peers.always import Jobs, always_training
 from benchmarks.peers.client import replay_prompts
 from benchmarks.peers.compare import base_name, gpu_memory, make_adapters, only_prompts, warm_up
 from benchmarks.peers.device_time import Window
-from benchmarks.peers.equal_report import FILE, LOOSE, STRICT, peer_system, publish, system_of
+from benchmarks.peers.equal_report import FILE, H200_FILE, LOOSE, STRICT, peer_system, publish, system_of
 from benchmarks.peers.loads import Cell, chosen_cells, scenario_of
 from benchmarks.peers.processes import Trainer, module, training
 from benchmarks.peers.systems import Place, coserve, mps, peer_about, vllm
@@ -298,10 +299,17 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def file_of(tiny: bool) -> str:
+    """The result file of this machine's GPU: shares of H100s and H200s are not compared."""
+    return H200_FILE if "H200" in gpu_names(tiny) else FILE
+
+
 def measure_here(options: argparse.Namespace, scratch: Path) -> None:
     size = SMALL if options.tiny else FULL
     settings = {name: value for name, value in vars(size).items() if name != "config"}
-    results = gpus.results_of(options, SCRIPT, FILE, SEED, settings | {"rank": RANK, "clients": CLIENTS})
+    results = gpus.results_of(
+        options, SCRIPT, file_of(options.tiny), SEED, settings | {"rank": RANK, "clients": CLIENTS}
+    )
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         root = Path(folder)
         scenario = open_workload(scenario_of(Cell("adapters", 5.0, 1.0, LOOSE), tiny=options.tiny)).scenario
@@ -343,7 +351,7 @@ def main() -> None:
     common += ["--vllm-strong"] * options.vllm_strong
     common += [] if options.vllm_site is None else ["--vllm-site", str(options.vllm_site)]
     hands = [[*common, "--only", ",".join(parts)] for parts in gpus.deal(options.only, options.gpus)]
-    gpus.measure(options, partial(measure_here, options), SCRIPT, FILE, hands)
+    gpus.measure(options, partial(measure_here, options), SCRIPT, file_of(options.tiny), hands)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Serving in process, through the engine: offline throughput and decode speed, the GPU's idle share, base-only texts.
+"""Serving in process, through the engine: sampling, adapters of mixed ranks, the GPU's idle share, base-only texts.
 
     python -m benchmarks.serving.in_process --out benchmarks/results [--only KEY,...]
     python -m benchmarks.serving.in_process --summarize                # the keys in summary.json; needs no GPU
     TRITON_INTERPRET=1 python -m benchmarks.serving.in_process --tiny --out /tmp/tried
 
 An 8B Llama-3.1 shape with random bf16 weights, made on the GPU; adapters on all seven sites of a layer. Greedy, every
-request to its last token. Each row is written as soon as it is measured; rows of earlier runs stay.
+request to its last token. Each row is written as soon as it is measured; rows of earlier runs stay. Adapters of one
+rank, and vLLM in the same loads: `benchmarks/peers/offline.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ class Work:
 
     key: str
     load: Load
-    target: float | None = None
     repeats: int = 3
 
 
@@ -40,26 +40,12 @@ def decode(sequences: int, adapters: int, family: str = "a") -> Load:
     return Load(sequences, 16, 256, adapters, family)
 
 
-def offline(adapters: int, family: str = "a") -> Load:
-    return Load(512, 512, 128, adapters, family)
-
-
 ROWS = (
-    Work("serving.decode_tok_s.b64.a0", decode(64, 0), 10431),
-    Work("serving.decode_tok_s.b32.a0", decode(32, 0), 5830),
-    Work("serving.decode_tok_s.b1.a0", decode(1, 0), 201),
-    Work("serving.decode_tok_s.b64.a1", decode(64, 1), 7488),
-    Work("serving.decode_tok_s.b32.a1", decode(32, 1), 4245),
-    Work("serving.decode_tok_s.b1.a1", decode(1, 1), 190),
-    Work("serving.decode_tok_s.b64.a32", decode(64, 32), 8500),
-    Work("serving.decode_tok_s.b32.a32", decode(32, 32), 4700),
+    Work("serving.decode_tok_s.b64.a0", decode(64, 0)),
+    Work("serving.decode_tok_s.b64.a0.drawn", replace(decode(64, 0), sampling=DRAWN), 1),
+    Work("serving.decode_tok_s.b64.a0.top_p", replace(decode(64, 0), sampling=TOP_P), 1),
     Work("serving.decode_tok_s.b64.a32.mixed", decode(64, 32, "m")),
-    Work("serving.decode_tok_s.b64.a0.drawn", replace(decode(64, 0), sampling=DRAWN), None, 1),
-    Work("serving.decode_tok_s.b64.a0.top_p", replace(decode(64, 0), sampling=TOP_P), None, 1),
-    Work("serving.out_tok_s.512x128.a0", offline(0), 6796, 2),
-    Work("serving.out_tok_s.512x128.a1", offline(1), 4821, 2),
-    Work("serving.out_tok_s.512x128.a32", offline(32), 6000, 2),
-    Work("serving.out_tok_s.512x128.a32.mixed", offline(32, "m"), None, 2),
+    Work("serving.out_tok_s.512x128.a32.mixed", Load(512, 512, 128, 32, "m"), 2),
 )
 IDLE = {"serving.gpu_idle.b64.a0": 0, "serving.gpu_idle.b64.a32": 32}
 BASE_ONLY = "serving.base_only_same"
@@ -110,8 +96,7 @@ async def measure(bench: Bench, rows: Sequence[Work], results: Results, deadline
             tokens / await bench.serve(load.make_requests(f"{work.key}/{i}", vocab))
             for i in range(1 if tiny else work.repeats)
         ]
-        target = None if work.target is None else Target(work.target)
-        results.put(work.key, round(statistics.median(found), 1), "output tok/s", target, found)
+        results.put(work.key, round(statistics.median(found), 1), "output tok/s", None, found)
     return left
 
 

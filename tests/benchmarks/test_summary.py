@@ -23,7 +23,7 @@ from benchmarks.kernels import summary as kernel_summary
 from benchmarks.memory import vram_profile
 from benchmarks.peers import equal_report
 from benchmarks.serving import http_report, stall_report
-from tools.benchmark_tables import PAGE, ROW, SUMMARY, written
+from tools.benchmark_tables import MARK, PAGES, ROW, SUMMARY, written
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -111,11 +111,13 @@ def test_the_summary_follows_from_the_results(tmp_path: Path, monkeypatch: pytes
     assert made == expected
 
 
-def test_the_page_has_the_numbers_of_the_summary() -> None:
-    """Values, targets and verdicts, in rows that begin with a key: `python -m tools.benchmark_tables` writes them."""
-    page = PAGE.read_text()
-    assert len(re.findall(ROW, page)) > 25
-    assert written(page) == page
+def test_the_pages_have_the_numbers_of_the_summary() -> None:
+    """Values, targets and verdicts, in rows that begin with a key, and numbers before a comment with one: `python -m
+    tools.benchmark_tables` writes them."""
+    benchmarks, readme = (page.read_text() for page in PAGES)
+    assert len(re.findall(ROW, benchmarks)) > 25 and len(re.findall(MARK, readme)) > 25
+    assert written(benchmarks) == benchmarks
+    assert written(readme) == readme
 
 
 def test_numbers_are_written_as_they_were_shown() -> None:
@@ -129,23 +131,20 @@ def test_numbers_are_written_as_they_were_shown() -> None:
         written(f"| `{key}` | fast |")
 
 
-def test_the_readme_shows_one_result() -> None:
-    """Its table, by load: fine-tuning, the share within targets and TTFT of the default policy; fine-tuning and share
-    of vLLM and PEFT."""
-    text = (ROOT / "README.md").read_text().partition("## Measured\n")[2].partition("\n## ")[0]
-    results = json.loads((RESULTS / "equal_loads.json").read_text())["rows"]
-    table = re.findall(r"^\| (\d+) requests/s(, strict)? \|(.*)\|$", text, re.MULTILINE)
-    assert len(table) == 4
-    for rate, strict, cells in table:
-        ours, theirs = (
-            results[f"r{rate}{kind}"] for kind in (f"{'.strict' * bool(strict)}.coserve.overlap", ".vllm+peft")
-        )
-        trained, kept, ttft, beside = cells.split("|")
-        assert ours["commit"][:8] in text and theirs["commit"][:8] in text
-        assert trained.strip() == f"{ours['finetune_tok_s']:,.0f} tokens/s"
-        assert (kept.strip(), ttft.strip()) == (f"{ours['in_slo']:.0%}", f"{ours['ttft_ms']['p50']:.0f} ms")
-        share = theirs["in_slo_strict" if strict else "in_slo"]
-        assert f"{share:.1%}".replace("0.0%", "0%") in beside and (
-            strict or f"{theirs['finetune_tok_s']:,.0f} " in beside
-        )
-    assert f"{results['peak.coserve.overlap']['value']:,.0f} tokens/s" in text
+def test_marked_numbers_are_the_last_before_their_key() -> None:
+    key = "kernels.train_bwd_overhead"
+    shown = f"{SUMMARY[key]['value']:.1%}"
+    assert written(f"| 8 x 512 | of 8: 99.9% <!-- {key} --> | – <!-- {key} --> | – <!-- no.key --> |") == (
+        f"| 8 x 512 | of 8: {shown} <!-- {key} --> | {shown} <!-- {key} --> | – <!-- no.key --> |"
+    )
+    assert written(f"alone 1% <!-- {key} -->, then 2.0% <!-- {key} -->.").count(shown) == 1
+
+
+def test_the_readme_names_the_commits_of_its_numbers() -> None:
+    text = PAGES[1].read_text().partition("## Measured\n")[2].partition("\n## ")[0]
+    for _, key in re.findall(MARK, text):
+        if key in SUMMARY:
+            entry = SUMMARY[key]
+            rows = json.loads((ROOT / entry["result"]).read_text())["rows"].values()
+            commits = {row["commit"][:8] for row in rows if row["date"] == entry["date"]}
+            assert commits and all(commit in text for commit in commits), key
