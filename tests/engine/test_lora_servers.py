@@ -4,25 +4,39 @@ lost."""
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
+from coserve.core.errors import AdapterNotFound, LoraServerLost, StorageBusy
 from coserve.core.link.channel import Channel
-from coserve.engine.lora_server.connect import layers_of
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.types import AdapterDigests
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, BeginStep
-from coserve.engine.lora_server.server import LoraServer
+from coserve.engine.lora_server.placement import ServerPart, part_of
+from coserve.engine.lora_server.reading import PairsReader, PairsRuns
+from coserve.engine.lora_server.server import LoraServer, ReadPairs
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.terms import HeldPairs
 from coserve.engine.lora_server.transport import GlooTransport
 from coserve.kernels.lora.segments import Segments
+from coserve.kernels.lora.types import LoraPair
+from coserve.lora.files.packed_header import PACKED_FILE
+from coserve.lora.files.tensorfile import digest_file
+from coserve.lora.store.files import load_packed
+from coserve.lora.store.packed_files import PackedFiles, PackedForm
+from coserve.lora.store.reads import LoadTimes
 from coserve.model.base import wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import packed, tokens_of
@@ -61,17 +75,96 @@ def test_terms_of_servers_equal_the_coupled_path(family: str, servers: int, tmp_
         assert own.slot(REFS[0]) == -1 and own.slot(REFS[1]) == slots[1]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_first_layers_answer_while_the_last_ones_are_read(tmp_path: Path) -> None:
+    """The engine may use an adapter when its first layers are there; a step waits for the others. If these cannot be
+    read, the server is lost."""
+    base = wrap_base(tiny_family("mixtral"), name="mixtral")
+    adapters = save_adapters("mixtral", base, tmp_path)
+    read_on, broken = Event(), list[bool]()
+    held = Event()
+
+    def slowly(read: ReadPairs) -> ReadPairs:
+        def runs(found: PairsRuns) -> Iterator[Mapping[str, LoraPair]]:
+            for place, run in enumerate(found.runs):
+                if place and not held.is_set():
+                    held.set()
+                    read_on.wait()
+                if place and broken:
+                    raise StorageBusy("gone")
+                yield run
+
+        return lambda ref, digests: replace(found := read(ref, digests), runs=runs(found))
+
+    segments, sequences = Segments((0, 6), (0,)), [tokens_of(6, seed=1)]
+    expected = packed(base, sequences, LoraBatch(segments, (adapters[0],), GROUPED))[0]
+    with closing(LoraServers(1, lambda start, told: in_threads(base, tmp_path, 1, told, slowly), 60.0)) as own:
+        own.wait()
+        own.load(REFS[0], None)()
+        assert held.wait(60.0)
+        apart = LoraBatch(segments, (without_experts(adapters[0], own.slot(REFS[0])),), GROUPED, remote=own)
+        with ThreadPoolExecutor(1) as other:
+            found = other.submit(lambda: packed(base, sequences, apart)[0])
+            assert not wait([found], 0.2).done
+            read_on.set()
+            torch.testing.assert_close(found.result(), expected, atol=2e-5, rtol=1e-5)
+        broken.append(True)
+        own.load(REFS[1], None)()
+        late = LoraBatch(segments, (without_experts(adapters[1], own.slot(REFS[1])),), GROUPED, remote=own)
+        with pytest.raises(LoraServerLost):
+            packed(base, sequences, late)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_parts_of_an_adapter_are_read_from_peft_and_packed_files(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all experts and of some, in runs of layers; a packed file is used where there is one."""
+    base = wrap_base(tiny_family(family), name=family)
+    spec, folder = base.spec, DataFolder(tmp_path)
+    weights = save_adapters(family, base, tmp_path)[0]
+    path = folder.adapter(REFS[0])
+    digests = AdapterDigests(digest_file(path, ADAPTER_WEIGHTS), digest_file(path, ADAPTER_CONFIG))
+    whole = part_of(spec, 0, 1)
+    experts = whole.experts // 2
+    sites = {name: msgspec.structs.replace(site, experts=experts) for name, site in whole.sites.items()}
+    for files in ("peft", "packed"):
+        for part in (whole, ServerPart(sites, experts, experts)):
+            found = PairsReader(part, spec, folder, base.device)(REFS[0], digests)
+            runs, size = [dict(run) for run in found.runs], 0
+            assert [sorted({spec.experts[name].layer for name in run}) for run in runs] == [[0], [1]]
+            pairs = {name: pair for run in runs for name, pair in run.items()}
+            assert pairs.keys() == weights.experts.keys() and found.rank == 3
+            for name, pair in pairs.items():
+                like = weights.experts[name]
+                assert pair.experts == part.experts and pair.scaling == like.scaling
+                for own, other in ((pair.a_RD, like.a_RD), (pair.b_OR, like.b_OR)):
+                    expected = other.view(like.experts, -1, other.shape[1])[part.first : part.first + part.experts]
+                    assert torch.equal(own, expected.flatten(0, 1))
+                    size += own.nbytes
+            assert found.bytes == size
+        if files == "peft":
+            packed_files = PackedFiles(PackedForm(spec.fingerprint, base.dtype, for_kernels=False), LoadTimes())
+            packed_files.load(path, digests, lambda: load_packed(path, spec, dtype=base.dtype, for_kernels=False))
+            packed_files.close()
+            assert (path / PACKED_FILE).exists()
+            monkeypatch.delattr("coserve.engine.lora_server.reading.load_adapter")
+
+
 def test_a_server_takes_no_message_of_another_start_or_table() -> None:
     """Steps name what they know of the table; a slot that was filled later, or emptied, is refused."""
     base = wrap_base(tiny_family("mixtral"), name="mixtral")
-    held = HeldPairs(layers_of(base.spec, 0, 1), 4, base.device)
-    held.put(2, {})
-    known = held.version
+    held = HeldPairs(part_of(base.spec, 0, 1).sites, 4, base.device)
+    held.expect(2, 1)
+    known = held.add(2, 1, {}, 0)
     assert held.step((0, 3), (2,), known)
     held.clear(2)
     with pytest.raises(LookupError, match="slots"):
         held.step((0, 3), (2,), known)
-    held.put(2, {})
+    held.expect(2, 2)
+    with pytest.raises(AdapterNotFound):
+        held.add(2, 1, {}, 0)
+    assert held.add(2, 2, {}, 0) > known
     with pytest.raises(LookupError, match="slots"):
         held.step((0, 3), (2,), known)
     with pytest.raises(LookupError, match="version"):
@@ -82,6 +175,10 @@ def test_a_server_takes_no_message_of_another_start_or_table() -> None:
         engine = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
         engine.send(BeginStep(start=1, step=1, version=held.version, bounds=(0, 3), slots=(2,)))
         with closing(engine), pytest.raises(LookupError, match="start 2"):
-            LoraServer(channel, GlooTransport(dist.group.WORLD, 0, base.device, 1.0), held, lambda *_: {}, 2).run(
-                torch.float32
-            )
+            LoraServer(
+                channel,
+                GlooTransport(dist.group.WORLD, 0, base.device, 1.0),
+                held,
+                PairsReader(part_of(base.spec, 0, 1), base.spec, DataFolder(Path()), base.device),
+                2,
+            ).run(torch.float32)

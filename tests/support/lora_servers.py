@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -13,11 +14,12 @@ import torch
 
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
-from coserve.core.types import AdapterDigests, AdapterRef, SiteSpec
-from coserve.engine.lora_server.connect import layers_of
+from coserve.core.types import AdapterRef
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer
+from coserve.engine.lora_server.placement import part_of
+from coserve.engine.lora_server.reading import PairsReader
 from coserve.engine.lora_server.running import Answered, RunningServers, Server
-from coserve.engine.lora_server.server import LoraServer
+from coserve.engine.lora_server.server import LoraServer, ReadPairs
 from coserve.engine.lora_server.terms import HeldPairs
 from coserve.engine.lora_server.transport import GlooTransport, gloo_group
 from coserve.lora.store.files import load_adapter
@@ -45,25 +47,27 @@ class Ended:
         return 0
 
 
-def in_threads(base: Base, folder: Path, servers: int, told: Answered) -> RunningServers:
-    """Servers as threads of this process; gloo connects them as it connects processes."""
+def in_threads(
+    base: Base,
+    folder: Path,
+    servers: int,
+    told: Answered,
+    readers: Callable[[ReadPairs], ReadPairs] = lambda read: read,
+) -> RunningServers:
+    """Servers as threads of this process; gloo connects them as it connects processes. `readers` wraps how they read
+    adapters."""
     found, ranks = list[Server](), ThreadPoolExecutor(servers + 1)
     groups = [ranks.submit(gloo_group, str(folder / "ranks"), rank, servers + 1, 60.0) for rank in range(servers + 1)]
     for index in range(servers):
         ours, theirs = socket.socketpair()
-        sites = layers_of(base.spec, index, servers)
-
-        def read(ref: AdapterRef, digests: AdapterDigests | None, sites: dict[str, SiteSpec] = sites):
-            path = DataFolder(folder).adapter(ref)
-            weights = load_adapter(path, base.spec, device="cpu", dtype=torch.float32, digests=digests)
-            return {name: pair for name, pair in weights.experts.items() if name in sites}
-
+        part = part_of(base.spec, index, servers)
+        read = readers(PairsReader(part, base.spec, DataFolder(folder), base.device))
         channel = Channel[AnyFromServer, AnyToServer](theirs, msgspec.msgpack.Decoder(AnyToServer))
         transport = GlooTransport(groups[index + 1].result(), 0, base.device, 60.0)
-        server = LoraServer(channel, transport, HeldPairs(sites, 8, base.device), read, 1)
+        server = LoraServer(channel, transport, HeldPairs(part.sites, 8, base.device), read, 1)
         Thread(target=run, args=(server, channel), daemon=True).start()
         own = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
-        found.append(Server(Ended(ours), own, sites))
+        found.append(Server(Ended(ours), own, part.sites))
     transports = [GlooTransport(groups[0].result(), index + 1, base.device, 60.0) for index in range(servers)]
     ranks.shutdown()
     return RunningServers(1, found, transports, told)

@@ -1,11 +1,10 @@
-"""The layout and the connections of an engine's LoRA servers, which both sides compute alike."""
+"""The connections of an engine and its LoRA servers."""
 
 from __future__ import annotations
 
 import torch
 
 from coserve.core.ranks import JOIN_SECONDS
-from coserve.core.types import BaseSpec, SiteSpec
 from coserve.engine.lora_server.messages import StartServer
 from coserve.engine.lora_server.transport import GlooTransport, Transport, gloo_group
 
@@ -13,13 +12,6 @@ SLOTS = 1024
 """Adapters that servers hold at once, at most."""
 ENGINE = 0
 """The engine's rank in the group; server i is rank i + 1."""
-
-
-def layers_of(spec: BaseSpec, index: int, servers: int) -> dict[str, SiteSpec]:
-    """Return the parameters of experts that server `index` of `servers` has: those of an even share of the layers."""
-    layers = sorted({site.layer for site in spec.experts.values()})
-    own = layers[len(layers) * index // servers : len(layers) * (index + 1) // servers]
-    return {name: site for name, site in spec.experts.items() if site.layer in own}
 
 
 def connect(settings: StartServer) -> Transport:

@@ -21,7 +21,7 @@ from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.processes import spawn_child
 from coserve.core.types import SiteSpec
-from coserve.engine.lora_server.connect import connect_all, layers_of
+from coserve.engine.lora_server.connect import connect_all
 from coserve.engine.lora_server.messages import (
     AnyFromServer,
     AnyToServer,
@@ -33,6 +33,7 @@ from coserve.engine.lora_server.messages import (
     ServerReady,
     StartServer,
 )
+from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.transport import TensorSpec, Transport
 from coserve.kernels.lora.experts.interface import Pending
 from coserve.kernels.lora.segments import Segments
@@ -221,4 +222,4 @@ def _spawn(settings: StartServer) -> Server:
         process = spawn_child("coserve.engine.lora_server.process", theirs)
     channel = EngineChannel(ours, msgspec.msgpack.Decoder(AnyFromServer))
     channel.send(settings)
-    return Server(process, channel, layers_of(settings.spec, settings.index, settings.servers))
+    return Server(process, channel, part_of(settings.spec, settings.index, settings.servers).sites)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from coserve.core.errors import AdapterNotFound
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
-from coserve.core.types import AdapterDigests, AdapterRef, SiteSpec
-from coserve.engine.lora_server.connect import SLOTS, connect, layers_of
+from coserve.core.types import AdapterDigests, AdapterRef
+from coserve.engine.lora_server.connect import SLOTS, connect
 from coserve.engine.lora_server.messages import (
     AnyFromServer,
     AnyToServer,
@@ -31,18 +29,18 @@ from coserve.engine.lora_server.messages import (
     ServerReady,
     StartServer,
 )
+from coserve.engine.lora_server.placement import part_of
+from coserve.engine.lora_server.reading import PairsReader, PairsRuns
 from coserve.engine.lora_server.terms import HeldPairs, StepTerms
 from coserve.engine.lora_server.transport import TensorSpec, Transport
-from coserve.kernels.lora.types import LoraPair
-from coserve.lora.store.files import load_adapter
 from coserve.lora.store.store import READERS
 from coserve.state.folder import DataFolder
 
 log = logging.getLogger(__name__)
 
 ServerChannel = Channel[AnyFromServer, AnyToServer]
-ReadPairs = Callable[[AdapterRef, AdapterDigests | None], Mapping[str, LoraPair]]
-"""Reads an adapter's pairs of experts in the server's layers, onto its device."""
+ReadPairs = Callable[[AdapterRef, AdapterDigests | None], PairsRuns]
+"""Reads the server's part of an adapter."""
 
 
 def serve(channel: ServerChannel) -> None:
@@ -54,8 +52,9 @@ def serve(channel: ServerChannel) -> None:
         torch.set_num_threads(message.threads)
         use = partial(_use, message.device)
         use()
-        sites, device = layers_of(message.spec, message.index, message.servers), torch.device(message.device)
-        pairs, read = HeldPairs(sites, SLOTS, device), partial(_read, message, sites)
+        part, device = part_of(message.spec, message.index, message.servers), torch.device(message.device)
+        pairs = HeldPairs(part.sites, SLOTS, device)
+        read = PairsReader(part, message.spec, DataFolder(Path(message.data_dir)), device)
         channel.send(ServerReady())
         transport = connect(message)
         channel.send(ServerConnected())
@@ -69,17 +68,6 @@ def _use(device: str) -> None:
     """Set CUDA's current device, which is per thread."""
     if device != "cpu":
         torch.cuda.set_device(device)
-
-
-def _read(
-    settings: StartServer, sites: Mapping[str, SiteSpec], ref: AdapterRef, digests: AdapterDigests | None
-) -> Mapping[str, LoraPair]:
-    path = DataFolder(Path(settings.data_dir)).adapter(ref)
-    if not path.is_dir():
-        raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
-    dtype: torch.dtype = getattr(torch, settings.spec.dtype)
-    weights = load_adapter(path, settings.spec, device="cpu", dtype=dtype, digests=digests)
-    return {name: pair.to(settings.device) for name, pair in weights.experts.items() if name in sites}
 
 
 class LoraServer:
@@ -96,10 +84,6 @@ class LoraServer:
     ) -> None:
         """`start`: number of the servers' start; `start_thread` is called first on each thread that reads adapters."""
         self._channel, self._transport, self._pairs, self._read, self._start = channel, transport, pairs, read, start
-        self._wanted: dict[int, int] = {}
-        """The last load's number by slot."""
-        self._table = threading.Lock()
-        """Held while slots change, and while a step begins."""
         self._threads = ThreadPoolExecutor(READERS, "adapters", start_thread)
         self._step: tuple[int, int, StepTerms] | None = None
         """Number, tokens and terms of the current step."""
@@ -111,17 +95,14 @@ class LoraServer:
         while True:
             match self._channel.receive():
                 case LoadPairs() as load:
-                    self._wanted[load.slot] = load.number
+                    self._pairs.expect(load.slot, load.number)
                     self._threads.submit(self._load, load)
                 case DropPairs(slot=slot):
-                    with self._table:
-                        self._wanted.pop(slot, None)
-                        self._pairs.clear(slot)
+                    self._pairs.clear(slot)
                 case BeginStep() as step:
                     if step.start != self._start:
                         raise LookupError(f"expected a step of start {self._start}, got one of {step.start}")
-                    with self._table:
-                        terms = self._pairs.step(step.bounds, step.slots, step.version)
+                    terms = self._pairs.step(step.bounds, step.slots, step.version)
                     self._step = step.step, step.bounds[-1], terms
                 case Exchange() as exchange:
                     self._answer(exchange, dtype)
@@ -142,20 +123,25 @@ class LoraServer:
         self._transport.send(exchange.number, [found])
 
     def _load(self, load: LoadPairs) -> None:
-        """Read an adapter and put it into its slot; on a thread."""
+        """Read an adapter into its slot; on a thread. The engine may use it as soon as its first layers are there."""
+        told = False
         try:
-            pairs = self._read(load.ref, load.digests)
-            with self._table:
-                if self._wanted.get(load.slot) != load.number:
-                    raise AdapterNotFound(f"adapter {load.ref} was dropped")
-                self._pairs.clear(load.slot)
-                self._pairs.put(load.slot, pairs)
-                version = self._pairs.version
-            size = sum(matrix.nbytes for pair in pairs.values() for matrix in (pair.a_RD, pair.b_OR))
-            answer: AnyFromServer = PairsLoaded(number=load.number, bytes=size, version=version)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine computes this adapter alone
-            answer = PairsRefused(number=load.number, message=f"{type(error).__name__}: {error}"[:300])
+            found = self._read(load.ref, load.digests)
+            for pairs in found.runs if found.rank else [{}]:
+                version = self._pairs.add(load.slot, load.number, pairs, found.rank)
+                if not told:
+                    self._tell(PairsLoaded(number=load.number, bytes=found.bytes, version=version))
+                    told = True
+            self._pairs.end(load.slot, load.number)
+        except Exception as error:
+            self._pairs.end(load.slot, load.number, error)
+            if told:  # a step that waits for the other layers ends the server
+                log.warning("adapter %s: its last layers cannot be read", load.ref, exc_info=error)
+            else:
+                self._tell(PairsRefused(number=load.number, message=f"{type(error).__name__}: {error}"[:300]))
+
+    def _tell(self, answer: AnyFromServer) -> None:
         try:
             self._channel.send(answer)
         except PeerLost:
-            log_event(log, "an adapter was loaded for an engine that is gone", adapter=str(load.ref))
+            log_event(log, "an adapter was loaded for an engine that is gone")

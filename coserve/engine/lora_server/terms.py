@@ -5,74 +5,139 @@ N tokens, K experts of each, D hidden features, I inner ones, O outputs of gate 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from coserve.core.errors import AdapterNotFound
 from coserve.core.types import SiteSpec
 from coserve.kernels.lora.experts.interface import ExpertLora
 from coserve.kernels.lora.experts.rows import ExpertRows, summed
-from coserve.kernels.lora.experts.slot_terms import ExpertSlots, SlotExpertLora
+from coserve.kernels.lora.experts.slot_terms import ExpertSlots, SlotExpertLora, kernel_layout
 from coserve.kernels.lora.experts.terms import GroupedExpertLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 
 
 class HeldPairs:
-    """Adapters' pairs of some parameters of experts, by slot. Not thread-safe."""
+    """A server's part of adapters' pairs, by slot. A slot is filled by one load at a time, layer after layer. Its
+    methods may be called on any thread."""
 
     def __init__(self, sites: Mapping[str, SiteSpec], slots: int, device: torch.device) -> None:
         self.sites, self._device = sites, device
-        self._pairs: dict[int, Mapping[str, LoraPair]] = {}
-        self._put_at: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self._slots: dict[int, _Slot] = {}
         self.version = 0
         """Changes of the table so far."""
         self._table = ExpertSlots([*sites], slots, device) if device.type == "cuda" else None
 
-    def put(self, slot: int, pairs: Mapping[str, LoraPair]) -> None:
-        """Hold an adapter's pairs, which are on the device, in an empty slot."""
-        if self._table is not None and pairs:
-            self._table.put(slot, pairs)
-        self.version += 1
-        self._pairs[slot], self._put_at[slot] = pairs, self.version
+    def expect(self, slot: int, load: int) -> None:
+        """Empty a slot, which this load alone may fill from now on."""
+        with self._changed:
+            self._clear(slot)
+            self._slots[slot] = _Slot(load)
 
     def clear(self, slot: int) -> None:
-        """Empty a slot, if it is not empty."""
-        if self._pairs.pop(slot, None) is not None:
-            self.version += 1
-            del self._put_at[slot]
-            if self._table is not None:
-                self._table.clear(slot)
+        """Empty a slot; a load into it that has not ended is void."""
+        with self._changed:
+            self._clear(slot)
+
+    def add(self, slot: int, load: int, pairs: Mapping[str, LoraPair], rank: int) -> int:
+        """Add the next layers' pairs, which are on the device; return the table's version when the slot had its first
+        ones. `rank`: at least that of any pair of the adapter. Raises `AdapterNotFound` if the load is void."""
+        with self._changed:
+            own = self._slots.get(slot)
+            if own is None or own.load != load:
+                raise AdapterNotFound("the adapter was dropped")
+            if not own.since:
+                self.version += 1
+                own.since, own.rank = self.version, rank
+            if self._table is not None and pairs:
+                own.pairs |= {name: kernel_layout(pair) for name, pair in pairs.items()}
+                self._table.put(slot, own.pairs)
+            else:
+                own.pairs |= pairs
+            own.through = max((self.sites[name].layer for name in pairs), default=own.through)
+            self._changed.notify_all()
+            return own.since
+
+    def end(self, slot: int, load: int, error: Exception | None = None) -> None:
+        """Note that a load has ended, and with what error; nothing if it is void."""
+        with self._changed:
+            own = self._slots.get(slot)
+            if own is not None and own.load == load:
+                own.through, own.error = math.inf, error
+                self._changed.notify_all()
 
     def step(self, bounds: tuple[int, ...], slots: tuple[int, ...], version: int) -> StepTerms:
         """Return the terms of a step (`BeginStep`). Raises `LookupError` if the slots have changed since `version`."""
-        wrong = [slot for slot in slots if self._put_at.get(slot, version + 1) > version]
-        if wrong or version > self.version:
-            raise LookupError(f"slots {wrong} do not hold what version {version} knows; here it is {self.version}")
-        segments = Segments(bounds, slots)
+        with self._changed:
+            found = {slot: self._slots.get(slot) for slot in slots}
+            own = {slot: held for slot, held in found.items() if held is not None and 0 < held.since <= version}
+            if len(own) < len(found) or version > self.version:
+                wrong = sorted(found.keys() - own.keys())
+                raise LookupError(f"slots {wrong} do not hold what version {version} knows; here it is {self.version}")
+            segments, wait = Segments(bounds, slots), partial(self._wait, [*own.values()])
         if self._table is None:
-            place = {slot: i for i, slot in enumerate(dict.fromkeys(slots))}
-            own = Segments(bounds, tuple(place[slot] for slot in slots))
-            return StepTerms(GroupedExpertLora(own, [self._pairs[slot] for slot in place], self._device), self.sites)
+            place = {slot: i for i, slot in enumerate(own)}
+            places = Segments(bounds, tuple(place[slot] for slot in slots))
+            pairs = [held.pairs for held in own.values()]
+            return StepTerms(GroupedExpertLora(places, pairs, self._device), self.sites, wait)
         lengths = torch.tensor([end - start for start, end in pairwise(bounds)])
         slots_N = torch.repeat_interleave(torch.tensor(segments.adapters, dtype=torch.int32), lengths)
-        most = max(1, *(self._table.ranks[slot] for slot in slots))
-        return StepTerms(SlotExpertLora(self._table.tables, slots_N.to(self._device), most), self.sites)
+        most = max(1, *(held.rank for held in own.values()))
+        return StepTerms(SlotExpertLora(self._table.tables, slots_N.to(self._device), most), self.sites, wait)
+
+    def _wait(self, own: Sequence[_Slot], layer: int) -> None:
+        """Wait until adapters have come as far as a layer. Raises `LookupError` if one cannot be read."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(held.through >= layer for held in own))
+        for held in own:
+            if held.error is not None:
+                raise LookupError(f"an adapter of the step could not be read: {held.error}") from held.error
+
+    def _clear(self, slot: int) -> None:
+        own = self._slots.pop(slot, None)
+        if own is not None and own.since:
+            self.version += 1
+            if self._table is not None:
+                self._table.clear(slot)
+
+
+@dataclass(eq=False)
+class _Slot:
+    """An adapter's pairs as far as they have come."""
+
+    load: int
+    """Number of the load that fills it."""
+    pairs: dict[str, LoraPair] = field(default_factory=dict)
+    rank: int = 0
+    since: int = 0
+    """Version of the table that had its first pairs; 0: none has come."""
+    through: float = -1
+    """Layer up to which all have come; infinite: the load has ended."""
+    error: Exception | None = None
 
 
 class StepTerms:
     """The terms of one step's tokens, layer by layer."""
 
-    def __init__(self, lora: ExpertLora, sites: Mapping[str, SiteSpec]) -> None:
-        self._lora, self._sites = lora, sites
+    def __init__(self, lora: ExpertLora, sites: Mapping[str, SiteSpec], wait: Callable[[int], None]) -> None:
+        """`wait`: waits until the adapters' pairs of a layer have come."""
+        self._lora, self._sites, self._wait = lora, sites, wait
         self._rows: ExpertRows | None = None
         """The rows of the layer whose terms of gate and up were computed last."""
 
     def gate_up(self, site: str, x_ND: Tensor, chosen_NK: Tensor) -> Tensor:
         """Return the terms (N, K, O) of gate and up, or of up alone."""
         spec = self._sites[site]
+        self._wait(spec.layer)
         rows = self._rows = self._lora.sorted_rows(chosen_NK, spec.experts)
         zeros_SO = x_ND.new_zeros(chosen_NK.numel(), spec.out_features)
         y_SO = self._lora.add(site, zeros_SO, x_ND[rows.token_S], rows)

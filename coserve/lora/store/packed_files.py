@@ -13,6 +13,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from threading import BoundedSemaphore
 
@@ -89,18 +90,26 @@ class PackedFiles:
         other files or for another base; then it is written in the background. Raises as `read`."""
         if digests is None or not digests.config:
             return read()
-        try:
-            with disk_errors():
-                sources = stamps(folder)
-                found = self._open(folder, sources, digests)
-        except (OSError, AdapterError):  # one of PEFT's files is missing: `read` says so
-            found, sources = None, ()
+        found, sources = self._find(folder, digests)
         if found is not None:
             return found
         weights = read()
         if sources and isinstance(weights.sites, PackedSites) and self._places.acquire(blocking=False):
             self._writer.submit(self._write, folder, sources, digests, weights, weights.sites)
         return weights
+
+    def open(self, folder: Path, digests: AdapterDigests | None) -> PackedFile | None:
+        """Return the packed file of a folder's adapter; None: there is none of the right form."""
+        return None if digests is None or not digests.config else self._find(folder, digests)[0]
+
+    def _find(self, folder: Path, digests: AdapterDigests) -> tuple[PackedFile | None, tuple[Stamp, ...]]:
+        """Return the packed file, and the stamps of PEFT's files; none: one of these is missing."""
+        try:
+            with disk_errors():
+                sources = stamps(folder)
+                return self._open(folder, sources, digests), sources
+        except (OSError, AdapterError):  # a reader of PEFT's files says so
+            return None, ()
 
     def _open(self, folder: Path, sources: tuple[Stamp, ...], digests: AdapterDigests) -> PackedFile | None:
         form, began = self._form, time.perf_counter()
@@ -166,20 +175,25 @@ class PackedFile:
         weakref.finalize(self, os.close, fd)
 
     def write(self, parts: Sequence[Tensor]) -> None:
-        """See `Unread`. A file that cannot be read is deleted, and `StorageBusy` raised: the next attempt reads PEFT's
-        files."""
-        began, at, reads = time.perf_counter(), self._begins, list[Future[None]]()
-        for part in parts:
+        """See `Unread`. Raises as `read`."""
+        began = time.perf_counter()
+        self.read(parts, [0, *accumulate(map(len, parts[:-1]))])
+        self._times.add("read", self.seconds + time.perf_counter() - began)
+
+    def read(self, parts: Sequence[Tensor], starts: Sequence[int]) -> None:
+        """Fill parts (uint8) with the layout's bytes from these offsets on. A file that cannot be read is deleted, and
+        `StorageBusy` raised: the next attempt reads PEFT's files."""
+        reads = list[Future[None]]()
+        for part, start in zip(parts, starts, strict=True):
             for first in range(0, len(part), PIECE):
-                reads.append(self._threads.submit(self._read, part[first : first + PIECE], at + first))
-            at += len(part)
+                piece, at = part[first : first + PIECE], self._begins + start + first
+                reads.append(self._threads.submit(self._read, piece, at))
         wait(reads)
         for each in reads:
             if (error := each.exception()) is not None:
                 with suppress(OSError):
                     (self._folder / PACKED_FILE).unlink()
                 raise StorageBusy(f"the packed file of an adapter cannot be read: {error}") from error
-        self._times.add("read", self.seconds + time.perf_counter() - began)
 
     def _read(self, piece: Tensor, at: int) -> None:
         view = piece.numpy().data

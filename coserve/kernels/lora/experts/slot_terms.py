@@ -76,7 +76,7 @@ class ExpertSlots:
 
     def put(self, slot: int, pairs: Mapping[str, LoraPair]) -> None:
         """Point `slot` at an adapter's pairs, and keep them alive. Those not of the store's layout are copied."""
-        pairs = {site: _kernel_layout(pair) for site, pair in pairs.items()}
+        pairs = {site: kernel_layout(pair) for site, pair in pairs.items()}
         own = [pairs.get(site) for site in self._sites]
         addresses = [(0, 0) if pair is None else (pair.a_RD.data_ptr(), pair.b_OR.data_ptr()) for pair in own]
         _send(torch.tensor(addresses, dtype=torch.int64), self._addresses[:, slot])
@@ -93,7 +93,7 @@ class ExpertSlots:
             self.ranks[slot] = 0
 
 
-def _kernel_layout(pair: LoraPair) -> LoraPair:
+def kernel_layout(pair: LoraPair) -> LoraPair:
     """Return the pair with aligned matrices, rows of b_OR at whole vectors."""
     width, a_RD, b_OR = -(-pair.rank // VECTOR) * VECTOR, pair.a_RD, pair.b_OR
     if b_OR.stride(0) != width or b_OR.data_ptr() % ALIGNMENT:
