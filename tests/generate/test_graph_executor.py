@@ -14,6 +14,7 @@ from coserve.core.logprobs import TokenLogprob
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, FinishReason
 from coserve.generate.execution.adapter_slots import AdapterSlots
+from coserve.generate.execution.graph_executor import Capture
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
@@ -181,6 +182,26 @@ def test_slots_follow_the_adapters(base: Base, fused: FusedBase) -> None:
     table = slots.local.tables[fused.groups[1][0]]
     assert table.ranks[kept].tolist() == [5, 5, 5]
     assert table.addresses[kept, 1, 0] == d[1].sites[fused.groups[1][0].names[1]].a_RD.data_ptr()
+
+
+@pytest.mark.parametrize(("rank", "suffixes", "captured"), [(4, ("q_proj",), 1), (24, ("",), 6)])
+def test_graphs_that_steps_can_do_without_are_captured_at_a_slower_pace(
+    base: Base, fused: FusedBase, rank: int, suffixes: tuple[str, ...], captured: int
+) -> None:
+    kv = KvCache.for_base(base, 2048, 16)
+    executor = graphs(fused, kv, capture=Capture.BETWEEN_STEPS, max_running=16, step_tokens=32)
+    executor.warm_up()
+    assert executor.missing == 0
+    shelf = Shelf(named([adapter(base, 0, rank, suffixes)]))
+    gen = Generator(base, shelf.store(), kv, executor, max_running=16, step_tokens=32, lengths=OneMoreToken())
+    (ref,) = shelf.weights
+    gen.add(request("a", prompt(8), SamplingParams(max_tokens=28, temperature=0.0), ref))
+    gen.step()
+    missing = executor.missing
+    assert missing == 6
+    while gen.running:
+        gen.step()
+    assert missing - executor.missing == captured
 
 
 def test_messages_come_one_step_later(fused: FusedBase) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coserve.generate.execution.eager import EagerExecutor
-from coserve.generate.execution.graph_executor import GraphExecutor
+from coserve.generate.execution.graph_executor import Capture, GraphExecutor
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
@@ -15,6 +15,12 @@ def eager(base: Base, kv: KvCache, lora_backend: LoraBackend = GROUPED) -> Eager
     return EagerExecutor(base, kv, lora_backend)
 
 
-def graphs(fused: FusedBase, kv: KvCache, lora_backend: LoraBackend = GROUPED, **sizes: int) -> GraphExecutor:
+def graphs(
+    fused: FusedBase,
+    kv: KvCache,
+    lora_backend: LoraBackend = GROUPED,
+    capture: Capture = Capture.IN_STEPS,
+    **sizes: int,
+) -> GraphExecutor:
     """`sizes`: arguments of `GraphExecutor`. On CPU nothing is captured: the graphs' steps run as they are."""
-    return GraphExecutor(fused, kv, eager(fused.base, kv, lora_backend), **sizes)
+    return GraphExecutor(fused, kv, eager(fused.base, kv, lora_backend), capture=capture, **sizes)

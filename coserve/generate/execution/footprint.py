@@ -45,6 +45,9 @@ class GraphFootprints:
     def __iter__(self) -> Iterator[LoraFootprint]:
         return iter(self._known)
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def add_rank(self, rank: int) -> None:
         """Add the footprint of adapters of this LoRA rank at any sites, if graphs serve the rank."""
         if (served := graph_rank(rank)) is not None:

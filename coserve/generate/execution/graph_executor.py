@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from itertools import chain
 
 import torch
@@ -48,12 +48,20 @@ class Capture(Enum):
     IN_STEPS = auto()
     """In the step that needs it, with all compilation this takes."""
     BETWEEN_STEPS = auto()
-    """In pieces, from idle calls of `prepare` and every `STEPS_A_PIECE` steps; until then steps run without it."""
+    """In pieces, from idle calls of `prepare` and between steps (`Pace`); until then steps run without it, or by one
+    with more adapters' work."""
     NEVER = auto()
 
 
-STEPS_A_PIECE = 4
-"""Steps between two pieces of a capture under constant load. A piece takes the host some tens of milliseconds."""
+class Pace(IntEnum):
+    """Steps between two pieces of a capture under constant load. A piece takes the host some tens of milliseconds."""
+
+    MISSING = 4
+    """Its steps run without a graph."""
+    COVERED = 64
+    """A graph serves its steps, which would be some percent faster: adapters that change some sites only."""
+
+
 _ENDED = object()
 
 
@@ -145,6 +153,8 @@ class GraphExecutor:
         self._graph_bytes, self._captures = graph_bytes or GraphBytes(None), pool
         self._capture: Iterator[None] | None = None
         """The capture in progress, if any."""
+        self._pace, self._paced = Pace.MISSING, 0
+        """The pace of captures, found when there were so many footprints."""
         self._unchosen: Callable[[Masks], None] | None = None
         """Chooses the tokens of the launched step, whose masks are missing."""
         self._ended: list[int] = []
@@ -199,14 +209,17 @@ class GraphExecutor:
             yield from capture
 
     def _next_capture(self) -> Iterator[None] | None:
-        """The next graph to capture. The largest decode batch of a footprint comes first: all its decode steps can use
-        it."""
+        """The next graph to capture, and its pace. The largest decode batch of a footprint comes first: all its decode
+        steps can use it. Graphs whose steps another one serves come last."""
         if self._when is Capture.NEVER:
             return None
-        decode, mixed = self._decode_graphs, self._mixed_graphs
-        first = (decode.prepare(footprint) for footprint in self._footprints if not decode.any(footprint))
-        others = (mixed.prepare(footprint) or decode.prepare(footprint) for footprint in self._footprints)
-        return next((capture for capture in chain(first, others) if capture is not None), None)
+        decode, mixed, known = self._decode_graphs, self._mixed_graphs, [*self._footprints]
+        first = (decode.prepare(one, covered=False) for one in known if not decode.any(one))
+        others = (mixed.prepare(one, covered=False) or decode.prepare(one, covered=False) for one in known)
+        found = next((capture for capture in chain(first, others) if capture is not None), None)
+        self._pace, self._paced = Pace.COVERED if found is None else Pace.MISSING, len(known)
+        covered = (mixed.prepare(one) or decode.prepare(one) for one in known)
+        return found or next((capture for capture in covered if capture is not None), None)
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[StepInFlight]:
         own = [sequence for sequence in step.sequences if not sequence.needs_prompt_logits]
@@ -222,7 +235,8 @@ class GraphExecutor:
     def _capture_a_piece(self) -> None:
         """Capture a piece of the next graph while the device computes a step. Call it once the step's tokens are
         chosen: captures use the same buffers."""
-        if self._when is Capture.BETWEEN_STEPS and self._steps % STEPS_A_PIECE == 0:
+        pace = self._pace if len(self._footprints) == self._paced else Pace.MISSING
+        if self._when is Capture.BETWEEN_STEPS and self._steps % pace == 0:
             self.prepare()
 
     def choose(self, masks: Masks) -> None:

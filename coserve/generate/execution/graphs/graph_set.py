@@ -90,9 +90,11 @@ class GraphSet(ABC, Generic[Size, Graph]):
         """Whether a graph of this footprint was captured, or its capture failed."""
         return self.missing(footprint) < len(self._sizes)
 
-    def prepare(self, footprint: LoraFootprint) -> Iterator[None] | None:
-        """Return the capture, in pieces, of the next missing graph; None if none is missing."""
-        size = next((size for size in self._order() if self._is_missing(size, footprint)), None)
+    def prepare(self, footprint: LoraFootprint, *, covered: bool = True) -> Iterator[None] | None:
+        """Return the capture, in pieces, of the next missing graph; None if none is missing. `covered`: also one whose
+        steps a graph with more adapters' work serves."""
+        missing = (size for size in self._order() if self._is_missing(size, footprint))
+        size = next((size for size in missing if covered or self._covering((size,), footprint) is None), None)
         return None if size is None else self._capture(size, footprint)
 
     def _order(self) -> Iterable[Size]:
