@@ -25,7 +25,7 @@ from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.gemm import skinny
 from coserve.kernels.gpu.timing import graph_ms
 from coserve.kernels.lora.types import FrozenWeight
-from coserve.kernels.recurrent.fused.steps import RECUR_SHAPE, FusedRecurrence, RecurShape
+from coserve.kernels.recurrent.fused.steps import FusedRecurrence, RecurShape
 from coserve.kernels.recurrent.interface import RecurrenceInputs, RecurrenceParams
 from coserve.kernels.recurrent.slots import LayerStates
 from coserve.model.gemm_choice import L2_BYTES
@@ -34,9 +34,9 @@ GROUPS, HEADS, SIZE, TAPS = 16, 32, 128, 4
 """Heads of queries and keys, heads of values, their sizes, and inputs of the convolution."""
 PRODUCTS = ((4096, 12352), (4096, 4096), (4096, 24576), (12288, 4096), (4096, 10240))
 """Inputs and outputs of a layer's products: in_proj, out_proj, gate and up, down; and q, k and v."""
-BY_VALUE = replace(RECUR_SHAPE, by_value=True)
+BY_VALUE = replace(RecurShape(), by_value=True)
 PARTS = (
-    RECUR_SHAPE,
+    RecurShape(),
     BY_VALUE,
     *(replace(BY_VALUE, elements=elements, warps=warps) for elements, warps in ((2048, 4), (4096, 8), (8192, 8))),
     replace(BY_VALUE, elements=16384, warps=16),
@@ -62,7 +62,7 @@ def measure_kernels(results: Results, device: torch.device, bandwidth: float, *,
         floor = 2 * sequences * HEADS * SIZE * SIZE * 4 / bandwidth
         _put(results, f"recur_us.b{sequences}", {_name(one): us for one, us in found.items()}, recur(None), floor)
         if sequences == 64 or tiny:
-            shapes = [replace(RECUR_SHAPE, tokens=tokens, channels=channels) for tokens, channels in CONVOLUTIONS]
+            shapes = [replace(RecurShape(), tokens=tokens, channels=channels) for tokens, channels in CONVOLUTIONS]
             times = {_name(one): us for one, us in _timed(convolve, shapes).items()}
             # The kept inputs are read and written, the new ones read and the results written, in 16 bits.
             floor = 2 * sequences * (2 * GROUPS + HEADS) * SIZE * 2 * TAPS / bandwidth
@@ -82,7 +82,7 @@ def _put(results: Results, name: str, found: dict[str, float], before: float, fl
 
 def _name(shape: RecurShape) -> str:
     """Return what differs from the default shape."""
-    own = asdict(RECUR_SHAPE)
+    own = asdict(RecurShape())
     return " ".join(f"{name}={value}" for name, value in asdict(shape).items() if value != own[name]) or "default"
 
 
@@ -138,9 +138,7 @@ def _recurrences(
     runs = [TokenRun(1, 1, (), slot) for slot in range(sequences)]
 
     def timed(shape: RecurShape | None, call: Callable[[FusedRecurrence, int], object]) -> float:
-        own = FusedRecurrence(
-            layers, tokens=sequences, sequences=sequences, device=device, decodes=True, shape=shape or RECUR_SHAPE
-        )
+        own = FusedRecurrence(layers, tokens=sequences, sequences=sequences, device=device, decodes=True, shape=shape)
         own.load(runs)
 
         def run() -> None:

@@ -161,6 +161,6 @@ def test_compiled_kernels_read_whole_vectors(tmp_path: Path) -> None:
         [sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=90, check=False, env=environment
     )
     assert done.stdout.splitlines() == [
-        *4 * ["shrink True True True True", "expand True True True True"],
+        *3 * ["shrink True True True True", "expand True True True True"],
         *2 * ["order True"],
     ], done.stderr

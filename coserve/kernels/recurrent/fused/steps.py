@@ -44,8 +44,9 @@ class RecurShape:
     """Tokens and channels of a program of the convolution."""
 
 
-RECUR_SHAPE = RecurShape()
-"""The shape of all steps; `benchmarks.recurrent.kernels` times others."""
+FEW, MANY = RecurShape(2048, by_value=True), RecurShape(by_value=True, early=True, blocks=4, stages=4)
+"""The fastest of `benchmarks.recurrent.kernels` on an H200: up to `FEW_SEQUENCES` sequences, and more."""
+FEW_SEQUENCES = 8
 
 
 class FusedRecurrence:
@@ -61,10 +62,11 @@ class FusedRecurrence:
         sequences: int,
         device: torch.device,
         decodes: bool = False,
-        shape: RecurShape = RECUR_SHAPE,
+        shape: RecurShape | None = None,
     ) -> None:
-        """`decodes`: each sequence has one token; one kernel less runs."""
-        self._states, self._tokens, self._sequences, self._shape = states, tokens, sequences, shape
+        """`decodes`: each sequence has one token; one kernel less runs. `shape`: None: the fastest known."""
+        self._states, self._tokens, self._sequences = states, tokens, sequences
+        self._shape = shape or (FEW if sequences <= FEW_SEQUENCES else MANY)
         self._blank = next(iter(states.values())).conv.shape[0] - 2
         self._decodes = decodes
         self._host = np.zeros(2 * tokens + 4 * sequences + 1, dtype=np.int32)
