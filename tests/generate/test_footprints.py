@@ -21,7 +21,8 @@ from coserve.generate.execution.graphs.graph_set import covering_graph
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import SiteGroup
+from coserve.kernels.lora.types import LoraPair, SiteGroup
+from coserve.lora.store.packing import PackedSites, PartedSites, packed
 from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
 from coserve.model.fused import FusedBase
@@ -126,6 +127,28 @@ async def test_graphs_of_an_adapter_are_captured_once_it_is_read(fused: FusedBas
         300: set(),
     }
     assert {footprint for _, footprint in executor.decode_graphs[len(warm) :]} == expected[rank]
+
+
+class OnlyLaidOut(PartedSites):
+    """No pair of it is read."""
+
+    def __getitem__(self, name: str) -> LoraPair:
+        raise AssertionError(f"{name} is copied, though the layout says all")
+
+
+def test_graphs_are_expected_by_the_layout_alone(fused: FusedBase) -> None:
+    """Copying the pairs would hold up the engine for as long as reading the adapter."""
+    kv = KvCache.for_base(fused.base, 1024, 16)
+    executor = graphs(fused, kv, max_running=4)
+    executor.warm_up()
+    warm = executor.decode_graphs
+    copy = packed(part(fused, "qv", 40), for_kernels=False)
+    assert isinstance(copy.sites, PackedSites)
+    executor.kept(LoraWeights(copy.settings, OnlyLaidOut([copy.sites.memory_N], copy.sites.layout)))
+    while executor.prepare():
+        pass
+    whole = frozenset({QKV, O, GATE_UP, DOWN})
+    assert {footprint for _, footprint in executor.decode_graphs[len(warm) :]} == {LoraFootprint(64, whole)}
 
 
 @pytest.mark.slow

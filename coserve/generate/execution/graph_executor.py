@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from coserve.core.names import is_end
 from coserve.core.types import AdapterRef
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS, GraphFootprints, LoraFootprint
@@ -35,6 +36,7 @@ from coserve.generate.sampling.transfer import send_ids
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
+from coserve.lora.store.packing import layout_of
 from coserve.memory.graph_bytes import GraphBytes
 from coserve.memory.kv import KvCache
 from coserve.model.fused import FusedBase
@@ -261,12 +263,12 @@ class GraphExecutor:
         self._eager.evicted(adapter)
 
     def kept(self, weights: LoraWeights) -> None:
-        pairs = [*weights.linear.values(), *weights.experts.values()]
-        if not weights.ends:  # their steps run without graphs
+        places = layout_of(weights).places  # by the layout alone: pairs of a host copy are read as copies
+        if not weights.settings.cartridge and not any(map(is_end, places)):  # steps with ends run without graphs
             self._footprints.expect(
-                max((pair.rank for pair in pairs), default=0),
+                max((place.rank for place in places.values()), default=0),
                 scaled=weights.settings.use_dora,
-                experts=bool(weights.experts),
+                experts=any(place.like.experts > 1 for place in places.values()),
             )
 
     @property

@@ -42,6 +42,11 @@ class SitePlace:
     vectors_at: dict[str, int]
     """Byte offset of each fp32 vector (O) of the pair, by its field."""
 
+    @property
+    def rank(self) -> int:
+        """As `LoraPair.rank`."""
+        return self.a_shape[0] // self.like.experts
+
 
 class PackedLayout:
     """Locations of an adapter's matrices, site by site, a_RD before b_OR."""
