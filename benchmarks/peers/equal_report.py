@@ -30,6 +30,8 @@ TARGETS = {
     "coserve.slo_strict.r20": Target(0.99),
     "coserve.ft_share_strict.r20": Target(0.45),
     "coserve.efficiency.min": Target(1.0),
+    "coserve.efficiency.r5": Target(1.0),
+    "coserve.efficiency.r20": Target(1.0),
     "coserve.ft_share.min": Target(0.05),
 }
 MAIN = ("r5", "r20")
