@@ -27,7 +27,8 @@ from typing import Any
 from benchmarks.bdlora import results as bdlora_results
 from benchmarks.bdlora.plan import PARTS, TINY_LOADS, TINY_RANKS, Item, Plan
 from benchmarks.bdlora.ranks import RankFailed, RankProcesses
-from benchmarks.bdlora.warm import tasks, warm_caches
+from benchmarks.bdlora.warm import warm_caches
+from benchmarks.bdlora.warm_tasks import tasks
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.results import Results
 

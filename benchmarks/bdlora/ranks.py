@@ -27,7 +27,7 @@ class RankProcesses:
     """A context manager, which kills its processes whatever happens."""
 
     def __init__(self, size: int, folder: Path, *, tiny: bool) -> None:
-        """`folder`: of `bdlora_warm`. `tiny`: on the CPU, over gloo; else each on its GPU, over NCCL."""
+        """`folder`: for the choices of GEMMs. `tiny`: on the CPU, over gloo; else each on its GPU, over NCCL."""
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")

@@ -24,7 +24,7 @@ from benchmarks.bdlora.plan import BATCHES, SHAPES, STEP_TOKENS, Load, Shape, St
 from benchmarks.bdlora.profile import profiled
 from benchmarks.bdlora.schedule import Schedule
 from benchmarks.bdlora.train import compiled_runner, train_steps
-from benchmarks.bdlora.warm import WarmTask, gemm_paths, rows_of, wait_for
+from benchmarks.bdlora.warm_tasks import WarmTask, gemm_paths, rows_of, wait_for
 from coserve.core.errors import NonFiniteLoss
 from coserve.core.types import AdapterRef
 from coserve.finetune.micro_batch import MicroBatchRunner
@@ -80,7 +80,7 @@ class Worker:
     """The calls of the parent, by name. Times are this rank's: collectives keep the ranks together."""
 
     def __init__(self, mesh: Mesh, device: torch.device, folder: Path, *, tiny: bool) -> None:
-        """`folder`: of the choices of GEMMs (`bdlora_warm`)."""
+        """`folder`: of the choices of GEMMs (`warm_tasks`)."""
         self._mesh, self._device, self._folder, self._tiny = mesh, device, folder, tiny
         self._models: dict[str, Model] = {}
         self._sequences = 0
