@@ -64,12 +64,7 @@ def make_app(
     """The application over a service. The caller opens and closes the service. `clock`: seconds, for idle connections;
     `max_texts`: most texts that `/tokenize` and `/detokenize` handle concurrently; `garbage` is collected while no
     request is in progress (None: left to the interpreter)."""
-    bodies = BodyReader(
-        service.helpers,
-        lambda: None if service.engine.ready is None else service.engine.ready.spec.context,
-        max_body_bytes=config.max_body_bytes,
-        read_timeout=config.read_timeout,
-    )
+    bodies = BodyReader(service.helpers, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
     uploads = UploadReader(bodies, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
     tgi, tinker = TgiApi(service, config, bodies), TinkerApi(service, bodies)
     native = NativeApi(service, config, bodies, uploads, tgi)

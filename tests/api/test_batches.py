@@ -84,6 +84,11 @@ async def test_answers_and_errors(tmp_path: Path) -> None:
         assert {message.slo.batch for message in asked} == {True}
         for endpoint, body, text in (
             ("/v1/completions", {"prompt": "x"}, lambda body: body["choices"][0]["text"]),
+            (
+                "/v1/completions",
+                {"prompt": "x", "logprobs": 1},
+                lambda body: "".join(body["choices"][0]["logprobs"]["tokens"]),
+            ),
             ("/v1/responses", {"input": "x"}, lambda body: body["output"][0]["content"][0]["text"]),
         ):
             one = await ended(client, (await begin(client, [line("a", body, endpoint)], endpoint)).id)

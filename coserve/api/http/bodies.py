@@ -56,12 +56,8 @@ T = TypeVar("T")
 class BodyReader:
     """Reads and decodes JSON bodies for all handlers. `read_timeout` is in seconds."""
 
-    def __init__(
-        self, helpers: HelperPool, context: Callable[[], int | None], *, max_body_bytes: int, read_timeout: float
-    ) -> None:
-        """`context`: returns the base's context length in tokens; None while no engine has started."""
-        self._helpers, self._context = helpers, context
-        self._max_body, self._timeout = max_body_bytes, read_timeout
+    def __init__(self, helpers: HelperPool, *, max_body_bytes: int, read_timeout: float) -> None:
+        self._helpers, self._max_body, self._timeout = helpers, max_body_bytes, read_timeout
         self._held = 0
 
     async def read(self, request: web.Request, decoder: type[T] | Callable[[bytes], T], *, dialect: bool = False) -> T:
@@ -97,7 +93,7 @@ class BodyReader:
         end."""
         if len(body) <= SMALL_BODY:
             return decoded(bytes(body), decoder, dialect=dialect)
-        options = DecodeBodyArguments(name_of(decoder), dialect, self._context())
+        options = DecodeBodyArguments(name_of(decoder), dialect)
         return cast("T", unpack(await self._helpers.run(decode_body, options, body)))
 
     @asynccontextmanager

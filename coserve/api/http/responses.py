@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from coserve.api.http.json_blocks import JSON, VALUES_AT_ONCE, LargeJsonResponse, count_values
+from coserve.api.http.json_blocks import encode_json
 from coserve.core.errors import CapacityError, CorpusError, CoserveError, InternalError, QueueFull
 from coserve.core.schemas import ErrorBody, ErrorInfo
 
+JSON = "application/json"
 CHUNK = 256 << 10
 """Bytes that are written to a connection at once."""
-_encoder = msgspec.json.Encoder()
 
 
 def json_response(body: msgspec.Struct | Sequence[msgspec.Struct], *, status: int = 200) -> web.Response:
-    if count_values(body) > VALUES_AT_ONCE:
-        return LargeJsonResponse(body, status)
-    return web.Response(status=status, body=_encoder.encode(body), content_type=JSON)
+    parts = encode_json(body)
+    if sum(map(len, parts)) <= CHUNK:
+        return encoded_json(b"".join(parts), status=status)
+    return web.Response(status=status, body=_chunks(parts), content_type=JSON)
 
 
-def encoded_json(content: bytes) -> web.Response:
+def encoded_json(content: bytes, *, status: int = 200) -> web.Response:
     """Return a response of encoded JSON. Large content is sent in chunks."""
-    return web.Response(body=content if len(content) <= CHUNK else io.BytesIO(content), content_type=JSON)
+    body = content if len(content) <= CHUNK else io.BytesIO(content)
+    return web.Response(status=status, body=body, content_type=JSON)
+
+
+async def _chunks(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield `parts` in chunks, yielding to the event loop between them."""
+    chunk = bytearray()
+    for part in parts:
+        for first in range(0, len(part), CHUNK):
+            chunk += part[first : first + CHUNK]
+            if len(chunk) >= CHUNK:
+                yield bytes(chunk)
+                chunk.clear()
+                await asyncio.sleep(0)
+    if chunk:
+        yield bytes(chunk)
 
 
 def error_info(error: CoserveError) -> ErrorInfo:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
 
 from coserve.api.http.bodies import BodyReader
+from coserve.api.http.json_blocks import encode_json
 from coserve.api.openai.batches.runner import Answer
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.responses.answers import response
@@ -40,6 +40,6 @@ def _answer(bodies: BodyReader, kind: type[RequestT], of: Callable[[RequestT], A
             raise InvalidRequest("expected it left out in a batch", field="stream")
         if body.slo_class is None and body.service_tier is None:
             body = msgspec.structs.replace(body, slo_class="batch")
-        return await asyncio.to_thread(msgspec.json.encode, await of(body))
+        return b"".join(encode_json(await of(body)))
 
     return answer
