@@ -130,7 +130,7 @@ def held(api: Api) -> Counter[str]:
     """What this process holds: objects by their type, descriptors, threads, and the files of adapters."""
     gc.collect()
     types = Counter(type(each) for each in gc.get_objects())
-    found = {of.__qualname__: n for of, n in types.items() if of.__module__.startswith(("coserve", "torch"))}
+    found = {of.__qualname__: n for of, n in types.items() if str(of.__module__).startswith(("coserve", "torch"))}
     found.pop(HistoryPoint.__qualname__, None)  # one a second, up to an hour's
     folders = {"descriptors": Path("/proc/self/fd").iterdir(), "files": api.folder.adapters.rglob("*")}
     found |= {name: len([*entries]) for name, entries in folders.items()}

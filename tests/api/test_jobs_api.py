@@ -19,13 +19,13 @@ from coserve.api.jobs.submission import Submission
 from coserve.core.errors import QueueFull
 from coserve.core.link.engine import DropAdapter
 from coserve.core.link.jobs import CancelJob, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.data.corpus.tokenized import Corpus
 from coserve.state.durable import remove_dir
 from coserve.state.failpoints import armed
 from tests.support.api_server import REPLY, Api, read_events, serve_api
 from tests.support.fake_engine import write_peft
+from tests.support.records import make_metrics
 
 ROWS = [{"text": "one two three"}, {"prompt": "a", "completion": "b"}]
 
@@ -88,18 +88,7 @@ async def test_events_from_the_first_to_the_last_and_again_from_the_middle(api: 
 
 
 def step(job: str, number: int) -> JobProgress:
-    metrics = StepMetrics(
-        step=number,
-        total_steps=40,
-        epoch=1.0,
-        loss=1.0,
-        learning_rate=1e-3,
-        grad_norm=1.0,
-        tokens=8,
-        target_tokens=8,
-        seconds=0.1,
-    )
-    return JobProgress(id=job, metrics=metrics)
+    return JobProgress(id=job, metrics=make_metrics(number, 40))
 
 
 async def test_steps_that_a_full_disk_refuses_are_told_once_and_written_later(

@@ -22,24 +22,12 @@ from benchmarks.bdlora.quality import (
 )
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
+from tests.support.records import make_base_spec
 
 
 def mlp(hidden: int, inner: int) -> BaseSpec:
     sites = {"up_proj": SiteSpec(hidden, inner, 0), "down_proj": SiteSpec(inner, hidden, 0)}
-    return BaseSpec(
-        name="",
-        fingerprint="",
-        family="llama",
-        dtype="float32",
-        device="cpu",
-        layers=1,
-        hidden=hidden,
-        vocab=9,
-        context=9,
-        eos_token_ids=(),
-        sites=sites,
-        default_targets=tuple(sites),
-    )
+    return make_base_spec(sites, hidden=hidden)
 
 
 @pytest.mark.parametrize(("kind", "blocks"), [("bd2", 2), ("bd4", 4)])

@@ -13,23 +13,9 @@ from typer.testing import CliRunner
 from coserve.cli import adapters
 from coserve.cli.app import app
 from coserve.core.schemas import Adapter, AdapterList, ConvertedAdapter, DeletedAdapter
+from tests.support.records import make_adapter_info
 
-ADAPTER = Adapter(
-    id="poet-bd4",
-    version=1,
-    ref="poet-bd4@1",
-    rank=32,
-    alpha=16.0,
-    targets=["q_proj"],
-    base="tiny",
-    base_fingerprint="f",
-    source="convert:poet@2",
-    created_at=0.0,
-    bytes=1 << 20,
-    sha256="0",
-    resident=False,
-    bd_blocks=4,
-)
+ADAPTER = make_adapter_info("poet-bd4", rank=32, source="convert:poet@2", bytes=1 << 20, bd_blocks=4)
 
 
 def test_a_conversion_prints_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:

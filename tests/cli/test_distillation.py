@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from coserve.cli import adapters
 from coserve.cli.app import app
 from coserve.core.errors import AdapterBusy, InvalidRequest
-from coserve.core.schemas import Adapter, ConvertedAdapter, Job
-from coserve.core.step_metrics import StepMetrics
+from coserve.core.schemas import ConvertedAdapter, Job
 from coserve.core.training.jobs import JobState
+from tests.support.records import make_adapter_info, make_metrics
 from tests.support.sdk import job
 
 COMMAND = ["adapters", "convert", "poet@2", "--bd-blocks", "4"]
@@ -49,22 +49,7 @@ class Daemon:
     def convert_adapter(self, source: str, blocks: int, **options: Any) -> ConvertedAdapter:
         rank = options["rank"] or 8
         self.calls.append(("convert", rank))
-        made = Adapter(
-            id="bard",
-            version=2 * len(self.calls),
-            ref=f"bard@{2 * len(self.calls)}",
-            rank=rank,
-            alpha=16.0,
-            targets=["q_proj"],
-            base="tiny",
-            base_fingerprint="f",
-            source="convert:poet@2",
-            created_at=0.0,
-            bytes=1 << 20,
-            sha256="0",
-            resident=False,
-            bd_blocks=blocks,
-        )
+        made = make_adapter_info("bard", 2 * len(self.calls), rank=rank, source="convert:poet@2", bd_blocks=blocks)
         error = 0.3 if rank < 64 else 0.0
         return ConvertedAdapter(
             adapter=made, rank=rank, error=error, site_errors={}, max_error=0.05, smallest_rank=64, errors={rank: error}
@@ -73,19 +58,8 @@ class Daemon:
     def finetune(self, adapter: str, data: Any, **options: Any) -> Any:
         self.calls.append(("finetune", adapter, data, options))
         rank, version = self.calls[-2][1], 2 * len(self.calls) - 1
-        metrics = StepMetrics(
-            step=9,
-            total_steps=9,
-            epoch=1.0,
-            loss=0.1,
-            learning_rate=0.0,
-            grad_norm=1.0,
-            tokens=9,
-            target_tokens=9,
-            seconds=1.0,
-            valid_loss=self.after[rank] + 0.1,
-            valid_loss_before=0.5,
-            best_valid_loss=self.after[rank],
+        metrics = make_metrics(
+            9, 9, 0.1, valid_loss=self.after[rank] + 0.1, valid_loss_before=0.5, best_valid_loss=self.after[rank]
         )
         ended: Job = msgspec.structs.replace(
             job(self.state),

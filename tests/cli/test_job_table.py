@@ -22,22 +22,18 @@ from coserve.core.schemas import ErrorInfo, Job, JobEvent, JobList, Preparing
 from coserve.core.step_metrics import Rewards
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
-from coserve.core.types import LoraSettings
 from tests.support.examples import sample
 from tests.support.fake_engine import metrics
 from tests.support.records import make_metrics
 from tests.support.sdk import job
 
 METRICS = msgspec.structs.replace(make_metrics(5, 20, 1.2345), token_accuracy=0.375, perplexity=3.4367)
-JOB = Job(
-    id="job-1",
+JOB = job(
+    JobState.RUNNING,
     adapter="poet",
     version=2,
-    state=JobState.RUNNING,
     created_at=1000.0,
     started_at=1001.0,
-    finished_at=None,
-    queue_position=None,
     step=5,
     total_steps=20,
     progress=0.25,
@@ -48,12 +44,7 @@ JOB = Job(
     rows=30,
     tokens=900,
     target_tokens=900,
-    continue_from=None,
-    lora=LoraSettings(),
     training=TrainingSettings(epochs=12, batch_tokens=64, learning_rate=0.004),
-    metadata={},
-    error=None,
-    result=None,
     rows_cut=3,
     auto=["batch_tokens", "epochs", "learning_rate"],
 )

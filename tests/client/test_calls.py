@@ -19,26 +19,13 @@ from coserve.core.errors import (
     Unreachable,
 )
 from coserve.core.health import Health
-from coserve.core.schemas import Adapter, AdapterList, ChatMessage, DeletedAdapter, JobList
+from coserve.core.schemas import AdapterList, ChatMessage, DeletedAdapter, JobList
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraSettings
+from tests.support.records import make_adapter_info
 from tests.support.sdk import GENERATED, Daemon, chunk, job, refusal, reply, stream_of
 
-ADAPTER = Adapter(
-    id="a",
-    version=2,
-    ref="a@2",
-    rank=8,
-    alpha=16.0,
-    targets=["q_proj"],
-    base="tiny",
-    base_fingerprint="f",
-    source="import",
-    created_at=1.0,
-    bytes=10,
-    sha256="0",
-    resident=False,
-)
+ADAPTER = make_adapter_info("a", 2)
 HEALTH = Health(
     status="starting",
     version="0",

@@ -10,7 +10,6 @@ from peft import CartridgeConfig, LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import DynamicCache
 
-from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import corpus_batch
@@ -26,6 +25,7 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.examples import sample
 from tests.support.finetuning import CPU, random_corpus, tiny_base
 from tests.support.lora_backends import GROUPED
+from tests.support.records import make_spec
 from tests.support.tiny_models import VOCAB, tiny_model
 
 TOKENS = 7
@@ -103,16 +103,9 @@ def test_an_encoder_learns_what_two_passes_do(family: str, tmp_path: Path) -> No
         logprobs = out.logits[0, :-1].log_softmax(-1)
         total = total - (logprobs.gather(1, ids[1:, None])[:, 0] * target[1:]).sum()
     total.backward()
-    spec = JobSpec(
-        id="job",
-        adapter="a",
-        version=1,
-        init_from=None,
+    spec = make_spec(
         lora=start.settings,
         training=TrainingSettings(),
-        rows=len(corpus.lengths),
-        tokens=0,
-        target_tokens=0,
         prefix=tuple(id for chunk in CHUNKS for id in (*chunk, *MEMORY)),
     )
     assert encoder_rows(spec) == [[*chunk, *MEMORY] for chunk in CHUNKS]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from coserve.core.names import TOKEN_ROWS
-from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.data.corpus.batch import corpus_batch
@@ -30,6 +29,7 @@ from tests.support.finetuning import random_corpus
 from tests.support.generation import collect
 from tests.support.gpu_engine import adapter, gpu_base, prompt, request, texts
 from tests.support.lora_backends import REFERENCE, SEGMENTED
+from tests.support.records import make_spec
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import VOCAB, tiny_model
 
@@ -83,18 +83,7 @@ def test_an_encoder_learns_and_changes_no_decoded_token() -> None:
     base, corpus = gpu_base(tiny_model("llama")), random_corpus()
     memory = (VOCAB - 1, VOCAB - 2)
     settings = LoraSettings(r=8, trainable_token_indices={"model.embed_tokens": memory})
-    spec = JobSpec(
-        id="job",
-        adapter="a",
-        version=1,
-        init_from=None,
-        lora=settings,
-        training=TrainingSettings(),
-        rows=3,
-        tokens=0,
-        target_tokens=0,
-        prefix=(5, 6, 7, *memory, 8, 9, *memory),
-    )
+    spec = make_spec(lora=settings, training=TrainingSettings(), prefix=(5, 6, 7, *memory, 8, 9, *memory))
     start = base.begun(new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cuda"))
     rows = pack_jobs([with_encoder(spec, corpus_batch(corpus, [0, 1, 2]))], DEVICE)
     runner, losses = MicroBatchRunner(base, recompute=False), list[list[float]]()

@@ -27,27 +27,15 @@ from coserve.core.errors import (
     UnsafeAdapter,
     UnsupportedAdapter,
 )
-from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
+from coserve.core.types import LoraSettings, SiteSpec
 from coserve.lora.files.peft import adapter_config, inspect_adapter
 from coserve.lora.files.targets import MAX_ALPHA, resolve_targets
 from coserve.lora.files.tensorfile import MAX_HEADER
 from tests.support.examples import examples
+from tests.support.records import make_base_spec
 
 SITES = {f"model.layers.{i}.self_attn.{name}": SiteSpec(8, 8, i) for i in (0, 1) for name in ("q_proj", "v_proj")}
-BASE = BaseSpec(
-    name="tiny",
-    fingerprint="f" * 64,
-    family="llama",
-    dtype="float32",
-    device="cpu",
-    layers=2,
-    hidden=8,
-    vocab=16,
-    context=32,
-    eos_token_ids=(2,),
-    sites=SITES,
-    default_targets=("q_proj", "v_proj"),
-)
+BASE = make_base_spec(SITES, eos_token_ids=(2,))
 PREFIX = "base_model.model.model.layers.0.self_attn."
 CONFIG: dict[str, object] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj"]}
 

@@ -7,23 +7,14 @@ import math
 import pytest
 import torch
 
-from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
+from coserve.core.types import LoraSettings, SiteSpec
 from coserve.finetune.init import new_adapter
 from coserve.model.lora import LoraWeights
+from tests.support.records import make_base_spec
 
-BASE = BaseSpec(
-    name="tiny",
-    fingerprint="f",
-    family="llama",
-    dtype="float32",
-    device="cpu",
-    layers=2,
+BASE = make_base_spec(
+    {f"model.layers.{i}.mlp.{name}": SiteSpec(64, 48, i) for i in range(2) for name in ("up_proj", "gate_proj")},
     hidden=64,
-    vocab=16,
-    context=32,
-    eos_token_ids=(),
-    sites={f"model.layers.{i}.mlp.{name}": SiteSpec(64, 48, i) for i in range(2) for name in ("up_proj", "gate_proj")},
-    default_targets=("up_proj", "gate_proj"),
 )
 
 

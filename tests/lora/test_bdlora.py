@@ -25,6 +25,7 @@ from coserve.model.parallel.families.plans import PLANS, Width, joined
 from tests.support.examples import sample
 from tests.support.families import SERVED, tiny_family
 from tests.support.lora_reference import save_peft
+from tests.support.records import make_base_spec
 from tests.support.tiny_models import tiny_model
 
 LLAMA = {
@@ -38,20 +39,7 @@ LLAMA = {
 
 def base_of(sites: dict[str, SiteSpec], family: str = "llama") -> BaseSpec:
     names = {f"model.layers.0.{name}": site for name, site in sites.items()}
-    return BaseSpec(
-        name="tiny",
-        fingerprint="f",
-        family=family,
-        dtype="float32",
-        device="cpu",
-        layers=1,
-        hidden=8,
-        vocab=16,
-        context=32,
-        eos_token_ids=(),
-        sites=names,
-        default_targets=tuple(name.rsplit(".", 1)[-1] for name in names),
-    )
+    return make_base_spec(names, family=family)
 
 
 BASE = base_of(LLAMA)

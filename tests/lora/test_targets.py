@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.types import BaseSpec, LoraRequest, LoraSettings, SiteSpec
+from coserve.core.types import LoraRequest, LoraSettings, SiteSpec
 from coserve.lora.files.targets import (
     UnsafePattern,
     lookup,
@@ -20,26 +20,14 @@ from coserve.lora.files.targets import (
     resolve_targets,
     targets_match,
 )
+from tests.support.records import make_base_spec
 
 SITES = {
     f"model.layers.{i}.{name}": SiteSpec(8, 8, i)
     for i in range(2)
     for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
 }
-BASE = BaseSpec(
-    name="tiny",
-    fingerprint="f",
-    family="llama",
-    dtype="float32",
-    device="cpu",
-    layers=2,
-    hidden=8,
-    vocab=16,
-    context=32,
-    eos_token_ids=(),
-    sites=SITES,
-    default_targets=("q_proj", "o_proj", "up_proj"),
-)
+BASE = make_base_spec(SITES)
 
 names = st.lists(st.sampled_from(["a", "b", "0", "_", "-", ".", "ab"]), max_size=6).map("".join)
 patterns = st.tuples(

@@ -12,23 +12,13 @@ from coserve.core.types import AdapterRef
 from coserve.state.registry.names import HALF_LIFE
 from coserve.state.registry.records import AdapterRecord, AliasRecord, Labels
 from coserve.state.registry.registry import Registry
+from tests.support.records import make_adapter
 
 ONE, TWO, OTHER = AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 1)
 
 
 def record(ref: AdapterRef) -> AdapterRecord:
-    return AdapterRecord(
-        ref=ref,
-        rank=8,
-        alpha=8.0,
-        targets=("q_proj",),
-        base_fingerprint="f",
-        base_name="base",
-        source="import",
-        created_at=0.0,
-        bytes=100,
-        sha256="0" * 64,
-    )
+    return make_adapter(ref.id, ref.version, base_fingerprint="f", base_name="base", created_at=0.0, bytes=100)
 
 
 class Clock:

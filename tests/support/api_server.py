@@ -28,10 +28,9 @@ from coserve.api.tokenizer.handlers import MAX_TEXTS
 from coserve.api.tracking.feed import CLOSING
 from coserve.config import Config
 from coserve.core.link.generation import Generate
-from coserve.core.types import AdapterRef, BaseSpec
+from coserve.core.types import BaseSpec
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
-from coserve.state.registry.records import AdapterRecord
 from coserve.state.registry.registry import Registry
 from coserve.state.reserve import Reserve
 from coserve.state.retries import Backoff
@@ -39,7 +38,7 @@ from coserve.state.thread import LOCK_BACKOFF, RegistryThread
 from tests.support.cutting import Cutter
 from tests.support.fake_engine import CONTEXT, FakeEngine, make_base
 from tests.support.local_link import local_pair
-from tests.support.records import import_adapter
+from tests.support.records import import_adapter, make_adapter
 
 RESERVE = 1 << 20
 REPLY = "the cat sat on the mat"
@@ -222,17 +221,15 @@ async def serve_api(
 
 
 def add_adapter(api: Api, name: str, version: int = 1, *, fingerprint: str = "") -> None:
-    record = AdapterRecord(
-        ref=AdapterRef(name, version),
+    record = make_adapter(
+        name,
+        version,
         rank=2,
         alpha=4.0,
-        targets=("q_proj",),
         base_fingerprint=fingerprint or api.base.fingerprint,
         base_name=api.base.name,
-        source="import",
         created_at=1000.0 + version,
         bytes=1,
-        sha256="0" * 64,
     )
     with closing(Registry(api.folder.database)) as registry:
         import_adapter(registry, record)

@@ -38,6 +38,7 @@ from coserve.core.types import AdapterRef, BaseSpec, FinishReason, LoraSettings,
 from coserve.lora.files.peft import adapter_config
 from coserve.state.folder import DataFolder
 from tests.support.local_link import LocalLink
+from tests.support.records import make_base_spec, make_metrics
 
 CONTEXT = 128
 SITE = "model.layers.0.self_attn.q_proj"
@@ -45,19 +46,14 @@ SITE = "model.layers.0.self_attn.q_proj"
 
 def make_base(vocab: int, eos: tuple[int, ...] = (0,)) -> BaseSpec:
     """A base with one site of 8 by 8."""
-    return BaseSpec(
+    return make_base_spec(
+        {SITE: SiteSpec(8, 8, 0)},
         name="fake",
         fingerprint="f" * 16,
         family="fake",
-        dtype="float32",
-        device="cpu",
-        layers=1,
-        hidden=8,
         vocab=vocab,
         context=CONTEXT,
         eos_token_ids=eos,
-        sites={SITE: SiteSpec(8, 8, 0)},
-        default_targets=("q_proj",),
     )
 
 
@@ -74,17 +70,7 @@ def write_peft(folder: Path, base: BaseSpec, *, rank: int = 2, value: float = 0.
 
 
 def metrics(step: int, total: int) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        total_steps=total,
-        epoch=step / total,
-        loss=3.0 / step,
-        learning_rate=1e-3,
-        grad_norm=1.0,
-        tokens=10,
-        target_tokens=5,
-        seconds=0.5,
-    )
+    return make_metrics(step, total, 3.0 / step, seconds=0.5)
 
 
 class FakeEngine:

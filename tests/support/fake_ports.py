@@ -31,7 +31,6 @@ from coserve.core.link.jobs import (
 )
 from coserve.core.link.link import FromEngine
 from coserve.core.link.stats import TrainingBatches
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
@@ -45,6 +44,7 @@ from coserve.memory.allocator import AllocatorStats
 from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape
+from tests.support.records import make_metrics
 from tests.support.sized_adapters import room_for, sized
 
 T = TypeVar("T")
@@ -500,7 +500,7 @@ class FakeTrainer:
     def _end_of_step(self, run: _Run, plan: JobPlan) -> list[FromEngine]:
         if run.step == plan.fails_at:
             return [JobFailed(id=run.spec.id, code="non_finite_loss", message="chaos")]
-        return [JobProgress(id=run.spec.id, metrics=_metrics(run.step, plan.steps))]
+        return [JobProgress(id=run.spec.id, metrics=make_metrics(run.step, plan.steps, tokens=1, target_tokens=1))]
 
     notes: tuple[str, ...] = ()
 
@@ -600,20 +600,6 @@ def _kind(micro_step: int, micro_steps: int) -> MicroStep:
     if micro_step + 1 == micro_steps:
         return MicroStep.OPTIMIZER
     return MicroStep.FORWARD if micro_step < micro_steps // 2 else MicroStep.BACKWARD
-
-
-def _metrics(step: int, total: int) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        total_steps=total,
-        epoch=step / total,
-        loss=1.0,
-        learning_rate=1e-3,
-        grad_norm=1.0,
-        tokens=1,
-        target_tokens=1,
-        seconds=0.1,
-    )
 
 
 class Inline(Executor):

@@ -41,6 +41,7 @@ from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.queues.finetune import JobQueue
 from coserve.state.folder import DataFolder
 from tests.support.lora_backends import GROUPED
+from tests.support.records import make_spec
 from tests.support.tiny_models import VOCAB, tiny_model
 
 T = TypeVar("T")
@@ -92,11 +93,9 @@ def job_spec(corpus: Corpus, id: str = "job-1", **changes: object) -> JobSpec:
         else:
             assert name in own_fields, name
     own = {name: value for name, value in changes.items() if name in own_fields}
-    spec = JobSpec(
-        id=id,
-        adapter="learned",
-        version=1,
-        init_from=None,
+    spec = make_spec(
+        id,
+        "learned",
         lora=lora,
         training=training,
         rows=corpus.rows,

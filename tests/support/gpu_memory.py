@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from coserve.core.gpu_memory import GroupCosts, HeadCosts, JobUse, LinearBytes, MemoryUse, TrainingCosts
-from coserve.core.types import BaseSpec, SiteSpec
+from coserve.core.types import SiteSpec
+from tests.support.records import make_base_spec
 
 COSTS = TrainingCosts(
     rank=16,
@@ -32,19 +33,14 @@ ROLES = {
     "mlp.up_proj": (1024, 4096),
     "mlp.down_proj": (4096, 1024),
 }
-BASE = BaseSpec(
-    name="tiny",
+BASE = make_base_spec(
+    {f"model.layers.{i}.{role}": SiteSpec(*sizes, i) for i in range(4) for role, sizes in ROLES.items()},
     fingerprint="f" * 8,
-    family="llama",
     dtype="bfloat16",
     device="cuda",
-    layers=4,
     hidden=1024,
     vocab=32000,
     context=4096,
-    eos_token_ids=(),
-    default_targets=tuple(role.split(".")[1] for role in ROLES),
-    sites={f"model.layers.{i}.{role}": SiteSpec(*sizes, i) for i in range(4) for role, sizes in ROLES.items()},
 )
 
 MIB = 1 << 20

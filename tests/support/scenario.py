@@ -47,6 +47,7 @@ from tests.support.fake_ports import (
     adapters_on_disk,
 )
 from tests.support.local_link import LocalLink
+from tests.support.records import make_spec
 from tests.support.virtual_clock import VirtualClockLoop, run_virtual
 
 
@@ -167,16 +168,8 @@ def _jobs(rng: random.Random, plans: dict[str, JobPlan], calm: bool) -> list[tup
 
 
 def job_spec(id: str) -> JobSpec:
-    return JobSpec(
-        id=id,
-        adapter=f"adapter-{id}",
-        version=1,
-        init_from=None,
-        lora=LoraSettings(),
-        training=TrainingSettings(steps=1),
-        rows=1,
-        tokens=1,
-        target_tokens=1,
+    return make_spec(
+        id, f"adapter-{id}", lora=LoraSettings(), training=TrainingSettings(steps=1), rows=1, tokens=1, target_tokens=1
     )
 
 

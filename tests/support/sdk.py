@@ -11,10 +11,10 @@ from coserve.client import AsyncClient, MockTransport, Request, Response, RetryP
 from coserve.client.caller import Caller
 from coserve.core.errors import CoserveError
 from coserve.core.schemas import STREAM_END, Choice, GenerateChunk, GenerateResponse, Job, JobEvent, Timing, Usage
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraSettings
+from tests.support.records import make_metrics
 
 USAGE = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
 TIMING = Timing(queue=0.0, ttft=0.1, e2e=0.2)
@@ -112,19 +112,7 @@ def job_event(seq: int, state: JobState | None = None, *, step: int | None = Non
         type="state" if state else "metrics",
         message="",
         state=state,
-        metrics=None
-        if step is None
-        else StepMetrics(
-            step=step,
-            total_steps=2,
-            epoch=step / 2,
-            loss=1.5,
-            learning_rate=1e-3,
-            grad_norm=1.0,
-            tokens=100,
-            target_tokens=10,
-            seconds=0.5,
-        ),
+        metrics=None if step is None else make_metrics(step, 2, 1.5, tokens=100, target_tokens=10, seconds=0.5),
     )
 
 

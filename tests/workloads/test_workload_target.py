@@ -10,16 +10,16 @@ import pytest
 
 from coserve.client import AsyncClient, MockTransport, Request, Response
 from coserve.core.errors import AdapterNotFound, InvalidRequest, QueueFull, Unreachable
-from coserve.core.schemas import Adapter, DeletedAdapter, ErrorBody, ErrorInfo, GenerateChunk, Job, JobEvent
-from coserve.core.step_metrics import StepMetrics
+from coserve.core.schemas import DeletedAdapter, ErrorBody, ErrorInfo, GenerateChunk, JobEvent
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
-from coserve.core.types import LoraSettings
 from coserve.workloads.replay import ReplayResult, Rest, replay
 from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import summarise
 from coserve.workloads.synthesis import make_trace
 from coserve.workloads.target import NO_RETRIES, DaemonTarget
+from tests.support.records import make_adapter_info, make_metrics
+from tests.support.sdk import job
 
 SCENARIO = Scenario(
     duration=0.05,
@@ -33,47 +33,8 @@ SCENARIO = Scenario(
 )
 
 
-def job(id: str, adapter: str, state: JobState) -> Job:
-    return Job(
-        id=id,
-        adapter=adapter,
-        version=2,
-        state=state,
-        created_at=0,
-        started_at=None,
-        finished_at=None,
-        queue_position=None,
-        step=0,
-        total_steps=2,
-        progress=0,
-        eta=None,
-        loss=None,
-        metrics=None,
-        trained_tokens=0,
-        rows=1,
-        tokens=9,
-        target_tokens=8,
-        continue_from=None,
-        lora=LoraSettings(),
-        training=TrainingSettings(),
-        metadata={},
-        error=None,
-        result=None,
-    )
-
-
 def step(seq: int) -> JobEvent:
-    metrics = StepMetrics(
-        step=seq,
-        total_steps=2,
-        epoch=1,
-        loss=2.0,
-        learning_rate=1e-3,
-        grad_norm=1,
-        tokens=50,
-        target_tokens=40,
-        seconds=0.1,
-    )
+    metrics = make_metrics(seq, 2, 2.0, tokens=50, target_tokens=40)
     return JobEvent(seq=seq, job="j", created_at=0, level="info", type="metrics", message="", metrics=metrics)
 
 
@@ -110,7 +71,7 @@ class FakeDaemon:
                 body = sse(state(1, JobState.RUNNING), step(2), step(3), done)
                 return Response(200, {"content-type": "text/event-stream"}, body)
             case "GET", ["finetune", id]:
-                return json(job(id, self.adapters[id], JobState.SUCCEEDED))
+                return json(job(JobState.SUCCEEDED, id, adapter=self.adapters[id]))
             case "GET", ["adapters", name]:
                 return self.adapter(name)
         raise AssertionError(request)
@@ -132,28 +93,12 @@ class FakeDaemon:
         self.bodies.append(body)
         id = f"job-{len(self.adapters)}"
         self.adapters[id] = body["adapter"]
-        return json(job(id, body["adapter"], JobState.QUEUED))
+        return json(job(JobState.QUEUED, id, adapter=body["adapter"]))
 
     def adapter(self, name: str) -> Response:
         if name not in self.ranks:
             return json(ErrorBody(error=ErrorInfo(code="adapter_not_found", message=name)), 404)
-        return json(
-            Adapter(
-                id=name,
-                version=1,
-                ref=f"{name}@1",
-                rank=self.ranks[name],
-                alpha=8,
-                targets=[],
-                base="b",
-                base_fingerprint="f",
-                source="import",
-                created_at=0,
-                bytes=1,
-                sha256="0",
-                resident=False,
-            )
-        )
+        return json(make_adapter_info(name, rank=self.ranks[name]))
 
 
 def play(daemon: FakeDaemon) -> tuple[int, ReplayResult]:
@@ -213,7 +158,7 @@ class PausingDaemon(FakeDaemon):
             case "GET", ["finetune", _, "events"]:
                 return Response(200, {"content-type": "text/event-stream"}, self.events())
             case "GET", ["finetune", id]:
-                found = job(id, self.adapters[id], self.now)
+                found = job(self.now, id, adapter=self.adapters[id])
                 return json(msgspec.structs.replace(found, error=self.error))
         return super().__call__(request)
 
@@ -270,7 +215,7 @@ class SlowDaemon(FakeDaemon):
                 return self.held(request)
             case "POST", ["finetune", id, "cancel"]:
                 self.cancelled.add(id)
-                return json(job(id, self.adapters[id], JobState.CANCELLED))
+                return json(job(JobState.CANCELLED, id, adapter=self.adapters[id]))
             case "DELETE", ["adapters", name]:
                 return json(ErrorBody(error=ErrorInfo(code="adapter_not_found", message=name)), 404)
         return super().__call__(request)
@@ -340,7 +285,7 @@ class CrowdedDaemon(FakeDaemon):
     def __call__(self, request: Request) -> Response | Awaitable[Response]:  # type: ignore[override]
         match request.method, request.path.strip("/").split("/"):
             case "POST", ["finetune", id, "cancel"]:
-                return json(job(id, self.adapters[id], JobState.CANCELLED))
+                return json(job(JobState.CANCELLED, id, adapter=self.adapters[id]))
             case "DELETE", ["adapters", name]:
                 return self.delete(name)
         return super().__call__(request)
