@@ -88,8 +88,15 @@ class Config:
     ep: int = option(1, "GPUs that share out the experts of a mixture: 1 (each has a part of every expert), or --tp")
     lora_server: int = option(
         0,
-        "processes on the last GPUs, or on CPU, that compute adapters of experts, each for a share of the layers",
+        "processes on the last GPUs, or on CPU, that compute adapters of experts, each for a share of the layers, or "
+        "of the experts (lora_server_ep)",
         bounds=Bounds(0),
+    )
+    lora_server_ep: int = option(
+        1,
+        "LoRA servers that share out the experts of each layer, such as `coserve plan` tells; groups of so many share "
+        "out the layers",
+        bounds=Bounds(1),
     )
     lora_server_timeout: float = option(
         30.0,
@@ -308,6 +315,9 @@ class Config:
             raise ConfigError(f"tp: expected 1, 2, 4 or 8, got {self.tp}")
         if self.ep not in (1, self.tp):
             raise ConfigError(f"ep: expected 1, or the number of tp, {self.tp}; got {self.ep}")
+        if self.lora_server % self.lora_server_ep:
+            most = f"a divisor of lora_server, {self.lora_server}"
+            raise ConfigError(f"lora_server_ep: expected {most}, got {self.lora_server_ep}")
         if self.lora_server and self.tp > 1:
             raise ConfigError(f"lora_server: expected 0 with tp {self.tp}, got {self.lora_server}")
         if self.tp > 1 and self.quantization != "none":

@@ -62,6 +62,7 @@ SETTINGS = [
     "tp",
     "ep",
     "lora_server",
+    "lora_server_ep",
     "lora_server_timeout",
     "lora_sharding",
     "threads",

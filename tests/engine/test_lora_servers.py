@@ -48,15 +48,26 @@ def without_experts(weights: LoraWeights, slot: int) -> LoraWeights:
     return LoraWeights(weights.settings, sites, slot)
 
 
-@pytest.mark.parametrize(("family", "servers"), [("qwen3_moe", 1), ("mixtral", 2), ("gpt_oss", 2)])
+@pytest.mark.parametrize(
+    ("family", "servers", "ep"),
+    [
+        ("qwen3_moe", 1, 1),
+        ("qwen3_moe", 3, 3),
+        ("mixtral", 2, 1),
+        ("mixtral", 2, 2),
+        ("gpt_oss", 2, 1),
+        ("gpt_oss", 4, 2),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
-def test_terms_of_servers_equal_the_coupled_path(family: str, servers: int, tmp_path: Path) -> None:
-    """Two adapters of different ranks and a sequence without one; then one adapter apart, the other one coupled."""
+def test_terms_of_servers_equal_the_coupled_path(family: str, servers: int, ep: int, tmp_path: Path) -> None:
+    """However layers and experts are divided. Two adapters of different ranks and a sequence without one; then one
+    adapter apart, the other one coupled; then a single token, so that some servers have none of its experts."""
     base = wrap_base(tiny_family(family), name=family)
     adapters = save_adapters(family, base, tmp_path)
     segments, sequences = Segments((0, 11, 20, 27, 32), (0, -1, 1, 0)), [tokens_of(n, seed=n) for n in (11, 9, 7, 5)]
     expected = packed(base, sequences, LoraBatch(segments, tuple(adapters), GROUPED))
-    own = LoraServers(servers, lambda start, told: in_threads(base, tmp_path, servers, told), 60.0)
+    own = LoraServers(servers, lambda start, told: in_threads(base, tmp_path, servers, told, ep=ep), 60.0)
     with closing(own):
         own.wait()
         for load in [own.load(ref, None) for ref in REFS]:
@@ -69,6 +80,10 @@ def test_terms_of_servers_equal_the_coupled_path(family: str, servers: int, tmp_
             found = packed(base, sequences, LoraBatch(segments, tuple(chosen), GROUPED, remote=own))
             for one, wanted in zip(found, expected, strict=True):
                 torch.testing.assert_close(one, wanted, atol=2e-5, rtol=1e-5)
+        token, one = [tokens_of(1, seed=9)], Segments((0, 1), (0,))
+        found = packed(base, token, LoraBatch(one, (apart[1],), GROUPED, remote=own))
+        wanted = packed(base, token, LoraBatch(one, (adapters[1],), GROUPED))
+        torch.testing.assert_close(found[0], wanted[0], atol=2e-5, rtol=1e-5)
         left = packed(base, sequences, LoraBatch(segments, tuple(replace(w, remote=-1) for w in apart), GROUPED))
         assert (left[0] - expected[0]).abs().max() > 0.1, "terms that are left out would not be seen"
         own.dropped(REFS[0])
@@ -98,7 +113,7 @@ def test_first_layers_answer_while_the_last_ones_are_read(tmp_path: Path) -> Non
 
     segments, sequences = Segments((0, 6), (0,)), [tokens_of(6, seed=1)]
     expected = packed(base, sequences, LoraBatch(segments, (adapters[0],), GROUPED))[0]
-    with closing(LoraServers(1, lambda start, told: in_threads(base, tmp_path, 1, told, slowly), 60.0)) as own:
+    with closing(LoraServers(1, lambda start, told: in_threads(base, tmp_path, 1, told, readers=slowly), 60.0)) as own:
         own.wait()
         own.load(REFS[0], None)()
         assert held.wait(60.0)
@@ -125,7 +140,7 @@ def test_parts_of_an_adapter_are_read_from_peft_and_packed_files(
     weights = save_adapters(family, base, tmp_path)[0]
     path = folder.adapter(REFS[0])
     digests = AdapterDigests(digest_file(path, ADAPTER_WEIGHTS), digest_file(path, ADAPTER_CONFIG))
-    whole = part_of(spec, 0, 1)
+    whole = part_of(spec, 0, 1, 1)
     experts = whole.experts // 2
     sites = {name: msgspec.structs.replace(site, experts=experts) for name, site in whole.sites.items()}
     for files in ("peft", "packed"):
@@ -154,7 +169,7 @@ def test_parts_of_an_adapter_are_read_from_peft_and_packed_files(
 def test_a_server_takes_no_message_of_another_start_or_table() -> None:
     """Steps name what they know of the table; a slot that was filled later, or emptied, is refused."""
     base = wrap_base(tiny_family("mixtral"), name="mixtral")
-    held = HeldPairs(part_of(base.spec, 0, 1).sites, 4, base.device)
+    held = HeldPairs(part_of(base.spec, 0, 1, 1).sites, 4, base.device)
     held.expect(2, 1)
     known = held.add(2, 1, {}, 0)
     assert held.step((0, 3), (2,), known)
@@ -179,6 +194,6 @@ def test_a_server_takes_no_message_of_another_start_or_table() -> None:
                 channel,
                 GlooTransport(dist.group.WORLD, 0, base.device, 1.0),
                 held,
-                PairsReader(part_of(base.spec, 0, 1), base.spec, DataFolder(Path()), base.device),
+                PairsReader(part_of(base.spec, 0, 1, 1), base.spec, DataFolder(Path()), base.device),
                 2,
             ).run(torch.float32)

@@ -52,6 +52,8 @@ def in_threads(
     folder: Path,
     servers: int,
     told: Answered,
+    *,
+    ep: int = 1,
     readers: Callable[[ReadPairs], ReadPairs] = lambda read: read,
 ) -> RunningServers:
     """Servers as threads of this process; gloo connects them as it connects processes. `readers` wraps how they read
@@ -60,14 +62,14 @@ def in_threads(
     groups = [ranks.submit(gloo_group, str(folder / "ranks"), rank, servers + 1, 60.0) for rank in range(servers + 1)]
     for index in range(servers):
         ours, theirs = socket.socketpair()
-        part = part_of(base.spec, index, servers)
+        part = part_of(base.spec, index, servers, ep)
         read = readers(PairsReader(part, base.spec, DataFolder(folder), base.device))
         channel = Channel[AnyFromServer, AnyToServer](theirs, msgspec.msgpack.Decoder(AnyToServer))
         transport = GlooTransport(groups[index + 1].result(), 0, base.device, 60.0)
         server = LoraServer(channel, transport, HeldPairs(part.sites, 8, base.device), read, 1)
         Thread(target=run, args=(server, channel), daemon=True).start()
         own = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
-        found.append(Server(Ended(ours), own, part.sites))
+        found.append(Server(Ended(ours), own, part))
     transports = [GlooTransport(groups[0].result(), index + 1, base.device, 60.0) for index in range(servers)]
     ranks.shutdown()
     return RunningServers(1, found, transports, told)

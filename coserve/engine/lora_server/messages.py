@@ -22,6 +22,8 @@ class StartServer(ToServer, frozen=True, kw_only=True):
     index: int
     """Number among the servers of the engine."""
     servers: int
+    ep: int
+    """Servers that share out the experts of a layer."""
     start: int
     """Number of the start of all servers, from 1."""
     rendezvous: str
@@ -71,9 +73,12 @@ class Exchange(ToServer, frozen=True, kw_only=True):
     site: str
     chosen: int
     """K: experts chosen by each token."""
+    rows: int
+    """S: choices of this server's experts, in the order of the tokens and of their choices."""
     down: bool
-    """Whether the parameter is that of down: the inputs are (N, K, I), and weights (N, K) come with them. Otherwise
-    they are (N, D), and the numbers of the chosen experts (N, K) come with them."""
+    """Whether the parameter is that of down: the inputs are (S, I), weights (S) come with them, and the terms are
+    (N, D). Otherwise the inputs are (N, D), the numbers of the chosen experts among the server's (N, K) come with them,
+    where others have the number one past the last, and the terms are (S, O)."""
 
 
 class FromServer(Struct, frozen=True, tag=True, kw_only=True):

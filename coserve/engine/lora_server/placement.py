@@ -20,11 +20,19 @@ class ServerPart:
     experts: int
 
 
-def part_of(spec: BaseSpec, index: int, servers: int) -> ServerPart:
-    """Return the part of server `index` of `servers`: all experts of an even share of the layers."""
+def part_of(spec: BaseSpec, index: int, servers: int, ep: int) -> ServerPart:
+    """Return the part of server `index` of `servers`, which `ep` divides.
+
+    Groups of `ep` servers take the layers with experts in turns (InfiniLoRA, section 4.1), so that an adapter's first
+    layers are read by several groups at once. Within its group a server has an even share of the experts.
+    """
     layers = sorted({site.layer for site in spec.experts.values()})
-    own = layers[len(layers) * index // servers : len(layers) * (index + 1) // servers]
-    sites = {name: site for name, site in spec.experts.items() if site.layer in own}
+    own = set(layers[index // ep :: servers // ep])
     experts = max(site.experts for site in spec.experts.values())
-    held = {name: msgspec.structs.replace(site, experts=experts) for name, site in sites.items()}
-    return ServerPart(held, 0, experts)
+    first, end = (experts * place // ep for place in (index % ep, index % ep + 1))
+    sites = {
+        name: msgspec.structs.replace(site, experts=end - first)
+        for name, site in spec.experts.items()
+        if site.layer in own
+    }
+    return ServerPart(sites, first, end - first)

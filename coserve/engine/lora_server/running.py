@@ -7,7 +7,7 @@ import logging
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +20,6 @@ from coserve.core.errors import LoraServerLost
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.processes import spawn_child
-from coserve.core.types import SiteSpec
 from coserve.engine.lora_server.connect import connect_all
 from coserve.engine.lora_server.messages import (
     AnyFromServer,
@@ -33,7 +32,7 @@ from coserve.engine.lora_server.messages import (
     ServerReady,
     StartServer,
 )
-from coserve.engine.lora_server.placement import part_of
+from coserve.engine.lora_server.placement import ServerPart, part_of
 from coserve.engine.lora_server.transport import TensorSpec, Transport
 from coserve.kernels.lora.experts.interface import Pending
 from coserve.kernels.lora.segments import Segments
@@ -57,7 +56,7 @@ class Server:
 
     process: Ends
     channel: EngineChannel
-    sites: Mapping[str, SiteSpec]
+    part: ServerPart
     version: int = 0
     """Latest version of its adapter table that it has reported."""
 
@@ -74,6 +73,10 @@ class RunningServers:
         self._lost = threading.Event()
         self.why = ""
         """Why it was lost."""
+        self._holders: dict[str, list[tuple[int, ServerPart]]] = {}
+        for index, server in enumerate(servers):
+            for site in server.part.sites:
+                self._holders.setdefault(site, []).append((index, server.part))
         self._steps, self._numbers = itertools.count(1), itertools.count(1)
         self._listeners = [
             threading.Thread(target=self._listen, args=(index, server), name="lora-server", daemon=True)
@@ -127,28 +130,33 @@ class RunningServers:
             self.send(index, begin)
         return RemoteStep(self, step, torch.tensor(tokens, device=device))
 
-    def exchange(
-        self, step: int, site: str, tensors: tuple[Tensor, Tensor], found: TensorSpec, *, down: bool
-    ) -> Pending:
-        """Send inputs of a parameter, and return a function that waits for its terms."""
-        index = next(i for i, server in enumerate(self.servers) if site in server.sites)
-        transport, number = self._transports[index], next(self._numbers)
-        self.send(index, Exchange(step=step, number=number, site=site, chosen=tensors[1].shape[1], down=down))
+    def exchange(self, index: int, message: Exchange, tensors: tuple[Tensor, Tensor], found: TensorSpec) -> Pending:
+        """Send a server inputs of a parameter, and return a function that waits for its terms."""
+        transport = self._transports[index]
+        self.send(index, message)
         self._check()
 
         def wait() -> Tensor:
             try:
-                return transport.receive(number, [found])[0]
+                return transport.receive(message.number, [found])[0]
             except ConnectionError as error:
                 self.lose(f"LoRA server {index} ended, or did not answer in time")
                 raise LoraServerLost(self.why) from error
 
         try:
-            transport.send(number, tensors)
+            transport.send(message.number, tensors)
         except ConnectionError as error:
             self.lose(f"LoRA server {index} ended")
             raise LoraServerLost(self.why) from error
         return wait
+
+    def holders(self, site: str) -> list[tuple[int, ServerPart]]:
+        """Return the servers that have experts of a parameter, and their parts."""
+        return self._holders[site]
+
+    def next_number(self) -> int:
+        """Return the number of a further exchange."""
+        return next(self._numbers)
 
     def _check(self) -> None:
         if self.lost:
@@ -167,19 +175,66 @@ class RunningServers:
 
 
 class RemoteStep:
-    """Implements `RemoteTerms`."""
+    """Implements `RemoteTerms`. M = N K choices of experts, S of them of one server's experts."""
 
     def __init__(self, running: RunningServers, step: int, tokens_N: Tensor) -> None:
         self._running, self._step, self.tokens_N = running, step, tokens_N
-        self._sites = {name: site for server in running.servers for name, site in server.sites.items()}
+        self._own: list[tuple[int, Tensor]] = []
+        """Servers that have chosen experts of the layer, and the indices of these choices (S), ascending."""
 
     def gate_up(self, site: str, x_ND: Tensor, chosen_NK: Tensor) -> Pending:
-        found = TensorSpec((*chosen_NK.shape, self._sites[site].out_features), x_ND.dtype)
-        return self._running.exchange(self._step, site, (x_ND, chosen_NK.long()), found, down=False)
+        running, waiting, self._own = self._running, list[Pending](), []
+        holders, choices = running.holders(site), chosen_NK.numel()
+        outputs = holders[0][1].sites[site].out_features
+        if len(holders) == 1:
+            shares = [(holders[0][0], chosen_NK.long(), torch.arange(choices, device=x_ND.device))]
+        else:
+            chosen_NK = chosen_NK.cpu()  # the number of a server's choices goes into its message
+            shares = [(index, *_share(chosen_NK, part)) for index, part in holders]
+        for index, local_NK, own_S in shares:
+            if len(own_S):
+                message = self._message(site, chosen_NK.shape[1], len(own_S), down=False)
+                found = TensorSpec((len(own_S), outputs), x_ND.dtype)
+                waiting.append(running.exchange(index, message, (x_ND, local_NK), found))
+                self._own.append((index, own_S.to(x_ND.device)))
+
+        def wait() -> Tensor:
+            if len(waiting) == 1:
+                return waiting[0]().view(*chosen_NK.shape, outputs)
+            y_MO = x_ND.new_empty(choices, outputs)
+            for (_, own_S), terms in zip(self._own, waiting, strict=True):
+                y_MO[own_S] = terms()
+            return y_MO.view(*chosen_NK.shape, outputs)
+
+        return wait
 
     def down(self, site: str, h_NKI: Tensor, weights_NK: Tensor) -> Pending:
-        found = TensorSpec((len(h_NKI), self._sites[site].out_features), h_NKI.dtype)
-        return self._running.exchange(self._step, site, (h_NKI, weights_NK.float()), found, down=True)
+        running, waiting = self._running, list[Pending]()
+        h_MI, weights_M = h_NKI.flatten(0, 1), weights_NK.float().view(-1)
+        found = TensorSpec((len(h_NKI), running.holders(site)[0][1].sites[site].out_features), h_NKI.dtype)
+        for index, own_S in self._own:
+            message = self._message(site, weights_NK.shape[1], len(own_S), down=True)
+            waiting.append(running.exchange(index, message, (h_MI[own_S], weights_M[own_S]), found))
+
+        def wait() -> Tensor:
+            y_ND, *others = [terms() for terms in waiting]
+            for terms_ND in others:
+                y_ND = y_ND + terms_ND
+            return y_ND
+
+        return wait
+
+    def _message(self, site: str, chosen: int, rows: int, *, down: bool) -> Exchange:
+        number = self._running.next_number()
+        return Exchange(step=self._step, number=number, site=site, chosen=chosen, rows=rows, down=down)
+
+
+def _share(chosen_NK: Tensor, part: ServerPart) -> tuple[Tensor, Tensor]:
+    """Return the numbers of chosen experts among a server's, one past the last for others, and the indices of the
+    choices that are its own (S)."""
+    local_NK = chosen_NK.long() - part.first
+    own_NK = (local_NK >= 0) & (local_NK < part.experts)
+    return local_NK.where(own_NK, part.experts), own_NK.view(-1).nonzero()[:, 0]
 
 
 def start_servers(settings: Sequence[StartServer], answered: Answered) -> RunningServers:
@@ -222,4 +277,4 @@ def _spawn(settings: StartServer) -> Server:
         process = spawn_child("coserve.engine.lora_server.process", theirs)
     channel = EngineChannel(ours, msgspec.msgpack.Decoder(AnyFromServer))
     channel.send(settings)
-    return Server(process, channel, part_of(settings.spec, settings.index, settings.servers).sites)
+    return Server(process, channel, part_of(settings.spec, settings.index, settings.servers, settings.ep))

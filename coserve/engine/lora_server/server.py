@@ -52,7 +52,7 @@ def serve(channel: ServerChannel) -> None:
         torch.set_num_threads(message.threads)
         use = partial(_use, message.device)
         use()
-        part, device = part_of(message.spec, message.index, message.servers), torch.device(message.device)
+        part, device = part_of(message.spec, message.index, message.servers, message.ep), torch.device(message.device)
         pairs = HeldPairs(part.sites, SLOTS, device)
         read = PairsReader(part, message.spec, DataFolder(Path(message.data_dir)), device)
         channel.send(ServerReady())
@@ -113,13 +113,14 @@ class LoraServer:
         if self._step is None or self._step[0] != exchange.step:
             raise LookupError(f"expected an exchange of the current step, got one of step {exchange.step}")
         _, tokens, terms = self._step
-        inputs, chosen = self._pairs.sites[exchange.site].in_features, (tokens, exchange.chosen)
+        inputs = self._pairs.sites[exchange.site].in_features
         if exchange.down:
-            specs = TensorSpec((*chosen, inputs), dtype), TensorSpec(chosen, torch.float32)
+            specs = TensorSpec((exchange.rows, inputs), dtype), TensorSpec((exchange.rows,), torch.float32)
             found = terms.down(exchange.site, *self._transport.receive(exchange.number, specs))
         else:
-            specs = TensorSpec((tokens, inputs), dtype), TensorSpec(chosen, torch.int64)
-            found = terms.gate_up(exchange.site, *self._transport.receive(exchange.number, specs))
+            specs = TensorSpec((tokens, inputs), dtype), TensorSpec((tokens, exchange.chosen), torch.int64)
+            x_ND, chosen_NK = self._transport.receive(exchange.number, specs)
+            found = terms.gate_up(exchange.site, x_ND, chosen_NK, exchange.rows)
         self._transport.send(exchange.number, [found])
 
     def _load(self, load: LoadPairs) -> None:

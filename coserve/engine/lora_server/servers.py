@@ -12,7 +12,6 @@ import torch
 
 from coserve.core.errors import LoraServerLost, StartupError
 from coserve.core.health import LoraServerInfo
-from coserve.core.link.link import PeerLost
 from coserve.core.logs.format import log_event
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.connect import SLOTS
@@ -90,7 +89,7 @@ class LoraServers:
             self._starts += 1
             try:
                 running = self._start(self._starts, self._answered)
-            except (PeerLost, RuntimeError, OSError) as error:
+            except Exception as error:
                 log.warning("the LoRA servers did not start", exc_info=error)
                 if self._starts == 1:
                     with self._changed:

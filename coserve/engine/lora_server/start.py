@@ -28,8 +28,12 @@ def make_servers(base: Base, config: Config) -> LoraServers | None:
     if not layers or base.states:
         why = "its layers keep a recurrent state" if layers else "adapters change no experts of it"
         raise UnsupportedBase(f"{base.spec.name}: expected a mixture that LoRA servers can serve, but {why}")
-    if count > len(layers):
-        raise ConfigError(f"lora_server: expected at most {len(layers)}, the layers with experts, got {count}")
+    ep, experts = config.lora_server_ep, min(site.experts for site in base.spec.experts.values())
+    if count > ep * len(layers):
+        most = f"{ep * len(layers)} with lora_server_ep {ep}, as {len(layers)} layers have experts"
+        raise ConfigError(f"lora_server: expected at most {most}, got {count}")
+    if ep > experts:
+        raise ConfigError(f"lora_server_ep: expected at most {experts}, the experts of a layer, got {ep}")
     cuda, found = base.device.type == "cuda", torch.cuda.device_count()
     if cuda and found <= count:
         raise ConfigError(f"lora_server: expected {count + 1} GPUs, one of them for the base, found {found}")
@@ -40,6 +44,7 @@ def make_servers(base: Base, config: Config) -> LoraServers | None:
             StartServer(
                 index=index,
                 servers=count,
+                ep=ep,
                 start=number,
                 rendezvous="",
                 deadline=config.lora_server_timeout,

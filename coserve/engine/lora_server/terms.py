@@ -1,6 +1,7 @@
 """The pairs of experts that a LoRA server holds, and the terms of the rows that come in.
 
-N tokens, K experts of each, D hidden features, I inner ones, O outputs of gate and up; S = N K rows.
+N tokens, K experts of each, D hidden features, I inner ones, O outputs of gate and up; M = N K choices, S of them of
+this server's experts.
 """
 
 from __future__ import annotations
@@ -132,23 +133,33 @@ class StepTerms:
         """`wait`: waits until the adapters' pairs of a layer have come."""
         self._lora, self._sites, self._wait = lora, sites, wait
         self._rows: ExpertRows | None = None
-        """The rows of the layer whose terms of gate and up were computed last."""
+        """Rows of all choices of the layer whose terms of gate and up were computed last; those of other servers'
+        experts come last."""
+        self._own_S = torch.empty(0, dtype=torch.int64)
+        """Indices of this server's choices among them all, in the order of the tokens."""
 
-    def gate_up(self, site: str, x_ND: Tensor, chosen_NK: Tensor) -> Tensor:
-        """Return the terms (N, K, O) of gate and up, or of up alone."""
+    def gate_up(self, site: str, x_ND: Tensor, chosen_NK: Tensor, own: int) -> Tensor:
+        """Return the terms (S, O) of gate and up, or of up alone, of the choices of this server's experts.
+
+        `chosen_NK`: numbers among these, or one past the last; `own`: S.
+        """
         spec = self._sites[site]
         self._wait(spec.layer)
         rows = self._rows = self._lora.sorted_rows(chosen_NK, spec.experts)
-        zeros_SO = x_ND.new_zeros(chosen_NK.numel(), spec.out_features)
-        y_SO = self._lora.add(site, zeros_SO, x_ND[rows.token_S], rows)
-        return y_SO[rows.place_S].view(*chosen_NK.shape, -1)
+        every = torch.arange(chosen_NK.numel(), device=x_ND.device)
+        self._own_S = every if own == len(every) else every[chosen_NK.reshape(-1) < spec.experts]
+        zeros_MO = x_ND.new_zeros(chosen_NK.numel(), spec.out_features)
+        y_MO = self._lora.add(site, zeros_MO, x_ND[rows.token_S], rows)
+        return y_MO[rows.place_S[self._own_S]]
 
-    def down(self, site: str, h_NKI: Tensor, weights_NK: Tensor) -> Tensor:
-        """Return the terms (N, D) of down, summed over each token's experts by the router's weights. The layer is that
-        of the last `gate_up`."""
-        rows = self._rows
+    def down(self, site: str, h_SI: Tensor, weights_S: Tensor) -> Tensor:
+        """Return the terms (N, D) of down, summed over each token's experts here by the router's weights. The layer is
+        that of the last `gate_up`."""
+        rows, own_S = self._rows, self._own_S
         assert rows is not None, "expected the inputs of gate and up first"
-        h_SI = h_NKI.new_empty(rows.place_S.shape[0], h_NKI.shape[2])
-        h_SI[rows.place_S] = h_NKI.flatten(0, 1)
-        y_SD = self._lora.add(site, h_SI.new_zeros(len(h_SI), self._sites[site].out_features), h_SI, rows)
-        return summed(y_SD, rows.place_S, weights_NK).to(h_NKI.dtype)
+        h_MI = h_SI.new_zeros(len(rows.place_S), h_SI.shape[1])
+        h_MI[rows.place_S[own_S]] = h_SI
+        y_MD = self._lora.add(site, h_MI.new_zeros(len(h_MI), self._sites[site].out_features), h_MI, rows)
+        weights_M = weights_S.new_zeros(len(h_MI))
+        weights_M[own_S] = weights_S
+        return summed(y_MD, rows.place_S, weights_M.view(-1, rows.chosen)).to(h_SI.dtype)
