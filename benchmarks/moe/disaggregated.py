@@ -2,16 +2,20 @@
 
     python -m benchmarks.moe.disaggregated --out R               # two GPUs; --gpus 4: on four
     python -m benchmarks.moe.disaggregated --adapters 512 --ratios 0.3 --rates 2,4,8,16 --budget 250 --out R
+    python -m benchmarks.moe.disaggregated --gpus 4 --ratios 0.3 --without overlap,layerwise,placement --out R
     python -m benchmarks.moe.disaggregated --tiny --out /tmp/tried
 
 Qwen3-30B-A3B's shape with random weights, adapters of rank 4 at every expert, popularity a power law of exponent 1.2,
 Poisson arrivals. Few adapters have files of their own: the others are links to them. `coupled`: one engine on all GPUs
 (`--tp N --ep N`), whose page pool has room for the ratio's share of the adapters beside a batch. `servers`: one engine
-on one GPU, with pages for the batch alone, and N - 1 LoRA servers, which hold that share. Both have host memory for the
-same share, and it is filled with the most popular adapters first. The rate rises until P95 of TTFT is above 0.25 s or
-mean TPOT above 0.1 s, the paper's limits (InfiniLoRA, section 6.1), for the second time; `infini.rate.*` is the last
-one below the first miss. `infini.tpot_ratio.*`: TPOT of `servers` over that of `coupled`, at the highest rate that both
-keep, or else that both have a TPOT for. What fails leaves its error in `infini.failed.*`, and the other rows stay.
+on one GPU, with pages for the batch alone, and N - 1 LoRA servers, which hold that share, placed as `coserve plan` says
+(or by `--ep`). Both have host memory for the same share, and it is filled with the most popular adapters first.
+
+The rate rises until P95 of TTFT is above 0.25 s or mean TPOT above 0.1 s, the paper's limits (InfiniLoRA, section 6.1),
+for the second time; `infini.rate.*` is the last one below the first miss. `infini.tpot_ratio.*`: TPOT of `servers` over
+that of `coupled`, at the highest rate that both keep, or else that both have a TPOT for. `--without`: the paper's
+ablations (`ablation/`), servers alone, each with a daemon of its own; the keys end in `.no_overlap`, `.no_layerwise`,
+`.no_placement`. What fails leaves its error in `infini.failed.*`, and the other rows stay.
 
 What is like the paper's figure: the shape of the model, 512 adapters, their popularity, Poisson arrivals, the limits,
 equal GPUs and equal memory for adapters. What is not:
@@ -33,6 +37,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import random
 import statistics
 import tempfile
@@ -61,7 +66,7 @@ from coserve.lora.files.packed_header import PACKED_FILE
 from coserve.state.folder import DataFolder
 from coserve.workloads.arrivals import Arrivals, Process, arrival_times
 from coserve.workloads.popularity import Popularity, Shape, shares
-from coserve.workloads.provisioning.servers import MoeShape
+from coserve.workloads.provisioning.servers import Hardware, MoeShape, plan_servers
 from coserve.workloads.replay import Sample
 
 RANK, EXPONENT, SEED, REAL, FIRST = 4, 1.2, 7, 2, 1000
@@ -256,6 +261,9 @@ class Run:
     results: Results
     until: float
     """Monotonic time after which no rate is begun."""
+    ep: int = 1
+    without: str = ""
+    """The part of the servers that is turned off; empty: none."""
     tpot: dict[float, float] = field(default_factory=dict)
     """By rate, in seconds, of those that were measured and had answers."""
     kept: list[float] = field(default_factory=list)
@@ -263,7 +271,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.system}.r{self.ratio}"
+        return f"{self.system}.r{self.ratio}" + (f".no_{self.without}" if self.without else "")
 
     def settings(self, inputs: Inputs, data: Path) -> dict[str, object]:
         case, held = self.case, self.ratio * self.case.adapters
@@ -271,10 +279,18 @@ class Run:
         found |= {"device": case.device, "load_format": "dummy", "shed": "off", "policy": "slack"}
         found |= {"max_running": case.batch, "host_adapter_bytes": math.ceil(held * case.adapter_bytes)}
         if self.system == "servers":  # it has no graphs: nothing is to be compiled
-            found |= {"lora_server": max(1, self.gpus - 1), "compile": "off"}
+            servers = max(1, self.gpus - 1)
+            found |= {"lora_server": servers, "lora_server_ep": self.ep, "compile": "off"}
         elif self.gpus > 1:
             found |= {"tp": self.gpus, "ep": self.gpus}
         return found | {"kv_tokens": case.kv_tokens(0 if self.system == "servers" else held)}
+
+    def environment(self) -> dict[str, str]:
+        """Variables of the daemon's processes."""
+        if not self.without:
+            return {}
+        path = [str(Path(__file__).parent / "ablation"), os.environ.get("PYTHONPATH", "")]
+        return {"ABLATION": self.without, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
     def measure(self, inputs: Inputs) -> None:
         """Write the rows; errors too, whatever they are."""
@@ -282,7 +298,7 @@ class Run:
             log, data = Path(scratch) / "log.txt", Path(scratch) / "data"
             try:
                 began = time.monotonic()
-                with daemon(self.settings(inputs, data), log) as url:
+                with daemon(self.settings(inputs, data), log, **self.environment()) as url:
                     wait_until_ready(url, self.until)
                     self._rates(url, data, {"ready_s": round(time.monotonic() - began, 1)})
             except (Exception, SystemExit) as error:  # noqa: BLE001 - rows that are measured stay, and others follow
@@ -323,7 +339,7 @@ class Run:
                 "loads": {
                     cause: [count - before[cause][0], round(seconds - before[cause][1], 3)]
                     for cause, (count, seconds) in load_seconds(url).items()
-                    if count > before[cause][0]
+                    if cause in before and count > before[cause][0]
                 },
             }
             health = json.loads(get(f"{url}/health"))
@@ -335,6 +351,16 @@ class Run:
             missed += ttft > case.limits[0] or tpot > case.limits[1]
             if not missed:
                 self.kept.append(rate)
+
+
+def planned_ep(case: Case, ratio: float, servers: int) -> int:
+    """Return how many of the servers share out the experts of a layer, as `coserve plan` chooses."""
+    held, popular = math.ceil(ratio * case.adapters), shares(Popularity(Shape.POWER_LAW, EXPONENT), case.adapters)
+    hardware = Hardware(memory=math.ceil(held / servers) * case.shape.adapter_bytes(RANK))
+    plan = plan_servers(
+        case.shape, RANK, held, popular, batch=case.batch, engines=1, tpot=case.limits[1], hardware=hardware
+    )
+    return plan.ep if plan.gpus == servers else 1
 
 
 def compare(coupled: Run, servers: Run, results: Results) -> None:
@@ -358,6 +384,8 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, help=f"default {FULL.adapters}, of 0.3 GB each")
     parser.add_argument("--ratios", help="shares of the adapters that have room, separated by commas")
     parser.add_argument("--rates", help="requests a second, rising, separated by commas")
+    parser.add_argument("--ep", type=int, help="servers that share out a layer's experts; default: as planned")
+    parser.add_argument("--without", default="", help="separated by commas: overlap, layerwise, placement")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which nothing is begun")
     options = parser.parse_args()
     check_tiny(parser, options)
@@ -368,7 +396,7 @@ def main() -> None:
         ratios=tuple(map(float, options.ratios.split(","))) if options.ratios else case.ratios,
         rates=tuple(map(float, options.rates.split(","))) if options.rates else case.rates,
     )
-    of_each = options.budget / (2 * len(case.ratios) * len(case.rates))
+    of_each = options.budget / (max(2, options.without.count(",") + 1) * len(case.ratios) * len(case.rates))
     case = dataclasses.replace(case, seconds=min(case.seconds, max(8.0, of_each / 3)))
     gpus = 1 if options.tiny else options.gpus
     results = Results.of(
@@ -379,17 +407,21 @@ def main() -> None:
         seed=SEED,
         settings=dataclasses.asdict(case) | {"gpus": gpus, "rank": RANK, "exponent": EXPONENT, "real_files": REAL},
     )
-    end, left = began + options.budget, 2 * len(case.ratios)
+    end, systems = began + options.budget, [("servers", each) for each in options.without.split(",")]
+    systems += [] if options.without else [("coupled", "")]  # last: it starts in minutes, servers in seconds
+    left = len(systems) * len(case.ratios)
     with tempfile.TemporaryDirectory() as scratch:
         inputs = Inputs.write(Path(scratch), case)
         for ratio in case.ratios:
             runs = dict[str, Run]()
-            for system in ("servers", "coupled"):  # the one first that starts in seconds
-                now = time.monotonic()
-                share = (end - now) / left if system == "coupled" else 0.8 * (end - now) / left
-                runs[system], left = Run(case, system, ratio, gpus, results, now + share), left - 1
+            for system, without in systems:
+                share = (end - time.monotonic()) / left
+                until = time.monotonic() + (0.8 * share if left > 1 else share)
+                ep = options.ep or planned_ep(case, ratio, max(1, gpus - 1))
+                runs[system], left = Run(case, system, ratio, gpus, results, until, ep, without), left - 1
                 runs[system].measure(inputs)
-            compare(runs["coupled"], runs["servers"], results)
+            if "coupled" in runs:
+                compare(runs["coupled"], runs["servers"], results)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,21 @@ def test_gpus_hold_the_adapters_and_keep_the_time() -> None:
         gpus(70, 1, 0.001)
 
 
+def test_experts_are_divided_where_pairs_take_longer_than_messages() -> None:
+    """A GPU more of a layer halves the reading of its pairs, and costs a message in each round."""
+    popular = [1 / 512] * 512
+
+    def divided(rank: int, latency: float) -> tuple[int, int]:
+        hardware = Hardware(memory=1e12, latency=latency)
+        held = 4 * 1e12 // QWEN.adapter_bytes(rank)
+        found = plan_servers(QWEN, rank, int(held), popular, batch=64, engines=1, tpot=0.1, hardware=hardware)
+        return found.ep, found.pp
+
+    assert divided(4, 10e-6) == (1, 4)
+    assert divided(64, 1e-6) == (4, 1)
+    assert QWEN.token_bytes(2) == (2 * (2 * 2048 + 8 * 768), 2 * (8 * 2 * 768 + 2 * 2048))
+
+
 def test_the_command_plans_from_a_config_and_a_trace(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 48, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_experts_per_tok": 8}))

@@ -79,7 +79,8 @@ def plan(
     parts = " + ".join(f"{1e6 * one:.0f}" for one in (server.receive, server.compute, server.send))
     console.print(
         f"{capacity} adapters must fit. Apart from the engines: {server.gpus} GPUs (experts among {server.ep}, layers "
-        f"among {server.pp}), {parts} microseconds a layer to receive, compute and send; bound by {server.bound}",
+        f"among {server.pp}), {parts} microseconds a layer to receive, compute and send; bound by {server.bound}: "
+        f"coserve serve --lora-server {server.gpus} --lora-server-ep {server.ep}",
         highlight=False,
         soft_wrap=True,
     )

@@ -274,7 +274,11 @@ def _kill(servers: Sequence[Server]) -> None:
 def _spawn(settings: StartServer) -> Server:
     ours, theirs = socket.socketpair()
     with theirs:
-        process = spawn_child("coserve.engine.lora_server.process", theirs)
+        try:
+            process = spawn_child("coserve.engine.lora_server.process", theirs)
+        except BaseException:
+            ours.close()
+            raise
     channel = EngineChannel(ours, msgspec.msgpack.Decoder(AnyFromServer))
     channel.send(settings)
     return Server(process, channel, part_of(settings.spec, settings.index, settings.servers, settings.ep))

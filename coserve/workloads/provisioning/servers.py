@@ -2,7 +2,8 @@
 between tokens (InfiniLoRA, section 4.2.2). A model of bytes and latencies, not a measurement.
 
 Experts are divided among EP GPUs, layers among PP groups of them. A layer's activations of one engine go to the group
-that has the layer, and the terms come back.
+that has the layer, to one GPU after another, and the terms come back. More EP divides the pairs that a layer reads, and
+costs further messages; more PP lets several engines be served at once.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class MoeShape:
         pairs = (self.hidden + 2 * self.inner) + (self.inner + self.hidden)
         return ITEM * self.layers * self.experts * rank * pairs
 
-    def token_bytes(self) -> tuple[int, int]:
+    def token_bytes(self, ep: int = 1) -> tuple[int, int]:
         """Return the bytes that a token sends in one layer (the inputs of both parameters) and receives (terms of gate
-        and up, and the sum of those of down)."""
-        return ITEM * (self.hidden + self.chosen * self.inner), ITEM * (self.chosen * 2 * self.inner + self.hidden)
+        and up, and the sum of those of down). Each of `ep` GPUs gets the whole input, and returns a sum."""
+        sent, back = ep * self.hidden + self.chosen * self.inner, self.chosen * 2 * self.inner + ep * self.hidden
+        return ITEM * sent, ITEM * back
 
     def active_pairs(self, shares: Sequence[float], batch: float) -> float:
         """Return how many (adapter, expert) pairs a step of `batch` tokens is expected to read in one layer."""
@@ -96,7 +98,6 @@ def plan_servers(
     held = math.ceil(capacity * shape.adapter_bytes(rank) / hardware.memory)
     layer = tpot / shape.layers
     read = shape.active_pairs(shares, batch) * shape.adapter_bytes(rank) / (shape.layers * shape.experts)
-    up, down = (batch * size for size in shape.token_bytes())
     bound = "memory"
     for gpus in range(max(1, held), most + 1):
         found = []
@@ -104,8 +105,9 @@ def plan_servers(
             pp = gpus // ep
             if pp > shape.layers:
                 continue
+            up, down = (batch * size for size in shape.token_bytes(ep))
             times = (
-                2 * hardware.latency + up / hardware.link,
+                2 * ep * hardware.latency + up / hardware.link,
                 2 * hardware.latency + read / ep / hardware.bandwidth,
                 2 * hardware.latency + down / hardware.link,
             )
@@ -117,6 +119,7 @@ def plan_servers(
                 found.append(ServerPlan(gpus, ep, pp, *times, bound=bound))
         if found:
             return min(found, key=lambda one: one.receive + one.compute + one.send)
+    up, down = (batch * size for size in shape.token_bytes())
     raise InvalidRequest(
         f"no {most} GPUs return the terms within {overlap * layer * 1e6:.0f} microseconds a layer: sending takes "
         f"{up / hardware.link * 1e6:.0f}, receiving {down / hardware.link * 1e6:.0f}, and each of six messages and "
