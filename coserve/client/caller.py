@@ -87,8 +87,8 @@ class Caller:
         """
         return await self._attempts(request, Response.read, accepted, wait)
 
-    async def json(self, request: Request, type: type[T], *, accepted: tuple[int, ...] = (), wait: bool = False) -> T:
-        return decode(await self.read(request, accepted=accepted, wait=wait), type)
+    async def json(self, request: Request, type: type[T], *, wait: bool = False) -> T:
+        return decode(await self.read(request, wait=wait), type)
 
     async def events(self, request: Request, *, again: bool = True) -> AsyncGenerator[Event, None]:
         """Yield the events of a response. `again`: retry until the response begins, but not afterwards."""

@@ -65,10 +65,9 @@ class AdapterCatalog:
         helpers: HelperPool,
         engine: EngineClient,
         in_use: AdaptersInUse,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._config, self._folder, self._registry = config, folder, registry
-        self._engine, self._in_use, self._clock = engine, in_use, clock
+        self._engine, self._in_use = engine, in_use
         self._inspection = Inspection(helpers)
         self._importing = asyncio.Lock()
         self._commits = Commits()
@@ -78,7 +77,7 @@ class AdapterCatalog:
 
     def open(self) -> None:
         """Begin to delete adapters whose time to live is over."""
-        self._expiry = self._expiry or Expiry(self._registry, self.delete, self._clock)
+        self._expiry = self._expiry or Expiry(self._registry, self.delete, time.time)
 
     async def close(self) -> None:
         """Wait for imports and deletions in progress. The next start removes the files of versions in use."""
@@ -166,7 +165,7 @@ class AdapterCatalog:
         ref = await self._registry(lambda registry: registry.reserve_version(name))
         async with in_threads(replace_dir(self._folder.adapter(ref), point="import")) as target:
             await asyncio.to_thread(_copy, source, target)
-            record = await self._inspection.record(target, ref, spec, source=origin, created_at=self._clock())
+            record = await self._inspection.record(target, ref, spec, source=origin, created_at=time.time())
         try:
             await self._registry(lambda registry: registry.add_adapter(record))
         except BaseException:
@@ -231,7 +230,7 @@ class AdapterCatalog:
         if version is not None and (request.tags is not None or request.ttl is not None):
             of_one = "ttl" if request.tags is None else "tags"
             raise InvalidRequest(f"expected {name!r}, all of its versions, got {name}@{version}", field=of_one)
-        now = self._clock()
+        now = time.time()
 
         def change(registry: Registry) -> AdapterRecord:
             record, labels = registry.adapter(name, version), registry.labels(name)

@@ -42,7 +42,7 @@ ITERATION_VALUES = 4096
 
 
 class InFlightRequests:
-    """All requests in flight. `clock` returns seconds, for `timing`; `max_prompt_scores`: most prompt log-probabilities
+    """All requests in flight. `max_prompt_scores`: most prompt log-probabilities
     that all requests in flight may ask for together."""
 
     def __init__(
@@ -53,12 +53,11 @@ class InFlightRequests:
         tokenizer: Tokenizer,
         async_tokenizer: AsyncTokenizer,
         metrics: Metrics,
-        clock: Callable[[], float] = time.monotonic,
         *,
         max_prompt_scores: int = MAX_PROMPT_SCORES,
     ) -> None:
         self._config, self._engine, self._registry, self._tokenizer = config, engine, registry, tokenizer
-        self._async_tokenizer, self._metrics, self._clock = async_tokenizer, metrics, clock
+        self._async_tokenizer, self._metrics = async_tokenizer, metrics
         self._states: dict[str, RequestState] = {}
         """State of the request, by the id of each of its sequences that has not ended."""
         self._budget = IterationBudget(ITERATION_VALUES)
@@ -111,7 +110,7 @@ class InFlightRequests:
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.
         """
-        arrived = self._clock()
+        arrived = time.monotonic()
         semaphore = asyncio.Semaphore() if semaphore is None else semaphore
         state: RequestState | None = None
         prompt_scores = 0
@@ -162,7 +161,7 @@ class InFlightRequests:
             if state is not None:
                 self._forget(state)
                 if self.traces is not None:
-                    self.traces.generation(request, state, self._engine.name(), self._clock(), sys.exception())
+                    self.traces.generation(request, state, self._engine.name(), time.monotonic(), sys.exception())
 
     def _start_waiting(self, adapter: str | None, count: int, *, batch: bool) -> int:
         try:
@@ -224,7 +223,7 @@ class InFlightRequests:
 
     def _process(self, state: RequestState, message: EngineOutput) -> GenerateChunk | None:
         """Return the chunk that a message adds to the stream. Raises the error that the message reports."""
-        now = self._clock()
+        now = time.monotonic()
         if isinstance(message, Admitted):
             if state.admitted is None:
                 state.admitted, state.cached = max(message.at, state.arrived), message.cached

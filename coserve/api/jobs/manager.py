@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
@@ -51,12 +50,14 @@ from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
+ANSWER_SECONDS = 30.0
+"""Most seconds that a pause or a cancellation waits for the engine."""
 KEY_PATIENCE = 60.0
 """Seconds that a repeated request waits for the first one. Many clients give up after as long."""
 
 
 class JobManager:
-    """Manages all jobs. `answer_timeout`: seconds that a pause or a cancellation waits for the engine."""
+    """Manages all jobs."""
 
     def __init__(
         self,
@@ -69,14 +70,10 @@ class JobManager:
         recorder: JobRecorder,
         stopping: Stopping,
         documents: DocumentJobs,
-        *,
-        answer_timeout: float = 30.0,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._config, self._folder, self._registry = config, folder, registry
         self._engine, self._recorder = engine, recorder
-        self._answer_timeout = answer_timeout
-        self._submission = Submission(config, folder, registry, tokenizer, helpers, clock)
+        self._submission = Submission(config, folder, registry, tokenizer, helpers)
         self._chain = JobChain(folder, registry, engine, recorder, Inspection(helpers))
         recorder.ended = self._ended
         self._documents = documents
@@ -398,11 +395,11 @@ class JobManager:
         return record
 
     async def _transition(self, id: str, wanted: JobState, message: PauseJob | CancelJob) -> Job:
-        """Pause or cancel a job and wait for it, at most `answer_timeout` seconds."""
+        """Pause or cancel a job and wait for it, at most `ANSWER_SECONDS`."""
         with self._recorder.watchers.watch(id) as changed:
             record = await self._commits.run(self._request_transition(id, wanted, message))
             try:
-                async with asyncio.timeout(self._answer_timeout):
+                async with asyncio.timeout(ANSWER_SECONDS):
                     while record.state is not wanted and not record.state.terminal:
                         await changed.wait()
                         changed.clear()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -71,7 +72,7 @@ NO_TEACHER = "it cannot be a teacher; expected an adapter, as NAME or NAME@VERSI
 
 
 class Submission:
-    """Prepares jobs; nothing is stored yet. `clock` returns seconds since the epoch."""
+    """Prepares jobs; nothing is stored yet."""
 
     def __init__(
         self,
@@ -80,14 +81,13 @@ class Submission:
         registry: RegistryThread,
         tokenizer: Tokenizer,
         helpers: HelperPool,
-        clock: Callable[[], float],
     ) -> None:
         self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
         self._preparation = CorpusPreparation(helpers, folder.staging, config.tokenizer_processes)
         self._texts = AsyncTokenizer(tokenizer, helpers, chats=helpers)
         self._preparing: dict[object, tuple[str, Preparing]] = {}
         """Corpora that are being tokenised, with their projects."""
-        self._inspection, self._clock = Inspection(helpers), clock
+        self._inspection = Inspection(helpers)
         self._documents = DocumentSubmission(config, registry, helpers)
 
     async def prepare(
@@ -187,7 +187,7 @@ class Submission:
         record = JobRecord(
             spec=job,
             state=JobState.QUEUED,
-            created_at=self._clock(),
+            created_at=time.time(),
             base_fingerprint=spec.fingerprint,
             total_steps=steps,
             metadata=request.metadata,
@@ -339,7 +339,7 @@ class Submission:
     @contextmanager
     def _shown(self, adapter: str, show: Show) -> Iterator[Report]:
         """List a corpus in `preparing` inside the block."""
-        key, began, project = object(), self._clock(), principal().project
+        key, began, project = object(), time.time(), principal().project
 
         def report(rows: int, progress: float) -> None:
             found = Preparing(adapter, began, rows, progress)

@@ -97,12 +97,11 @@ class Supervisor:
         self,
         start: Callable[[], Awaitable[RunningEngine]],
         service: EngineOwner,
-        restarts: Restarts | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._start, self._service, self._clock = start, service, clock
-        self._restarts = restarts or Restarts()
+        self._restarts = Restarts()
         self.attached = asyncio.Event()
         """Set once an engine is attached."""
 

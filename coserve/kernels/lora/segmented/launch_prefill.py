@@ -36,23 +36,21 @@ def prefill(
     table: SiteTable,
     *,
     keep: bool,
-    blocks: PrefillBlocks | None = None,
 ) -> Tensor:
     """Compute `out = y + scaling (x Aᵀ) Bᵀ` for up to three sites that read x; `outs` may be `ys`.
 
     With `keep` returns h (G, T, R) in x's dtype. Only a slot's own ranks of it are written.
     """
-    blocks = blocks or plan.prefill
-    R = plan.R
+    R, blocks = plan.R, plan.prefill
     block_o, run, _ = _run(ys, plan, blocks)
     splits, _, _, _ = _shrink_cut(x_TD, plan.tiles, R, blocks)
     if splits == 1 or run == 1 or splits * R > run * block_o:  # nothing to sum, or more to sum than the expand gains
-        h = prefill_shrink(x_TD, plan, table, blocks)
-        prefill_expand(ys, outs, h, plan, table, blocks=blocks)
+        h = prefill_shrink(x_TD, plan, table)
+        prefill_expand(ys, outs, h, plan, table)
         return h
-    parts = prefill_shrink(x_TD, plan, table, blocks, finish=False)
+    parts = prefill_shrink(x_TD, plan, table, finish=False)
     kept = torch.empty(parts.shape[1:], dtype=x_TD.dtype, device=x_TD.device) if keep else None
-    prefill_expand(ys, outs, parts, plan, table, kept=kept, blocks=blocks)
+    prefill_expand(ys, outs, parts, plan, table, kept=kept)
     return parts if kept is None else kept
 
 
