@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 from contextlib import closing, suppress
@@ -109,6 +110,9 @@ def test_the_bytes_of_a_base_are_those_of_its_part_of_the_layers(tmp_path: Path)
     assert base_bytes(Config(model=str(tmp_path))) == 2 * (2 * 1000 + 4 * layer)
     assert base_bytes(Config(model=str(tmp_path), tp=2)) == 2 * (2 * 1000 + 2 * layer)
     assert base_bytes(Config(model=str(tmp_path), dtype="float32"), 2) == 4 * (1000 + 2 * layer)
+    mixture = {"num_experts": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "hidden_size": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(mixture | {"num_hidden_layers": 48, "vocab_size": 151936}))
+    assert base_bytes(Config(model=str(tmp_path))) == pytest.approx(61e9, rel=0.01), "Qwen3-30B-A3B has 30.5 B numbers"
     assert base_bytes(Config(model="a/hub-name")) is None
     assert base_bytes(Config(model="bundled")) == 0
 

@@ -22,10 +22,11 @@ from tests.support.lora_servers import REFS, save_adapters
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
-async def served(folder: Path, data: Path, servers: int) -> tuple[list[list[int]], set[int]]:
+async def served(folder: Path, data: Path, servers: int, ep: int = 1) -> tuple[list[list[int]], set[int]]:
     """The tokens of each adapter's request and one without, in fp32, and the adapters that servers held."""
     base = load_base(str(folder), device="cuda:0", dtype="float32")
-    config = Config(data_dir=data, device="cuda", compile="off", policy="slack", kv_tokens=512, lora_server=servers)
+    own = {"data_dir": data, "device": "cuda", "compile": "off", "policy": "slack", "kv_tokens": 512}
+    config = Config(**own, lora_server=servers, lora_server_ep=ep)
     ours, theirs = local_pair()
     engine, _ = build_engine(base, config, theirs)
     running = asyncio.create_task(engine.run())
@@ -47,11 +48,14 @@ async def served(folder: Path, data: Path, servers: int) -> tuple[list[list[int]
     return found, held
 
 
+@pytest.mark.parametrize(("servers", "ep"), [(1, 1), (2, 2), (2, 1)])
 @pytest.mark.filterwarnings("ignore")
-async def test_a_server_on_another_gpu_computes_the_coupled_tokens(tmp_path: Path) -> None:
+async def test_servers_on_other_gpus_compute_the_coupled_tokens(servers: int, ep: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() <= servers:
+        pytest.skip(f"needs {servers + 1} GPUs")
     tiny_family("mixtral").save_pretrained(tmp_path / "base")
     base = load_base(str(tmp_path / "base"), device="cpu", dtype="float32")
     save_adapters("mixtral", base, tmp_path / "data")
     expected, none = await served(tmp_path / "base", tmp_path / "data", 0)
-    found, held = await served(tmp_path / "base", tmp_path / "data", 1)
+    found, held = await served(tmp_path / "base", tmp_path / "data", servers, ep)
     assert found == expected and not none and max(held) > 0

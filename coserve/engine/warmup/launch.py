@@ -80,7 +80,9 @@ def base_bytes(config: Config, layers: int | None = None) -> int | None:
     try:
         found = json.loads((Path(config.model) / "config.json").read_bytes())
         hidden, inner = found["hidden_size"], found.get("intermediate_size", 4 * found["hidden_size"])
-        experts = max(1, found.get("num_local_experts") or found.get("num_experts") or 1)
+        experts = max(1, *(found.get(name) or 1 for name in ("num_local_experts", "num_experts", "n_routed_experts")))
+        if experts > 1:
+            inner = found.get("moe_intermediate_size") or inner
         count, heads = (layers, 1) if layers is not None else (found["num_hidden_layers"], 2)
         layer = 4 * hidden * hidden + 3 * hidden * inner * experts
         numbers = heads * found["vocab_size"] * hidden + count * layer // (1 if layers is not None else config.tp)
