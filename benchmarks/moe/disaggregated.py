@@ -270,6 +270,7 @@ class Run:
     """The part of the servers that is turned off; empty: none."""
     tpot: dict[float, float] = field(default_factory=dict)
     """By rate, in seconds, of those that were measured and had answers."""
+    measured: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
     """Rates below the first miss."""
 
@@ -310,7 +311,7 @@ class Run:
                 tail = log.read_text(errors="replace")[-3000:] if log.exists() else ""
                 failed = {"error": f"{error!r}"[:1000], "log": tail}
                 self.results.put(f"infini.failed.{self.name}", 1, "failures", None, about=failed)
-        if self.tpot:
+        if self.measured:
             self.results.put(f"infini.rate.{self.name}", max(self.kept, default=0.0), "requests/s", None)
 
     def _rates(self, url: str, data: Path, about: dict[str, object]) -> None:
@@ -331,8 +332,10 @@ class Run:
         # The first steps load their kernels.
         LoadProcesses(2).run(url, make_requests(first, names, case.rates[0]), start=soon(), until=10 * first.seconds)
         for rate in case.rates:
-            if missed == 2 or time.monotonic() + case.seconds > self.until:
+            if missed == 2:
                 break
+            if time.monotonic() + case.seconds > self.until:
+                raise TimeoutError(f"no time left for {rate:g} requests a second")
             before, requests = load_seconds(url), make_requests(case, names, rate)
             samples = LoadProcesses(2).run(url, requests, start=soon(), until=case.seconds + REST)
             ttft, tpot = latencies(samples)
@@ -350,8 +353,9 @@ class Run:
             }
             health = json.loads(get(f"{url}/health"))
             row |= {name: health[name] for name in ("adapters_resident", "lora_servers", "notes")}
-            key = f"infini.ttft_p95_ms.{self.name}.at{rate}"
+            key = f"infini.ttft_p95_ms.{self.name}.at{rate:g}"
             self.results.put(key, round(1e3 * min(ttft, case.seconds + REST), 1), "ms", None, about=about | row)
+            self.measured.append(rate)
             if not math.isinf(tpot):
                 self.tpot[rate] = tpot
             missed += ttft > case.limits[0] or tpot > case.limits[1]
@@ -372,7 +376,7 @@ def planned_ep(case: Case, ratio: float, servers: int) -> int:
 def compare(coupled: Run, servers: Run, results: Results) -> None:
     """Write what the servers gain, as far as both were measured."""
     ratio = coupled.ratio
-    if coupled.kept:
+    if coupled.kept and servers.measured:
         gain = max(servers.kept, default=0.0) / max(coupled.kept)
         target = Target(2.0) if ratio <= 0.3 else None
         results.put(f"infini.rate_gain.r{ratio}", round(gain, 3), "of coupled", target)

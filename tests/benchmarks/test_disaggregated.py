@@ -67,7 +67,7 @@ def test_a_daemon_that_fails_leaves_its_error(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(disaggregated, "daemon", failing)
     run = make(tmp_path, "servers")
-    run.tpot, run.kept = {2.0: 0.02}, [2.0]  # of rates before it died
+    run.measured, run.kept = [2.0], [2.0]  # of rates before it died
     run.measure(Inputs(tmp_path, tmp_path))
     found = rows(tmp_path)
     failed = found["infini.failed.servers.r0.3"]
@@ -77,8 +77,11 @@ def test_a_daemon_that_fails_leaves_its_error(tmp_path: Path, monkeypatch: pytes
 
 def test_a_gain_is_that_of_what_both_kept(tmp_path: Path) -> None:
     coupled, servers = make(tmp_path, "coupled"), make(tmp_path, "servers")
+    coupled.kept = [2.0]
+    compare(coupled, servers, coupled.results)
+    assert not (tmp_path / "found.json").exists(), "servers were not measured"
     coupled.kept, coupled.tpot = [2.0, 4.0], {2.0: 0.02, 4.0: 0.03, 8.0: 0.2}
-    servers.kept, servers.tpot = [2.0], {2.0: 0.03, 4.0: 0.09, 8.0: 0.3}
+    servers.measured, servers.kept, servers.tpot = [2.0, 4.0, 8.0], [2.0], {2.0: 0.03, 4.0: 0.09, 8.0: 0.3}
     compare(coupled, servers, coupled.results)
     found = rows(tmp_path)
     assert found["infini.rate_gain.r0.3"]["value"] == 0.5
