@@ -212,10 +212,12 @@ class GraphExecutor:
 
     def _next_capture(self) -> Iterator[None] | None:
         """The next graph to capture, and its pace. The largest decode batch of a footprint comes first: all its decode
-        steps can use it. Graphs whose steps another one serves come last."""
+        steps can use it. Larger ranks come before smaller ones, whose steps they serve too, and graphs whose steps
+        another one serves come last."""
         if self._when is Capture.NEVER:
             return None
-        decode, mixed, known = self._decode_graphs, self._mixed_graphs, [*self._footprints]
+        decode, mixed = self._decode_graphs, self._mixed_graphs
+        known = sorted(self._footprints, key=lambda one: -one.max_rank)
         first = (decode.prepare(one, covered=False) for one in known if not decode.any(one))
         others = (mixed.prepare(one, covered=False) or decode.prepare(one, covered=False) for one in known)
         found = next((capture for capture in chain(first, others) if capture is not None), None)
