@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+import shutil
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -88,6 +89,18 @@ async def test_files_that_are_not_the_registered_ones_fail_their_requests_alone(
     job = {"adapter": "next", "continue_from": "a0", "data": [{"text": "a b"}], "training": {"steps": 1}}
     _, accepted = await api.call("POST", "/finetune", json=job)
     assert (await api.job_until(accepted["id"], "failed"))["error"]["code"] == "corrupt_adapter"
+
+
+async def test_files_that_vanish_in_the_middle_of_a_run_fail_their_requests_alone(api: Api) -> None:
+    """A packed file alone is missed by nobody."""
+    alone = [await ask(api, f"a{i}") for i in range(3)]
+    others = asyncio.gather(*(ask(api, f"a{1 + i % 2}") for i in range(8)))
+    shutil.rmtree(api.folder.adapter(AdapterRef("a3", 1)))
+    (api.folder.adapter(AdapterRef("a1", 1)) / PACKED_FILE).unlink(missing_ok=True)
+    mine = [api.call("POST", "/generate", json={"prompt": PROMPT, "adapter": "a3", "max_tokens": 1}) for _ in range(3)]
+    for status, body in await asyncio.gather(*mine):
+        assert (status, body["error"]["code"]) == (404, "adapter_not_found")
+    assert await others == [alone[1 + i % 2] for i in range(8)]
 
 
 async def test_a_deleted_adapter_fails_its_requests_alone(api: Api) -> None:
