@@ -97,6 +97,16 @@ def load_seconds(url: str) -> dict[str, tuple[float, float]]:
     return {cause: (float(count), float(found[1][cause])) for cause, count in found[0].items()}
 
 
+def step_totals(url: str) -> tuple[float, float, float]:
+    """Generation steps, their seconds and their adapters so far, from `/metrics`."""
+    page = get(f"{url}/metrics").decode()
+    names = ("generation_steps", "generation_step_seconds", "step_adapters")
+    steps, seconds, adapters = (
+        sum(map(float, re.findall(rf"^coserve_{name}_total(?:{{.*}})? (\S+)", page, re.MULTILINE))) for name in names
+    )
+    return steps, seconds, adapters
+
+
 def post(url: str, body: object = None) -> None:
     data = b"" if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST")

@@ -47,6 +47,7 @@ from benchmarks.adapters.fleet import (
     llama_sites,
     load_seconds,
     resident,
+    step_totals,
     wait_ready,
     warm,
     write_adapter,
@@ -142,9 +143,12 @@ class Run:
             "in_host_memory": len(resident(self._url, f"{kind}-") & set(names)),
             "in_page_cache": self._fleet.cached(kind, count),
         }
-        before = load_seconds(self._url)
+        before, steps_before = load_seconds(self._url), step_totals(self._url)
         samples = self._send(requests_of(case, names, exponent, case.rate), case.seconds)
         served, about = throughput(samples, case)
+        steps, seconds, adapters = (b - a for a, b in zip(steps_before, step_totals(self._url), strict=True))
+        if steps:
+            about |= {"step_ms": round(1e3 * seconds / steps, 2), "step_adapters": round(adapters / steps, 1)}
         self._served[key] = served
         name = f"{count}.{'alpha1' if exponent else 'uniform'}.{kind}"
         about |= {"loads": (loads := _loads(before, load_seconds(self._url))), "health": _health(self._url)}
