@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coserve.kernels.lora import types
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
-from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
+from coserve.kernels.lora.segmented.adapter_table import Slots, slot_columns
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 
@@ -114,5 +114,5 @@ def fill_slots(layers: list[Layer], adapters: int) -> tuple[Slots, list[int]]:
         sites += len(layer.pairs)
     slots = Slots(adapters, sites, DEVICE)
     for adapter in range(adapters):
-        slots.put(adapter, *table_entries([site[adapter] for layer in layers for site in layer.pairs]))
+        slots.put(adapter, *slot_columns([site[adapter] for layer in layers for site in layer.pairs]))
     return slots, firsts

@@ -8,7 +8,7 @@ import torch
 from coserve.kernels.gemm import skinny
 from coserve.kernels.gemm.gemv import gemv, shapes_of
 from coserve.kernels.lora import reference
-from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
+from coserve.kernels.lora.segmented.adapter_table import Slots, slot_columns
 from coserve.kernels.lora.segmented.launch_decode import decode
 from coserve.kernels.lora.segmented.plan import TilePlan
 from coserve.kernels.lora.segmented.tiles import StepTiles, cut
@@ -31,7 +31,7 @@ def test_single_row_in_a_graph(inputs: int, sizes: tuple[int, ...]) -> None:
     slots, step = Slots(3, len(sizes), device), StepTiles(8, 1, 8, 1, device)
     pairs = [[LoraPair(draw(rank, inputs) * 0.02, draw(size, rank) * 0.02, 0.5) for size in sizes] for rank in ranks]
     for slot, own in enumerate(pairs):
-        slots.put(slot, *table_entries(own))
+        slots.put(slot, *slot_columns(own))
     plan = TilePlan(step.tiles, 128, decode=True)
     counters = skinny.make_counters(sum(sizes), device)
     for shape in (*shapes_of(inputs), *skinny.shapes_of(inputs, sum(sizes), x.dtype, 16)):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.grouped import GroupedBackend
 from coserve.kernels.lora.segmented import plan
-from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
+from coserve.kernels.lora.segmented.adapter_table import Slots, slot_columns
 from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segmented.block_sizes import PrefillBlocks
 from coserve.kernels.lora.segmented.slot_lora import SlotLora
@@ -123,7 +123,7 @@ def test_slots_hold_both_kinds(lengths: tuple[int, ...]) -> None:
     x, segments, device = cases[0].x, cases[0].segments, torch.device(DEVICE)
     slots = Slots(4, 3, device)
     for slot in range(4):
-        slots.put(slot, *table_entries([case.pairs[slot] for case in cases]))
+        slots.put(slot, *slot_columns([case.pairs[slot] for case in cases]))
     rows, decode = plan.tile_rows(segments)
     ranks = [max(grid.ranks[slot] for grid in SITES) for slot in range(4)]
     tiles = upload(cut(segments, ranks, rows), rows, segments.tokens, device)
@@ -139,5 +139,5 @@ def test_slots_of_dense_pairs_refuse_others() -> None:
     pair = LoraPair(torch.randn(16, 8), torch.randn(6, 8), 1.0, b_blocks=2)
     slots = Slots(1, 1, torch.device("cpu"), blocked=False)
     with pytest.raises(AssertionError, match="dense pairs"):
-        slots.put(0, *table_entries([pair]))
-    slots.put(0, *table_entries([pair.dense()]))
+        slots.put(0, *slot_columns([pair]))
+    slots.put(0, *slot_columns([pair.dense()]))

@@ -11,7 +11,7 @@ from torch import Tensor
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.block_sparse import BlockSparseBackend
 from coserve.kernels.lora.segmented import plan, terms
-from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
+from coserve.kernels.lora.segmented.adapter_table import Slots, slot_columns
 from coserve.kernels.lora.segmented.backend import SegmentedBackend
 from coserve.kernels.lora.segmented.tiles import StepTiles, cut
 from coserve.kernels.lora.segments import Segments
@@ -150,7 +150,7 @@ def test_a_captured_graph_serves_other_adapters_and_batches() -> None:
 
     def load(case: Case) -> None:
         for slot, pair in enumerate(case.pairs):
-            slots.put(slot, *table_entries([pair]))
+            slots.put(slot, *slot_columns([pair]))
         step.load(cut(case.segments, ranks, 8))
         x.copy_(case.x)
         y.copy_(case.y)

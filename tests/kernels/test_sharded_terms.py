@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora.reference import lora_add
-from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, Slots, table_entries
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SlotColumns, Slots, table_entries
 from coserve.kernels.lora.segmented.plan import TilePlan
 from coserve.kernels.lora.segmented.slot_lora import ShardedPlan, ShardedSlotLora
 from coserve.kernels.lora.segmented.tiles import cut, upload
@@ -52,7 +52,7 @@ def _slots(own: int) -> Slots:
         entries, held = table_entries([LoraPair(p.a_RD[half], p.b_OR, p.scaling) for p in pairs])
         b = table_entries(pairs)
         whole = [TableEntry(e.a, w.b, 0, 0, rank, e.scaling) for e, w in zip(entries, b[0], strict=True)]
-        slots.put(slot, whole, (held, b))
+        slots.put(slot, SlotColumns.of(whole), (held, b))
     return slots
 
 

@@ -5,7 +5,7 @@ import torch
 
 from coserve.kernels.gemm.skinny import ROWS, SHAPES, Shape, make_counters, rows_of, shapes_of, skinny_gemm
 from coserve.kernels.gpu.device import interpreted
-from coserve.kernels.lora.segmented.adapter_table import Slots, table_entries
+from coserve.kernels.lora.segmented.adapter_table import Slots, slot_columns
 from coserve.kernels.lora.segmented.plan import TilePlan
 from coserve.kernels.lora.segmented.terms import add_
 from coserve.kernels.lora.segmented.tiles import cut, upload
@@ -109,7 +109,7 @@ def test_the_shrink_beside_a_product(inputs: int, sizes: tuple[int, ...], rows: 
     ranks = (16, 40, 8, 64)
     held = [[LoraPair(draw(rank, inputs), draw(width, rank), 0.5) for width in sizes] for rank in ranks]
     for slot, pairs in enumerate(held):
-        slots.put(slot, *table_entries(pairs))
+        slots.put(slot, *slot_columns(pairs))
     table, counters = slots.table(0, len(sizes)), make_counters(outputs, device)
     bounds = sorted({0, 1, rows // 3, rows // 2, rows})
     segments = Segments(tuple(bounds), tuple(range(len(bounds) - 1)))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, Slots, kernel_layout, site_table, table_entries
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, Slots, kernel_layout, site_table, slot_columns
 from coserve.kernels.lora.segmented.tiles import StepTiles, base_only_tiles, cut, upload
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, MainGrads
@@ -71,7 +71,7 @@ def test_slots_show_in_views_that_were_taken_before() -> None:
     slots = Slots(2, 3, CPU)
     view = slots.table(1, 2)
     first = pair(4, scaling=0.5)
-    slots.put(1, *table_entries([None, first, pair(8)]))
+    slots.put(1, *slot_columns([None, first, pair(8)]))
     assert view.ranks.tolist() == [[0, 0], [4, 8]]
     assert view.scalings[1].tolist() == [0.5, 2.0]
     assert view.addresses[1, 0, 0].item() == first.a_RD.data_ptr()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coserve.core.types import AdapterRef, LoraSettings
-from coserve.kernels.lora.segmented.adapter_table import NO_ENTRY
+from coserve.kernels.lora.segmented.adapter_table import NO_ENTRY, SlotColumns
 from coserve.kernels.lora.types import VECTOR, LoraPair, TableEntry
 from coserve.lora.store.entry import Entry
 from coserve.lora.store.packing import PackedSites, PartedSites, packed, packed_bytes
@@ -89,9 +89,17 @@ def test_table_entries_are_those_of_the_pairs(rank: int) -> None:
     assert isinstance(sites, PackedSites)
     names = ["site2", "other", "site0"]
     expected = [sites.get(name) for name in names]
-    assert sites.entries(names) == [
+    entries = [
         NO_ENTRY if pair is None else TableEntry(pair.a_RD.data_ptr(), pair.b_OR.data_ptr(), 0, 0, rank, pair.scaling)
         for pair in expected
+    ]
+    for _ in range(2):  # the second time from the layout's
+        found, own = sites.columns(names), SlotColumns.of(entries)
+        assert found.largest == own.largest == rank
+        for name in ("addresses", "ranks", "scalings", "scales"):
+            assert torch.equal(getattr(found, name), getattr(own, name)), name
+    assert sites.columns(["site1"]).addresses.tolist() == [
+        [sites["site1"].a_RD.data_ptr(), sites["site1"].b_OR.data_ptr()]
     ]
 
 

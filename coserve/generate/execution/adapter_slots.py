@@ -12,9 +12,9 @@ from coserve.core.types import AdapterRef
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.experts.slot_terms import ExpertSlots
-from coserve.kernels.lora.segmented.adapter_table import NO_ENTRY, RANK_BLOCK, SiteTable, Slots, table_entries
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable, SlotColumns, Slots, slot_columns
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair, SiteGroup, TableEntry
+from coserve.kernels.lora.types import LoraPair, SiteGroup
 from coserve.lora.store.packing import PackedSites
 from coserve.model.lora import LoraWeights
 from coserve.model.parallel.lora import FullyShardedPair
@@ -38,10 +38,10 @@ class PairSlots:
             self.tables[group] = self._table.table(first, len(group.names))
             first += len(group.names)
 
-    def put(self, slot: int, entries: Sequence[TableEntry], owner: object) -> None:
+    def put(self, slot: int, columns: SlotColumns, owner: object) -> None:
         """See `Slots.put`; may run out of memory."""
-        self._table.put(slot, entries, owner)
-        self.ranks[slot] = max(entry.rank for entry in entries)
+        self._table.put(slot, columns, owner)
+        self.ranks[slot] = columns.largest
 
     def clear(self, slot: int) -> None:
         self._table.clear(slot)
@@ -125,13 +125,13 @@ class AdapterSlots:
             assert oldest not in wanted, "expected a slot for each adapter of a step"
             self.free(oldest)
         slot = self._free[-1]
-        entries, owner = _entries(weights, self._names)
+        columns, owner = _columns(weights, self._names)
         sharded = frozenset[str]() if self.sharded is None else _fully_sharded(weights)
         if self.sharded is not None and sharded:
-            parts = [entry if name in sharded else NO_ENTRY for name, entry in zip(self._names, entries, strict=True)]
-            self.sharded.put(slot, parts, owner)
-            entries = [NO_ENTRY if name in sharded else entry for name, entry in zip(self._names, entries, strict=True)]
-        self.local.put(slot, entries, owner)
+            at_G = torch.tensor([name in sharded for name in self._names])
+            self.sharded.put(slot, columns.only(at_G), owner)
+            columns = columns.only(~at_G)
+        self.local.put(slot, columns, owner)
         self._slots[ref] = self._free.pop()
         if self.experts is not None and weights.experts:
             self.experts.put(slot, weights.experts)
@@ -139,13 +139,13 @@ class AdapterSlots:
         self.scaled[slot] = weights.settings.use_dora
 
 
-def _entries(weights: LoraWeights, names: Sequence[str]) -> tuple[list[TableEntry], object]:
-    """An adapter's table entries by site, and the object that keeps their memory alive."""
+def _columns(weights: LoraWeights, names: Sequence[str]) -> tuple[SlotColumns, object]:
+    """Return an adapter's columns of the table, and the object that keeps its memory alive."""
     if isinstance(weights.sites, PackedSites) and weights.sites.layout.for_kernels:  # the store's GPU copies
-        return weights.sites.entries(names), weights
+        return weights.sites.columns(names), weights
     # Other copies on a GPU (`packed`) already store block-diagonal pairs with their zeros.
     pairs = [weights.sites.get(name) for name in names]
-    return table_entries([None if pair is None else pair.dense() for pair in pairs])
+    return slot_columns([None if pair is None else pair.dense() for pair in pairs])
 
 
 def _fully_sharded(weights: LoraWeights) -> frozenset[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from coserve.kernels.lora.segmented.adapter_table import NO_ENTRY
+from coserve.kernels.lora.segmented.adapter_table import NO_ENTRY, SlotColumns
 from coserve.kernels.lora.types import VECTOR, LoraPair, TableEntry
 from coserve.memory.buffer import aligned
 from coserve.model.lora import LoraWeights
@@ -75,6 +75,25 @@ class PackedLayout:
             self.places[name] = SitePlace(at, end, at, b_at, columns, *shapes, like, vectors_at)
             at = end
         self.bytes = at
+        self._columns: tuple[list[str], SlotColumns] | None = None
+
+    def columns(self, names: Sequence[str]) -> SlotColumns:
+        """Return the columns of the kernels' table for these sites, in order, with offsets: see `SlotColumns.at`.
+
+        Kept for the last names, which are those of the base. In pinned memory, from which it is copied asynchronously.
+        """
+        if self._columns is None or self._columns[0] != names:
+            found = SlotColumns.of([self._offsets(name) for name in names])
+            if torch.cuda.is_available():
+                found = replace(found, ranks=found.ranks.pin_memory(), scalings=found.scalings.pin_memory())
+            self._columns = [*names], found
+        return self._columns[1]
+
+    def _offsets(self, name: str) -> TableEntry:
+        if (place := self.places.get(name)) is None:
+            return NO_ENTRY
+        scale = 1 + place.vectors_at["scale_O"] if "scale_O" in place.vectors_at else 0
+        return TableEntry(place.a_at, place.b_at, 0, 0, place.b_shape[1], place.like.scaling, scale)
 
     def pair(self, name: str, memory: Tensor, first: int = 0) -> LoraPair:
         """The site's pair, as views of memory (uint8) that has the layout's bytes from `first` on."""
@@ -131,18 +150,9 @@ class PackedSites(LaidOutSites):
             pair = self._pairs[name] = self.layout.pair(name, self.memory_N)
         return pair
 
-    def entries(self, names: Sequence[str]) -> list[TableEntry]:
-        """Return the kernels' table entries of these sites, in order. Makes no views."""
-        at, found = self.memory_N.data_ptr(), list[TableEntry]()
-        for name in names:
-            place = self.layout.places.get(name)
-            if place is None:
-                found.append(NO_ENTRY)
-            else:
-                scale = at + place.vectors_at["scale_O"] if "scale_O" in place.vectors_at else 0
-                a, b = at + place.a_at, at + place.b_at
-                found.append(TableEntry(a, b, 0, 0, place.b_shape[1], place.like.scaling, scale))
-        return found
+    def columns(self, names: Sequence[str]) -> SlotColumns:
+        """Return the columns of the kernels' table for these sites, in order. Makes no views."""
+        return self.layout.columns(names).at(self.memory_N.data_ptr())
 
     def fill(self, source: Mapping[str, LoraPair]) -> None:
         """Copy all pairs from `source`."""

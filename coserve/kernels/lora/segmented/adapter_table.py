@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from coserve.kernels.gpu.device import to_device
-from coserve.kernels.lora.types import VECTOR, LoraPair, TableEntry, is_aligned
+from coserve.kernels.lora.types import MAX_RANK, VECTOR, LoraPair, TableEntry, is_aligned
 
 RANK_BLOCK = 16
 """LoRA ranks per block, the fewest that a tensor core multiplies."""
@@ -76,6 +76,53 @@ class SiteTable:
         return SiteTable(*own, starts, sums, sizes, self.blocked, scales, self.storage)
 
 
+@dataclass(frozen=True)
+class SlotColumns:
+    """Rows of one slot in the columns of `Slots`: an adapter at G sites, on the host. Zeros: it has no pair there."""
+
+    addresses: Tensor
+    """int64 (G, 2)."""
+    ranks: Tensor
+    """int32 (G): `TableEntry.shape`."""
+    scalings: Tensor
+    """float32 (G)."""
+    scales: Tensor
+    """int64 (G): addresses of DoRA's scales."""
+    largest: int
+    """The largest of `ranks`."""
+
+    @classmethod
+    def of(cls, entries: Sequence[TableEntry]) -> SlotColumns:
+        """One entry per site."""
+        a, b, _, _, ranks, scalings, scales = zip(*entries, strict=True)
+        return cls(
+            torch.tensor([a, b], dtype=torch.int64).T.contiguous(),
+            torch.tensor(ranks, dtype=torch.int32),
+            torch.tensor(scalings, dtype=torch.float32),
+            torch.tensor(scales, dtype=torch.int64),
+            max(ranks),
+        )
+
+    def at(self, base: int) -> SlotColumns:
+        """The same pairs in memory that begins at `base`; here their addresses are offsets, of scales with 1 added."""
+        return replace(
+            self,
+            addresses=torch.where(self.ranks[:, None] > 0, self.addresses + base, 0),
+            scales=torch.where(self.scales > 0, self.scales + (base - 1), 0),
+        )
+
+    def only(self, sites_G: Tensor) -> SlotColumns:
+        """The pairs at these sites (bool) alone."""
+        ranks = self.ranks * sites_G
+        return SlotColumns(
+            self.addresses * sites_G[:, None],
+            ranks,
+            self.scalings * sites_G,
+            self.scales * sites_G,
+            int(ranks.max()),
+        )
+
+
 class Slots:
     """The table of all sites of a base by N slots, which serving keeps on the device.
 
@@ -92,16 +139,15 @@ class Slots:
         self.scales = torch.zeros(slots, sites, dtype=torch.int64, device=device)
         self._held: dict[int, object] = {}
 
-    def put(self, slot: int, entries: Sequence[TableEntry], owner: object) -> None:
-        """Point `slot` at one adapter's matrices, an entry per site, and keep their `owner` alive. Does not wait for
-        the device."""
-        assert len(entries) == self.ranks.shape[1], f"expected {self.ranks.shape[1]} sites, got {len(entries)}"
-        assert self._blocked or all(entry.shape == entry.rank for entry in entries), "expected dense pairs"
-        a, b, _, _, ranks, scalings, scales = zip(*entries, strict=True)
-        _send(torch.tensor([a, b], dtype=torch.int64).T.contiguous(), self.addresses[slot])
-        _send(torch.tensor(ranks, dtype=torch.int32), self.ranks[slot])
-        _send(torch.tensor(scalings), self.scalings[slot])
-        _send(torch.tensor(scales, dtype=torch.int64), self.scales[slot])
+    def put(self, slot: int, columns: SlotColumns, owner: object) -> None:
+        """Point `slot` at one adapter's matrices, and keep their `owner` alive. Does not wait for the device."""
+        sites = self.ranks.shape[1]
+        assert len(columns.ranks) == sites, f"expected {sites} sites, got {len(columns.ranks)}"
+        assert self._blocked or columns.largest <= MAX_RANK, "expected dense pairs"
+        _send(columns.addresses, self.addresses[slot])
+        _send(columns.ranks, self.ranks[slot])
+        _send(columns.scalings, self.scalings[slot])
+        _send(columns.scales, self.scales[slot])
         self._held[slot] = owner
 
     def clear(self, slot: int) -> None:
@@ -195,6 +241,12 @@ def table_entries(pairs: Sequence[LoraPair | None]) -> tuple[list[TableEntry], l
     addresses the entries hold."""
     kept = [None if pair is None else kernel_layout(pair) for pair in pairs]
     return [_entry(pair) for pair in kept], [pair for pair in kept if pair is not None]
+
+
+def slot_columns(pairs: Sequence[LoraPair | None]) -> tuple[SlotColumns, list[LoraPair]]:
+    """As `table_entries`, for `Slots.put`."""
+    entries, kept = table_entries(pairs)
+    return SlotColumns.of(entries), kept
 
 
 def _aligned(weight: Tensor) -> Tensor:

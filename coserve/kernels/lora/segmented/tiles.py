@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -37,6 +39,12 @@ class HostTiles:
     spans: list[tuple[int, int, int, int]]
 
 
+def _rows(entries: Sequence[tuple[int, int, int, int]]) -> Tensor:
+    """int32 (N, 4). By way of an array: torch looks at each tuple, which takes a step's host several times as long."""
+    flat = array("i", chain.from_iterable(entries))
+    return torch.frombuffer(flat, dtype=torch.int32).view(-1, 4) if flat else torch.empty(0, 4, dtype=torch.int32)
+
+
 def cut(segments: Segments, ranks: Sequence[int], rows: int) -> HostTiles:
     """Cut a batch into tiles of at most `rows` rows. `ranks` (slots): each adapter's largest rank among the sites that
     read these tiles."""
@@ -47,7 +55,10 @@ def cut(segments: Segments, ranks: Sequence[int], rows: int) -> HostTiles:
             continue
         first, blocks = len(tiles), -(-ranks[slot] // RANK_BLOCK)
         for start, end in runs:
-            tiles.extend((row, min(rows, end - row), slot, blocks) for row in range(start, end, rows))
+            if end - start <= rows:  # a decode; a step has hundreds
+                tiles.append((start, end - start, slot, blocks))
+            else:
+                tiles.extend((row, min(rows, end - row), slot, blocks) for row in range(start, end, rows))
         spans.append((first, len(tiles) - first, slot, 0))
     items = [(start, length, slot, block) for start, length, slot, blocks in tiles for block in range(blocks)]
     return HostTiles(tiles, items, spans)
@@ -68,7 +79,7 @@ def base_only_tiles(segments: Segments, host: HostTiles, rows: int) -> list[tupl
 def upload(host: HostTiles, rows: int, tokens: int, device: torch.device) -> Tiles:
     """Copy all three tables to the device at once."""
     parts = (host.tiles, host.items, host.spans)
-    flat = to_device(torch.tensor([entry for part in parts for entry in part], dtype=torch.int32).view(-1, 4), device)
+    flat = to_device(_rows([entry for part in parts for entry in part]), device)
     first, second = len(host.tiles), len(host.tiles) + len(host.items)
     counters = torch.zeros(tokens, dtype=torch.int32, device=device)
     return Tiles(rows, flat[:first], flat[first:second], flat[second:], counters)
@@ -92,7 +103,7 @@ class TrainingTiles:
         inactive = self._count - len(host.tiles)
         assert inactive >= 0 and len(host.spans) == self.tiles.spans.shape[0], "expected a batch of the same shape"
         entries = [*host.tiles, *[(0, 0, -1, 0)] * inactive, *host.spans]
-        self._table.copy_(to_device(torch.tensor(entries, dtype=torch.int32), self._device))
+        self._table.copy_(to_device(_rows(entries), self._device))
 
 
 class StepTiles:
@@ -121,5 +132,5 @@ class StepTiles:
         self._host.zero_()
         for first, part in ((0, host.tiles), (self._tiles, host.items)):
             if part:
-                self._host[first : first + len(part)] = torch.tensor(part, dtype=torch.int32)
+                self._host[first : first + len(part)] = _rows(part)
         self._table.copy_(self._host, non_blocking=True)
