@@ -94,7 +94,7 @@ class Config:
     )
     lora_server_ep: int = option(
         1,
-        "LoRA servers that share out the experts of each layer, such as `coserve plan` tells; groups of so many share "
+        "LoRA servers that share out the experts of each layer (`coserve plan` says how many); groups of so many share "
         "out the layers",
         bounds=Bounds(1),
     )
