@@ -8,7 +8,6 @@ hands shows at once; and each token is a function of the marks before it. Adapte
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -30,7 +29,7 @@ from coserve.memory.prefix import PageKeys
 from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request
 from tests.support.lengths import OneMoreToken
-from tests.support.pages import next_scheduled
+from tests.support.pages import BarePages, next_scheduled
 
 PAGES, PAGE_TOKENS, STEP_TOKENS, RUNNING = 64, 4, 48, 12
 PAGE_BYTES = 2 * ALIGNMENT
@@ -51,84 +50,44 @@ def is_in_pages(ref: AdapterRef, weights: LoraWeights) -> bool:
     return bool((pair.a_RD == number).all() and (pair.b_OR == number).all())
 
 
-class Memory:
-    """Pages of tokens and adapters, as the generator has them; the tokens' part is a list of marks."""
+class CountingStore(AdapterStore):
+    """Counts adapters that enter pages, and moves the marks of pages that are in their way."""
 
-    def __init__(self, pages: int = PAGES) -> None:
-        buffer = PageBuffer(pages, PAGE_BYTES, torch.device("cpu"))
-        self.pool, self.page_tokens = buffer.pool, PAGE_TOKENS
-        self.slots = [[0] * PAGE_TOKENS for _ in range(pages)]
-        self.store = AdapterStore(load, HostBudget(RESIDENT))
-        self.store.use_pool(buffer, lambda ref: None)
+    def __init__(self, slots: list[list[int]]) -> None:
+        super().__init__(load, HostBudget(RESIDENT))
+        self._slots = slots
         self.entered = self.moved = 0
 
-    @property
-    def free_pages(self) -> int:
-        return self.pool.free_pages
-
-    def allocate(self, n: int) -> list[int] | None:
-        pages = self.pool.allocate(n)
-        for page in pages or ():
-            self.slots[page] = [0] * PAGE_TOKENS
-        return pages
-
-    def arrived(self, ref: AdapterRef, digests: AdapterDigests | None) -> None:
-        self.store.arrived(ref, digests)
-
-    def ready(self, ref: AdapterRef, digests: AdapterDigests | None) -> bool:
-        return self.store.ready(ref, digests)
-
-    def waited(self, ref: AdapterRef) -> None:
-        self.store.waited(ref)
-
-    def reading(self, ref: AdapterRef) -> bool:
-        return self.store.reading(ref)
-
-    def size(self, ref: AdapterRef) -> int:
-        return self.store.size(ref)
-
-    def failure(self, ref: AdapterRef) -> Exception | None:
-        return self.store.failure(ref)
-
-    def needs(self, ref: AdapterRef) -> int:
-        return self.store.needs(ref)
-
-    def lacks_pages(self, ref: AdapterRef) -> None:
-        self.store.lacks_pages(ref)
-
-    def to_copy(self, ref: AdapterRef) -> int:
-        return self.store.to_copy(ref)
-
     def activate(self, ref: AdapterRef) -> Activated | None:
-        activated = self.store.activate(ref)
+        activated = super().activate(ref)
         if activated is not None:
             self.entered += 1
             self.moved += len(activated.moved)
             for page, to in activated.moved.items():
-                self.slots[to] = self.slots[page]
+                self._slots[to] = self._slots[page]
         return activated
 
-    def deactivate(self, ref: AdapterRef) -> None:
-        self.store.deactivate(ref)
 
-    def free(self, pages: list[int]) -> None:
-        self.pool.free(pages)
+class Memory(BarePages):
+    """Pages of tokens and adapters, as the generator has them; the tokens' part is a list of marks."""
+
+    def __init__(self, pages: int = PAGES) -> None:
+        super().__init__(pages, PAGE_TOKENS)
+        buffer = PageBuffer(pages, PAGE_BYTES, torch.device("cpu"))
+        self.pool = buffer.pool
+        self.slots = [[0] * PAGE_TOKENS for _ in range(pages)]
+        self.store = CountingStore(self.slots)
+        self.store.use_pool(buffer, lambda ref: None)
+
+    def allocate(self, n: int) -> list[int] | None:
+        pages = super().allocate(n)
+        for page in pages or ():
+            self.slots[page] = [0] * PAGE_TOKENS
+        return pages
 
     def label(self, page: int, key: bytes) -> None:
         assert all(self.slots[page]), "a page can be found before it is complete"
-        self.pool.label(page, key)
-
-    def unlabel(self, page: int) -> None:
-        self.pool.unlabel(page)
-
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        return self.pool.find(keys)
-
-    def hold(self, pages: Iterable[int]) -> None:
-        self.pool.hold(pages)
-
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // PAGE_TOKENS)
+        super().label(page, key)
 
 
 @dataclass
@@ -196,7 +155,7 @@ class Traffic:
         self, memory: Memory, seed: int, *, running: int, step_tokens: int, lengths: OutputLengths | None = None
     ) -> None:
         self.memory, self.chance = memory, random.Random(seed)
-        self.scheduler = Scheduler(memory, memory, max_running=running, step_tokens=step_tokens, lengths=lengths)
+        self.scheduler = Scheduler(memory, memory.store, max_running=running, step_tokens=step_tokens, lengths=lengths)
         self.roots = [[self.chance.randrange(50) for _ in range(60)] for _ in range(2)]
         self.live: dict[str, Life] = {}
         self.made = self.ended = self.cancelled = 0
@@ -271,8 +230,8 @@ def test_thousands_of_requests_with_cancels_leave_no_page_behind() -> None:
     assert scheduler.preemptions > 30
     assert scheduler.active.prefix_queries > scheduler.active.prefix_hits > scheduler.active.prefix_queries // 8
     assert traffic.cancelled > 150
-    assert memory.entered > 1500
-    assert memory.moved > 300, "pages were in adapters' ways"
+    assert memory.store.entered > 1500
+    assert memory.store.moved > 300, "pages were in adapters' ways"
 
 
 def check_nobody_waits_in_vain(traffic: Traffic, scheduled: list[Scheduled], *, preempted: bool) -> None:
@@ -282,7 +241,7 @@ def check_nobody_waits_in_vain(traffic: Traffic, scheduled: list[Scheduled], *, 
     room = len(traffic.live) - len(waiting) < RUNNING and sum(item.tokens for item in scheduled) < STEP_TOKENS
     if waiting and room and not preempted:
         first, ref = waiting[0], waiting[0].adapter
-        need = memory.pages_for(len(first.tokens)) + (0 if ref is None else memory.needs(ref))
+        need = memory.pages_for(len(first.tokens)) + (0 if ref is None else memory.store.needs(ref))
         blocked = ref is not None and not memory.pool.fits_span(memory.store.pages(ref))
         assert memory.pool.free_pages < need or blocked
 

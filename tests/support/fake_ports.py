@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ from coserve.memory.allocator import AllocatorStats
 from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape
+from tests.support.pages import BareAdapters, BarePages
 from tests.support.records import make_metrics
 from tests.support.sized_adapters import room_for, sized
 
@@ -85,13 +86,12 @@ class Prices:
     spikes: float
 
 
-class Pages:
+class Pages(BarePages):
     """As many as asked for, without tensors. Who grows finds none now and then (`refuses`), so that the latest give
     way."""
 
-    page_tokens = 16
-
     def __init__(self, refuses: Callable[[], bool]) -> None:
+        super().__init__(1, 16)
         self._refuses, self._counted = refuses, False
 
     @property
@@ -106,40 +106,15 @@ class Pages:
     def free(self, pages: Sequence[int]) -> None:
         """Nobody counts them."""
 
-    def label(self, page: int, key: bytes) -> None:
-        raise NotImplementedError
 
-    def unlabel(self, page: int) -> None:
-        raise NotImplementedError
-
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        raise NotImplementedError
-
-    def hold(self, pages: Iterable[int]) -> None:
-        raise NotImplementedError
-
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_tokens)
-
-
-class Adapters:
+class Adapters(BareAdapters):
     """Those of a store, as the scheduler sees them, in no pages. While `lost`, none can be activated, and all are being
     read again."""
 
     def __init__(self, store: NoAdapters | AdapterStore) -> None:
+        super().__init__()
         self.store, self.lost = store, False
-
-    def arrived(self, ref: AdapterRef, digests: AdapterDigests | None) -> None:
-        self.store.arrived(ref, digests)
-
-    def ready(self, ref: AdapterRef, digests: AdapterDigests | None) -> bool:
-        return self.store.ready(ref, digests)
-
-    def waited(self, ref: AdapterRef) -> None:
-        self.store.waited(ref)
-
-    def failure(self, ref: AdapterRef) -> Exception | None:
-        return self.store.failure(ref)
+        self.arrived, self.ready, self.waited, self.failure = store.arrived, store.ready, store.waited, store.failure
 
     def reading(self, ref: AdapterRef) -> bool:
         return self.lost or self.store.reading(ref)
@@ -147,20 +122,11 @@ class Adapters:
     def size(self, ref: AdapterRef) -> int:
         return 0
 
-    def needs(self, ref: AdapterRef) -> int:
-        return 0
-
-    def lacks_pages(self, ref: AdapterRef) -> None:
-        """It needs none."""
-
     def to_copy(self, ref: AdapterRef) -> int:
         return 0
 
     def activate(self, ref: AdapterRef) -> Activated | None:
         return None if self.lost else Activated(LoraWeights(LoraSettings(), {}), {})
-
-    def deactivate(self, ref: AdapterRef) -> None:
-        """It is in no pages."""
 
 
 @dataclass
