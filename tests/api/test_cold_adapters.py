@@ -13,37 +13,19 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.core.schemas import HistoryPoint
-from coserve.core.types import AdapterRef, LoraSettings
-from coserve.kernels.lora.types import LoraPair
+from coserve.core.types import AdapterRef
 from coserve.lora.files.packed_header import PACKED_FILE
 from coserve.lora.store.files import save_adapter
-from coserve.model.lora import LoraWeights
 from tests.support.api_server import Api
 from tests.support.examples import sample
-from tests.support.real_server import bundled_base, serve_real
+from tests.support.real_server import bundled_base, loud_adapter, serve_real
 
 ADAPTERS = 5
 ROTTEN = ("a0", PACKED_FILE), ("a1", ADAPTER_WEIGHTS)
 PROMPT = "Once upon a time there was a"
-
-
-def weights(seed: int) -> LoraWeights:
-    """An adapter that changes what the base says, in its own way."""
-    g = torch.Generator().manual_seed(seed)
-    sites = {
-        name: LoraPair(
-            torch.randn(4, site.in_features, generator=g) * 0.1,
-            torch.randn(site.out_features, 4, generator=g) * 0.1,
-            2.0,
-        )
-        for name, site in bundled_base().spec.sites.items()
-        if name.endswith(("q_proj", "down_proj"))
-    }
-    return LoraWeights(LoraSettings(r=4), sites)
 
 
 @pytest.fixture
@@ -55,7 +37,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
     ) as api:
         for i in range(ADAPTERS):
             (root / f"a{i}").mkdir(parents=True)
-            save_adapter(root / f"a{i}", weights(i), bundled_base().spec)
+            save_adapter(root / f"a{i}", loud_adapter(i), bundled_base().spec)
             await api.answered(201, "POST", "/adapters", json={"name": f"a{i}", "path": f"a{i}"})
         yield api
 

@@ -36,6 +36,14 @@ async def submit(api: Api, **fields: Any) -> dict[str, Any]:
     return await api.answered(202, "POST", "/finetune", json=request, headers=headers)
 
 
+async def running(api: Api) -> dict[str, Any]:
+    """A job that runs until `go_jobs` is set."""
+    api.engine.go_jobs.clear()
+    job = await submit(api)
+    await api.job_until(job["id"], "running")
+    return job
+
+
 async def test_a_job_from_rows_to_an_adapter_that_serves(api: Api) -> None:
     api.engine.go_jobs.clear()
     job = await submit(api, metadata={"who": "me"})
@@ -225,9 +233,7 @@ async def test_a_request_does_not_wait_for_ever_for_the_one_with_its_key() -> No
 
 
 async def test_pause_resume_cancel(api: Api) -> None:
-    api.engine.go_jobs.clear()
-    job = await submit(api)
-    await api.job_until(job["id"], "running")
+    job = await running(api)
     path = f"/finetune/{job['id']}"
     status, paused = await api.call("POST", f"{path}/pause")
     assert (status, paused["state"]) == (200, "paused")
@@ -280,9 +286,7 @@ async def test_jobs_without_an_engine_wait_and_obey(api: Api) -> None:
 
 
 async def test_an_order_outlives_the_engine_that_did_not_obey(api: Api) -> None:
-    api.engine.go_jobs.clear()
-    job = await submit(api)
-    await api.job_until(job["id"], "running")
+    job = await running(api)
     api.engine.obeys = False
     order = asyncio.create_task(api.call("POST", f"/finetune/{job['id']}/cancel"))
     await api.engine.saw(CancelJob)
@@ -295,9 +299,7 @@ async def test_an_order_outlives_the_engine_that_did_not_obey(api: Api) -> None:
 
 @pytest.mark.parametrize(("order", "state"), [("pause", "paused"), ("cancel", "cancelled")])
 async def test_an_order_does_not_wait_for_the_next_engine(api: Api, order: str, state: str) -> None:
-    api.engine.go_jobs.clear()
-    job = await submit(api)
-    await api.job_until(job["id"], "running")
+    job = await running(api)
     api.engine.obeys = False
     asked = asyncio.create_task(api.call("POST", f"/finetune/{job['id']}/{order}"))
     await api.engine.saw(PauseJob if order == "pause" else CancelJob)
@@ -380,9 +382,7 @@ async def test_rows_that_lose_a_part_are_told(api: Api) -> None:
 
 
 async def test_a_full_disk_does_not_keep_the_next_engine_out(api: Api) -> None:
-    api.engine.go_jobs.clear()
-    job = await submit(api)
-    await api.job_until(job["id"], "running")
+    job = await running(api)
     await api.engine.die()
     with armed("registry.before_commit=ENOSPC@1;registry.before_commit=ENOSPC@2"):
         await api.start_engine()
@@ -406,9 +406,7 @@ async def test_the_end_of_the_daemon_ends_streams_of_events(tmp_path: Path) -> N
 
 
 async def test_a_pause_that_nobody_waited_for_does_not_come_back(api: Api) -> None:
-    api.engine.go_jobs.clear()
-    job = await submit(api)
-    await api.job_until(job["id"], "running")
+    job = await running(api)
     path = f"/finetune/{job['id']}"
     api.engine.obeys = False
     pause = asyncio.create_task(api.call("POST", f"{path}/pause"))
@@ -425,9 +423,7 @@ async def test_a_pause_that_nobody_waited_for_does_not_come_back(api: Api) -> No
 
 
 async def test_a_pause_that_is_obeyed_does_not_forget_a_later_cancel(api: Api) -> None:
-    api.engine.go_jobs.clear()
-    job = await submit(api)
-    await api.job_until(job["id"], "running")
+    job = await running(api)
     path = f"/finetune/{job['id']}"
     api.engine.obeys = False
     pause = asyncio.create_task(api.call("POST", f"{path}/pause"))

@@ -18,13 +18,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from coserve.core.types import LoraSettings
-from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.files import save_adapter
 from coserve.model.lora import LoraWeights
 from tests.support.api_server import Api, tokenizer
 from tests.support.examples import sample
-from tests.support.real_server import bundled_base, serve_real
+from tests.support.real_server import bundled_base, loud_adapter, serve_real
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -41,23 +39,12 @@ PAIRS = [
     ("Once upon a time there was a girl who lived in a small house near the forest.", " She had a dog<|endoftext|>"),
     ("Hello", " there, old friend, said the bear to the fox."),
 ]
-SETTINGS = LoraSettings(r=4)
 
 
 @cache
 def weights() -> LoraWeights:
     """An adapter that changes what the base says."""
-    g = torch.Generator().manual_seed(1)
-    sites = {
-        name: LoraPair(
-            torch.randn(4, site.in_features, generator=g) * 0.1,
-            torch.randn(site.out_features, 4, generator=g) * 0.1,
-            2.0,
-        )
-        for name, site in bundled_base().spec.sites.items()
-        if name.endswith(("q_proj", "down_proj"))
-    }
-    return LoraWeights(SETTINGS, sites)
+    return loud_adapter(1)
 
 
 @cache

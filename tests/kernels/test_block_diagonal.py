@@ -20,10 +20,10 @@ from coserve.kernels.lora.types import LoraPair, SiteGroup
 from tests.support.examples import examples, sample
 from tests.support.lora_grids import (
     Grid,
-    add_group,
     adding,
     check_forward,
     check_gradients,
+    check_group,
     make_case,
     relative_error,
 )
@@ -98,21 +98,7 @@ def test_prefill_and_gradients_of_sites_together(run: int) -> None:
     """Small batches are cut as large ones are: k among programs, up to `run` output blocks a program."""
     many = PrefillBlocks(k=32, o=32, run_blocks=run, split_length=16, expand_programs=1)
     backend = SegmentedBackend(plan.Cutting(prefill=many)) if run > 1 else SegmentedBackend()
-    cases = [make_case(grid, torch.float32, DEVICE, seed=at, grad=True) for at, grid in enumerate(SITES)]
-    x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
-    leaves = [x, *(leaf for case in cases for leaf in case.leaves() if leaf is not x)]
-    expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
-    got = add_group(backend, [case.y for case in cases], x, segments, pairs)
-    gradients = [
-        torch.autograd.grad(sum(out.square().sum() for out in outs), leaves, materialize_grads=True)
-        for outs in (got, expected)
-    ]
-    with torch.no_grad():
-        in_place = add_group(backend, [case.y.clone() for case in cases], x, segments, pairs)
-    for mine, wanted in (*zip(got, expected, strict=True), *zip(in_place, expected, strict=True)):
-        assert relative_error(mine, wanted) <= 1e-5
-    for mine, wanted in zip(*gradients, strict=True):
-        assert relative_error(mine, wanted) <= 5e-5
+    check_group(backend, SITES, DEVICE)
 
 
 @pytest.mark.parametrize("lengths", sample({"decode": (2, 1, 3, 1, 2), "prefill": (3, 70, 1, 2, 1)}, "prefill"))

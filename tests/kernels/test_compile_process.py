@@ -19,23 +19,15 @@ from multiprocessing import get_context
 
 import torch
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from coserve.kernels.gpu.compile_process import compiled_by
 from coserve.kernels.gpu.launcher import Launcher, compile_only
-from tests.support.kernels import scale
-
-
-class Driver:
-    "A GPU that is not there."
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+from tests.support.kernels import NoGpu, scale
 
 
 processes = ProcessPoolExecutor(2, get_context("fork"))
-driver.set_active(Driver())
+driver.set_active(NoGpu())
 launch, x = Launcher(scale), torch.empty(64, dtype=torch.bfloat16)
 
 def launch_all():

@@ -104,7 +104,6 @@ def test_the_kernel_orders_rows_as_a_stable_sort_does(tokens: int, with_slots: b
 
 COMPILED = """
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton import compile
 from triton.compiler import ASTSource
@@ -115,13 +114,7 @@ from coserve.kernels.gpu.launcher import compile_only
 from coserve.kernels.lora.experts import slot_terms
 from coserve.kernels.lora.experts.order_kernel import order_rows
 from coserve.kernels.lora.experts.rows import BLOCK, CHUNK, ExpertRows
-
-
-class Driver:
-    "A GPU that is not there."
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+from tests.support.kernels import NoGpu
 
 
 def warmup(self, *arguments, **rest):
@@ -132,7 +125,7 @@ def warmup(self, *arguments, **rest):
     print(name, narrow == 0, (wide if name == "shrink" else code.count("ld.global.v4")) > 0, early > 0, fits)
 
 
-driver.set_active(Driver())
+driver.set_active(NoGpu())
 compiles, JITFunction.warmup = JITFunction.warmup, warmup
 slot_terms.device_info = lambda device: H200
 x, y = torch.empty(16, 768, dtype=torch.bfloat16), torch.empty(16, 2048, dtype=torch.bfloat16)
@@ -149,7 +142,7 @@ for slotted in (False, True):
     names = order_rows.arg_names
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(order_rows, {name: signature[name] for name in names}, constants)
-    print("order", len(compile(source, target=Driver().get_current_target()).asm["cubin"]) > 0)
+    print("order", len(compile(source, target=NoGpu().get_current_target()).asm["cubin"]) > 0)
 """
 
 

@@ -202,3 +202,22 @@ def check_gradients(add: Add, grid: Grid, dtype: torch.dtype, device: str = "cpu
             assert mine.float().norm() == 0, grid.name
         else:
             assert relative_error(mine, wanted) <= 2 * TOLERANCE[dtype], grid.name
+
+
+def check_group(backend: LoraBackend, grids: Sequence[Grid], device: str) -> None:
+    """Compare sites of one input with the reference, in fp32: new outputs, outputs in place, gradients."""
+    cases = [make_case(grid, torch.float32, device, seed=at, grad=True) for at, grid in enumerate(grids)]
+    x, segments, pairs = cases[0].x, cases[0].segments, [case.pairs for case in cases]
+    leaves = [x, *(leaf for case in cases for leaf in case.leaves() if leaf is not x)]
+    expected = [reference.lora_add(case.y, x, segments, case.pairs) for case in cases]
+    got = add_group(backend, [case.y for case in cases], x, segments, pairs)
+    gradients = [
+        torch.autograd.grad(torch.stack([out.square().sum() for out in outs]).sum(), leaves, materialize_grads=True)
+        for outs in (got, expected)
+    ]
+    with torch.no_grad():
+        in_place = add_group(backend, [case.y.clone() for case in cases], x, segments, pairs)
+    for mine, wanted in (*zip(got, expected, strict=True), *zip(in_place, expected, strict=True)):
+        assert relative_error(mine, wanted) <= 1e-5
+    for mine, wanted in zip(*gradients, strict=True):
+        assert relative_error(mine, wanted) <= 5e-5

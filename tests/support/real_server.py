@@ -9,10 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from coserve.core.link.engine import Shutdown
+from coserve.core.types import LoraSettings
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.worker import build_engine
+from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, load_base
+from coserve.model.lora import LoraWeights
 from tests.support.api_server import Api, serve_api
 from tests.support.local_link import local_pair
 
@@ -37,3 +42,18 @@ async def serve_real(
         finally:
             ours.send(Shutdown())
             await running
+
+
+def loud_adapter(seed: int) -> LoraWeights:
+    """An adapter that changes what the base says, in its own way."""
+    g = torch.Generator().manual_seed(seed)
+    sites = {
+        name: LoraPair(
+            torch.randn(4, site.in_features, generator=g) * 0.1,
+            torch.randn(site.out_features, 4, generator=g) * 0.1,
+            2.0,
+        )
+        for name, site in bundled_base().spec.sites.items()
+        if name.endswith(("q_proj", "down_proj"))
+    }
+    return LoraWeights(LoraSettings(r=4), sites)
