@@ -127,13 +127,17 @@ def resident(url: str, search: str) -> set[str]:
 
 
 def warm(url: str, names: Sequence[str], search: str) -> None:
-    """Have all of them read into host memory, as far as it holds them, and wait until none is read any more."""
+    """Have all of them read into host memory, as far as it holds them, and wait until none is read any more and the
+    CUDA graphs of their LoRA ranks are captured."""
     missing = sorted(set(names) - resident(url, search))
     before = _reads(url)
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda name: post(f"{url}/adapters/{name}/prefetch"), missing))
     while _reads(url) < before + len(missing):
         time.sleep(0.1)
+    time.sleep(1.5)  # the engine counts once a second
+    while b"\ncoserve_cuda_graphs_missing 0.0\n" not in get(f"{url}/metrics"):
+        time.sleep(0.2)
 
 
 def _reads(url: str) -> float:

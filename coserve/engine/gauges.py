@@ -73,6 +73,7 @@ def engine_stats(
         memory_planned=0 if memory is None else memory.planned,
         memory_peak=allocator.peak,
         cuda_allocs=allocator.allocs,
+        graphs_missing=generator.graphs_missing,
         cuda_frees=allocator.frees,
         cuda_alloc_retries=allocator.retries,
         pinned_allocs=allocator.pinned,

@@ -153,6 +153,11 @@ class Generator:
             ),
         )
 
+    @property
+    def graphs_missing(self) -> int:
+        """See `StepExecutor`."""
+        return self._executor.graphs_missing
+
     def add(self, message: Generate) -> None:
         """Put a request into the batch, bypassing the queue. Its `max_tokens` is cut to what the context leaves after
         the prompt.

@@ -174,6 +174,7 @@ async def test_metrics_count_requests_and_jobs(api: Api) -> None:
     assert found["coserve_num_requests_running"] == 2
     assert found["coserve_kv_cache_usage_ratio"] == 0.25
     assert found["coserve_adapter_pages"] == 3
+    assert found["coserve_cuda_graphs_missing"] == 4
     assert found["coserve_memory_planned_bytes"] == 1000
     assert found["coserve_memory_peak_bytes"] == 900
     assert found["coserve_train_seconds_total"] == 2.5

@@ -191,17 +191,17 @@ def test_graphs_that_steps_can_do_without_are_captured_at_a_slower_pace(
     kv = KvCache.for_base(base, 2048, 16)
     executor = graphs(fused, kv, capture=Capture.BETWEEN_STEPS, max_running=16, step_tokens=32)
     executor.warm_up()
-    assert executor.missing == 0
+    assert executor.graphs_missing == 0
     shelf = Shelf(named([adapter(base, 0, rank, suffixes)]))
     gen = Generator(base, shelf.store(), kv, executor, max_running=16, step_tokens=32, lengths=OneMoreToken())
     (ref,) = shelf.weights
     gen.add(request("a", prompt(8), SamplingParams(max_tokens=28, temperature=0.0), ref))
     gen.step()
-    missing = executor.missing
+    missing = executor.graphs_missing
     assert missing == 6
     while gen.running:
         gen.step()
-    assert missing - executor.missing == captured
+    assert missing - executor.graphs_missing == captured
 
 
 def test_messages_come_one_step_later(fused: FusedBase) -> None:
@@ -219,6 +219,7 @@ class Broadcast:
     def __init__(self, inner: StepExecutor) -> None:
         self.inner = inner
         self.forget, self.evicted, self.prepare, self.kept = inner.forget, inner.evicted, inner.prepare, inner.kept
+        self.graphs_missing = inner.graphs_missing
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
         return self.inner.launch(msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=StepInput), adapters)

@@ -221,6 +221,7 @@ class FakeEngine:
             "pages_total": 4,
             "pages_adapters": 3,
             "memory_planned": 1000,
+            "graphs_missing": 4,
             "memory_peak": 900,
             "cuda_allocs": 4,
             "preemptions": 2,

@@ -175,7 +175,7 @@ class FakeGenerator:
         self.admitted: dict[str, float] = {}
         self.troubles: tuple[str, ...] = ()
         self.pages_total = 1 << 20
-        self.adapter_pages = 0
+        self.adapter_pages = self.graphs_missing = 0
         self.tokens_computed = 0
         """Tokens, in all steps."""
         self.read: Callable[[], None] = lambda: None

@@ -326,6 +326,11 @@ class EngineGauges(Collector):
             ("kv_cache_usage_ratio", "Pages in use, by KV and adapters, 0 to 1", used),
             ("kv_cache_pages", "Pages in the pool", s.pages_total if s else 0),
             ("adapter_pages", "Pages that hold adapters, in use or not", s.pages_adapters if s else 0),
+            (
+                "cuda_graphs_missing",
+                "CUDA graphs still to be captured, when idle and between steps; their steps are slower until then",
+                s.graphs_missing if s else 0,
+            ),
             ("memory_planned_bytes", "GPU memory planned for torch", s.memory_planned if s else 0),
             ("memory_peak_bytes", "Peak GPU memory allocated by torch", s.memory_peak if s else 0),
             (

@@ -88,6 +88,8 @@ class EngineStats(Message, frozen=True):
     """Training speed while a generation step overlaps it, as a fraction of full speed; 1 if they do not overlap. See
     `queues/overlap_speed.py`."""
     stalls: tuple[StallCounts, ...] = ()
+    graphs_missing: int = 0
+    """CUDA graphs still to be captured; 0 if none is captured at all."""
     cuda_allocs: int = 0
     cuda_frees: int = 0
     cuda_alloc_retries: int = 0

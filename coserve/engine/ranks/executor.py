@@ -83,6 +83,10 @@ class RankedExecutor:
     def troubles(self) -> tuple[str, ...]:
         return self._local.troubles
 
+    @property
+    def graphs_missing(self) -> int:
+        return self._local.graphs_missing
+
     def prepare(self) -> bool:
         """See `StepExecutor`. The remaining work depends only on past steps, so it is the same on all ranks."""
         with self._followers.together(Prepare()):

@@ -98,8 +98,8 @@ def _capture(graphs: GraphExecutor, captured: Callable[[int, int], None]) -> Non
     """Capture the graphs of steps without adapters, and with adapters of the default LoRA rank."""
     began, most = time.monotonic(), 1
     while graphs.prepare((DEFAULT_RANK,)):
-        most = max(most, graphs.missing)
-        captured(most - graphs.missing, most)
+        most = max(most, graphs.graphs_missing)
+        captured(most - graphs.graphs_missing, most)
     log.info("graphs captured in %.1f s", time.monotonic() - began)
 
 

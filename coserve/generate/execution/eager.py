@@ -60,6 +60,10 @@ class EagerExecutor:
     def troubles(self) -> tuple[str, ...]:
         return ()
 
+    @property
+    def graphs_missing(self) -> int:
+        return 0
+
     def prepare(self) -> bool:
         return False
 

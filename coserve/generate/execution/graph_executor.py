@@ -174,7 +174,7 @@ class GraphExecutor:
             pass
 
     @property
-    def missing(self) -> int:
+    def graphs_missing(self) -> int:
         """Number of graphs that `prepare` still has to capture, as known now."""
         return sum(self._mixed_graphs.missing(one) + self._decode_graphs.missing(one) for one in self._footprints)
 
@@ -193,7 +193,7 @@ class GraphExecutor:
         if self._capture is None:
             self._capture = self._next_capture()
         if self._capture is None:
-            self._graph_bytes.complete = not self.missing
+            self._graph_bytes.complete = not self.graphs_missing
             return False
         self._graph_bytes.complete = False
         with self._graph_bytes.capturing(self._captures):

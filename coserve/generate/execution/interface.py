@@ -104,5 +104,9 @@ class StepExecutor(Protocol):
     def troubles(self) -> tuple[str, ...]:
         """Notes on what runs slower since memory ran out."""
 
+    @property
+    def graphs_missing(self) -> int:
+        """CUDA graphs that `prepare` still has to capture, as known now: steps without theirs are slower."""
+
     def prepare(self) -> bool:
         """Do some tenths of a second of work that a later step would need; False if none is left."""
