@@ -16,7 +16,7 @@ from coserve.data.corpus.rows import ChatRow, PreferenceRow, parse_row
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
-from tests.support.corpora import read_rows, stage
+from tests.support.corpora import check_tables_of, stage
 
 TEXTS = {"prompt": "Greet.", "chosen": " Ahoy there!", "rejected": " No."}
 MESSAGES: dict[str, Any] = {
@@ -166,14 +166,7 @@ def test_a_staged_file_keeps_the_pairs(tokenizer: Tokenizer, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("row", [TEXTS, MESSAGES, IMPLICIT], ids=["texts", "messages", "implicit prompt"])
 def test_parquet_and_a_saved_dataset_hold_the_same_pairs(tmp_path: Path, row: dict[str, Any]) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet")
-    parquet, expected = tmp_path / "rows.parquet", [parse_row(row, line) for line in (1, 2)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), parquet)
-    assert list(read_rows(parquet)) == expected
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list([row, row]).save_to_disk(tmp_path / "saved")
-    assert list(read_rows(tmp_path / "saved")) == expected
+    check_tables_of(row, tmp_path)
 
 
 def test_a_pair_is_never_torn_apart(tokenizer: Tokenizer) -> None:

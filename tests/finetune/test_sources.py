@@ -22,7 +22,7 @@ from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.chat import ChatTemplate
 from coserve.data.pretrained.tokenizer import Tokenizer
-from tests.support.corpora import read_rows
+from tests.support.corpora import check_tables_of, read_rows
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "Hello", "completion": f" Ahoy {number}!"} if number % 2 else {"text": f"The cat {number}."}
@@ -57,15 +57,7 @@ def test_parquet_and_a_saved_dataset_hold_the_rows_of_jsonl(tmp_path: Path) -> N
 
 
 def test_a_prompt_and_completion_of_messages_in_parquet_and_a_saved_dataset(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet")
-    row = {"prompt": CHAT["messages"][:4], "completion": CHAT["messages"][4:]}
-    parquet, expected = tmp_path / "rows.parquet", [parse_row(row, line) for line in (1, 2)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), parquet)
-    assert list(read_rows(parquet)) == expected
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list([row, row]).save_to_disk(tmp_path / "saved")
-    assert list(read_rows(tmp_path / "saved")) == expected
+    check_tables_of({"prompt": CHAT["messages"][:4], "completion": CHAT["messages"][4:]}, tmp_path)
 
 
 def _schema(pyarrow: Any) -> Any:

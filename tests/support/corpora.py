@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
 from coserve.core.errors import CorpusError
-from coserve.data.corpus.rows import Row
+from coserve.data.corpus.rows import Row, parse_row
 from coserve.data.corpus.sources import PIECES, PieceReader, PieceSizes, split_source
 from coserve.data.corpus.staging import CorpusPart, JoinParts, StagedCorpus, TokenizePiece, join_parts, tokenize_piece
 from coserve.data.offload.protocol import TaskContext
@@ -46,3 +48,14 @@ def stage(
         parts.append(msgspec.msgpack.decode(tokenize_piece(context, request, b""), type=CorpusPart))
     joined = join_parts(context, msgspec.msgpack.encode(JoinParts(parts, str(target))), b"")
     return msgspec.msgpack.decode(joined, type=StagedCorpus)
+
+
+def check_tables_of(row: dict[str, Any], folder: Path) -> None:
+    """Parquet and a saved dataset of two such rows hold what JSONL would."""
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    pytest.importorskip("pyarrow.parquet")
+    parquet, expected = folder / "rows.parquet", [parse_row(row, line) for line in (1, 2)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), parquet)
+    assert list(read_rows(parquet)) == expected
+    datasets.Dataset.from_list([row, row]).save_to_disk(folder / "saved")
+    assert list(read_rows(folder / "saved")) == expected
