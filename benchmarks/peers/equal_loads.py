@@ -24,7 +24,8 @@ the arrivals of the preset `flexllm-8b`.
 The peer as a strong user runs it: `--duties` are shares of the time in which PEFT computes, `--mps-shares` percentages
 of the GPU's threads that it has under MPS. Rows are named `vllm+peft@mpsSHARE.dDUTY`; the most that PEFT trains while
 99% of the requests are within their limits is `peers.equal_attainment.*`, beside what coserve trains then. `vllm` is
-vLLM alone. Each row has the versions, flags and environment.
+vLLM alone. Each row has the versions, flags and environment. `--apart`, on two GPUs: vLLM has one and PEFT the other,
+coserve both; the keys begin with `two.`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from benchmarks.peers.always import Jobs, always_training
 from benchmarks.peers.client import replay_prompts
 from benchmarks.peers.compare import base_name, gpu_memory, make_adapters, only_prompts, warm_up
 from benchmarks.peers.device_time import Window
-from benchmarks.peers.equal_report import FILE, H200_FILE, LOOSE, STRICT, peer_system, publish, system_of
+from benchmarks.peers.equal_report import FILE, H200_FILE, LOOSE, STRICT, TWO_FILE, peer_system, publish, system_of
 from benchmarks.peers.loads import Cell, chosen_cells, scenario_of
 from benchmarks.peers.processes import Trainer, module, training
 from benchmarks.peers.systems import Place, coserve, mps, peer_about, vllm
@@ -156,6 +157,7 @@ class EqualLoads:
         options = ["--trace", str(whole), "--model", str(self._place.model)] + ["--plain"] * self._tiny
         environment = {**base} | ({} if share is None else {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)})
         about = peer_about(self._place, load_trace(whole).scenario) | {"mps_share": share}
+        environment |= {"CUDA_VISIBLE_DEVICES": "1"} if self._place.apart else {}
         log = self._place.scratch / "trainer.log"
         async with training(module("benchmarks.peers.trainer", *options), log, environment) as trainer:
             self.log("PEFT trains")
@@ -167,11 +169,13 @@ class EqualLoads:
                     await self._measure(url, "base", cell, system, trainer, peak, about=about | {"duty": duty})
 
     async def run_peers(self, duties: Sequence[float], shares: Sequence[int]) -> None:
-        """vLLM beside PEFT: without MPS (no `shares`), or under it with each of them."""
+        """vLLM beside PEFT: without MPS (no `shares`), or under it with each of them; or on a GPU of its own."""
         scenario = load_trace(self._training_trace()).scenario
         async with AsyncExitStack() as stack:
             environment = await stack.enter_async_context(mps(self._place.scratch / "mps")) if shares else {}
-            server = vllm(self._place, scenario, memory=self._place.shared_memory, environment=environment)
+            memory = self._place.vllm_memory if self._place.apart else self._place.shared_memory
+            own = environment | ({"CUDA_VISIBLE_DEVICES": "0"} if self._place.apart else {})
+            server = vllm(self._place, scenario, memory=memory, environment=own)
             url = await stack.enter_async_context(server)
             self.log("vLLM answers")
             await warm_up(url, "base", scenario)
@@ -282,6 +286,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--mps-shares", default="", help="vllm+peft: percentages of the threads under MPS; default: no MPS"
     )
+    parser.add_argument(
+        "--apart", action="store_true", help="two GPUs: one serves and one trains; coserve does both on both (--tp 2)"
+    )
     parser.add_argument("--vllm-strong", action="store_true", help="vLLM's settings for LoRA that are off by default")
     parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM and what it needs")
     options = parser.parse_args()
@@ -299,8 +306,10 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def file_of(tiny: bool) -> str:
-    """The result file of this machine's GPU: shares of H100s and H200s are not compared."""
+def file_of(tiny: bool, apart: bool) -> str:
+    """The result file of this machine's GPUs: shares of H100s, of H200s and of two GPUs are not compared."""
+    if apart:
+        return TWO_FILE
     return H200_FILE if "H200" in gpu_names(tiny) else FILE
 
 
@@ -308,14 +317,16 @@ def measure_here(options: argparse.Namespace, scratch: Path) -> None:
     size = SMALL if options.tiny else FULL
     settings = {name: value for name, value in vars(size).items() if name != "config"}
     results = gpus.results_of(
-        options, SCRIPT, file_of(options.tiny), SEED, settings | {"rank": RANK, "clients": CLIENTS}
+        options, SCRIPT, file_of(options.tiny, options.apart), SEED, settings | {"rank": RANK, "clients": CLIENTS}
     )
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         root = Path(folder)
         scenario = open_workload(scenario_of(Cell("adapters", 5.0, 1.0, LOOSE), tiny=options.tiny)).scenario
         adapters = make_adapters(root / "adapters", size.config, scenario)
         model = model_folder(root / "model", size)
-        place = Place(size, model, adapters, scratch, options.vllm_site, strong=options.vllm_strong)
+        place = Place(
+            size, model, adapters, scratch, options.vllm_site, strong=options.vllm_strong, apart=options.apart
+        )
         known = gpus.known_keys(options, results)
         benchmark = EqualLoads(
             place,
@@ -348,10 +359,10 @@ def main() -> None:
     common = ["--policies", ",".join(options.policies), "--cells", ",".join(options.cells)]
     common += [] if options.seconds is None else ["--seconds", str(options.seconds)]
     common += ["--duties", ",".join(map(str, options.duties)), "--mps-shares", ",".join(map(str, options.mps_shares))]
-    common += ["--vllm-strong"] * options.vllm_strong
+    common += ["--vllm-strong"] * options.vllm_strong + ["--apart"] * options.apart
     common += [] if options.vllm_site is None else ["--vllm-site", str(options.vllm_site)]
     hands = [[*common, "--only", ",".join(parts)] for parts in gpus.deal(options.only, options.gpus)]
-    gpus.measure(options, partial(measure_here, options), SCRIPT, file_of(options.tiny), hands)
+    gpus.measure(options, partial(measure_here, options), SCRIPT, file_of(options.tiny, options.apart), hands)
 
 
 if __name__ == "__main__":

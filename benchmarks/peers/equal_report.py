@@ -16,6 +16,8 @@ FILE = "equal_loads.json"
 """All systems on GPUs of one machine: H100s."""
 H200_FILE = "equal_loads_h200.json"
 """coserve on an H200; its keys begin with `h200.`."""
+TWO_FILE = "equal_loads_two.json"
+"""Systems on two GPUs; its keys begin with `two.`."""
 FIGURE = Path("docs/figures/equal_loads.png")
 LOOSE, STRICT = (5.0, 0.045), (1.0, 0.02)
 """Limits of TTFT and TPOT, in seconds."""
@@ -155,7 +157,7 @@ def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
     """Draw the figure and update `summary.json`, from the results in `out`."""
     record = json.loads((out / FILE).read_text())
     rows, entries = record["rows"], dict[str, dict[str, Any]]()
-    for file, prefix in ((FILE, ""), (H200_FILE, "h200.")):
+    for file, prefix in ((FILE, ""), (H200_FILE, "h200."), (TWO_FILE, "two.")):
         if (out / file).exists():
             entries |= _entries(json.loads((out / file).read_text())["rows"], file, prefix)
     update_summary(out, entries)

@@ -43,6 +43,8 @@ class Place:
     strong: bool = False
     """Whether vLLM runs with its settings for LoRA that are off by default: both streams, kernels for each number of
     active adapters."""
+    apart: bool = False
+    """Whether there are two GPUs: vLLM serves on the first and PEFT trains on the second, coserve does both on both."""
     more: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Further options of vLLM, or others instead of its own here: values by name."""
 
@@ -70,6 +72,7 @@ async def coserve(place: Place, scenario: Scenario, policy: str = "slack") -> As
     yields its URL once it is warm."""
     settings = serve_arguments(place.size, place.model, place.scratch / f"data-{free_port()}")
     settings |= {"data_root": place.adapters, "cache_dir": place.scratch / "cache"} | policy_settings(policy)
+    settings |= {"tp": 2} if place.apart else {}
     targets = {"slo_ttft": scenario.slo_ttft, "slo_tpot": scenario.slo_tpot}
     settings |= {name: value for name, value in targets.items() if value is not None}
     async with serving(settings, place.scratch / f"coserve-{policy}.log") as url:
