@@ -324,6 +324,19 @@ async def test_a_corpus_too_large_for_json_is_told_how_to_come(tmp_path: Path) -
         assert "a larger corpus goes as a file, of at most 67108864 bytes" in refused["message"]
 
 
+@pytest.mark.parametrize("count", [1, 5000])
+@pytest.mark.parametrize(
+    "row", [b'{"prompt": "a", "completion": "b"}\n', b'{"question": "a"}\n', b"prompt,completion\n", b"[{}]\n"]
+)
+async def test_rows_without_settings_are_told_how_a_file_comes(api: Api, row: bytes, count: int) -> None:
+    """`curl --data-binary @rows.jsonl` sends a file as the body."""
+    status, answer = await api.call("POST", "/finetune", data=io.BytesIO(row * count))
+    assert status == 400
+    assert """curl -F 'settings={"adapter": "NAME"}' -F file=@FILE""" in answer["error"]["message"]
+    status, answer = await api.call("POST", "/finetune", data=b'{"adapter": "a", "prompt": "b"}')
+    assert (status, answer["error"]["message"]) == (400, "unknown field 'prompt'")
+
+
 async def test_paths_methods_pages(api: Api) -> None:
     await api.refused(404, "not_found", "GET", "/nowhere")
     await api.refused(404, "not_found", "GET", "/adapters/..%2f..%2fetc")

@@ -129,6 +129,7 @@ async def test_bodies_over_the_limit_and_wrong_methods(api: Api) -> None:
         ("GET", "/v1/nothing", "there is no such path"),
         ("GET", "/v1/models/", "there is no such path; did you mean '/v1/models'?"),
         ("GET", "/v1", "there is no such path"),
+        ("GET", "/v1/jobs/job-1", "there is no such path; did you mean '/finetune'?"),
         ("POST", "/v1/embeddings", "embeddings are not implemented"),
         ("POST", "/v1/responses/resp_1/cancel", "stored responses are not implemented"),
         ("POST", "/v1/audio/speech", "speech and transcription are not implemented"),

@@ -33,8 +33,10 @@ from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import (
     BodyTooLarge,
     InvalidRequest,
+    MalformedJson,
     QueueFull,
     RequestTimeout,
+    UnknownField,
     UnsupportedEncoding,
 )
 from coserve.core.schemas import FinetuneRequest
@@ -49,6 +51,7 @@ TOTAL_BYTES = 256 << 20
 """Most bytes of memory that all bodies hold together."""
 CHUNK = 64 << 10
 """Bytes that must arrive within `read_timeout`."""
+SEND_FILE = """a file of rows is sent by curl -F 'settings={"adapter": "NAME"}' -F file=@FILE"""
 
 T = TypeVar("T")
 
@@ -103,12 +106,17 @@ class BodyReader:
         file: Path | None = None
         try:
             async with self.body(request) as body:
-                if len(body) <= SMALL_BODY:
-                    settings = decode_json(bytes(body), FinetuneRequest)
-                else:
-                    file = staging / f"rows-{secrets.token_hex(8)}"
-                    packed = await self._helpers.run(decode_corpus, DecodeCorpusArguments(str(file)), body)
-                    settings = msgspec.msgpack.decode(packed, type=FinetuneRequest)
+                try:
+                    if len(body) <= SMALL_BODY:
+                        settings = decode_json(bytes(body), FinetuneRequest)
+                    else:
+                        file = staging / f"rows-{secrets.token_hex(8)}"
+                        packed = await self._helpers.run(decode_corpus, DecodeCorpusArguments(str(file)), body)
+                        settings = msgspec.msgpack.decode(packed, type=FinetuneRequest)
+                except (InvalidRequest, MalformedJson, UnknownField) as error:
+                    if error.field != "adapter" and b'"adapter"' not in body:  # it looks like a file of rows
+                        error.message += f"; {SEND_FILE}"
+                    raise
             yield settings, file if file is not None and await asyncio.to_thread(file.exists) else None
         except BodyTooLarge as error:
             if self._max_body <= MAX_JSON_BYTES:

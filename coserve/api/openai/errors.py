@@ -41,6 +41,10 @@ _FEATURES = {
 """Features of OpenAI and vLLM that are missing here, by the first part of their path under `/v1`."""
 
 
+_MEANT = {"jobs": "/finetune", "lora": "/adapters", "loras": "/adapters", "ping": "/health"}
+"""Paths that other servers have, by their first part, and ours."""
+
+
 def _type(error: CoserveError) -> str:
     match error:
         case Unauthorized():
@@ -86,10 +90,12 @@ def is_openai(path: str) -> bool:
 def no_such_path(path: str, known: Iterable[str]) -> NotFound:
     """Return the error for a path without a route; under `/v1` it names the missing feature. `known`: paths of the
     routes, one of which may be meant, such as that with `/v1` in front."""
-    feature = _FEATURES.get(path.removeprefix(PREFIX).strip("/").partition("/")[0]) if is_openai(path) else None
+    first = path.removeprefix(PREFIX).strip("/").partition("/")[0]
+    feature = _FEATURES.get(first) if is_openai(path) else None
     if feature is not None:
         return NotFound(f"{feature} not implemented")
-    return NotFound(f"there is no such path{near_miss(path[:80], known)}")
+    meant = f"; did you mean {_MEANT[first]!r}?" if first in _MEANT else near_miss(path[:80], known)
+    return NotFound(f"there is no such path{meant}")
 
 
 OPENAI_ERRORS = ErrorFormat(OpenAIError, openai_error)
