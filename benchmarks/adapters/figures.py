@@ -49,6 +49,11 @@ def setting(match: re.Match[str]) -> str:
     return f"{KINDS[match[3]]}{', uniform' if match[2] == 'uniform' else ''}{ending(match[4])}"
 
 
+def hardware(record: Mapping[str, Any]) -> str:
+    """The GPUs of a result's runs; the first line of each names one."""
+    return ", ".join(sorted({run["hardware"].splitlines()[0] for run in record["runs"].values()}))
+
+
 def draw_many(results: Path, figures: Path = FIGURES) -> None:
     """`adapters_many.png` from `adapters_many.json`."""
     record = json.loads((results / "adapters_many.json").read_text())
@@ -63,8 +68,7 @@ def draw_many(results: Path, figures: Path = FIGURES) -> None:
         ),
         "share with TTFT ≤ 6 s at saturation": lines(rows, saturated, setting, "within_6_s"),
     }
-    hardware = ", ".join(sorted({run["hardware"] for run in record["runs"].values()}))
-    _draw({name: each for name, each in panels.items() if each}, hardware, figures / "adapters_many.png")
+    _draw({name: each for name, each in panels.items() if each}, hardware(record), figures / "adapters_many.png")
 
 
 def draw_ratio(results: Path, figures: Path = FIGURES) -> None:
@@ -76,8 +80,7 @@ def draw_ratio(results: Path, figures: Path = FIGURES) -> None:
         "share with TTFT ≤ 250 ms": lines(record["rows"], pattern, lambda _: "within 250 ms", "within_250_ms"),
     }
     if any(len(points) > 1 for points in panels["p95 TTFT, ms"].values()):
-        hardware = ", ".join(sorted({run["hardware"] for run in record["runs"].values()}))
-        _draw(panels, hardware, figures / "adapters_ratio.png", "% of 100 adapters that fit into the pool")
+        _draw(panels, hardware(record), figures / "adapters_ratio.png", "% of 100 adapters that fit into the pool")
 
 
 def _draw(panels: Mapping[str, Lines], title: str, path: Path, across: str = "adapters") -> None:
@@ -92,6 +95,7 @@ def _draw(panels: Mapping[str, Lines], title: str, path: Path, across: str = "ad
         for label, points in drawn.items():
             axis.plot(*zip(*points, strict=True), marker="o", label=label)
         axis.set(xlabel=across, ylabel=name, ylim=(0, None))
+        axis.margins(y=0.1)
         if across == "adapters":
             axis.set_xscale("log")
         axis.legend(fontsize=7)
