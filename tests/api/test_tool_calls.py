@@ -316,6 +316,13 @@ async def test_what_a_request_asks_of_its_calls(qwen: Api, client: AsyncOpenAI) 
 
 
 NAMED: Any = {"type": "function", "function": {"name": "play"}}
+
+
+def allowed(name: str, mode: str) -> Any:
+    tool = {"type": "function", "function": {"name": name}}
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool]}}
+
+
 CHOICES: Any = [
     {"type": "function", "function": {"name": "stop", "parameters": {"additionalProperties": False}}},
     {
@@ -338,13 +345,17 @@ async def test_a_forced_call_follows_its_schema(tmp_path: Path) -> None:
     async with serve_real(tmp_path) as api:
         url = f"http://127.0.0.1:{api.port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
-            for choice in ("required", NAMED):
+            for choice, names in (
+                ("required", {"play", "stop"}),
+                (NAMED, {"play"}),
+                (allowed("stop", "required"), {"stop"}),
+            ):
                 asked: Any = {"messages": CHAT, "tools": CHOICES, "tool_choice": choice, "seed": 1, "max_tokens": 200}
                 done = await client.chat.completions.create(model="bundled", n=2, **asked)
                 for each in done.choices:
                     assert (each.message.content, each.finish_reason) == (None, "tool_calls")
                     (call,) = each.message.tool_calls or []
-                    assert call.function.name in ({"play"} if choice is NAMED else {"play", "stop"})
+                    assert call.function.name in names
                     if call.function.name == "play":
                         assert json.loads(call.function.arguments)["mood"] in ("sad", "glad")
 
@@ -356,6 +367,8 @@ async def test_choices_that_cannot_be_kept_are_refused(client: AsyncOpenAI) -> N
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": NAMED, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": allowed("play", "auto"), "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": allowed("play", "none"), "tools": CHOICES}, "tool_choice"),
         ({"tool_choice": NAMED, "tools": CHOICES, "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tool_choice": "required", "tools": [*CHOICES, other]}, "tools"),
         ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools"),
@@ -363,6 +376,25 @@ async def test_choices_that_cannot_be_kept_are_refused(client: AsyncOpenAI) -> N
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="fake", messages=CHAT, extra_body=asked)
         assert caught.value.param == field
+
+
+@pytest.mark.parametrize("responses", [False, True])
+async def test_the_model_sees_allowed_tools_alone(tmp_path: Path, responses: bool) -> None:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3), context=4096) as api:
+        url = f"http://127.0.0.1:{api.port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            if responses:
+                tools: Any = [{"type": "function", **tool["function"]} for tool in CHOICES]
+                choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "play"}]}
+                asked: Any = {"input": "Hi", "tools": tools, "tool_choice": choice}
+                await client.responses.create(model="fake", **asked)
+            else:
+                choice = allowed("play", "auto")
+                await client.chat.completions.create(model="fake", messages=CHAT, tools=CHOICES, tool_choice=choice)
+        (sent,) = await api.engine.saw(Generate)
+    assert isinstance(sent, Generate)
+    prompt = tokenizer().decode(sent.prompt, skip_special=False)
+    assert '"play"' in prompt and '"stop"' not in prompt
 
 
 async def test_the_setting_goes_before_the_template(tmp_path: Path) -> None:

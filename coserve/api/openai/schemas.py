@@ -131,7 +131,8 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     """false: only the first call is returned."""
     tool_choice: Any = None
     """`auto`; `none`; `required`, or `{"type": "function", "function": {"name": "..."}}`: the answer is one call, which
-    follows the tool's schema."""
+    follows the tool's schema; `{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}`: as if
+    these were the only tools, and the mode (`auto` or `required`) the choice."""
     functions: Any = None
     function_call: Any = None
     modalities: Any = None

@@ -23,6 +23,35 @@ class _Tool(msgspec.Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
+class _Allowed(msgspec.Struct, frozen=True):
+    tools: list[_Tool]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class _AllowedTools(msgspec.Struct, frozen=True):
+    allowed_tools: _Allowed
+    type: Literal["allowed_tools"] = "allowed_tools"
+
+
+def with_allowed_tools(body: ChatRequest) -> ChatRequest:
+    """Return the request with the tools alone that a choice of `allowed_tools` names, and its mode as the choice.
+    Raises `InvalidRequest`."""
+    choice = body.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return body
+    try:
+        allowed = msgspec.convert(choice, _AllowedTools).allowed_tools
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(
+            f"expected tools with a type and a function's name: {error}", field="tool_choice"
+        ) from error
+    names = {tool.function.name for tool in allowed.tools}
+    if unknown := names - {tool.function.name for tool in _tools(body)}:
+        raise InvalidRequest(f"expected some of the tools, got {', '.join(sorted(unknown))}", field="tool_choice")
+    kept = [tool for tool in body.tools or [] if tool["function"]["name"] in names]
+    return msgspec.structs.replace(body, tools=kept, tool_choice=allowed.mode)
+
+
 def forced_call(body: ChatRequest) -> JsonSchema | None:
     """Return the schema of the one call, an object with `name` and `arguments`, that the answer has to be; None: any
     answer. Raises `InvalidRequest`."""

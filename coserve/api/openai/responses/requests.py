@@ -119,8 +119,12 @@ def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _tool_choice(choice: object) -> object:
-    if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function" and "function" not in choice:
         return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools" and isinstance(tools := choice.get("tools"), list):
+        return {"type": "allowed_tools", "allowed_tools": choice | {"tools": [_tool_choice(tool) for tool in tools]}}
     return choice
 
 
