@@ -31,14 +31,16 @@ from benchmarks.serving.http_case import SEED
 from benchmarks.serving.http_load import LoadRequest
 from coserve.core.link.generation import Generate
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterRef, LoraSettings, Slo
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, Slo
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graph_sizes import mixed_tile_capacities
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import VECTOR, LoraPair, SiteGroup
+from coserve.lora.store.host import HostBudget
 from coserve.lora.store.packing import PackedLayout, PackedSites
+from coserve.lora.store.store import AdapterStore
 from coserve.model.lora import LoraWeights
 from coserve.queues.inference import InferenceQueue
 from coserve.queues.request import Request
@@ -46,7 +48,7 @@ from coserve.queues.request import Request
 STEP, STEP_TOKENS = 0.022, 2048
 """Seconds of a step: 255 running requests over 11,590 output tokens/s, measured with 5 adapters at 50e49e37."""
 DISTINCT, PROMPT_TOKENS, GRAPH_TOKENS = (5, 64, 128, 192, 256), 300, 640
-CPU, ROUNDS = torch.device("cpu"), 200
+CPU, ROUNDS, REGISTERED = torch.device("cpu"), 200, 5000
 
 
 @dataclass
@@ -161,6 +163,18 @@ def step_us(count: int) -> list[float]:
     return microseconds(step)
 
 
+def resident_us() -> list[float]:
+    store = AdapterStore(_nothing, HostBudget(1 << 50))
+    for ref, weights in adapters(REGISTERED).items():
+        store.publish(ref, weights)
+    assert len(store.resident()) == REGISTERED
+    return microseconds(store.resident)
+
+
+def _nothing(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+    raise AssertionError(f"{ref} was published")
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     options = parser.parse_args()
@@ -176,7 +190,11 @@ def main() -> None:
         if kind == "s1":
             key = f"adapters.distinct.{count}.{'alpha1' if exponent else 'uniform'}"
             results.put(key, round(distinct(count, exponent), 1), "adapters of a step, simulated")
-    for key, times in {"put": put_us(), **{f"step.{count}": step_us(count) for count in DISTINCT}}.items():
+    for key, times in {
+        "put": put_us(),
+        "resident": resident_us(),
+        **{f"step.{count}": step_us(count) for count in DISTINCT},
+    }.items():
         results.put(f"adapters.host_us.{key}", round(statistics.median(times), 1), "us of the host", None, times)
 
 

@@ -70,6 +70,11 @@ class Entry:
         return State.READING if self.reading else State.DISK
 
     @property
+    def in_memory(self) -> bool:
+        """As `state.in_memory`, which takes ten times as long: the engine asks it of thousands every second."""
+        return self.gpu is not None or self.host is not None
+
+    @property
     def idle(self) -> bool:
         """Whether no request needs it and its files can be read again, so that its host copy may be evicted."""
         return not (self.references or self.waiting or self.temporary or self.pinned)

@@ -111,7 +111,7 @@ class AdapterStore:
         if entry.host is None and not entry.reading:
             entry.digests = digests or entry.digests
             self._start_reading(entry)
-        if entry.state.in_memory:
+        if entry.in_memory:
             return True
         entry.waiting += 1
         return False
@@ -162,9 +162,7 @@ class AdapterStore:
     def resident(self) -> tuple[AdapterRef, ...]:
         """Adapters with files that are in memory and can be acquired, in LRU order."""
         return tuple(
-            ref
-            for ref, entry in self._entries.items()
-            if entry.state.in_memory and not (entry.deleted or entry.temporary)
+            ref for ref, entry in self._entries.items() if entry.in_memory and not (entry.deleted or entry.temporary)
         )
 
     def acquire(self, ref: AdapterRef) -> LoraWeights:
@@ -427,7 +425,7 @@ class AdapterStore:
 
     def _discard_if_unused(self, entry: Entry) -> None:
         """Forget an adapter that no request needs and that has no copy, or was deleted."""
-        if entry.idle and not entry.reading and (entry.deleted or not entry.state.in_memory):
+        if entry.idle and not entry.reading and (entry.deleted or not entry.in_memory):
             self._host.remove(entry)
             self._mirror.dropped(entry.ref)
             self._entries.pop(entry.ref, None)
