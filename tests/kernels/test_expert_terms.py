@@ -133,7 +133,7 @@ number, slots = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.
 rows = ExpertRows(number, number, number, slots, 8)
 table = slot_terms.ExpertSlots(["site"], 4, x.device).tables["site"]
 with compile_only(None):
-    for width in (16, 128, 1024):
+    for width in (16, 128, 256):  # above, each thread has one element of y
         slot_terms.add_terms(y, x, slots, rows, table, width)
 for slotted in (False, True):
     signature = dict.fromkeys(("chosen_ptr", "place_ptr", "expert_ptr", "token_ptr"), "*i64")
