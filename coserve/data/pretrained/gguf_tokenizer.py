@@ -17,26 +17,33 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_MARKED = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+_SEED = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|\p{{N}}%s"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
 _DIGITS_APART = (r"\p{N}", _GPT2)
-_LLAMA3, _QWEN2 = (_WORDS % "{1,3}",), (_WORDS % "",)
+_LLAMA3, _QWEN2, _QWEN35 = (_WORDS % "{1,3}",), (_WORDS % "",), (_MARKED,)
 _O200K = (_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}"),)
+_LIKE_LLAMA3 = ("llama-bpe", "llama-v3", "llama3", "lfm2", "falcon-h1", "pixtral", "midm-2.0")
 SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "jais", "phi-2", "gpt-neox", "dolly-v2"), (_GPT2,)),
-    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "lfm2", "dbrx", "smaug-bpe", "falcon3"), _LLAMA3),
+    **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "jais", "phi-2", "gpt-neox", "dolly-v2", "exaone4"), (_GPT2,)),
+    **dict.fromkeys((*_LIKE_LLAMA3, "dbrx", "smaug-bpe", "falcon3", "glm4", "chatglm-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez", "kormo"), _QWEN2),
+    "qwen35": _QWEN35,
+    "seed-coder": (_SEED,),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS_APART),
     "tekken": (_CASED % ("", "", ""),),
-    **dict.fromkeys(("gpt-4o", "llama4"), _O200K),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _O200K),
 }
 """How texts are cut before merges, by `tokenizer.ggml.pre`: each pattern cuts what the earlier ones left."""
-_MERGED_FIRST = ("llama-bpe", "llama-v3", "llama3", "lfm2", "falcon3", "tekken")
+_BOS_BY_DEFAULT = (*_LIKE_LLAMA3, "tekken")
+_MERGED_FIRST = (*_BOS_BY_DEFAULT, "falcon3")
 """Kinds in which a word of the vocabulary is a token, whatever the merges say."""
-_BOS_BY_DEFAULT = ("llama-bpe", "llama-v3", "llama3", "lfm2", "tekken")
 _ROLES = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
 
 
@@ -92,7 +99,7 @@ def _byte_pairs(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, whole])
     backend.decoder = decoders.ByteLevel()
-    if SPLITS[pre] is _QWEN2:
+    if SPLITS[pre] in (_QWEN2, _QWEN35):
         backend.normalizer = normalizers.NFC()
     return backend
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.ggml import convert_gguf_tokenizer
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from coserve.core.errors import UnsupportedBase
 from coserve.data.pretrained.source import check_source
@@ -195,8 +197,8 @@ def test_settings_that_transformers_leaves_out(
 
 def test_an_architecture_without_a_table_is_refused_with_the_way_out(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_by_names(path, tiny_family("olmo2"), MODEL_ARCH.OLMO2)
-    with pytest.raises(UnsupportedBase, match=r"model.gguf: .* olmo2 is not supported yet. Give the folder or hub"):
+    write_llama(path, tiny_family("llama", hidden_size=64), GGMLQuantizationType.F32, architecture="bitnet")
+    with pytest.raises(UnsupportedBase, match=r"model.gguf: .* bitnet is not supported yet. Give the folder or hub"):
         _load(path)
 
 
@@ -272,3 +274,32 @@ def test_a_vocabulary_of_pieces_is_read_as_transformers_reads_it(tmp_path: Path)
         ids = tokenizer.encode(text)
         assert ids == [1, *expected.encode(text, add_special_tokens=False).ids]
         assert tokenizer.decode(ids) == text
+
+
+def _written(path: Path, pre: str, tokens: dict[str, int], merges: list[str]) -> Tokenizer:
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(list(tokens))
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges(merges)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return Tokenizer.load(str(path))
+
+
+def test_texts_are_cut_as_the_family_cuts_them(tmp_path: Path) -> None:
+    """Qwen3.5 keeps marks in words; Seed-OSS keeps line ends out of punctuation, digits are apart."""
+    letters = sorted(bytes_to_unicode().values())
+    marked, ends = "".join(bytes_to_unicode()[byte] for byte in "x\u0301y".encode()), "!\u010a"
+    merges = [f"{marked[:end]} {marked[end]}" for end in range(1, len(marked))] + [" ".join(ends), "1 2"]
+    tokens = {token: id for id, token in enumerate([*letters, *(merge.replace(" ", "") for merge in merges)])}
+    expected = Qwen3_5Tokenizer(vocab=tokens, merges=[tuple(merge.split(" ")) for merge in merges])
+    qwen = _written(tmp_path / "qwen.gguf", "qwen35", tokens, merges)
+    for text in ("x\u0301y x\u0301y!\n12", "don't  e\u0301\u0302"):
+        assert qwen.encode(text) == expected.encode(text)
+    assert qwen.encode("x\u0301y!\n12") == [tokens[one] for one in (marked, ends, "1", "2")]
+    found = {pre: _written(tmp_path / "m.gguf", pre, tokens, merges).encode("!\n12") for pre in ("seed-coder", "glm4")}
+    assert found["seed-coder"] == [tokens[one] for one in ("!", "\u010a", "1", "2")]
+    assert found["glm4"] == [tokens[one] for one in (ends, "12")]
