@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -93,34 +93,43 @@ def write_by_names(
     tokenizer: Path | None = None,
     pre: str = "gpt-2",
     tensors: Mapping[str, Sequence[float] | Tensor] | None = None,
-    **metadata: float | str | list[int],
+    change: Callable[[str, Tensor], Mapping[str, Tensor]] = lambda _name, _tensor: {},
+    **metadata: float | str | list[int] | list[bool],
 ) -> None:
     """Write a model in float32 under the names that the `gguf` package has for its modules' weights and biases, and
-    what `tensors` and `metadata` have, dots of keys written as `__`."""
+    what `tensors` and `metadata` have, dots of keys written as `__`. `change`: makes what is stored of a parameter, by
+    its name in the model; nothing: the parameter itself."""
     config, name = model.config, MODEL_ARCH_NAMES[architecture]
     writer, known = GGUFWriter(path, name), get_tensor_name_map(architecture, config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rotary = getattr(config, "rope_parameters", None) or {"rope_theta": 1e4}
+    writer.add_rope_freq_base(rotary.get("full_attention", rotary)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    for key, value in metadata.items():
+    for key, value in ({"block_count": config.num_hidden_layers} | metadata).items():
         full = f"{name}.{key.replace('__', '.')}"
         if isinstance(value, list):
             writer.add_array(full, value)
         elif isinstance(value, str):
             writer.add_string(full, value)
+        elif isinstance(value, bool):
+            writer.add_bool(full, value)
         else:
             (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(full, value)  # type: ignore[operator]
     if tokenizer is not None:
         _write_tokenizer(writer, tokenizer, None, pre)
-    for own, parameter in model.named_parameters():
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    for own, parameter in (dict(model.named_parameters()) | buffers).items():
         stem, _, suffix = own.rpartition(".")
+        tensor = parameter.detach().float()
+        if stored := change(own, tensor):
+            for theirs, part in stored.items():
+                writer.add_tensor(theirs, part.contiguous().numpy())
+            continue
         if suffix not in ("weight", "bias"):
             continue
         theirs = known.get_name(stem) or known.get_name(stem.removeprefix("model."))
-        tensor = parameter.detach().float()
         writer.add_tensor(f"{theirs}.{suffix}", (tensor[:, 0] if tensor.dim() == 3 else tensor).contiguous().numpy())
     for own, numbers in (tensors or {}).items():
         writer.add_tensor(own, torch.as_tensor(numbers, dtype=torch.float32).contiguous().numpy())

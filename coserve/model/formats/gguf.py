@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,39 +22,19 @@ from transformers.modeling_gguf_pytorch_utils import (
 from coserve.core.errors import UnsupportedBase
 from coserve.data.pretrained.gguf import GgufHeader, GgufTensor, read_header
 from coserve.model.formats.dense import DenseTensor
+from coserve.model.formats.gguf_families import LAYOUTS, Settings, behind, made, settings_of, stored_as
 
-Settings = dict[str, object]
 _BY_TENSORS = ("stablelm", "falcon", "bloom")
 """Architectures whose settings transformers also takes from the list of tensors."""
-_GPT_OSS = {
-    "sinks": ("attn_sinks.weight",),
-    "gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-    "gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
-    "down_proj": ("ffn_down_exps.weight",),
-    "down_proj_bias": ("ffn_down_exps.bias",),
-}
-"""llama.cpp's names of gpt-oss' parameters that are no modules' weights; transformers' table has others."""
 LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
-_LIKE_LLAMA: dict[str, dict[str, str]] = {
-    "smollm3": {},
-    "granite": {
-        "attention_multiplier": "attention.scale",
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_scale",
-    },
+_YARN = {
+    "rope.scaling.yarn_attn_factor": ("attention_factor",),
+    "rope.scaling.yarn_beta_fast": ("beta_fast",),
+    "rope.scaling.yarn_beta_slow": ("beta_slow",),
+    "rope.scaling.yarn_log_multiplier": ("mscale", "mscale_all_dim"),
+    "attention.temperature_scale": ("llama_4_scaling_beta",),
 }
-"""Architectures that transformers has no table for and llama.cpp writes as Llama: their further settings."""
-_LLAMA = {
-    "max_position_embeddings": "context_length",
-    "num_hidden_layers": "block_count",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-}
+"""Fields of transformers' YaRN, by their keys."""
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27B, which scale queries by features over heads; others do by the size of a head."""
 UNUSED = ("rope_freqs.weight", *LONGROPE)
@@ -78,9 +58,8 @@ def _settings(path: Path) -> Settings:
     header = read_header(path)
     if header.architecture in _BY_TENSORS:
         settings: Settings = dict(load_gguf_checkpoint(str(path))["config"])
-    elif (further := _LIKE_LLAMA.get(header.architecture)) is not None:
-        found = {name: header.metadata.get(f"{header.architecture}.{key}") for name, key in (_LLAMA | further).items()}
-        settings = {"model_type": header.architecture} | {name: one for name, one in found.items() if one is not None}
+    elif header.architecture in LAYOUTS:
+        settings = settings_of(header)
     else:
         with NamedTemporaryFile(suffix=".gguf") as small:
             _write_without_vocabulary(header, small.name)
@@ -102,10 +81,6 @@ def _settings(path: Path) -> Settings:
 def _left_out(header: GgufHeader, settings: Settings) -> Settings:
     """Return what transformers' tables leave out."""
     kind, width = header.architecture, header.number(f"{header.architecture}.expert_feed_forward_length")
-    if kind == "gpt-oss":
-        found = {"sliding_window": "attention.sliding_window", "head_dim": "attention.key_length"}
-        numbers = {name: header.number(f"gpt-oss.{key}") for name, key in found.items()}
-        return {name: number for name, number in numbers.items() if number is not None}
     if kind == "phi3":
         return {"sliding_window": header.number("phi3.attention.sliding_window") or None}
     if kind in ("qwen2moe", "qwen3moe") and width is not None:
@@ -123,8 +98,8 @@ def _write_without_vocabulary(header: GgufHeader, path: str) -> None:
 
     writer = GGUFWriter(path, header.architecture)
     for key, value in header.metadata.items():
-        if key == "general.architecture" or key.startswith(("tokenizer.", "gpt-oss.rope.scaling.")) or value == []:
-            continue  # of gpt-oss transformers fails to read the scaling, which `_rotary` reads
+        if key == "general.architecture" or key.startswith("tokenizer.") or value == []:
+            continue
         if isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, int):
@@ -166,6 +141,9 @@ def _rotary(header: GgufHeader, settings: Settings) -> Settings:
     original = header.number(f"{prefix}.original_context_length")
     if original is not None and kind == "yarn":
         scaling["original_max_position_embeddings"] = original
+    for key, fields in _YARN.items():
+        if (value := header.metadata.get(f"{header.architecture}.{key}")) is not None and kind == "yarn":
+            scaling |= dict.fromkeys(fields, value)
     if header.architecture == "gpt-oss":  # llama.cpp's own defaults, but that nothing is rounded
         scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     return {"rope_scaling": scaling}
@@ -206,14 +184,17 @@ class GgufTensors(Mapping[str, DenseTensor]):
         header = read_header(path)
         self.kinds = _kinds(header)
         """Names of the quantisations, such as Q4_K."""
-        kind = "llama" if header.architecture in _LIKE_LLAMA else header.architecture
-        self._processor = TENSOR_PROCESSORS.get(kind, TensorProcessor)(config=config.to_dict())
-        self._gpt_oss = header.architecture == "gpt-oss"
-        self._names = _names(header, config, self._processor)
+        self._layout = LAYOUTS.get(header.architecture)
+        self._processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
+        self._config = config
+        with torch.device("meta"):
+            shapes = {name: one.shape for name, one in AutoModelForCausalLM.from_config(config).state_dict().items()}
+        self._shapes = shapes
+        self._names = _names(header, config, shapes, self._processor)
         """The model's names of parameters, by the file's."""
         self._stored: dict[str, dict[str, GgufTensor]] = {}
         for name, tensor in header.tensors.items():
-            if name in UNUSED:
+            if name in UNUSED or behind(header, name):
                 continue
             if name not in self._names:
                 raise UnsupportedBase(f"{path.name}: {config.model_type} has no parameter for its tensor {name}")
@@ -231,8 +212,9 @@ class GgufTensors(Mapping[str, DenseTensor]):
     def _read(self, name: str, stored: Mapping[str, GgufTensor]) -> Tensor:
         """Dequantise a parameter. Of several stored tensors, such as experts' gates and ups, transformers' code puts
         each at its place in `merged`."""
-        if self._gpt_oss and name.rpartition(".")[2] in _GPT_OSS:
-            return _gpt_oss_parameter(stored)
+        if self._layout is not None:
+            parts = [torch.from_numpy(_dequantize(stored[own])) for own in sorted(stored)]
+            return made(self._layout, name, parts, self._config).reshape(self._shapes[name])
         merged: dict[str, dict[str, Tensor]] = {"tensors": {}}
         for own, tensor in stored.items():
             done = self._processor.process(
@@ -243,33 +225,27 @@ class GgufTensors(Mapping[str, DenseTensor]):
         return merged["tensors"][name]
 
 
-def _gpt_oss_parameter(stored: Mapping[str, GgufTensor]) -> Tensor:
-    """Return a parameter of `_GPT_OSS`: inputs before outputs, and gates and ups in turns."""
-    parts = [torch.from_numpy(_dequantize(stored[name])) for name in sorted(stored)]  # gates first
-    parts = [part.transpose(1, 2) if part.dim() == 3 else part for part in parts]
-    return parts[0].contiguous() if len(parts) == 1 else torch.stack(parts, -1).flatten(-2)
-
-
-def _names(header: GgufHeader, config: PretrainedConfig, processor: TensorProcessor) -> dict[str, str]:
+def _names(
+    header: GgufHeader, config: PretrainedConfig, parameters: Iterable[str], processor: TensorProcessor
+) -> dict[str, str]:
     """Return the model's names of parameters, by llama.cpp's names."""
     from gguf.constants import MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
     architecture = next((arch for arch, name in MODEL_ARCH_NAMES.items() if name == header.architecture), None)
     if architecture is None:
         raise UnsupportedBase(f"model: the gguf package knows no architecture {header.architecture!r}; a newer one may")
     known = get_tensor_name_map(architecture, config.num_hidden_layers)
     found: dict[str, str] = {}
-    for parameter in model.state_dict():
+    for parameter in parameters:
         name = processor.preprocess_name(parameter)
         suffix = next((one for one in (".weight", ".bias") if name.endswith(one)), "")
         stem = name.removesuffix(suffix)
-        # Some converters took the decoder's names, without the model's prefix.
-        own = known.get_name(stem) or known.get_name(stem.removeprefix(f"{model.base_model_prefix}."))
-        if header.architecture == "gpt-oss" and (theirs := _GPT_OSS.get(name.rpartition(".")[2])):
-            found |= dict.fromkeys((f"blk.{name.split('.')[2]}.{one}" for one in theirs), name)
+        # Some converters took the decoder's names, without the model's prefix or with another.
+        spelt = (stem, stem.removeprefix("model."), stem.removeprefix("transformer."), f"backbone.{stem[6:]}")
+        own = next((one for one in map(known.get_name, spelt) if one is not None), None)
+        if header.architecture in LAYOUTS and (theirs := stored_as(name)):
+            found |= dict.fromkeys(theirs, name)
         elif own is None:
             processor.perform_fallback_tensor_mapping(found, suffix, "", name)
         else:
