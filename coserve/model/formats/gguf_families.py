@@ -45,8 +45,12 @@ COMMON = {
 }
 NAMES = {
     ".sinks": ("attn_sinks.weight",),
+    ".A_log": ("ssm_a",),
+    ".dt_bias": ("ssm_dt.bias",),
+    ".in_proj_qkvz.weight": ("attn_gate.weight", "attn_qkv.weight", "ssm_in.weight"),
     ".experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_gate_up_exps.weight"),
     ".experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    ".experts.up_proj": ("ffn_up_exps.weight",),
     ".experts.down_proj": ("ffn_down_exps.weight",),
     ".experts.down_proj_bias": ("ffn_down_exps.bias",),
 }
@@ -61,6 +65,40 @@ def _in_turns(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
     """gpt-oss' experts: inputs before outputs, and gates and ups in turns."""
     turned = [part.transpose(1, 2) if part.dim() == 3 else part for part in parts]
     return turned[0].contiguous() if len(turned) == 1 else torch.stack(turned, -1).flatten(-2)
+
+
+def _plus_one(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
+    """Norms that multiply by one plus their weight: that sum is stored."""
+    return parts[0] - 1
+
+
+def _decay(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
+    return (-parts[0]).log()
+
+
+def _by_key_heads(before: Change = _joined, *, dim: int = 0, behind_keys: bool = False) -> Change:
+    """Undo the order of a delta net's value heads in which those of one key head are far apart: (values per key, keys)
+    becomes (keys, values per key). `behind_keys`: queries and keys come first and stay."""
+
+    def change(parts: Sequence[Tensor], config: PretrainedConfig) -> Tensor:
+        stored = before(parts, config)
+        keys, values = int(config.linear_num_key_heads), int(config.linear_num_value_heads)
+        first = 2 * keys * int(config.linear_key_head_dim) if behind_keys else 0
+        kept, heads = torch.split(stored, [first, stored.shape[dim] - first], dim)
+        heads = torch.unflatten(heads, dim, (values // keys, keys, -1)).transpose(dim, dim + 1)
+        return torch.cat([kept, heads.flatten(dim, dim + 2)], dim)
+
+    return change
+
+
+def _by_heads(parts: Sequence[Tensor], config: PretrainedConfig) -> Tensor:
+    """Qwen3-Next's queries, keys, values and gates in turns for each key head; older files have them so."""
+    if len(parts) == 1:
+        return parts[0]
+    (gates, rest), heads = parts, int(config.linear_num_key_heads)
+    keys = heads * int(config.linear_key_head_dim)
+    kinds = (*torch.split(rest, [keys, keys, len(gates)]), gates)
+    return torch.cat([one.reshape(heads, -1, rest.shape[1]) for one in kinds], 1).flatten(0, 1)
 
 
 def _by_pairs(heads: str) -> Change:
@@ -78,12 +116,55 @@ _PAIRS: dict[str, Change] = {
     "q_proj.weight": _by_pairs("num_attention_heads"),
     "k_proj.weight": _by_pairs("num_key_value_heads"),
 }
+_PARTIAL = {"partial_rotary_factor": "rope.dimension_count"}
 _GRANITE = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+
+
+_EXPERTS = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
+_DELTA = {
+    "full_attention_interval": "full_attention_interval",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+_DELTA_EXPERTS = _DELTA | _EXPERTS
+_DELTA_EXPERTS |= {
+    "num_experts": "expert_count",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+_DELTA_NORMS: dict[str, Change] = {"linear_attn.norm.weight": _joined, "norm.weight": _plus_one}
+_QWEN35: dict[str, Change] = {
+    ".A_log": _by_key_heads(_decay),
+    ".dt_bias": _by_key_heads(),
+    ".conv1d.weight": _by_key_heads(behind_keys=True),
+    ".in_proj_qkv.weight": _by_key_heads(behind_keys=True),
+    ".in_proj_z.weight": _by_key_heads(),
+    ".in_proj_a.weight": _by_key_heads(),
+    ".in_proj_b.weight": _by_key_heads(),
+    ".linear_attn.out_proj.weight": _by_key_heads(dim=1),
+}
+_QWEN35 |= _DELTA_NORMS
+
+
+def _list(header: GgufHeader, key: str) -> list[int]:
+    """Return a setting of each layer."""
+    found, count = header.metadata.get(f"{header.architecture}.{key}"), layers(header)
+    return [int(str(one)) for one in found][:count] if isinstance(found, list) else [int(str(found or 0))] * count
+
+
+def _inner(header: GgufHeader, heads: object) -> int:
+    """Return the size of a recurrent layer's heads."""
+    return (header.number(f"{header.architecture}.ssm.inner_size") or 0) // int(str(heads))
+
+
+def _delta(header: GgufHeader, settings: Settings) -> Settings:
+    return {"linear_value_head_dim": _inner(header, settings["linear_num_value_heads"])}
 
 
 def _olmo(header: GgufHeader, settings: Settings) -> Settings:
@@ -112,6 +193,14 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "olmo2": Layout("olmo2", derive=_olmo),
     "seed_oss": Layout("seed_oss"),
+    "qwen35": Layout("qwen3_5_text", _PARTIAL | _DELTA, _QWEN35, _delta),
+    "qwen35moe": Layout("qwen3_5_moe_text", _PARTIAL | _DELTA_EXPERTS, _QWEN35, _delta),
+    "qwen3next": Layout(
+        "qwen3_next",
+        _PARTIAL | _DELTA_EXPERTS,
+        {".A_log": _decay, ".in_proj_qkvz.weight": _by_heads} | _DELTA_NORMS,
+        _delta,
+    ),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gguf import MODEL_ARCH
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from coserve.model.base import load_base
 from tests.support.families import tiny_family
@@ -35,6 +35,48 @@ def _experts(name: str, tensor: Tensor) -> Stored:
     if name.endswith("e_score_correction_bias"):
         return {f"{block}.exp_probs_b.bias": tensor}
     return {}
+
+
+def _delta(config: PretrainedConfig, *, tiled: bool) -> Change:
+    """Qwen3-Next's and Qwen3.5's converters. `tiled`: value heads in turns of the key heads."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    key, value, each = config.linear_key_head_dim, config.linear_value_head_dim, values // keys
+    order = [head * each + part for part in range(each) for head in range(keys)] if tiled else list(range(values))
+
+    def heads(tensor: Tensor, size: int) -> Tensor:
+        return torch.cat([tensor[head * size : (head + 1) * size] for head in order])
+
+    def change(name: str, tensor: Tensor) -> Stored:
+        block, last = f"blk.{name.split('.')[2]}" if "layers" in name else "", 2 * keys * key
+        if name.endswith("A_log"):
+            return {f"{block}.ssm_a": heads(-tensor.exp(), 1)}
+        if name.endswith("dt_bias"):
+            return {f"{block}.ssm_dt.bias": heads(tensor, 1)}
+        if name.endswith("conv1d.weight"):
+            tensor = tensor.squeeze()
+            return {f"{block}.ssm_conv1d.weight": torch.cat([tensor[:last], heads(tensor[last:], value)])}
+        if name.endswith("in_proj_qkv.weight"):
+            return {f"{block}.attn_qkv.weight": torch.cat([tensor[:last], heads(tensor[last:], value)])}
+        if name.endswith("in_proj_z.weight"):
+            return {f"{block}.attn_gate.weight": heads(tensor, value)}
+        if name.endswith(("in_proj_a.weight", "in_proj_b.weight")):
+            kind = "alpha" if name.endswith("a.weight") else "beta"
+            return {f"{block}.ssm_{kind}.weight": heads(tensor, 1)}
+        if name.endswith("linear_attn.out_proj.weight"):
+            return {f"{block}.ssm_out.weight": heads(tensor.T, value).T}
+        if name.endswith("in_proj_qkvz.weight"):
+            sizes = [key, key, each * value, each * value]
+            query, of_key, of_value, gate = tensor.view(keys, sum(sizes), -1).split(sizes, 1)
+            rest = torch.cat([part.reshape(-1, tensor.shape[1]) for part in (query, of_key, of_value)])
+            return {f"{block}.attn_qkv.weight": rest, f"{block}.attn_gate.weight": gate.reshape(-1, tensor.shape[1])}
+        if name.endswith("norm.weight") and "linear_attn.norm" not in name:
+            own = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}
+            own |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
+            stem = name.split(".")[-2]
+            return {f"{block}.{own[stem]}.weight" if block else "output_norm.weight": tensor + 1}
+        return _experts(name, tensor)
+
+    return change
 
 
 def _check(path: Path, model: PreTrainedModel, architecture: MODEL_ARCH, change: Change, **metadata: object) -> None:
@@ -69,3 +111,33 @@ def test_olmo(family: str, tmp_path: Path) -> None:
 def test_seed_oss(biased: bool, tmp_path: Path) -> None:
     model = tiny_family("seed_oss", attention_bias=biased)
     _check(tmp_path / "m.gguf", model, MODEL_ARCH.SEED_OSS, _experts)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.parametrize("further", [0, 1])
+def test_gated_delta_nets(family: str, further: int, tmp_path: Path) -> None:
+    """Value heads in another order than the model's, and with a layer that predicts further tokens."""
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = tiny_family(family, rope_parameters=rotary)
+    config, names = model.config, {"QWEN35": "qwen3_5_text", "QWEN35MOE": "qwen3_5_moe_text", "QWEN3NEXT": "qwen3_next"}
+    architecture = next(MODEL_ARCH[name] for name, own in names.items() if own == family)
+    _check(
+        tmp_path / "m.gguf",
+        model,
+        architecture,
+        _delta(config, tiled=family != "qwen3_next"),
+        tensors={f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight": [1.0]} if further else {},
+        block_count=config.num_hidden_layers + further,
+        nextn_predict_layers=further,
+        rope__dimension_count=config.head_dim // 2,
+        full_attention_interval=3,
+        ssm__conv_kernel=config.linear_conv_kernel_dim,
+        ssm__state_size=config.linear_key_head_dim,
+        ssm__group_count=config.linear_num_key_heads,
+        ssm__time_step_rank=config.linear_num_value_heads,
+        ssm__inner_size=config.linear_value_head_dim * config.linear_num_value_heads,
+        expert_count=getattr(config, "num_experts", 0),
+        expert_used_count=getattr(config, "num_experts_per_tok", 0),
+        expert_feed_forward_length=getattr(config, "moe_intermediate_size", 0),
+        expert_shared_feed_forward_length=getattr(config, "shared_expert_intermediate_size", 0),
+    )
