@@ -48,6 +48,7 @@ NAMES = {
     ".A_log": ("ssm_a",),
     ".dt_bias": ("ssm_dt.bias",),
     ".in_proj_qkvz.weight": ("attn_gate.weight", "attn_qkv.weight", "ssm_in.weight"),
+    ".e_score_correction_bias": ("exp_probs_b.bias",),
     ".experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_gate_up_exps.weight"),
     ".experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
     ".experts.up_proj": ("ffn_up_exps.weight",),
@@ -126,6 +127,14 @@ _GRANITE = {
 
 
 _EXPERTS = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
+_ROUTED = _EXPERTS | {
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
 _DELTA = {
     "full_attention_interval": "full_attention_interval",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
@@ -167,6 +176,16 @@ def _delta(header: GgufHeader, settings: Settings) -> Settings:
     return {"linear_value_head_dim": _inner(header, settings["linear_num_value_heads"])}
 
 
+def _glm(header: GgufHeader, _settings: Settings) -> Settings:
+    if "glm4.rope.dimension_sections" in header.metadata:
+        raise UnsupportedBase("model: the text of GLM-4V has positions of images, which are not read from GGUF")
+    return {}
+
+
+def _glm_moe(header: GgufHeader, _settings: Settings) -> Settings:
+    return {"use_qk_norm": any(name.endswith("attn_q_norm.weight") for name in header.tensors)}
+
+
 def _olmo(header: GgufHeader, settings: Settings) -> Settings:
     """OLMo 3 is OLMo 2 with windows in some layers, whose rotary frequencies no extended context scales."""
     windows = header.metadata.get("olmo2.attention.sliding_window_pattern")
@@ -193,6 +212,10 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "olmo2": Layout("olmo2", derive=_olmo),
     "seed_oss": Layout("seed_oss"),
+    "glm4": Layout("glm4", _PARTIAL, derive=_glm),
+    "glm4moe": Layout(
+        "glm4_moe", _PARTIAL | _ROUTED | {"first_k_dense_replace": "leading_dense_block_count"}, derive=_glm_moe
+    ),
     "qwen35": Layout("qwen3_5_text", _PARTIAL | _DELTA, _QWEN35, _delta),
     "qwen35moe": Layout("qwen3_5_moe_text", _PARTIAL | _DELTA_EXPERTS, _QWEN35, _delta),
     "qwen3next": Layout(

@@ -141,3 +141,39 @@ def test_gated_delta_nets(family: str, further: int, tmp_path: Path) -> None:
         expert_feed_forward_length=getattr(config, "moe_intermediate_size", 0),
         expert_shared_feed_forward_length=getattr(config, "shared_expert_intermediate_size", 0),
     )
+
+
+def test_glm(tmp_path: Path) -> None:
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = tiny_family("glm4", rope_parameters=rotary)
+    _check(tmp_path / "m.gguf", model, MODEL_ARCH.GLM4, _experts, rope__dimension_count=model.config.head_dim // 2)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_glm_with_experts(normed: bool, tmp_path: Path) -> None:
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = tiny_family("glm4_moe", rope_parameters=rotary, use_qk_norm=normed, routed_scaling_factor=1.5)
+    _check(
+        tmp_path / "m.gguf",
+        model,
+        MODEL_ARCH.GLM4_MOE,
+        _experts,
+        block_count=model.config.num_hidden_layers + 1,
+        nextn_predict_layers=1,
+        rope__dimension_count=4,
+        leading_dense_block_count=1,
+        **_routed(model.config),
+    )
+
+
+def _routed(config: PretrainedConfig) -> dict[str, object]:
+    return {
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+    }
