@@ -46,8 +46,12 @@ COMMON = {
 NAMES = {
     ".sinks": ("attn_sinks.weight",),
     ".A_log": ("ssm_a",),
+    ".D": ("ssm_d",),
     ".dt_bias": ("ssm_dt.bias",),
     ".in_proj_qkvz.weight": ("attn_gate.weight", "attn_qkv.weight", "ssm_in.weight"),
+    ".input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight", "ffn_gate.weight", "ffn_up.weight"),
+    ".output_linear.weight": ("ffn_down_shexp.weight", "ffn_down.weight"),
+    ".router.weight": ("ffn_gate_inp.weight",),
     ".e_score_correction_bias": ("exp_probs_b.bias",),
     ".experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_gate_up_exps.weight"),
     ".experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
@@ -176,6 +180,30 @@ def _delta(header: GgufHeader, settings: Settings) -> Settings:
     return {"linear_value_head_dim": _inner(header, settings["linear_num_value_heads"])}
 
 
+def _granite_moe(header: GgufHeader, settings: Settings) -> Settings:
+    shared = header.number(f"{header.architecture}.expert_shared_feed_forward_length")
+    return {} if shared is None else {"model_type": "granitemoeshared", "shared_intermediate_size": shared}
+
+
+def _granite_hybrid(header: GgufHeader, settings: Settings) -> Settings:
+    """A layer with key heads has attention, others Mamba-2."""
+    shared = header.number("granitehybrid.expert_shared_feed_forward_length") or settings["intermediate_size"]
+    inner = header.number("granitehybrid.ssm.inner_size") or 0
+    if header.metadata.get("granitehybrid.rope.scaling.finetuned") is True:
+        raise UnsupportedBase("model: its layers turn queries and keys by position, which are Bamba's, not Granite's")
+    return {
+        "layer_types": ["attention" if one else "mamba" for one in _list(header, "attention.head_count_kv")],
+        "mamba_d_head": _inner(header, settings["mamba_n_heads"]),
+        "mamba_expand": inner // int(str(settings["hidden_size"])),
+        "num_local_experts": header.number("granitehybrid.expert_count") or 0,
+        "position_embedding_type": "nope",
+        "shared_intermediate_size": shared,
+    }
+
+
+_MAMBA: dict[str, Change] = {".A_log": _decay} | _PAIRS
+
+
 def _glm(header: GgufHeader, _settings: Settings) -> Settings:
     if "glm4.rope.dimension_sections" in header.metadata:
         raise UnsupportedBase("model: the text of GLM-4V has positions of images, which are not read from GGUF")
@@ -223,6 +251,25 @@ LAYOUTS: dict[str, Layout] = {
         _PARTIAL | _DELTA_EXPERTS,
         {".A_log": _decay, ".in_proj_qkvz.weight": _by_heads} | _DELTA_NORMS,
         _delta,
+    ),
+    "granitemoe": Layout(
+        "granitemoe",
+        _GRANITE | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        _PAIRS,
+        _granite_moe,
+    ),
+    "granitehybrid": Layout(
+        "granitemoehybrid",
+        _GRANITE
+        | {
+            "num_experts_per_tok": "expert_used_count",
+            "mamba_d_conv": "ssm.conv_kernel",
+            "mamba_d_state": "ssm.state_size",
+            "mamba_n_groups": "ssm.group_count",
+            "mamba_n_heads": "ssm.time_step_rank",
+        },
+        _MAMBA,
+        _granite_hybrid,
     ),
 }
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from coserve.model.base import load_base
 from tests.support.families import tiny_family
-from tests.support.gguf_files import write_by_names
+from tests.support.gguf_files import permute, write_by_names
 
 Stored = dict[str, Tensor]
 Change = Callable[[str, Tensor], Stored]
@@ -74,6 +74,40 @@ def _delta(config: PretrainedConfig, *, tiled: bool) -> Change:
             own |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
             stem = name.split(".")[-2]
             return {f"{block}.{own[stem]}.weight" if block else "output_norm.weight": tensor + 1}
+        return _experts(name, tensor)
+
+    return change
+
+
+def _mamba(config: PretrainedConfig, groups: int) -> Change:
+    """Granite's and Nemotron-H's converters."""
+
+    def change(name: str, tensor: Tensor) -> Stored:
+        block = f"blk.{name.split('.')[2]}" if "layers" in name else ""
+        for kind, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+            if name.endswith(f"{kind}_proj.weight"):
+                return {f"{block}.attn_{kind}.weight": torch.from_numpy(permute(tensor.numpy(), heads))}
+        if name.endswith("A_log"):
+            return {f"{block}.ssm_a": -tensor.exp()[:, None]}
+        if name.endswith(".D"):
+            return {f"{block}.ssm_d": tensor[:, None]}
+        if name.endswith("dt_bias"):
+            return {f"{block}.ssm_dt.bias": tensor}
+        if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            return {f"{block}.ssm_norm.weight": tensor.view(groups, -1)}
+        shared = "_shexp" if getattr(config, "num_local_experts", 0) else ""
+        if name.endswith("shared_mlp.input_linear.weight"):
+            return _split(tensor, f"{block}.ffn_gate{shared}.weight", f"{block}.ffn_up{shared}.weight")
+        if name.endswith("shared_mlp.output_linear.weight"):
+            return {f"{block}.ffn_down{shared}.weight": tensor}
+        if name.endswith("router.weight"):
+            return {f"{block}.ffn_gate_inp.weight": tensor}
+        if ".mixer." in name and not _experts(name, tensor):
+            return {
+                f"{block}.{MIXER[name.split(f'{block[4:]}.mixer.')[1].rpartition('.')[0]]}.{name.split('.')[-1]}": (
+                    tensor.squeeze(1) if tensor.dim() == 3 else tensor
+                )
+            }
         return _experts(name, tensor)
 
     return change
@@ -177,3 +211,46 @@ def _routed(config: PretrainedConfig) -> dict[str, object]:
         "expert_group_count": config.n_group,
         "expert_group_used_count": config.topk_group,
     }
+
+
+_SCALES = {"attention_multiplier": 0.25, "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}
+_SCALE_KEYS = {"attention__scale": 0.25, "embedding_scale": 6.0, "residual_scale": 0.5, "logit_scale": 4.0}
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_granite_hybrids(experts: int, tmp_path: Path) -> None:
+    model = tiny_family("granitemoehybrid", num_local_experts=experts, **_SCALES)
+    config = model.config
+    _check(
+        tmp_path / "m.gguf",
+        model,
+        MODEL_ARCH.GRANITE_HYBRID,
+        _mamba(config, config.mamba_n_groups),
+        attention__head_count_kv=[0, config.num_key_value_heads, 0],
+        expert_count=experts,
+        expert_used_count=config.num_experts_per_tok,
+        expert_shared_feed_forward_length=config.shared_intermediate_size,
+        rope__scaling__finetuned=False,
+        ssm__conv_kernel=config.mamba_d_conv,
+        ssm__state_size=config.mamba_d_state,
+        ssm__group_count=config.mamba_n_groups,
+        ssm__time_step_rank=config.mamba_n_heads,
+        ssm__inner_size=config.mamba_n_heads * config.mamba_d_head,
+        **_SCALE_KEYS,
+    )
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "granitemoeshared"])
+def test_granite_with_experts(family: str, tmp_path: Path) -> None:
+    model = tiny_family(family, **_SCALES)
+    config, shared = model.config, getattr(model.config, "shared_intermediate_size", None)
+    _check(
+        tmp_path / "m.gguf",
+        model,
+        MODEL_ARCH.GRANITE_MOE,
+        _mamba(config, 1),
+        expert_count=config.num_local_experts,
+        expert_used_count=config.num_experts_per_tok,
+        **_SCALE_KEYS,
+        **({} if shared is None else {"expert_shared_feed_forward_length": shared}),
+    )
