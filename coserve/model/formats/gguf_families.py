@@ -201,7 +201,22 @@ def _granite_hybrid(header: GgufHeader, settings: Settings) -> Settings:
     }
 
 
+def _nemotron_h(header: GgufHeader, settings: Settings) -> Settings:
+    """A layer with key heads has attention, one with a feed-forward size only that, others Mamba-2."""
+    forward = "moe" if "n_routed_experts" in settings else "mlp"
+    sizes = zip(_list(header, "attention.head_count_kv"), _list(header, "feed_forward_length"), strict=True)
+    kinds = ["attention" if heads else forward if width else "mamba" for heads, width in sizes]
+    return {"layers_block_type": kinds, "mamba_head_dim": _inner(header, settings["mamba_num_heads"])}
+
+
 _MAMBA: dict[str, Change] = {".A_log": _decay} | _PAIRS
+_NEMOTRON_H = {
+    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+    "conv_kernel": "ssm.conv_kernel",
+    "ssm_state_size": "ssm.state_size",
+    "n_groups": "ssm.group_count",
+    "mamba_num_heads": "ssm.time_step_rank",
+}
 
 
 def _glm(header: GgufHeader, _settings: Settings) -> Settings:
@@ -270,6 +285,18 @@ LAYOUTS: dict[str, Layout] = {
         },
         _MAMBA,
         _granite_hybrid,
+    ),
+    "nemotron_h": Layout("nemotron_h", _NEMOTRON_H, _MAMBA, _nemotron_h),
+    "nemotron_h_moe": Layout(
+        "nemotron_h",
+        _NEMOTRON_H
+        | _ROUTED
+        | {
+            "moe_latent_size": "moe_latent_size",
+            "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
+        _MAMBA,
+        _nemotron_h,
     ),
 }
 

@@ -113,6 +113,21 @@ def _mamba(config: PretrainedConfig, groups: int) -> Change:
     return change
 
 
+MIXER = {
+    "conv1d": "ssm_conv1d",
+    "in_proj": "ssm_in",
+    "out_proj": "ssm_out",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "gate": "ffn_gate_inp",
+    "shared_experts.up_proj": "ffn_up_shexp",
+    "shared_experts.down_proj": "ffn_down_shexp",
+}
+"""llama.cpp's names of Nemotron-H's parameters."""
+
+
 def _check(path: Path, model: PreTrainedModel, architecture: MODEL_ARCH, change: Change, **metadata: object) -> None:
     """Write the model, load it, and compare parameters, logits and settings."""
     config = model.config
@@ -253,4 +268,27 @@ def test_granite_with_experts(family: str, tmp_path: Path) -> None:
         expert_used_count=config.num_experts_per_tok,
         **_SCALE_KEYS,
         **({} if shared is None else {"expert_shared_feed_forward_length": shared}),
+    )
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_nemotron_h(experts: bool, tmp_path: Path) -> None:
+    kinds = ["mamba", "attention", "moe" if experts else "mlp"]
+    model = tiny_family(
+        "nemotron_h", layers_block_type=kinds, num_hidden_layers=3, moe_shared_expert_intermediate_size=24
+    )
+    config = model.config
+    _check(
+        tmp_path / "m.gguf",
+        model,
+        MODEL_ARCH.NEMOTRON_H_MOE if experts else MODEL_ARCH.NEMOTRON_H,
+        _mamba(config, config.n_groups),
+        attention__head_count_kv=[0, config.num_key_value_heads, 0],
+        feed_forward_length=[0, 0, config.moe_intermediate_size if experts else config.intermediate_size],
+        ssm__conv_kernel=config.conv_kernel,
+        ssm__state_size=config.ssm_state_size,
+        ssm__group_count=config.n_groups,
+        ssm__time_step_rank=config.mamba_num_heads,
+        ssm__inner_size=config.mamba_num_heads * config.mamba_head_dim,
+        **({"expert_shared_feed_forward_length": 24} | _routed(config) if experts else {}),
     )
