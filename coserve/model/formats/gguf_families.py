@@ -219,6 +219,12 @@ _NEMOTRON_H = {
 }
 
 
+def _mistral(header: GgufHeader, _settings: Settings) -> Settings:
+    """Ministral 3 scales queries by position; older models are Mistral's. Neither has windows."""
+    scaled = "mistral3.attention.temperature_scale" in header.metadata
+    return {"model_type": "ministral3" if scaled else "mistral", "sliding_window": None}
+
+
 def _glm(header: GgufHeader, _settings: Settings) -> Settings:
     if "glm4.rope.dimension_sections" in header.metadata:
         raise UnsupportedBase("model: the text of GLM-4V has positions of images, which are not read from GGUF")
@@ -255,6 +261,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "olmo2": Layout("olmo2", derive=_olmo),
     "seed_oss": Layout("seed_oss"),
+    "mistral3": Layout("mistral", changes=_PAIRS, derive=_mistral),
     "glm4": Layout("glm4", _PARTIAL, derive=_glm),
     "glm4moe": Layout(
         "glm4_moe", _PARTIAL | _ROUTED | {"first_k_dense_replace": "leading_dense_block_count"}, derive=_glm_moe

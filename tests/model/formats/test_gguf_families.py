@@ -292,3 +292,23 @@ def test_nemotron_h(experts: bool, tmp_path: Path) -> None:
         ssm__inner_size=config.mamba_num_heads * config.mamba_head_dim,
         **({"expert_shared_feed_forward_length": 24} | _routed(config) if experts else {}),
     )
+
+
+@pytest.mark.parametrize("family", ["ministral3", "mistral"])
+def test_mistral(family: str, tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16}
+    yarn |= {"beta_fast": 24.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    new = family == "ministral3"
+    model = tiny_family(
+        family, max_position_embeddings=256, sliding_window=None, **({"rope_parameters": yarn} if new else {})
+    )
+    scaling = {
+        "rope__scaling__type": "yarn",
+        "rope__scaling__factor": 16.0,
+        "rope__scaling__original_context_length": 16,
+        "rope__scaling__yarn_beta_fast": 24.0,
+        "rope__scaling__yarn_beta_slow": 2.0,
+        "rope__scaling__yarn_log_multiplier": 1.0,
+        "attention__temperature_scale": 0.1,
+    }
+    _check(tmp_path / "m.gguf", model, MODEL_ARCH.MISTRAL3, _mamba(model.config, 1), **(scaling if new else {}))
