@@ -102,12 +102,9 @@ def _mamba(config: PretrainedConfig, groups: int) -> Change:
             return {f"{block}.ffn_down{shared}.weight": tensor}
         if name.endswith("router.weight"):
             return {f"{block}.ffn_gate_inp.weight": tensor}
-        if ".mixer." in name and not _experts(name, tensor):
-            return {
-                f"{block}.{MIXER[name.split(f'{block[4:]}.mixer.')[1].rpartition('.')[0]]}.{name.split('.')[-1]}": (
-                    tensor.squeeze(1) if tensor.dim() == 3 else tensor
-                )
-            }
+        stem, _, suffix = name.partition(".mixer.")[2].rpartition(".")
+        if stem in MIXER and suffix in ("weight", "bias"):
+            return {f"{block}.{MIXER[stem]}.{suffix}": tensor.squeeze(1) if tensor.dim() == 3 else tensor}
         return _experts(name, tensor)
 
     return change
