@@ -1,4 +1,4 @@
-"""Figures of many adapters: which points they have."""
+"""Figures of many adapters: which points they have. And what is read of a daemon's metrics for them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from benchmarks.adapters import fleet
 from benchmarks.adapters.figures import draw_many, draw_ratio
 
 
@@ -59,3 +60,14 @@ def test_the_ratio_curve_needs_two_points(tmp_path: Path, drawn: dict[str, dict[
     write(tmp_path, "adapter_tiers.json", one | {"adapters.ratio.ttft_p95_ms.100%": {"value": 9, "within_250_ms": 1}})
     draw_ratio(tmp_path, tmp_path)
     assert drawn["adapters_ratio.png"]["p95 TTFT, ms"] == {"p95": [90.0, 9.0]}
+
+
+def test_totals_of_steps_are_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = """# HELP coserve_generation_steps_total Generation steps
+coserve_generation_steps_total{beside_training="false",kind="decode"} 6.0
+coserve_generation_steps_total{beside_training="true",kind="prefill"} 2.0
+coserve_generation_step_seconds_total{beside_training="false",kind="decode"} 0.25
+coserve_step_adapters_total 40.0
+"""
+    monkeypatch.setattr(fleet, "get", lambda url: page.encode())
+    assert fleet.step_totals("http://here") == (8.0, 0.25, 40.0)
