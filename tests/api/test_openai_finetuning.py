@@ -118,6 +118,24 @@ async def test_the_whole_life_of_a_job(api: Api, client: AsyncOpenAI) -> None:
         await client.models.delete("bundled")
 
 
+async def test_jobs_are_listed_by_their_metadata(client: AsyncOpenAI) -> None:
+    file, made = await upload(client, PAIRS), dict[str, str]()
+    asked: Any = {"model": "bundled", "training_file": file, "method": {"type": "dpo"}}
+    for team, metadata in (("a", {"squad": "a", "run": "1"}), ("b", {"squad": "b"}), ("", None)):
+        made[team] = (await client.fine_tuning.jobs.create(**asked, metadata=metadata)).id
+    for wanted, found in (
+        ({"squad": "a"}, [made["a"]]),
+        ({"squad": "a", "run": "2"}, []),
+        ({"squa": "a"}, []),
+    ):
+        assert [job.id async for job in client.fine_tuning.jobs.list(limit=1, metadata=wanted)] == found
+    without = [job.id async for job in client.fine_tuning.jobs.list(extra_query={"metadata": "null"})]
+    assert made[""] in without and not {made["a"], made["b"]} & set(without)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.fine_tuning.jobs.list(extra_query={"metadata": "a"})
+    assert caught.value.param == "metadata"
+
+
 async def test_preferences_and_a_native_job(api: Api, client: AsyncOpenAI) -> None:
     method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "n_epochs": 1}}}
     made = await client.fine_tuning.jobs.create(

@@ -26,6 +26,10 @@ _QUERY: dict[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_LIMIT, "default": PAGE_SIZE},
     "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
     "mode": {"enum": ["keep"], "description": "what happens to requests"},
+    "metadata": {
+        "const": "null",
+        "description": "Only jobs without; `metadata[KEY]=VALUE`: only jobs with this value.",
+    },
     "purpose": {"type": "string", "description": "Only files with this purpose."},
 }
 _HEADERS: dict[str, dict[str, Any]] = {

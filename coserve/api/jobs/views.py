@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from coserve.api.jobs.conflicts import waiting_text
@@ -52,9 +52,12 @@ class JobViews:
         """Return one job's record. Raises `JobNotFound`."""
         return await self._registry(lambda registry: registry.job(id))
 
-    async def records(self, after: str | None, limit: int) -> builtins.list[JobRecord]:
-        """Return the records of jobs older than `after`, newest first. Raises `JobNotFound` for an unknown `after`."""
-        return await self._registry(lambda registry: registry.jobs(after=after, limit=limit))
+    async def records(
+        self, after: str | None, limit: int, keep: Callable[[JobRecord], bool] = lambda _: True
+    ) -> builtins.list[JobRecord]:
+        """Return the records of jobs older than `after` that `keep` accepts, newest first. Raises `JobNotFound` for an
+        unknown `after`."""
+        return await self._registry(lambda registry: registry.jobs(after=after, limit=limit, keep=keep))
 
     async def latest_events(self, id: str, before: int | None, limit: int) -> builtins.list[JobEvent]:
         """Return a job's events before number `before`, newest first. Raises `JobNotFound`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from itertools import islice
 from typing import Final, Unpack
 
 import msgspec
@@ -50,9 +51,11 @@ class JobTable(Database):
         limit: int = 100,
         states: Collection[JobState] | None = None,
         everyones: bool = False,
+        keep: Callable[[JobRecord], bool] = lambda _: True,
     ) -> list[JobRecord]:
-        """Return jobs older than `after`, newest first; `everyones`: also those that the principal does not see, which
-        share the daemon's queue and limits. Raises `JobNotFound` for an unknown `after`."""
+        """Return jobs older than `after` that `keep` accepts, newest first; a negative `limit`: all. `everyones`: also
+        those that the principal does not see, which share the daemon's queue and limits. Raises `JobNotFound` for an
+        unknown `after`."""
         position = None
         if after is not None:
             self.job(after, "after")
@@ -61,10 +64,10 @@ class JobTable(Database):
         wanted = msgspec.json.encode(sorted(JobState if states is None else states)).decode()
         rows = self._db.execute(
             "SELECT record FROM jobs WHERE state IN (SELECT value FROM json_each(?)) AND (? IS NULL OR position < ?) "
-            "AND (? IS NULL OR project = ?) ORDER BY position DESC LIMIT ?",
-            (wanted, position, position, only, only, limit),
+            "AND (? IS NULL OR project = ?) ORDER BY position DESC",
+            (wanted, position, position, only, only),
         )
-        return [_job(row[0]) for row in rows]
+        return list(islice(filter(keep, (_job(row[0]) for row in rows)), None if limit < 0 else limit))
 
     def unfinished(self) -> list[JobRecord]:
         """Return the unfinished jobs of all projects, oldest first."""

@@ -23,7 +23,7 @@ from coserve.api.openai.finetuning.views import checkpoint_objects, event_object
 from coserve.api.openai.lists import list_query
 from coserve.api.service import Service
 from coserve.core.errors import CorpusError, InvalidRequest, NotFound
-from coserve.state.registry.records import JobOrigin
+from coserve.state.registry.records import JobOrigin, JobRecord
 
 JOBS = "/v1/fine_tuning/jobs"
 
@@ -65,8 +65,15 @@ class FineTuningApi:
         return json_response(job_object(record, self._service.engine.spec))
 
     async def list_tunings(self, request: web.Request) -> web.StreamResponse:
-        after, limit = list_query(request.query)
-        records = await self._service.jobs.views.records(after, limit + 1)
+        wanted = {key[9:-1]: value for key, value in request.query.items() if _of_metadata(key)}
+        after, limit = list_query(request.query, ("metadata", *filter(_of_metadata, request.query)))
+        if (none := request.query.get("metadata", "null")) != "null":
+            raise InvalidRequest(f"expected null, or metadata[KEY]=VALUE, got {none[:80]!r}", field="metadata")
+
+        def keep(record: JobRecord) -> bool:
+            return not record.metadata if "metadata" in request.query else wanted.items() <= record.metadata.items()
+
+        records = await self._service.jobs.views.records(after, limit + 1, keep)
         data = [job_object(record, self._service.engine.spec) for record in records[:limit]]
         return json_response(FineTuningJobList(data=data, has_more=len(records) > limit))
 
@@ -97,6 +104,11 @@ class FineTuningApi:
         data = [] if after is not None else data[:limit]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return json_response(CheckpointList(data=data, first_id=ends[0], last_id=ends[1]))
+
+
+def _of_metadata(parameter: str) -> bool:
+    """Whether a query parameter is `metadata[KEY]`."""
+    return parameter.startswith("metadata[") and parameter.endswith("]")
 
 
 def _event_number(after: str, job: str) -> int:
@@ -130,7 +142,7 @@ def finetuning_routes(api: FineTuningApi) -> tuple[Route, ...]:
             api.list_tunings,
             "List jobs, newest first, in OpenAI's format",
             response=FineTuningJobList,
-            query=PAGE,
+            query=(*PAGE, "metadata"),
             errors=(404,),
         ),
         openai_route(
