@@ -62,10 +62,12 @@ def read_tokenizer(path: Path) -> GgufTokenizer:
     tokens = cast("list[str]", metadata.get("tokenizer.ggml.tokens") or [])
     if kind == "gpt2":
         backend = _byte_pairs(header, tokens)
-    elif kind == "llama":
+    elif kind in ("llama", "gemma4"):
         backend = _pieces(header, tokens)
     else:
-        raise UnsupportedBase(f"model: {path.name}: its vocabulary is of kind {kind!r}; coserve reads gpt2 and llama")
+        raise UnsupportedBase(
+            f"model: {path.name}: its vocabulary is of kind {kind!r}; coserve reads gpt2, llama and gemma4"
+        )
     types = cast("list[int]", metadata.get("tokenizer.ggml.token_type") or [])
     added = {CONTROL: True, USER_DEFINED: False}
     backend.add_tokens(
@@ -91,9 +93,7 @@ def _byte_pairs(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
     if pre not in SPLITS:
         known = ", ".join(sorted(SPLITS))
         raise UnsupportedBase(f"model: its vocabulary cuts texts as {pre!r}, which is not known here; known: {known}")
-    merges = cast("list[str]", header.metadata.get("tokenizer.ggml.merges") or [])
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    vocabulary = {token: id for id, token in enumerate(tokens)}
+    vocabulary, pairs = {token: id for id, token in enumerate(tokens)}, _merges(header)
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre in _MERGED_FIRST))
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -104,8 +104,14 @@ def _byte_pairs(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
     return backend
 
 
+def _merges(header: GgufHeader) -> list[tuple[str, str]]:
+    merges = cast("list[str]", header.metadata.get("tokenizer.ggml.merges") or [])
+    return [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+
+
 def _pieces(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
-    """Make a SentencePiece BPE tokenizer: the pair is merged first whose piece has the best score."""
+    """Make a SentencePiece BPE tokenizer: without a list of merges, the pair is merged first whose piece has the best
+    score."""
     scores = cast("list[float]", header.metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens))
     types = cast("list[int]", header.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens))
     vocabulary = {token: id for id, token in enumerate(tokens)}
@@ -116,7 +122,7 @@ def _pieces(header: GgufHeader, tokens: list[str]) -> tokenizers.Tokenizer:
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
-    pairs = [(tokens[left], tokens[right]) for _, left, right in sorted(found)]
+    pairs = _merges(header) or [(tokens[left], tokens[right]) for _, left, right in sorted(found)]
     unknown = header.number("tokenizer.ggml.unknown_token_id")
     backend = tokenizers.Tokenizer(
         models.BPE(

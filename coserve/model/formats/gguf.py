@@ -125,7 +125,7 @@ def _rotary(header: GgufHeader, settings: Settings) -> Settings:
     factor, known = header.metadata.get(f"{prefix}.factor"), settings.get("rope_scaling")
     if any(name in header.tensors for name in LONGROPE):
         return _longrope(header, prefix, settings)
-    if "rope_freqs.weight" in header.tensors:
+    if "rope_freqs.weight" in header.tensors and "rope_parameters" not in settings:
         divisors = torch.from_numpy(_dequantize(header.tensors["rope_freqs.weight"]))
         theta, heads = settings.get("rope_theta", 10000.0), settings.get("head_dim") or 2 * len(divisors)
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), "low_freq_factor": 1.0}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -45,6 +46,10 @@ COMMON = {
 }
 NAMES = {
     ".sinks": ("attn_sinks.weight",),
+    ".layer_scalar": ("layer_output_scale.weight",),
+    ".router.scale": ("ffn_gate_inp.scale",),
+    ".router.per_expert_scale": ("ffn_down_exps.scale",),
+    ".router.proj.weight": ("ffn_gate_inp.weight",),
     ".A_log": ("ssm_a",),
     ".D": ("ssm_d",),
     ".dt_bias": ("ssm_dt.bias",),
@@ -168,7 +173,8 @@ _QWEN35 |= _DELTA_NORMS
 def _list(header: GgufHeader, key: str) -> list[int]:
     """Return a setting of each layer."""
     found, count = header.metadata.get(f"{header.architecture}.{key}"), layers(header)
-    return [int(str(one)) for one in found][:count] if isinstance(found, list) else [int(str(found or 0))] * count
+    numbers = found if isinstance(found, list) else [found or 0] * count
+    return [int(one) for one in numbers if isinstance(one, int)][:count]
 
 
 def _inner(header: GgufHeader, heads: object) -> int:
@@ -225,6 +231,29 @@ def _mistral(header: GgufHeader, _settings: Settings) -> Settings:
     return {"model_type": "ministral3" if scaled else "mistral", "sliding_window": None}
 
 
+def _gemma4(header: GgufHeader, settings: Settings) -> Settings:
+    """Layers without a window have heads of another size and number, and no values where those are the keys."""
+    windows, heads = _list(header, "attention.sliding_window_pattern"), _list(header, "attention.head_count_kv")
+    last = len(windows) - 1
+    sizes = {"head_dim": header.number("gemma4.attention.key_length_swa"), "global_head_dim": settings["head_dim"]}
+    sizes |= {"num_key_value_heads": heads[windows.index(1)], "num_global_key_value_heads": heads[last]}
+    freqs, ends = header.tensors["rope_freqs.weight"], ("<eos>", "<turn|>", "<|tool_response>")
+    divisors = np.fromfile(freqs.path, np.float32, freqs.shape[0], offset=freqs.start)
+    local = {"rope_type": "default", "rope_theta": header.metadata.get("gemma4.rope.freq_base_swa", 10000.0)}
+    whole = {"rope_type": "proportional", "rope_theta": settings["rope_theta"]}
+    whole |= {"partial_rotary_factor": float((divisors == 1).mean())}
+    tokens, inputs = header.metadata.get("tokenizer.ggml.tokens"), header.tensors.get("per_layer_token_embd.weight")
+    found = [tokens.index(end) for end in ends if end in tokens] if isinstance(tokens, list) else []
+    return sizes | {
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "attention_k_eq_v": f"blk.{last}.attn_v.weight" not in header.tensors,
+        "enable_moe_block": bool(settings.get("num_experts")),
+        "rope_parameters": {"sliding_attention": local, "full_attention": whole},
+        **({"eos_token_id": found} if found else {}),
+        **({} if inputs is None else {"vocab_size_per_layer_input": inputs.shape[0]}),
+    }
+
+
 def _glm(header: GgufHeader, _settings: Settings) -> Settings:
     if "glm4.rope.dimension_sections" in header.metadata:
         raise UnsupportedBase("model: the text of GLM-4V has positions of images, which are not read from GGUF")
@@ -262,6 +291,19 @@ LAYOUTS: dict[str, Layout] = {
     "olmo2": Layout("olmo2", derive=_olmo),
     "seed_oss": Layout("seed_oss"),
     "mistral3": Layout("mistral", changes=_PAIRS, derive=_mistral),
+    "gemma4": Layout(
+        "gemma4_text",
+        {
+            "sliding_window": "attention.sliding_window",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        derive=_gemma4,
+    ),
     "glm4": Layout("glm4", _PARTIAL, derive=_glm),
     "glm4moe": Layout(
         "glm4_moe", _PARTIAL | _ROUTED | {"first_k_dense_replace": "leading_dense_block_count"}, derive=_glm_moe
@@ -315,7 +357,7 @@ def settings_of(header: GgufHeader) -> Settings:
     for name, key in (COMMON | dict(layout.settings)).items():
         value = header.metadata.get(f"{kind}.{key}")
         if value is not None:
-            found[name] = max(map(int, map(str, value))) if isinstance(value, list) else value
+            found[name] = max(_list(header, key)) if isinstance(value, list) else value
     if missing := [COMMON[name] for name in ("hidden_size", "num_attention_heads") if name not in found]:
         raise UnsupportedBase(f"model: expected the setting {kind}.{missing[0]} in the file")
     hidden, heads = (int(str(found[name])) for name in ("hidden_size", "num_attention_heads"))

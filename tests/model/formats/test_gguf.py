@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GemmaTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.ggml import convert_gguf_tokenizer
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
@@ -303,3 +303,28 @@ def test_texts_are_cut_as_the_family_cuts_them(tmp_path: Path) -> None:
     found = {pre: _written(tmp_path / "m.gguf", pre, tokens, merges).encode("!\n12") for pre in ("seed-coder", "glm4")}
     assert found["seed-coder"] == [tokens[one] for one in ("!", "\u010a", "1", "2")]
     assert found["glm4"] == [tokens[one] for one in (ends, "12")]
+
+
+def test_gemma_4_has_pieces_with_a_list_of_merges(tmp_path: Path) -> None:
+    made = ["\u2581", "a", "b", "c", "ab", "bc", "abc", "\u2581a"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *made]
+    merges = [("b", "c"), ("a", "b"), ("a", "bc"), ("\u2581", "a")]
+    path, writer = tmp_path / "model.gguf", GGUFWriter(tmp_path / "model.gguf", "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-1000.0] * len(tokens))
+    writer.add_token_types([3, 3, 3, 2, *[6] * 256, *[1] * len(made)])
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    expected = GemmaTokenizer(vocab={token: id for id, token in enumerate(tokens)}, merges=merges)
+    tokenizer = Tokenizer.load(str(path))
+    for text in ("abc ab a", "  a\n\u00e4"):
+        assert tokenizer.encode(text) == [2, *expected.encode(text, add_special_tokens=False)]
+        assert tokenizer.decode(tokenizer.encode(text)) == text

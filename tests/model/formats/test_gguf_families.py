@@ -128,10 +128,13 @@ MIXER = {
 def _check(path: Path, model: PreTrainedModel, architecture: MODEL_ARCH, change: Change, **metadata: object) -> None:
     """Write the model, load it, and compare parameters, logits and settings."""
     config = model.config
-    given: dict[str, object] = {"attention__head_count_kv": config.num_key_value_heads}
-    given |= {"attention__layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", 1e-5)}
-    given |= {"attention__key_length": config.head_dim} if getattr(config, "head_dim", None) else {}
-    given |= {"feed_forward_length": getattr(config, "intermediate_size", 0)} | metadata
+    fields = {"attention__head_count_kv": "num_key_value_heads", "attention__key_length": "head_dim"}
+    fields |= {"feed_forward_length": "intermediate_size", "attention__layer_norm_rms_epsilon": "rms_norm_eps"}
+    given: dict[str, object] = {"attention__layer_norm_rms_epsilon": 1e-5, "feed_forward_length": 0}
+    given |= {
+        key: getattr(config, name) for key, name in fields.items() if key not in metadata and hasattr(config, name)
+    }
+    given |= metadata
     write_by_names(path, model, architecture, change=change, **given)  # type: ignore[arg-type]
     found = load_base(str(path), device="cpu", dtype="auto").model
     assert found.config.model_type == config.model_type
@@ -309,3 +312,44 @@ def test_mistral(family: str, tmp_path: Path) -> None:
         "attention__temperature_scale": 0.1,
     }
     _check(tmp_path / "m.gguf", model, MODEL_ARCH.MISTRAL3, _mamba(model.config, 1), **(scaling if new else {}))
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_gemma4(experts: bool, tmp_path: Path) -> None:
+    """As 26B-A4B (experts, and keys that are values in layers without a window) and as a dense model with inputs of
+    layers."""
+    given = {"enable_moe_block": True, "top_k_experts": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    model = tiny_family(
+        "gemma4_text",
+        final_logit_softcapping=5.0,
+        global_head_dim=16,
+        layer_types=["sliding_attention", "full_attention"],
+        **({"hidden_size_per_layer_input": 0} | given if experts else {"vocab_size_per_layer_input": 128}),
+    )
+
+    def change(name: str, tensor: Tensor) -> Stored:
+        block = f"blk.{name.split('.')[2]}" if "layers" in name else ""
+        if name.endswith("experts.gate_up_proj"):
+            return {f"{block}.ffn_gate_up_exps.weight": tensor}
+        own = {"layer_scalar": "layer_output_scale.weight", "router.scale": "ffn_gate_inp.scale"}
+        own |= {"per_expert_scale": "ffn_down_exps.scale", "router.proj.weight": "ffn_gate_inp.weight"}
+        found = next((theirs for end, theirs in own.items() if name.endswith(end)), None)
+        return _experts(name, tensor) if found is None else {f"{block}.{found}": tensor}
+
+    _check(
+        tmp_path / "m.gguf",
+        model,
+        MODEL_ARCH.GEMMA4,
+        change,
+        tensors={"rope_freqs.weight": [1.0, 1.0, *[1e30] * 6]},
+        attention__head_count_kv=[2, 1 if experts else 2],
+        attention__key_length=16,
+        attention__key_length_swa=8,
+        attention__shared_kv_layers=0,
+        attention__sliding_window=5,
+        attention__sliding_window_pattern=[True, False],
+        embedding_length_per_layer_input=0 if experts else 8,
+        rope__freq_base_swa=1e4,
+        final_logit_softcapping=5.0,
+        **({"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16} if experts else {}),
+    )
