@@ -180,7 +180,7 @@ async def test_without_any_version_the_waiting_job_fails_and_says_why(api: Api) 
     await api.call("POST", f"/finetune/{first['id']}/cancel")
     done = await api.job_until(second["id"], "failed")
     assert done["error"]["code"] == "adapter_not_found"
-    assert f"what job {first['id']} publishes, which is cancelled" in done["error"]["message"]
+    assert done["error"]["message"].endswith(f"what job {first['id']} publishes, which is cancelled: no adapter 'poet'")
     await api.settled()
     assert not api.folder.job(second["id"]).exists()
 

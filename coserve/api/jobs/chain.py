@@ -95,7 +95,9 @@ class JobChain:
         except CapacityError:  # not the job's fault
             raise
         except CoserveError as error:
-            text = f"the job was to continue from what job {before.spec.id} publishes, which is {before.state}: {error}"
+            # The registry's own text for a missing adapter names the job that will publish it, which is this one.
+            why = f"no adapter {record.spec.adapter!r}" if isinstance(error, AdapterNotFound) else str(error)
+            text = f"the job was to continue from what job {before.spec.id} publishes, which is {before.state}: {why}"
             info = ErrorInfo(code=error.code, message=text)
             change = partial(Registry.set_state, id=id, state=JobState.FAILED, error=info)
             return Decision(record, before, change, source, ends=True)
