@@ -1,5 +1,5 @@
-"""Models in GGUF files: the config, and the weights dequantised one at a time, by transformers' tables of names and the
-`gguf` package's definitions of quantisations."""
+"""Models in GGUF files: the config, and the weights dequantised one at a time, by the `gguf` package's tables of names
+and definitions of quantisations."""
 
 from __future__ import annotations
 
@@ -7,25 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    load_gguf_checkpoint,
-)
 
 from coserve.core.errors import UnsupportedBase
 from coserve.data.pretrained.gguf import GgufHeader, GgufTensor, read_header
 from coserve.model.formats.dense import DenseTensor
-from coserve.model.formats.gguf_families import LAYOUTS, Settings, behind, made, settings_of, stored_as
+from coserve.model.formats.gguf_families import LAYOUTS, REFUSED, Settings, behind, made, settings_of, stored_as
 
-_BY_TENSORS = ("stablelm", "falcon", "bloom")
-"""Architectures whose settings transformers also takes from the list of tensors."""
 LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 _YARN = {
     "rope.scaling.yarn_attn_factor": ("attention_factor",),
@@ -35,84 +27,35 @@ _YARN = {
     "attention.temperature_scale": ("llama_4_scaling_beta",),
 }
 """Fields of transformers' YaRN, by their keys."""
-_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-"""Layers of the models of 27B, which scale queries by features over heads; others do by the size of a head."""
 UNUSED = ("rope_freqs.weight", *LONGROPE)
 """Tensors without a parameter in the model, whose meaning the config has."""
 
 
 def read_config(path: Path) -> PretrainedConfig:
     """Return the config that a file's metadata describes. Raises `UnsupportedBase`."""
-    try:
-        settings = _settings(path)
-    except ValueError as error:  # no table of the architecture
-        raise UnsupportedBase(f"{path.name}: {error} Give the folder or hub name of its safetensors") from error
-    family = str(settings.pop("model_type"))
-    if family not in CONFIG_MAPPING:
-        raise UnsupportedBase(f"{path.name}: transformers has no family {family!r}")
-    config: PretrainedConfig = CONFIG_MAPPING[family](**settings)
+    settings = _settings(path)
+    config: PretrainedConfig = CONFIG_MAPPING[str(settings.pop("model_type"))](**settings)
     return config
 
 
 def _settings(path: Path) -> Settings:
     header = read_header(path)
-    if header.architecture in _BY_TENSORS:
-        settings: Settings = dict(load_gguf_checkpoint(str(path))["config"])
-    elif header.architecture in LAYOUTS:
-        settings = settings_of(header)
-    else:
-        with NamedTemporaryFile(suffix=".gguf") as small:
-            _write_without_vocabulary(header, small.name)
-            settings = dict(load_gguf_checkpoint(small.name)["config"])
-    if header.architecture not in _BY_TENSORS:
-        settings["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
-    settings.pop("_model_name_or_path", None)
-    if header.architecture not in ("falcon", "bloom"):
-        settings["tie_word_embeddings"] = "output.weight" not in header.tensors
+    if header.architecture not in LAYOUTS:
+        why = REFUSED.get(header.architecture, f"known are {', '.join(sorted(LAYOUTS))}")
+        raise UnsupportedBase(
+            f"{path.name}: its architecture {header.architecture!r} is not read from GGUF: {why}. Give the folder or "
+            "hub name of its safetensors"
+        )
+    settings = settings_of(header)
+    settings["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
+    settings["tie_word_embeddings"] = "output.weight" not in header.tensors
     ids = {role: header.number(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
     ends = dict.fromkeys(id for role, id in ids.items() if role != "bos" and id is not None)
     if not isinstance(settings.get("eos_token_id"), list):
         settings["eos_token_id"] = list(ends) or None
     settings["bos_token_id"] = ids["bos"]
     settings["pad_token_id"] = header.number("tokenizer.ggml.padding_token_id")
-    return settings | _left_out(header, settings) | _rotary(header, settings)
-
-
-def _left_out(header: GgufHeader, settings: Settings) -> Settings:
-    """Return what transformers' tables leave out."""
-    kind, width = header.architecture, header.number(f"{header.architecture}.expert_feed_forward_length")
-    if kind == "phi3":
-        return {"sliding_window": header.number("phi3.attention.sliding_window") or None}
-    if kind in ("qwen2moe", "qwen3moe") and width is not None:
-        return {"moe_intermediate_size": width}
-    if kind in _GEMMA_27B and settings["num_hidden_layers"] == _GEMMA_27B[kind]:
-        return {"query_pre_attn_scalar": int(str(settings["hidden_size"])) // int(str(settings["num_attention_heads"]))}
-    if kind in _GEMMA_27B and "head_dim" in settings:
-        return {"query_pre_attn_scalar": settings["head_dim"]}
-    return {}
-
-
-def _write_without_vocabulary(header: GgufHeader, path: str) -> None:
-    """Write a file with the settings alone: transformers takes seconds to read a vocabulary."""
-    from gguf import GGUFWriter
-
-    writer = GGUFWriter(path, header.architecture)
-    for key, value in header.metadata.items():
-        if key == "general.architecture" or key.startswith("tokenizer.") or value == []:
-            continue
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint64(key, value) if value >= 0 else writer.add_int64(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_array(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    return settings | _rotary(header, settings)
 
 
 def _rotary(header: GgufHeader, settings: Settings) -> Settings:
@@ -126,7 +69,7 @@ def _rotary(header: GgufHeader, settings: Settings) -> Settings:
     if any(name in header.tensors for name in LONGROPE):
         return _longrope(header, prefix, settings)
     if "rope_freqs.weight" in header.tensors and "rope_parameters" not in settings:
-        divisors = torch.from_numpy(_dequantize(header.tensors["rope_freqs.weight"]))
+        divisors = _dequantize(header.tensors["rope_freqs.weight"])
         theta, heads = settings.get("rope_theta", 10000.0), settings.get("head_dim") or 2 * len(divisors)
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), "low_freq_factor": 1.0}
         scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -184,13 +127,11 @@ class GgufTensors(Mapping[str, DenseTensor]):
         header = read_header(path)
         self.kinds = _kinds(header)
         """Names of the quantisations, such as Q4_K."""
-        self._layout = LAYOUTS.get(header.architecture)
-        self._processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
-        self._config = config
+        self._layout, self._config = LAYOUTS[header.architecture], config
         with torch.device("meta"):
             shapes = {name: one.shape for name, one in AutoModelForCausalLM.from_config(config).state_dict().items()}
         self._shapes = shapes
-        self._names = _names(header, config, shapes, self._processor)
+        self._names = _names(header, config, shapes)
         """The model's names of parameters, by the file's."""
         self._stored: dict[str, dict[str, GgufTensor]] = {}
         for name, tensor in header.tensors.items():
@@ -210,24 +151,12 @@ class GgufTensors(Mapping[str, DenseTensor]):
         return len(self._stored)
 
     def _read(self, name: str, stored: Mapping[str, GgufTensor]) -> Tensor:
-        """Dequantise a parameter. Of several stored tensors, such as experts' gates and ups, transformers' code puts
-        each at its place in `merged`."""
-        if self._layout is not None:
-            parts = [torch.from_numpy(_dequantize(stored[own])) for own in sorted(stored)]
-            return made(self._layout, name, parts, self._config).reshape(self._shapes[name])
-        merged: dict[str, dict[str, Tensor]] = {"tensors": {}}
-        for own, tensor in stored.items():
-            done = self._processor.process(
-                weights=_dequantize(tensor), name=own, tensor_key_mapping=self._names, parsed_parameters=merged
-            )
-            if done.name in self._names:
-                return torch.from_numpy(np.ascontiguousarray(done.weights))
-        return merged["tensors"][name]
+        """Dequantise a parameter, which may be stored as several tensors, such as experts' gates and ups."""
+        parts = [_dequantize(stored[own]) for own in sorted(stored)]
+        return made(self._layout, name, parts, self._config).reshape(self._shapes[name])
 
 
-def _names(
-    header: GgufHeader, config: PretrainedConfig, parameters: Iterable[str], processor: TensorProcessor
-) -> dict[str, str]:
+def _names(header: GgufHeader, config: PretrainedConfig, parameters: Iterable[str]) -> dict[str, str]:
     """Return the model's names of parameters, by llama.cpp's names."""
     from gguf.constants import MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
@@ -237,23 +166,20 @@ def _names(
         raise UnsupportedBase(f"model: the gguf package knows no architecture {header.architecture!r}; a newer one may")
     known = get_tensor_name_map(architecture, config.num_hidden_layers)
     found: dict[str, str] = {}
-    for parameter in parameters:
-        name = processor.preprocess_name(parameter)
+    for name in parameters:
         suffix = next((one for one in (".weight", ".bias") if name.endswith(one)), "")
         stem = name.removesuffix(suffix)
         # Some converters took the decoder's names, without the model's prefix or with another.
         spelt = (stem, stem.removeprefix("model."), stem.removeprefix("transformer."), f"backbone.{stem[6:]}")
         own = next((one for one in map(known.get_name, spelt) if one is not None), None)
-        if header.architecture in LAYOUTS and (theirs := stored_as(name)):
+        if theirs := stored_as(name):
             found |= dict.fromkeys(theirs, name)
-        elif own is None:
-            processor.perform_fallback_tensor_mapping(found, suffix, "", name)
-        else:
+        elif own is not None:
             found[own + suffix] = name
     return found
 
 
-def _dequantize(tensor: GgufTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def _dequantize(tensor: GgufTensor) -> Tensor:
     """Return a tensor of a file in float32."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
@@ -263,7 +189,7 @@ def _dequantize(tensor: GgufTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.f
     rows = (*tensor.shape[:-1], tensor.shape[-1] // numbers * size)
     data = np.memmap(tensor.path, np.uint8, "r", tensor.start, rows)
     try:
-        return np.array(dequantize(data, kind), np.float32)
+        return torch.from_numpy(np.array(dequantize(data, kind), np.float32))
     except NotImplementedError as error:
         raise UnsupportedBase(f"{tensor.path.name}: the gguf package cannot dequantise {kind.name}") from error
 

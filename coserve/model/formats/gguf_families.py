@@ -1,5 +1,7 @@
-"""How llama.cpp writes families that transformers has no table of: keys of settings, names of tensors, and changes of
-their numbers. Data for `gguf.py`, learnt from llama.cpp's converter (its folder `conversion`)."""
+"""How llama.cpp writes each family: keys of settings, names of tensors, and changes of their numbers.
+
+Data for `gguf.py`, learnt from llama.cpp's converter (its folder `conversion`).
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from coserve.core.errors import UnsupportedBase
 from coserve.data.pretrained.gguf import GgufHeader
+from coserve.model.formats.gguf_changes import (
+    Change,
+    by_heads,
+    by_key_heads,
+    by_pairs,
+    decay,
+    in_turns,
+    joined,
+    plus_one,
+    transposed,
+)
 
 Settings = dict[str, object]
-Change = Callable[[Sequence[Tensor], PretrainedConfig], Tensor]
-"""Makes a parameter from the stored tensors of it, in the order of their names (so gates before ups); the shape may
-lack dimensions of 1."""
 Derive = Callable[[GgufHeader, Settings], Settings]
 """Returns settings that no key has, from the file and the settings that keys have."""
 
@@ -67,64 +76,9 @@ NAMES = {
 """Names of a layer's tensors that the `gguf` package does not know by the model's names, by the ends of those."""
 
 
-def _joined(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -2)
-
-
-def _in_turns(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
-    """gpt-oss' experts: inputs before outputs, and gates and ups in turns."""
-    turned = [part.transpose(1, 2) if part.dim() == 3 else part for part in parts]
-    return turned[0].contiguous() if len(turned) == 1 else torch.stack(turned, -1).flatten(-2)
-
-
-def _plus_one(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
-    """Norms that multiply by one plus their weight: that sum is stored."""
-    return parts[0] - 1
-
-
-def _decay(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
-    return (-parts[0]).log()
-
-
-def _by_key_heads(before: Change = _joined, *, dim: int = 0, behind_keys: bool = False) -> Change:
-    """Undo the order of a delta net's value heads in which those of one key head are far apart: (values per key, keys)
-    becomes (keys, values per key). `behind_keys`: queries and keys come first and stay."""
-
-    def change(parts: Sequence[Tensor], config: PretrainedConfig) -> Tensor:
-        stored = before(parts, config)
-        keys, values = int(config.linear_num_key_heads), int(config.linear_num_value_heads)
-        first = 2 * keys * int(config.linear_key_head_dim) if behind_keys else 0
-        kept, heads = torch.split(stored, [first, stored.shape[dim] - first], dim)
-        heads = torch.unflatten(heads, dim, (values // keys, keys, -1)).transpose(dim, dim + 1)
-        return torch.cat([kept, heads.flatten(dim, dim + 2)], dim)
-
-    return change
-
-
-def _by_heads(parts: Sequence[Tensor], config: PretrainedConfig) -> Tensor:
-    """Qwen3-Next's queries, keys, values and gates in turns for each key head; older files have them so."""
-    if len(parts) == 1:
-        return parts[0]
-    (gates, rest), heads = parts, int(config.linear_num_key_heads)
-    keys = heads * int(config.linear_key_head_dim)
-    kinds = (*torch.split(rest, [keys, keys, len(gates)]), gates)
-    return torch.cat([one.reshape(heads, -1, rest.shape[1]) for one in kinds], 1).flatten(0, 1)
-
-
-def _by_pairs(heads: str) -> Change:
-    """Undo the order of rotary rows in which the two of a pair are neighbours; `heads`: the setting that counts
-    them."""
-
-    def change(parts: Sequence[Tensor], config: PretrainedConfig) -> Tensor:
-        rows = parts[0].reshape(int(getattr(config, heads)), -1, 2, parts[0].shape[1])
-        return rows.transpose(1, 2).flatten(0, 2)
-
-    return change
-
-
 _PAIRS: dict[str, Change] = {
-    "q_proj.weight": _by_pairs("num_attention_heads"),
-    "k_proj.weight": _by_pairs("num_key_value_heads"),
+    "q_proj.weight": by_pairs("num_attention_heads"),
+    "k_proj.weight": by_pairs("num_key_value_heads"),
 }
 _PARTIAL = {"partial_rotary_factor": "rope.dimension_count"}
 _GRANITE = {
@@ -151,21 +105,21 @@ _DELTA = {
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
 }
-_DELTA_EXPERTS = _DELTA | _EXPERTS
-_DELTA_EXPERTS |= {
+_SHARED_EXPERTS = _EXPERTS | {
     "num_experts": "expert_count",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
-_DELTA_NORMS: dict[str, Change] = {"linear_attn.norm.weight": _joined, "norm.weight": _plus_one}
+_DELTA_EXPERTS = _DELTA | _SHARED_EXPERTS
+_DELTA_NORMS: dict[str, Change] = {"linear_attn.norm.weight": joined, "norm.weight": plus_one}
 _QWEN35: dict[str, Change] = {
-    ".A_log": _by_key_heads(_decay),
-    ".dt_bias": _by_key_heads(),
-    ".conv1d.weight": _by_key_heads(behind_keys=True),
-    ".in_proj_qkv.weight": _by_key_heads(behind_keys=True),
-    ".in_proj_z.weight": _by_key_heads(),
-    ".in_proj_a.weight": _by_key_heads(),
-    ".in_proj_b.weight": _by_key_heads(),
-    ".linear_attn.out_proj.weight": _by_key_heads(dim=1),
+    ".A_log": by_key_heads(decay),
+    ".dt_bias": by_key_heads(),
+    ".conv1d.weight": by_key_heads(behind_keys=True),
+    ".in_proj_qkv.weight": by_key_heads(behind_keys=True),
+    ".in_proj_z.weight": by_key_heads(),
+    ".in_proj_a.weight": by_key_heads(),
+    ".in_proj_b.weight": by_key_heads(),
+    ".linear_attn.out_proj.weight": by_key_heads(dim=1),
 }
 _QWEN35 |= _DELTA_NORMS
 
@@ -180,6 +134,32 @@ def _list(header: GgufHeader, key: str) -> list[int]:
 def _inner(header: GgufHeader, heads: object) -> int:
     """Return the size of a recurrent layer's heads."""
     return (header.number(f"{header.architecture}.ssm.inner_size") or 0) // int(str(heads))
+
+
+def _llama(header: GgufHeader, settings: Settings) -> Settings:
+    """Mixtral's files are Llama's with experts."""
+    return {"model_type": "mixtral"} if settings.get("num_local_experts") else {}
+
+
+def _lfm2(header: GgufHeader, _settings: Settings) -> Settings:
+    kinds = ["full_attention" if heads else "conv" for heads in _list(header, "attention.head_count_kv")]
+    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+
+
+def _phi3(header: GgufHeader, settings: Settings) -> Settings:
+    return {"sliding_window": settings.get("sliding_window") or None}
+
+
+def _gemma(header: GgufHeader, settings: Settings) -> Settings:
+    """Models of 27B scale queries by features over heads, others by the size of a head."""
+    whole = int(str(settings["hidden_size"])) // int(str(settings["num_attention_heads"]))
+    large = {"gemma2": 46, "gemma3": 62}.get(header.architecture) == settings["num_hidden_layers"]
+    return {"query_pre_attn_scalar": whole if large else settings["head_dim"]}
+
+
+def _minimax(header: GgufHeader, _settings: Settings) -> Settings:
+    gate = header.number("minimax-m2.expert_gating_func")
+    return {"use_routing_bias": True, "scoring_func": "sigmoid" if gate == 2 else "softmax"}
 
 
 def _delta(header: GgufHeader, settings: Settings) -> Settings:
@@ -215,7 +195,7 @@ def _nemotron_h(header: GgufHeader, settings: Settings) -> Settings:
     return {"layers_block_type": kinds, "mamba_head_dim": _inner(header, settings["mamba_num_heads"])}
 
 
-_MAMBA: dict[str, Change] = {".A_log": _decay} | _PAIRS
+_MAMBA: dict[str, Change] = {".A_log": decay} | _PAIRS
 _NEMOTRON_H = {
     "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
     "conv_kernel": "ssm.conv_kernel",
@@ -276,17 +256,35 @@ def _olmo(header: GgufHeader, settings: Settings) -> Settings:
     return {"model_type": "olmo3", "layer_types": kinds, "sliding_window": window, "rope_parameters": parameters}
 
 
+_EXPERT_COUNTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_WINDOW = {"sliding_window": "attention.sliding_window"}
+_NORMS: dict[str, Change] = {"norm.weight": plus_one}
 LAYOUTS: dict[str, Layout] = {
+    "llama": Layout("llama", {"head_dim": "rope.dimension_count"} | _EXPERT_COUNTS, _PAIRS, _llama),
+    "qwen2": Layout("qwen2"),
+    "qwen2moe": Layout("qwen2_moe", _SHARED_EXPERTS),
+    "qwen3": Layout("qwen3"),
+    "qwen3moe": Layout(
+        "qwen3_moe", _EXPERTS | {"num_experts": "expert_count"}, derive=lambda *_: {"norm_topk_prob": True}
+    ),
+    "gemma": Layout("gemma", changes=_NORMS),
+    "gemma2": Layout("gemma2", _WINDOW, _NORMS, _gemma),
+    "gemma3": Layout("gemma3_text", _WINDOW, _NORMS, _gemma),
+    "phi3": Layout("phi3", _WINDOW, derive=_phi3),
+    "lfm2": Layout("lfm2", {"norm_eps": COMMON["rms_norm_eps"], "conv_L_cache": "shortconv.l_cache"}, derive=_lfm2),
+    "gpt2": Layout(
+        "gpt2",
+        {"layer_norm_epsilon": "attention.layer_norm_epsilon", "n_inner": "feed_forward_length"},
+        dict.fromkeys(("c_attn.weight", "c_proj.weight", "c_fc.weight"), transposed),
+    ),
+    "starcoder2": Layout("starcoder2", {"norm_epsilon": "attention.layer_norm_epsilon"}),
+    "minimax-m2": Layout("minimax_m2", _EXPERT_COUNTS | {"rotary_dim": "rope.dimension_count"}, derive=_minimax),
     "smollm3": Layout("smollm3", changes=_PAIRS),
     "granite": Layout("granite", _GRANITE, _PAIRS),
     "gpt-oss": Layout(
         "gpt_oss",
-        {
-            "num_local_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
-            "sliding_window": "attention.sliding_window",
-        },
-        dict.fromkeys(("_proj", "_proj_bias"), _in_turns),
+        _EXPERT_COUNTS | _WINDOW,
+        dict.fromkeys(("_proj", "_proj_bias"), in_turns),
     ),
     "olmo2": Layout("olmo2", derive=_olmo),
     "seed_oss": Layout("seed_oss"),
@@ -313,12 +311,12 @@ LAYOUTS: dict[str, Layout] = {
     "qwen3next": Layout(
         "qwen3_next",
         _PARTIAL | _DELTA_EXPERTS,
-        {".A_log": _decay, ".in_proj_qkvz.weight": _by_heads} | _DELTA_NORMS,
+        {".A_log": decay, ".in_proj_qkvz.weight": by_heads} | _DELTA_NORMS,
         _delta,
     ),
     "granitemoe": Layout(
         "granitemoe",
-        _GRANITE | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        _GRANITE | _EXPERT_COUNTS,
         _PAIRS,
         _granite_moe,
     ),
@@ -350,6 +348,16 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+REFUSED = {
+    "gemma3n": "its last layers read the keys and values of earlier ones, which coserve does not serve",
+    **dict.fromkeys(
+        ("bloom", "falcon", "mamba", "nemotron", "stablelm"),
+        "coserve does not serve the family (docs/guide/families.md)",
+    ),
+}
+"""Why an architecture is refused that users may expect."""
+
+
 def settings_of(header: GgufHeader) -> Settings:
     """Return the config's settings that the file of one of `LAYOUTS` has, `model_type` among them."""
     kind, layout = header.architecture, LAYOUTS[header.architecture]
@@ -361,11 +369,12 @@ def settings_of(header: GgufHeader) -> Settings:
     if missing := [COMMON[name] for name in ("hidden_size", "num_attention_heads") if name not in found]:
         raise UnsupportedBase(f"model: expected the setting {kind}.{missing[0]} in the file")
     hidden, heads = (int(str(found[name])) for name in ("hidden_size", "num_attention_heads"))
-    head = header.number(f"{kind}.attention.key_length") or hidden // heads
+    head = header.number(f"{kind}.attention.key_length") or int(str(found.get("head_dim", hidden // heads)))
     found["head_dim"] = head
     if "partial_rotary_factor" in found:
         found["partial_rotary_factor"] = int(str(found["partial_rotary_factor"])) / head
-    found["attention_bias"] = any(name.endswith("attn_q.bias") for name in header.tensors)
+    if hasattr(CONFIG_MAPPING[layout.family], "attention_bias"):
+        found["attention_bias"] = any(name.endswith("attn_q.bias") for name in header.tensors)
     return found | layout.derive(header, found)
 
 
@@ -377,7 +386,7 @@ def stored_as(name: str) -> list[str]:
 
 def made(layout: Layout, name: str, parts: Sequence[Tensor], config: PretrainedConfig) -> Tensor:
     """Make a parameter from its stored tensors, sorted by their names."""
-    change = next((change for end, change in layout.changes.items() if name.endswith(end)), _joined)
+    change = next((change for end, change in layout.changes.items() if name.endswith(end)), joined)
     return change(parts, config)
 
 

@@ -1,4 +1,4 @@
-"""GGUF files of families that transformers has no table of, written here as llama.cpp's converter writes them: the
+"""GGUF files of each family, written here as llama.cpp's converter writes them: the
 loaded model's parameters and logits are those of the model that was written."""
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf import MODEL_ARCH
+from gguf import MODEL_ARCH, GGMLQuantizationType
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from coserve.core.errors import UnsupportedBase
 from coserve.model.base import load_base
 from tests.support.families import tiny_family
-from tests.support.gguf_files import permute, write_by_names
+from tests.support.gguf_files import permute, write_by_names, write_llama
 
 Stored = dict[str, Tensor]
 Change = Callable[[str, Tensor], Stored]
@@ -353,3 +354,71 @@ def test_gemma4(experts: bool, tmp_path: Path) -> None:
         final_logit_softcapping=5.0,
         **({"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16} if experts else {}),
     )
+
+
+def _plus_one(name: str, tensor: Tensor) -> Stored:
+    """Gemma's norms."""
+    parts, ends = name.split("."), {"input_layernorm": "attn_norm", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
+    ends |= {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+    ends |= {"pre_feedforward_layernorm": "ffn_norm"}
+    if not name.endswith("norm.weight"):
+        return {}
+    return {f"blk.{parts[2]}.{ends[parts[-2]]}.weight" if "layers" in name else "output_norm.weight": tensor + 1}
+
+
+def _first_gemma(name: str, tensor: Tensor) -> Stored:
+    return {key.replace("post_attention_norm", "ffn_norm"): one for key, one in _plus_one(name, tensor).items()}
+
+
+def _transposed(name: str, tensor: Tensor) -> Stored:
+    own = {"c_attn": "attn_qkv", "attn.c_proj": "attn_output", "c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
+    found = next((theirs for end, theirs in own.items() if name.endswith(f"{end}.weight")), None)
+    return {} if found is None else {f"blk.{name.split('.')[2]}.{found}.weight": tensor.T}
+
+
+EXPERTS: dict[str, object] = {"expert_count": 4, "expert_used_count": 2}
+ROUTED_BY_SIGMOID = {"rope__dimension_count": 8, "expert_gating_func": 2}
+LAYER_NORM: dict[str, object] = {"attention__layer_norm_epsilon": 1e-5}
+WIDE = EXPERTS | {"expert_feed_forward_length": 16, "expert_shared_feed_forward_length": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "change", "own", "metadata"),
+    [
+        ("qwen2", MODEL_ARCH.QWEN2, _experts, {}, {}),
+        ("qwen2_moe", MODEL_ARCH.QWEN2MOE, _experts, {}, WIDE),
+        ("qwen3", MODEL_ARCH.QWEN3, _experts, {}, {}),
+        ("qwen3_moe", MODEL_ARCH.QWEN3MOE, _experts, {"norm_topk_prob": True}, WIDE),
+        ("gemma", MODEL_ARCH.GEMMA, _first_gemma, {}, {}),
+        ("gemma2", MODEL_ARCH.GEMMA2, _plus_one, {"query_pre_attn_scalar": 8}, {"attention__sliding_window": 5}),
+        ("gemma3_text", MODEL_ARCH.GEMMA3, _plus_one, {"query_pre_attn_scalar": 8}, {"attention__sliding_window": 5}),
+        ("phi3", MODEL_ARCH.PHI3, _experts, {}, {"attention__sliding_window": 5}),
+        ("gpt2", MODEL_ARCH.GPT2, _transposed, {"n_inner": 96}, LAYER_NORM | {"feed_forward_length": 96}),
+        ("starcoder2", MODEL_ARCH.STARCODER2, _experts, {"sliding_window": None}, LAYER_NORM),
+        ("minimax_m2", MODEL_ARCH.MINIMAXM2, _experts, {}, EXPERTS | ROUTED_BY_SIGMOID),
+    ],
+)
+def test_families_of_few_rules(
+    family: str,
+    architecture: MODEL_ARCH,
+    change: Change,
+    own: dict[str, object],
+    metadata: dict[str, object],
+    tmp_path: Path,
+) -> None:
+    _check(tmp_path / "m.gguf", tiny_family(family, **own), architecture, change, **metadata)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_llama(family: str, tmp_path: Path) -> None:
+    model = tiny_family(family, sliding_window=None) if family == "mixtral" else tiny_family(family)
+    experts = EXPERTS if family == "mixtral" else {}
+    _check(tmp_path / "m.gguf", model, MODEL_ARCH.LLAMA, _mamba(model.config, 1), **experts)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "falcon"])
+def test_what_is_refused_says_why(name: str, tmp_path: Path) -> None:
+    model = tiny_family("llama", hidden_size=64)
+    write_llama(tmp_path / "m.gguf", model, GGMLQuantizationType.F32, architecture=name)
+    with pytest.raises(UnsupportedBase, match=f"'{name}' is not read from GGUF: .* not serve"):
+        load_base(str(tmp_path / "m.gguf"), device="cpu", dtype="auto")
