@@ -152,7 +152,7 @@ def step_us(count: int) -> list[float]:
             each[chance.randrange(count)] += 1
         each[chance.randrange(count)] += PROMPT_TOKENS
     capacities = mixed_tile_capacities(GRAPH_TOKENS, running)
-    lora = StaticSlotLora(slots, GRAPH_TOKENS, LoraFootprint(16, slots.all_groups), capacities, decode=False)
+    lora = StaticSlotLora(slots, GRAPH_TOKENS, LoraFootprint(16, slots.all_groups), capacities)
     turn = itertools.cycle(lengths)
 
     def step() -> None:

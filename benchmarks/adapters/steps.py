@@ -1,6 +1,6 @@
 """The part of a decode step that adapters add, on one GPU: many distinct ones, one merged into the base, copies.
 
-    python -m benchmarks.adapters.steps --out benchmarks/results [--only distinct,merged,copies]
+    python -m benchmarks.adapters.steps --out benchmarks/results [--only distinct,merged,copies,mixed]
 
 All linear sites of the Llama-3.1-8B shape, adapters of rank 16 (84 MB each), random bf16 values, CUDA graphs of whole
 steps.
@@ -9,7 +9,9 @@ steps.
 adapters in the step over their time. `merged`: the base's products alone, as with one adapter merged into the base
 (S-LoRA's figure 7), and with the terms of one adapter. Attention, norms and sampling are left out, so a whole step
 gains less. Merging itself is timed, too. `copies`: adapters from pinned memory to pages, before a step on its stream as
-the engine does it, and beside the step on a stream of their own.
+the engine does it, and beside the step on a stream of their own. `mixed`: the LoRA terms of steps of 512 and 768
+tokens, decodes of so many distinct adapters and one prompt, by the prefill kernels (tiles of 64 rows) and by the decode
+kernels (of 8): `MANY_ADAPTERS_TOKENS`.
 """
 
 from __future__ import annotations
@@ -28,9 +30,14 @@ from benchmarks.common.timing import event_us, graph_us
 from benchmarks.kernels import lora_backends as backends
 from benchmarks.kernels import lora_cases as cases
 from benchmarks.kernels.lora import step_call
+from coserve.kernels.lora.segmented import terms
+from coserve.kernels.lora.segmented.plan import DECODE_ROWS, PREFILL_TILE_ROWS, TilePlan
+from coserve.kernels.lora.segmented.tiles import cut as tiles_of
+from coserve.kernels.lora.segmented.tiles import upload
 
 LAYERS, RANK, ADAPTERS = 32, 16, 256
 BATCHES, POPULARITIES = (64, 128, 256), ("distinct", "uniform", "skewed", "identical")
+MIXED_TOKENS, MIXED_ADAPTERS = (512, 768), (8, 32, 96, 177, 238)
 MERGED_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 GAIN = 1.1
 """What merging must gain to be worth it."""
@@ -67,6 +74,38 @@ def distinct(results: Results) -> None:
             key = f"adapters.terms_ms.{popularity}.b{tokens}"
             values = [timing.low / 1e3, timing.high / 1e3]
             results.put(key, round(timing.us / 1e3, 4), "ms a step", None, values, about)
+
+
+def mixed(results: Results) -> None:
+    layers = stack(max(MIXED_TOKENS), max(MIXED_ADAPTERS))
+    for tokens in MIXED_TOKENS:
+        some = cut(layers, tokens)
+        for adapters in MIXED_ADAPTERS:
+            owners = [0] * (tokens - adapters + 1) + list(range(1, adapters))
+            found = {
+                rows: graph_us([_tiled(some, owners, rows)], replays=9) for rows in (PREFILL_TILE_ROWS, *DECODE_ROWS)
+            }
+            about = {f"rows{rows}_ms": round(timing.us / 1e3, 4) for rows, timing in found.items()}
+            best = min(found.values(), key=lambda timing: timing.us)
+            key = f"adapters.terms_ms.mixed.t{tokens}.a{adapters}"
+            values = [best.low / 1e3, best.high / 1e3]
+            results.put(key, round(best.us / 1e3, 4), "ms a step", None, values, about)
+
+
+def _tiled(layers: list[cases.Layer], owners: list[int], rows: int) -> backends.Call:
+    """The terms of a step whose tiles have so many rows."""
+    ranks = [RANK] * (max(owners) + 1)
+    slots, firsts = cases.fill_slots(layers, len(ranks))
+    segments = cases.batch(owners, 1)
+    tiles = upload(tiles_of(segments, ranks, rows), rows, segments.tokens, cases.DEVICE)
+    plan = TilePlan(tiles, RANK, rows < PREFILL_TILE_ROWS)
+    tables = [slots.table(first, len(layer.ys)) for layer, first in zip(layers, firsts, strict=True)]
+
+    def call() -> None:
+        for layer, table in zip(layers, tables, strict=True):
+            terms.add_(layer.ys, layer.x, plan, table)
+
+    return call
 
 
 def merged(results: Results) -> None:
@@ -159,7 +198,7 @@ def _ms(call: Callable[[], None], rounds: int = 15) -> list[float]:
     return times[3:]
 
 
-PARTS: dict[str, Callable[[Results], None]] = {"merged": merged, "copies": copies, "distinct": distinct}
+PARTS: dict[str, Callable[[Results], None]] = {"merged": merged, "copies": copies, "distinct": distinct, "mixed": mixed}
 
 
 def main() -> None:

@@ -173,21 +173,19 @@ def worst(tokens: int, sequences: int, rows: int) -> list[int]:
     return lengths
 
 
-@given(st.integers(1, 5000), st.integers(1, 300))
-def test_capacities_for_every_step(step_tokens: int, sequences: int) -> None:
+@given(st.integers(1, 5000), st.integers(1, 300), st.sampled_from([0, 768]))
+def test_capacities_for_every_step(step_tokens: int, sequences: int, many: int) -> None:
     capacities = mixed_capacities(step_tokens, sequences, 100)
     assert [capacity.tokens for capacity in capacities] == list(MIXED_TOKENS[: len(capacities)])
     assert capacities[-1].tokens >= min(step_tokens, MIXED_TOKENS[-1])
     assert len(capacities) == 1 or capacities[-2].tokens < step_tokens
     for capacity in capacities:
         assert 1 <= capacity.chunks <= capacity.sequences <= min(sequences, capacity.tokens)
-        found, rows = (
-            mixed_tile_capacities(capacity.tokens, capacity.sequences),
-            8 if capacity.tokens <= DECODE_KERNEL_TOKENS else 64,
-        )
+        found = mixed_tile_capacities(capacity.tokens, capacity.sequences, many_adapters_tokens=many)
+        rows = 8 if capacity.tokens <= max(many, DECODE_KERNEL_TOKENS) else 64
         tiles = [one.tiles for one in found]
         assert tiles == sorted(set(tiles))
-        assert {one.rows for one in found} == {rows}
+        assert found[-1].rows == rows and {one.rows for one in found[:-1]} <= {rows, 64 if many else rows}
         all_apart = sum(-(-length // rows) for length in worst(capacity.tokens, capacity.sequences, rows))
         assert tiles[-1] >= all_apart, "a tile is missing where each has an adapter"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from coserve.core.types import LoraSettings
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import LoraFootprint
-from coserve.generate.execution.graph_sizes import decode_tile_capacities
+from coserve.generate.execution.graph_sizes import TileCapacity, decode_tile_capacities
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments
@@ -49,7 +49,7 @@ def test_a_capacity_holds_all_rows_and_none_before_it_does(lengths: list[int]) -
     for length in lengths:
         bounds.append(bounds[-1] + length)
     most = max(96, bounds[-1])
-    lora = StaticSlotLora(slots, most, LoraFootprint(32, slots.all_groups), decode_tile_capacities(most), decode=True)
+    lora = StaticSlotLora(slots, most, LoraFootprint(32, slots.all_groups), decode_tile_capacities(most))
     capacity = lora.load(Segments(tuple(bounds), tuple(placed)))
     needed = {rows: sum(-(-length // rows) for length in lengths) for rows in (8, 16)}
     assert capacity.tiles >= needed[capacity.rows]
@@ -70,12 +70,27 @@ def test_a_step_after_one_of_other_tiles_is_loaded_again() -> None:
     slots = AdapterSlots([[GROUP]], 3, CPU)
     held = [weights(rank=16) for _ in range(3)]
     placed = slots.place(named(held))
-    lora = StaticSlotLora(slots, 16, LoraFootprint(16, slots.all_groups), decode_tile_capacities(16), decode=True)
+    lora = StaticSlotLora(slots, 16, LoraFootprint(16, slots.all_groups), decode_tile_capacities(16))
     one, three = Segments((0, 16), (placed[0],)), Segments((0, 1, 2, 3), tuple(placed))
     for segments in (one, three, one, three):
         capacity = lora.load(segments)
         seen = lora.within(capacity)
         assert isinstance(seen, SlotLora)
+        assert int(seen.plan.tiles.tiles[:, 1].sum()) == segments.tokens
+
+
+def test_the_kernels_follow_the_capacity() -> None:
+    """Mixed steps of few adapters have tiles of the prefill kernels, those of many tiles of the decode kernels."""
+    slots = AdapterSlots([[GROUP]], 3, CPU)
+    placed = slots.place(named([weights(rank=16) for _ in range(3)]))
+    capacities = [TileCapacity(64, 2), TileCapacity(8, 12)]
+    lora = StaticSlotLora(slots, 96, LoraFootprint(16, slots.all_groups), capacities)
+    one, three = Segments((0, 90), (placed[0],)), Segments((0, 1, 2, 70), tuple(placed))
+    for segments, capacity in ((one, capacities[0]), (three, capacities[1]), (one, capacities[0])):
+        assert lora.load(segments) == capacity
+        seen = lora.within(capacity)
+        assert isinstance(seen, SlotLora)
+        assert (seen.plan.decode, seen.plan.tiles.rows) == (capacity.rows == 8, capacity.rows)
         assert int(seen.plan.tiles.tiles[:, 1].sum()) == segments.tokens
 
 

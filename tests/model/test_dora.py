@@ -79,9 +79,8 @@ def test_slots_scale_the_rows_of_their_adapters(tmp_path: Path) -> None:
     assert footprint.scaled
     assert not slots.footprint(Segments((0, 1), (placed[0],))).scaled
     terms: list[PreparedLora] = [slot_lora(slots, segments)]
-    for decode in (True, False):
-        tiles = [TileCapacity(8 if decode else 64, 6)]
-        static = StaticSlotLora(slots, BOUNDS[-1], footprint, tiles, decode=decode)
+    for rows in (8, 64):
+        static = StaticSlotLora(slots, BOUNDS[-1], footprint, [TileCapacity(rows, 6)])
         terms.append(static.within(static.load(segments)))
     positions_T = torch.cat([torch.arange(length) for length in LENGTHS])
     for lora in terms:

@@ -67,7 +67,7 @@ def test_steps_over_slots_equal_plain_torch() -> None:
     own = replace(segments, adapters=tuple(found[i] if i >= 0 else -1 for i in segments.adapters))
     footprint = slots.footprint(own)
     assert footprint.experts and footprint.max_rank == 32
-    static = StaticSlotLora(slots, 16, footprint, [TileCapacity(16, 16)], decode=False)
+    static = StaticSlotLora(slots, 16, footprint, [TileCapacity(64, 16)])
     turned = replace(own, adapters=(found[1], -1, found[0], found[0]))
     for lora, wanted in ((slot_lora(slots, own), expected), (static.within(static.load(turned)), other)):
         got = fused.forward(TOKENS, POSITIONS, PackedAttention(BOUNDS), lora=lora, keep=None)

@@ -23,6 +23,9 @@ time."""
 DECODE_KERNEL_TOKENS = 256
 """Mixed graphs of up to this many tokens use the LoRA decode kernels, even for long runs: a prefill tile of 64 rows
 takes as long for one row as for all."""
+MANY_ADAPTERS_TOKENS = 0
+"""So do larger graphs, up to this many tokens, for steps with more adapters than the second of `MIXED_ADAPTERS`. 768
+once `benchmarks.adapters.steps --only mixed` has shown on a GPU that it is faster."""
 PARTIAL_FOOTPRINTS = 2
 """Footprints with only some site groups that get graphs of their own. Further ones use the graphs of all groups."""
 CAPTURE_AFTER = 4
@@ -37,6 +40,11 @@ class TileCapacity:
     rows: int
     """Rows of a tile."""
     tiles: int
+
+    @property
+    def decode(self) -> bool:
+        """Whether the LoRA decode kernels compute them, not the prefill kernels."""
+        return self.rows < PREFILL_TILE_ROWS
 
 
 def decode_batches(max_running: int) -> tuple[int, ...]:
@@ -66,9 +74,13 @@ def mixed_capacities(step_tokens: int, sequences: int, context: int) -> tuple[Mi
 
 
 def mixed_tile_capacities(
-    tokens: int, sequences: int, *, decode_kernel_tokens: int = DECODE_KERNEL_TOKENS
+    tokens: int,
+    sequences: int,
+    *,
+    decode_kernel_tokens: int = DECODE_KERNEL_TOKENS,
+    many_adapters_tokens: int = MANY_ADAPTERS_TOKENS,
 ) -> tuple[TileCapacity, ...]:
-    """Capacities for the LoRA tiles of mixed steps of up to `tokens` rows and `sequences` sequences, smallest first.
+    """Capacities for the LoRA tiles of mixed steps of up to `tokens` rows and `sequences` sequences, least work first.
 
     A tile holds rows of one adapter, so each adapter adds at most one tile that is not full.
     """
@@ -77,6 +89,10 @@ def mixed_tile_capacities(
     full = -(-tokens // rows)
     most = min(full + sequences - 1, tokens)
     some = [full + adapters for adapters in MIXED_ADAPTERS if small or full < 2 * adapters]
+    if not small and tokens <= many_adapters_tokens:
+        rows_of_many, few = DECODE_ROWS[0], some[: len(some) - 1]
+        last = TileCapacity(rows_of_many, min(-(-tokens // rows_of_many) + sequences - 1, tokens))
+        return (*(TileCapacity(rows, tiles) for tiles in few if tiles < most), last)
     return tuple(TileCapacity(rows, tiles) for tiles in (*(tiles for tiles in some if tiles < most), most))
 
 

@@ -54,18 +54,12 @@ class StaticSlotLora:
         tokens: int,
         footprint: LoraFootprint,
         capacities: Sequence[TileCapacity],
-        *,
-        decode: bool,
     ) -> None:
-        """Allocate buffers for steps of up to `tokens` rows whose footprint `footprint` covers. `decode`: use the LoRA
-        decode kernels."""
-        self._slots, self._footprint, self._decode = slots, footprint, decode
-        self._blocks = footprint.max_rank // RANK_BLOCK if decode else 0  # the prefill kernels use no items
+        """Allocate buffers for steps of up to `tokens` rows whose footprint `footprint` covers."""
+        self._slots, self._footprint = slots, footprint
         self.capacities = tuple(capacities)
-        self._most: dict[int, int] = {}
+        self._most = {each.rows: each for each in sorted(capacities, key=lambda each: each.tiles)}
         """Most tiles, by rows of a tile."""
-        for capacity in capacities:
-            self._most[capacity.rows] = max(self._most.get(capacity.rows, 0), capacity.tiles)
         self._local = self._buffers(tokens) if footprint.local else None
         self._sharded = self._buffers(tokens) if footprint.sharded else None
         self._slots_T: Tensor | None = None
@@ -73,19 +67,19 @@ class StaticSlotLora:
             self._slots_T = torch.full((tokens,), -1, dtype=torch.int32, device=slots.device)
         self._loaded_slots: Segments | None = None
         self._loaded: tuple[TileCapacity, list[HostTiles]] | None = None
-        for rows in self._most:
-            self._put(rows, [HostTiles([], [], [])] * 2)
+        for capacity in self._most.values():
+            self._put(capacity, [HostTiles([], [], [])] * 2)
 
     def within(self, capacity: TileCapacity) -> PreparedLora:
         """The terms of steps within `capacity`."""
-        tiles, items = capacity.tiles, capacity.tiles * self._blocks
+        tiles, blocks = capacity.tiles, self._blocks(capacity)
         local, sharded = (
             None
             if own is None
-            else TilePlan(own[capacity.rows].first(tiles, items), self._footprint.max_rank, self._decode)
+            else TilePlan(own[capacity.rows].first(tiles, tiles * blocks), self._footprint.max_rank, capacity.decode)
             for own in (self._local, self._sharded)
         )
-        parts = tiles * min(_part_blocks(self._slots, self._footprint), self._blocks) if sharded else 0
+        parts = tiles * min(_part_blocks(self._slots, self._footprint), blocks) if sharded else 0
         return _terms(self._slots, self._footprint, local, sharded, parts, self._slots_T)
 
     def load(self, segments: Segments) -> TileCapacity:
@@ -102,21 +96,26 @@ class StaticSlotLora:
             self._slots_T.copy_(send(host_T, self._slots_T.device), non_blocking=True)
             self._loaded_slots = segments
         if (capacity, hosts) != self._loaded:
-            self._put(capacity.rows, hosts)
+            self._put(capacity, hosts)
             self._loaded = capacity, hosts
         return capacity
 
+    def _blocks(self, capacity: TileCapacity) -> int:
+        """Items of a tile; the prefill kernels use none."""
+        return self._footprint.max_rank // RANK_BLOCK if capacity.decode else 0
+
     def _buffers(self, tokens: int) -> dict[int, StepTiles]:
         return {
-            rows: StepTiles(rows, tiles, tiles * self._blocks, tokens, self._slots.device)
-            for rows, tiles in self._most.items()
+            rows: StepTiles(rows, most.tiles, most.tiles * self._blocks(most), tokens, self._slots.device)
+            for rows, most in self._most.items()
         }
 
-    def _put(self, rows: int, hosts: Sequence[HostTiles]) -> None:
+    def _put(self, capacity: TileCapacity, hosts: Sequence[HostTiles]) -> None:
         """`hosts`: tiles of local pairs, then of fully sharded ones."""
+        rows = capacity.rows
         for buffers, host in zip((self._local, self._sharded), hosts, strict=True):
-            if buffers is not None and not self._decode:  # the prefill kernels know an idle tile by its slot
-                idle = self._most[rows] - len(host.tiles)
+            if buffers is not None and not capacity.decode:  # the prefill kernels know an idle tile by its slot
+                idle = self._most[rows].tiles - len(host.tiles)
                 buffers[rows].load(HostTiles([*host.tiles, *[(0, 0, -1, 0)] * idle], [], host.spans))
             elif buffers is not None:
                 buffers[rows].load(by_rank_block(host) if buffers is self._sharded else host)

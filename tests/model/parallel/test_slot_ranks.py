@@ -60,14 +60,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _lora(slots: AdapterSlots, segments: Segments, path: str) -> PreparedLora:
     if path == "decode":
         return slot_lora(slots, segments)
-    decode = path == "static decode"
+    tiles = TileCapacity(8 if path == "static decode" else 64, len(segments.adapters))
     footprint = slots.footprint(segments)
     wider = LoraFootprint(
         footprint.max_rank + 16, slots.all_groups, footprint.local, footprint.sharded, footprint.scaled
     )
-    static = StaticSlotLora(
-        slots, segments.tokens, wider, [TileCapacity(8 if decode else 64, len(segments.adapters))], decode=decode
-    )
+    static = StaticSlotLora(slots, segments.tokens, wider, [tiles])
     return static.within(static.load(segments))
 
 

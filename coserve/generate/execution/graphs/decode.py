@@ -27,7 +27,7 @@ class DecodeGraph(StepGraph[StaticPagedAttention]):
         batch, lora = attention.batch, None
         if footprint.max_rank:
             capacities = decode_tile_capacities(batch)
-            lora = StaticSlotLora(state.adapter_slots, batch, footprint, capacities, decode=True)
+            lora = StaticSlotLora(state.adapter_slots, batch, footprint, capacities)
         super().__init__(state, attention, lora, (batch, batch))
 
     def run(
