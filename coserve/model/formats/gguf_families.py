@@ -67,6 +67,7 @@ NAMES = {
     ".output_linear.weight": ("ffn_down_shexp.weight", "ffn_down.weight"),
     ".router.weight": ("ffn_gate_inp.weight",),
     ".e_score_correction_bias": ("exp_probs_b.bias",),
+    ".expert_bias": ("exp_probs_b.bias",),
     ".experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_gate_up_exps.weight"),
     ".experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
     ".experts.up_proj": ("ffn_up_exps.weight",),
@@ -143,7 +144,7 @@ def _llama(header: GgufHeader, settings: Settings) -> Settings:
 
 def _lfm2(header: GgufHeader, _settings: Settings) -> Settings:
     kinds = ["full_attention" if heads else "conv" for heads in _list(header, "attention.head_count_kv")]
-    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+    return {"layer_types": kinds} | ({"block_auto_adjust_ff_dim": False} if header.architecture == "lfm2" else {})
 
 
 def _phi3(header: GgufHeader, settings: Settings) -> Settings:
@@ -257,6 +258,7 @@ def _olmo(header: GgufHeader, settings: Settings) -> Settings:
 
 
 _EXPERT_COUNTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_CONVOLUTIONS = {"norm_eps": COMMON["rms_norm_eps"], "conv_L_cache": "shortconv.l_cache"}
 _WINDOW = {"sliding_window": "attention.sliding_window"}
 _NORMS: dict[str, Change] = {"norm.weight": plus_one}
 LAYOUTS: dict[str, Layout] = {
@@ -271,7 +273,13 @@ LAYOUTS: dict[str, Layout] = {
     "gemma2": Layout("gemma2", _WINDOW, _NORMS, _gemma),
     "gemma3": Layout("gemma3_text", _WINDOW, _NORMS, _gemma),
     "phi3": Layout("phi3", _WINDOW, derive=_phi3),
-    "lfm2": Layout("lfm2", {"norm_eps": COMMON["rms_norm_eps"], "conv_L_cache": "shortconv.l_cache"}, derive=_lfm2),
+    "lfm2": Layout("lfm2", _CONVOLUTIONS, derive=_lfm2),
+    "lfm2moe": Layout(
+        "lfm2_moe",
+        _CONVOLUTIONS | _EXPERTS | {"num_experts": "expert_count", "num_dense_layers": "leading_dense_block_count"},
+        derive=_lfm2,
+    ),
+    "olmoe": Layout("olmoe", {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}),
     "gpt2": Layout(
         "gpt2",
         {"layer_norm_epsilon": "attention.layer_norm_epsilon", "n_inner": "feed_forward_length"},

@@ -393,6 +393,7 @@ WIDE = EXPERTS | {"expert_feed_forward_length": 16, "expert_shared_feed_forward_
         ("gemma2", MODEL_ARCH.GEMMA2, _plus_one, {"query_pre_attn_scalar": 8}, {"attention__sliding_window": 5}),
         ("gemma3_text", MODEL_ARCH.GEMMA3, _plus_one, {"query_pre_attn_scalar": 8}, {"attention__sliding_window": 5}),
         ("phi3", MODEL_ARCH.PHI3, _experts, {}, {"attention__sliding_window": 5}),
+        ("olmoe", MODEL_ARCH.OLMOE, _experts, {}, EXPERTS),
         ("gpt2", MODEL_ARCH.GPT2, _transposed, {"n_inner": 96}, LAYER_NORM | {"feed_forward_length": 96}),
         ("starcoder2", MODEL_ARCH.STARCODER2, _experts, {"sliding_window": None}, LAYER_NORM),
         ("minimax_m2", MODEL_ARCH.MINIMAXM2, _experts, {}, EXPERTS | ROUTED_BY_SIGMOID),
@@ -422,3 +423,21 @@ def test_what_is_refused_says_why(name: str, tmp_path: Path) -> None:
     write_llama(tmp_path / "m.gguf", model, GGMLQuantizationType.F32, architecture=name)
     with pytest.raises(UnsupportedBase, match=f"'{name}' is not read from GGUF: .* not serve"):
         load_base(str(tmp_path / "m.gguf"), device="cpu", dtype="auto")
+
+
+def test_lfm2_with_experts(tmp_path: Path) -> None:
+    model = tiny_family("lfm2_moe", num_dense_layers=1, layer_types=["full_attention", "conv"])
+
+    def change(name: str, tensor: Tensor) -> Stored:
+        return {"blk.1.exp_probs_b.bias": tensor} if name.endswith("expert_bias") else _experts(name, tensor)
+
+    _check(
+        tmp_path / "m.gguf",
+        model,
+        MODEL_ARCH.LFM2MOE,
+        change,
+        attention__head_count_kv=[2, 0],
+        leading_dense_block_count=1,
+        shortconv__l_cache=model.config.conv_L_cache,
+        **WIDE,
+    )
