@@ -112,6 +112,7 @@ async def test_the_whole_life_of_a_job(api: Api, client: AsyncOpenAI) -> None:
     assert again.model == name
     assert again.fine_tuned_model != name
     assert (await client.models.delete(name)).deleted
+    assert [each async for each in client.fine_tuning.jobs.checkpoints.list(made.id)] == []
     with pytest.raises(openai.NotFoundError):
         await client.chat.completions.create(model=name, messages=turns)
     with pytest.raises(openai.BadRequestError):

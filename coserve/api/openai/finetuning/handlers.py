@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from aiohttp import web
@@ -13,6 +14,7 @@ from coserve.api.jobs.sources import UploadedRows
 from coserve.api.openai.errors import openai_route
 from coserve.api.openai.finetuning.requests import job_request
 from coserve.api.openai.finetuning.schemas import (
+    Checkpoint,
     CheckpointList,
     CreateJob,
     FineTuningEventList,
@@ -22,7 +24,7 @@ from coserve.api.openai.finetuning.schemas import (
 from coserve.api.openai.finetuning.views import checkpoint_objects, event_object, job_object
 from coserve.api.openai.lists import list_query
 from coserve.api.service import Service
-from coserve.core.errors import CorpusError, InvalidRequest, NotFound
+from coserve.core.errors import AdapterNotFound, CorpusError, InvalidRequest, NotFound
 from coserve.state.registry.records import JobOrigin, JobRecord
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -100,8 +102,12 @@ class FineTuningApi:
         id, (after, limit) = request.match_info["id"], list_query(request.query)
         views = self._service.jobs.views
         record = await views.record(id)
-        data = checkpoint_objects(record, (await views.show(record)).published_step, self._service.engine.spec)
-        data = [] if after is not None else data[:limit]
+        data = list[Checkpoint]()
+        if after is None and record.result is not None:
+            with suppress(AdapterNotFound):  # deleted since
+                await self._service.adapters.get(record.result.id, record.result.version)
+                step = (await views.show(record)).published_step
+                data = checkpoint_objects(record, step, self._service.engine.spec)[:limit]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return json_response(CheckpointList(data=data, first_id=ends[0], last_id=ends[1]))
 
