@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from importlib import resources
+from importlib import import_module, resources
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,13 +40,11 @@ def _merge(base: str, adapter: Path, merged: Path) -> None:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     source: str | Path = str(resources.files("coserve") / "assets" / "tiny") if base == BUNDLED else locate(base)
-    file = {"gguf_file": Path(source).name} if is_gguf(str(source)) else {}
-    source = Path(source).parent if file else source
-    source, revision = hub_revision(str(source))
-    model = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype="auto", **file)
-    if file:  # transformers has dequantised it, but saves no model that still names GGUF
-        model.hf_quantizer = None
-        del model.config.quantization_config
+    if is_gguf(str(source)):
+        model = import_module("coserve.model.formats.load").load_gguf(Path(source))
+    else:
+        path, revision = hub_revision(str(source))
+        model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype="auto")
     PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(merged)
     tokenizer = Tokenizer.load(base)
     PreTrainedTokenizerFast(

@@ -35,10 +35,11 @@ def test_a_merged_base_answers_as_the_base_with_its_adapter(
         return folder
 
     source = "bundled"
-    if kind == "gguf":
+    if kind == "gguf":  # of an architecture that transformers has no table of
         source = str(tmp_path_factory.mktemp("gguf") / "base.gguf")
         plain = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-        write_llama(Path(source), plain, GGMLQuantizationType.F16, tokenizer=Path(TINY, "tokenizer.json"))
+        tokenizer = Path(TINY, "tokenizer.json")
+        write_llama(Path(source), plain, GGMLQuantizationType.F16, tokenizer=tokenizer, architecture="mistral3")
     monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
     command = ["adapters", "merge", "poet@2", str(tmp_path / "poet"), "--base", source]
     result = CliRunner().invoke(app, command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -11,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from coserve.core.errors import UnsupportedBase
 from coserve.kernels.quantized.fp8 import refuse_unusable
 from coserve.model.formats.dense import DenseTensor, Tensors
+from coserve.model.formats.gguf import open_gguf, read_config
 from coserve.model.parallel.build import empty_model
 from coserve.model.parallel.drawn import DrawnWeights
 from coserve.model.quantized.load import QuantizeAtLoad
@@ -65,3 +67,10 @@ class DenseModel:
         drawn = DrawnWeights(model, self.device, seed)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return self.load({name: DenseTensor(name, partial(drawn.get, name, own), own) for name, own in shapes.items()})
+
+
+def load_gguf(path: Path) -> PreTrainedModel:
+    """Load a GGUF file's model in float32 on the CPU. Raises `UnsupportedBase`."""
+    config = read_config(path)
+    with open_gguf(path, config) as tensors:
+        return DenseModel(config, torch.float32, torch.device("cpu"), trust_remote_code=False).load(tensors)
