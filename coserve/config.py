@@ -316,8 +316,8 @@ class Config:
         if self.ep not in (1, self.tp):
             raise ConfigError(f"ep: expected 1, or the number of tp, {self.tp}; got {self.ep}")
         if self.lora_server % self.lora_server_ep:
-            most = f"a divisor of lora_server, {self.lora_server}"
-            raise ConfigError(f"lora_server_ep: expected {most}, got {self.lora_server_ep}")
+            wanted = f"a divisor of lora_server, {self.lora_server}"
+            raise ConfigError(f"lora_server_ep: expected {wanted}, got {self.lora_server_ep}")
         if self.lora_server and self.tp > 1:
             raise ConfigError(f"lora_server: expected 0 with tp {self.tp}, got {self.lora_server}")
         if self.tp > 1 and self.quantization != "none":

@@ -1,13 +1,14 @@
-"""Distinct adapters of a step, and the microseconds that they take its host. No GPU.
+"""How many adapters a step has, and the host time that they cost. No GPU.
 
     python -m benchmarks.adapters.host --out benchmarks/results
 
-`distinct`: adapters of a step in the cases of `many.py` at saturation. Its traces go through the daemon's fair queue
-into 256 places, all adapters in memory; a step takes `STEP` seconds and at most 2,048 tokens.
+`distinct`: mean number of adapters of a step in the cases of `many.py` at saturation. Its traces go through the
+daemon's fair queue into 256 places, all adapters in memory; a step takes `STEP` seconds and at most 2,048 tokens.
 
-`host_us.put`: an adapter that enters a slot of the graphs' table, and drives another out. `host_us.step`: the adapters'
-part of preparing a step of 256 sequences and 300 prompt tokens with so many distinct adapters: slots, footprint, tiles
-of a mixed graph of 640 tokens. The Llama-3.1-8B shape, rank 8 on q, k, v and o; on a CPU without the copies to a GPU.
+`host_us.put`: to put an adapter into a slot of the graphs' table in place of another one. `host_us.resident`: to list
+5,000 adapters in memory. `host_us.step`: the adapters' part of preparing a step of 256 sequences and 300 prompt tokens
+with so many distinct adapters: slots, footprint, tiles of a mixed graph of 640 tokens. The Llama-3.1-8B shape, rank 8
+on q, k, v and o; on a CPU without the copies to a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from coserve.queues.inference import InferenceQueue
 from coserve.queues.request import Request
 
 STEP, STEP_TOKENS = 0.022, 2048
-"""Seconds of a step: 255 running requests over 11,590 output tokens/s, measured with 5 adapters at 50e49e37."""
+"""Seconds and most tokens of a step. The seconds: 255 running requests over 11,590 output tokens/s, measured with 5
+adapters at 50e49e37."""
 DISTINCT, PROMPT_TOKENS, GRAPH_TOKENS = (5, 64, 128, 192, 256), 300, 640
 CPU, ROUNDS, REGISTERED = torch.device("cpu"), 200, 5000
 

@@ -72,11 +72,8 @@ class Views:
         """`attainment`: fraction of answers that must be in time; `overlaps`: steps may overlap training, so their
         times with overlap are predicted too."""
         self._jobs = jobs
-        self._steps, self.slices, self.alternation = (
-            Predictors(STEP_FEATURES, attainment),
-            Slices(attainment),
-            AlternationCounts(),
-        )
+        self._steps, self.slices = Predictors(STEP_FEATURES, attainment), Slices(attainment)
+        self.alternation = AlternationCounts()
         self._overlaps = overlaps
         self._in_turn = Counter[StepKind]()
         """For each kind, steps in a row without overlap while jobs could train."""

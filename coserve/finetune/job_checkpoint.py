@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class JobCheckpoints:
-    """Checkpoints of the job of `loop`. At most one is saved at a time."""
+    """Saves and deletes the checkpoints of one job, the one that `loop` trains. At most one is saved at a time."""
 
     def __init__(self, folder: DataFolder, base: BaseSpec, loop: TrainingLoop, *, keep: int) -> None:
         self._folder, self._base, self._loop, self._keep = folder, base, loop, keep

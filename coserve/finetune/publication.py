@@ -89,8 +89,8 @@ class JobSnapshots:
         return progress.step % training.sample_steps == 0 or loop.finished
 
     def take(self) -> tuple[int, Callable[[], LoraWeights]]:
-        """Return the step, and the weights as in `TrainingSession.current_weights`; for a finished job as in
-        `final_weights`, which it publishes."""
+        """Return the step and a function that copies the weights: `TrainingSession.current_weights`, or if the job has
+        finished its `final_weights`."""
         loop = self._loop
         self._taken = loop.progress.step
         return self._taken, loop.session.final_weights() if loop.finished else loop.session.current_weights()

@@ -55,7 +55,7 @@ def sampling_row(request: Request) -> SamplingRow:
 
 
 def prompt_scoring(item: Scheduled) -> PromptScoring | None:
-    """The prompt tokens that these rows newly score; None if none."""
+    """Which prompt tokens get their log-probabilities from these rows; None: none does."""
     request, top = item.request, item.request.sampling.prompt_logprobs
     if top is None:
         return None

@@ -152,7 +152,7 @@ class Base:
         return logits_1KV[0]
 
     def recurring(self, attention: Attention) -> AbstractContextManager[None]:
-        """Let recurrent layers that are called inside use the recurrence that comes with `attention`."""
+        """Return a context in which recurrent layers compute with the recurrence that belongs to `attention`."""
         return recurring(recurrence_of(attention)) if self.states else nullcontext()
 
     def prepare(self, batch: LoraBatch | None, keep: Tensor | None = None) -> ForwardContext:

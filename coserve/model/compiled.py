@@ -117,7 +117,8 @@ def _same(a: object, b: object) -> bool:
 
 
 class Layers:
-    """The layers of one base, called in order, all of them in each step. Not thread-safe."""
+    """Calls a base's layers; guards are checked for the leaders alone. A step is `begin`, then all layers in order. Not
+    thread-safe."""
 
     def __init__(self, layers: Sequence[nn.Module], forwards: Sequence[Callable[..., object]]) -> None:
         """`forwards`: compiled with `compiler`, or plain functions, which are simply called."""

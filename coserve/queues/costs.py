@@ -160,7 +160,7 @@ class Predictors:
         return UNKNOWN
 
     def knows(self, kind: Hashable) -> bool:
-        """Whether this kind itself was measured often enough."""
+        """Whether this kind was measured often enough to predict it without falling back to another."""
         predictor = self._by_kind.get(kind)
         return predictor is not None and predictor.known
 

@@ -258,7 +258,7 @@ async def test_a_process_that_fails_shows_its_log_and_leaves_no_children(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child', flush=True); signal.pause()"
-    parent = f"import subprocess, sys; sys.exit(subprocess.Popen([sys.executable, '-c', {child!r}]).pid % 1 or 3)"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); sys.exit(3)"
     log = tmp_path / "log"
     with pytest.raises(SystemExit, match="did not start"):
         async with running([sys.executable, "-c", parent], log, {}) as process:

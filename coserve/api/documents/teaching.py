@@ -226,7 +226,7 @@ class Teaching:
 
 
 def question_quota(settings: DocumentSettings, chunks: int) -> int:
-    """Return the number of questions a chunk. With the recipe `lm` they are for the evaluation only."""
+    """Return the number of questions per chunk. With the recipe `lm` they are for the evaluation only."""
     if settings.recipe != "lm":
         return settings.questions_per_chunk
     wanted = round(settings.holdout * settings.questions_per_chunk * chunks)

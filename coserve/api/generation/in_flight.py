@@ -42,8 +42,7 @@ ITERATION_VALUES = 4096
 
 
 class InFlightRequests:
-    """All requests in flight. `max_prompt_scores`: most prompt log-probabilities
-    that all requests in flight may ask for together."""
+    """All requests in flight. `max_prompt_scores`: most prompt log-probabilities that they may ask for together."""
 
     def __init__(
         self,

@@ -52,6 +52,7 @@ TOTAL_BYTES = 256 << 20
 CHUNK = 64 << 10
 """Bytes that must arrive within `read_timeout`."""
 SEND_FILE = """a file of rows is sent by curl -F 'settings={"adapter": "NAME"}' -F file=@FILE"""
+"""Hint for a body that is the file itself."""
 
 T = TypeVar("T")
 

@@ -59,7 +59,8 @@ class JsonListBuilder(Generic[T]):
 
 
 def encode_json(value: object) -> list[bytes]:
-    """Return the JSON of `value` in parts: all in one, but for lists from `JsonListBuilder`, which are not copied."""
+    """Return the JSON of `value` in parts to be joined. Lists from `JsonListBuilder` are not copied, but are parts of
+    their own."""
     lists: list[_EncodedList] = []
 
     def insert_later(found: object) -> msgspec.Raw:

@@ -39,10 +39,8 @@ _FEATURES = {
     "videos": "videos are",
 }
 """Features of OpenAI and vLLM that are missing here, by the first part of their path under `/v1`."""
-
-
 _MEANT = {"jobs": "/finetune", "lora": "/adapters", "loras": "/adapters", "ping": "/health"}
-"""Paths that other servers have, by their first part, and ours."""
+"""Our paths for those of other servers, by the first part of these."""
 
 
 def _type(error: CoserveError) -> str:

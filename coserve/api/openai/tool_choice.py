@@ -34,8 +34,8 @@ class _AllowedTools(msgspec.Struct, frozen=True):
 
 
 def with_allowed_tools(body: ChatRequest) -> ChatRequest:
-    """Return the request with the tools alone that a choice of `allowed_tools` names, and its mode as the choice.
-    Raises `InvalidRequest`."""
+    """Apply a choice of `allowed_tools`: keep only the tools that it names, and make its mode the choice. Raises
+    `InvalidRequest`."""
     choice = body.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return body

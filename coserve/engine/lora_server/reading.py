@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from coserve.state.folder import DataFolder
 
 @dataclass(frozen=True)
 class PairsRuns:
-    """A server's part of an adapter."""
+    """A server's part of an adapter, read a few layers at a time."""
 
     bytes: int
     rank: int
@@ -72,7 +73,7 @@ class PairsReader:
         places = {name: place for name, place in file.layout.places.items() if name in self._part.sites}
         size = sum(end - first for place in places.values() for first, end in self._spans(file, place))
         runs = (self._read(file, {name: places[name] for name in run}) for run in self._runs([*places]))
-        return PairsRuns(size, max((place.b_shape[1] for place in places.values()), default=0), runs)
+        return PairsRuns(size, max((place.rank for place in places.values()), default=0), runs)
 
     def _spans(self, file: PackedFile, place: SitePlace) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the bytes of the part's experts in the file's layout, of A and of B."""
@@ -86,21 +87,17 @@ class PairsReader:
 
     def _read(self, file: PackedFile, places: Mapping[str, SitePlace]) -> dict[str, LoraPair]:
         """Read some parameters: into host memory, which is pinned for a GPU, and from there in one copy."""
-        spans = {name: self._spans(file, place) for name, place in places.items()}
-        size = sum(aligned(end - first) for both in spans.values() for first, end in both)
-        host_N = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        parts, at = list[tuple[int, int]](), 0
-        for both in spans.values():
-            for first, end in both:
-                parts.append((at, end - first))
-                at += aligned(end - first)
-        starts = [first for both in spans.values() for first, _ in both]
-        file.read([host_N[at : at + n] for at, n in parts], starts)
+        spans = [span for place in places.values() for span in self._spans(file, place)]
+        sizes = [end - first for first, end in spans]
+        *starts, total = accumulate(map(aligned, sizes), initial=0)
+        host_N = torch.empty(total, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        parts = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        file.read([host_N[part] for part in parts], [first for first, _ in spans])
         memory_N, found = host_N.to(self._device), dict[str, LoraPair]()
-        typed = [memory_N[at : at + n].view(file.layout.dtype) for at, n in parts]
-        for i, (name, place) in enumerate(places.items()):
-            a_RD, b_OC = typed[2 * i].view(-1, place.a_shape[1]), typed[2 * i + 1].view(-1, place.columns)
-            b_OR = b_OC[:, : place.b_shape[1]]
+        matrices = iter([memory_N[part].view(file.layout.dtype) for part in parts])
+        for name, place in places.items():
+            a_RD = next(matrices).view(-1, place.a_shape[1])
+            b_OR = next(matrices).view(-1, place.columns)[:, : place.b_shape[1]]
             found[name] = replace(place.like, a_RD=a_RD, b_OR=b_OR, experts=self._part.experts)
         return found
 

@@ -1,4 +1,4 @@
-"""A LoRA server: it holds adapters' pairs of experts in some layers, and no weights of the base."""
+"""A LoRA server: it holds adapters' pairs of some experts in some layers, and no weights of the base."""
 
 from __future__ import annotations
 

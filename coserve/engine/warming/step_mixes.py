@@ -86,8 +86,8 @@ def rare_mixes(max_running: int, step_tokens: int, context: int) -> list[Mix]:
 
 
 def first_steps(max_running: int, step_tokens: int, context: int, *, decodes: bool) -> list[Mix]:
-    """A few steps of each kind, at position 0. A prompt longer than `context` becomes several. `decodes` False: prompts
-    only."""
+    """Return a few steps of decodes, prompts and both, all at position 0. `decodes` False: prompts only. A prompt
+    longer than `context` is split into several."""
     prompts = (17,), (512,), (step_tokens,)
     steps = ((1,), (1,) * 4, (1,) * 16, (1,) * max_running, (1, 160), *prompts) if decodes else prompts
     split = [

@@ -71,7 +71,7 @@ def site_groups(base: Base) -> tuple[tuple[str, ...], ...]:
 
 
 def roles_of_groups(groups: Sequence[SiteGroup]) -> tuple[tuple[str, ...], ...]:
-    """Return `TrainingCosts.site_groups` for these groups of all layers."""
+    """Return the groups by their sites' names within a layer, each name once: `TrainingCosts.site_groups`."""
     found: dict[str, None] = {}
     split: list[tuple[str, ...]] = []
     for group in groups:

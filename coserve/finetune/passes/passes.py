@@ -56,7 +56,7 @@ class TrainingPasses:
         return BatchLimits(min(self._oom_tokens, self._planned.tokens), self._planned.rows)
 
     def holds_memory_of(self, job: str) -> bool:
-        """Whether a pass under way still uses the job's tensors, even if the job has left it."""
+        """Whether a pass under way still uses the job's tensors, even if the job has left that pass."""
         return any(job == each.id for one in self._passes.values() for each in one.members)
 
     def next_micro_step(self, job: str) -> MicroStep:

@@ -50,8 +50,8 @@ class Capture(Enum):
     IN_STEPS = auto()
     """In the step that needs it, with all compilation this takes."""
     BETWEEN_STEPS = auto()
-    """In pieces, from idle calls of `prepare` and between steps (`Pace`); until then steps run without it, or by one
-    with more adapters' work."""
+    """In pieces, from idle calls of `prepare` and between steps (`Pace`); until then steps run without it, or in a
+    graph that also computes LoRA terms that they do not need."""
     NEVER = auto()
 
 
@@ -59,9 +59,9 @@ class Pace(IntEnum):
     """Steps between two pieces of a capture under constant load. A piece takes the host some tens of milliseconds."""
 
     MISSING = 4
-    """Its steps run without a graph."""
+    """Without it, its steps run without a graph."""
     COVERED = 64
-    """A graph serves its steps, which would be some percent faster: adapters that change some sites only."""
+    """Another graph already serves its steps, at more sites or a larger rank than they need, some percent slower."""
 
 
 _ENDED = object()
@@ -156,7 +156,7 @@ class GraphExecutor:
         self._capture: Iterator[None] | None = None
         """The capture in progress, if any."""
         self._pace, self._paced = Pace.MISSING, 0
-        """The pace of captures, found when there were so many footprints."""
+        """The pace of captures, and the number of footprints when it was chosen: a new one may need a missing graph."""
         self._unchosen: Callable[[Masks], None] | None = None
         """Chooses the tokens of the launched step, whose masks are missing."""
         self._ended: list[int] = []
@@ -265,7 +265,7 @@ class GraphExecutor:
         self._eager.evicted(adapter)
 
     def kept(self, weights: LoraWeights) -> None:
-        places = layout_of(weights).places  # by the layout alone: pairs of a host copy are read as copies
+        places = layout_of(weights).places  # of the layout: to read a pair of a host copy is to copy it
         if not weights.settings.cartridge and not any(map(is_end, places)):  # steps with ends run without graphs
             self._footprints.expect(
                 max((place.rank for place in places.values()), default=0),

@@ -63,7 +63,8 @@ SHAPES = (
     Shape(16, 256, 4, 4, 4),
 )
 WIDE_SHAPES = (Shape(128, 128, 1, 8, 4),)
-"""A further shape for 33 to 64 rows of 16 bits, of which a program of 64 outputs reads as many bytes as of weights."""
+"""A further shape for 33 to 64 rows of 16 bits, where programs of 64 outputs would read as many bytes of x as of
+weights."""
 ROUNDED_SHAPES = (
     Shape(64, 128, 1, 4, 8, 4),
     Shape(64, 128, 2, 4, 8, 4),

@@ -103,12 +103,13 @@ class PackedFiles:
         return None if digests is None or not digests.config else self._find(folder, digests)[0]
 
     def _find(self, folder: Path, digests: AdapterDigests) -> tuple[PackedFile | None, tuple[Stamp, ...]]:
-        """Return the packed file, and the stamps of PEFT's files; none: one of these is missing."""
+        """Return the packed file, if there is one of the right form, and the stamps of PEFT's files; None and () if one
+        of these is missing."""
         try:
             with disk_errors():
                 sources = stamps(folder)
                 return self._open(folder, sources, digests), sources
-        except (OSError, AdapterError):  # a reader of PEFT's files says so
+        except (OSError, AdapterError):  # whoever reads PEFT's files raises the error
             return None, ()
 
     def _open(self, folder: Path, sources: tuple[Stamp, ...], digests: AdapterDigests) -> PackedFile | None:

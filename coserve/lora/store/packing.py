@@ -78,9 +78,10 @@ class PackedLayout:
         self._columns: tuple[list[str], SlotColumns] | None = None
 
     def columns(self, names: Sequence[str]) -> SlotColumns:
-        """Return the columns of the kernels' table for these sites, in order, with offsets: see `SlotColumns.at`.
+        """Return the adapter's columns at these sites, in order, with offsets for addresses: see `SlotColumns.at`.
 
-        Kept for the last names, which are those of the base. In pinned memory, from which it is copied asynchronously.
+        The last result is cached: an engine always asks for the sites of its base. Ranks and scalings, which `at` does
+        not change, are pinned, so that they are copied to the GPU asynchronously.
         """
         if self._columns is None or self._columns[0] != names:
             found = SlotColumns.of([self._offsets(name) for name in names])
@@ -151,7 +152,7 @@ class PackedSites(LaidOutSites):
         return pair
 
     def columns(self, names: Sequence[str]) -> SlotColumns:
-        """Return the columns of the kernels' table for these sites, in order. Makes no views."""
+        """Return the adapter's columns at these sites, in order, without making a view for each pair."""
         return self.layout.columns(names).at(self.memory_N.data_ptr())
 
     def fill(self, source: Mapping[str, LoraPair]) -> None:

@@ -92,7 +92,7 @@ class GraphSet(ABC, Generic[Size, Graph]):
 
     def prepare(self, footprint: LoraFootprint, *, covered: bool = True) -> Iterator[None] | None:
         """Return the capture, in pieces, of the next missing graph; None if none is missing. `covered`: also one whose
-        steps a graph with more adapters' work serves."""
+        steps another graph serves, by computing more LoRA terms than they need."""
         missing = (size for size in self._order() if self._is_missing(size, footprint))
         size = next((size for size in missing if covered or self._covering((size,), footprint) is None), None)
         return None if size is None else self._capture(size, footprint)

@@ -78,16 +78,16 @@ class SiteTable:
 
 @dataclass(frozen=True)
 class SlotColumns:
-    """Rows of one slot in the columns of `Slots`: an adapter at G sites, on the host. Zeros: it has no pair there."""
+    """What `Slots` holds of one adapter, one entry for each of G sites, on the host. Zeros where it has no pair."""
 
     addresses: Tensor
-    """int64 (G, 2)."""
+    """int64 (G, 2): of A and B."""
     ranks: Tensor
-    """int32 (G): `TableEntry.shape`."""
+    """int32 (G): rank, with the blocks of block-diagonal pairs packed in (`TableEntry.shape`)."""
     scalings: Tensor
     """float32 (G)."""
     scales: Tensor
-    """int64 (G): addresses of DoRA's scales."""
+    """int64 (G): addresses of DoRA's scales; 0: none."""
     largest: int
     """The largest of `ranks`."""
 
@@ -104,7 +104,7 @@ class SlotColumns:
         )
 
     def at(self, base: int) -> SlotColumns:
-        """The same pairs in memory that begins at `base`; here their addresses are offsets, of scales with 1 added."""
+        """Turn offsets into addresses in memory that begins at `base`. Scales' offsets have 1 added: 0 means none."""
         return replace(
             self,
             addresses=torch.where(self.ranks[:, None] > 0, self.addresses + base, 0),
@@ -112,7 +112,7 @@ class SlotColumns:
         )
 
     def only(self, sites_G: Tensor) -> SlotColumns:
-        """The pairs at these sites (bool) alone."""
+        """Return only the pairs at sites where `sites_G` (bool) is true."""
         ranks = self.ranks * sites_G
         return SlotColumns(
             self.addresses * sites_G[:, None],

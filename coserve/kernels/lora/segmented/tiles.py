@@ -40,7 +40,7 @@ class HostTiles:
 
 
 def _rows(entries: Sequence[tuple[int, int, int, int]]) -> Tensor:
-    """int32 (N, 4). By way of an array: torch looks at each tuple, which takes a step's host several times as long."""
+    """Return the entries as int32 (N, 4). `torch.tensor` would look at each tuple, which is several times slower."""
     flat = array("i", chain.from_iterable(entries))
     return torch.frombuffer(flat, dtype=torch.int32).view(-1, 4) if flat else torch.empty(0, 4, dtype=torch.int32)
 
