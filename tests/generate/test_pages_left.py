@@ -55,7 +55,7 @@ class CountingStore(AdapterStore):
 
     def __init__(self, slots: list[list[int]]) -> None:
         super().__init__(load, HostBudget(RESIDENT))
-        self._slots = slots
+        self.marks = slots
         self.entered = self.moved = 0
 
     def activate(self, ref: AdapterRef) -> Activated | None:
@@ -64,7 +64,7 @@ class CountingStore(AdapterStore):
             self.entered += 1
             self.moved += len(activated.moved)
             for page, to in activated.moved.items():
-                self._slots[to] = self._slots[page]
+                self.marks[to] = self.marks[page]
         return activated
 
 
