@@ -17,7 +17,7 @@ from coserve.kernels.attention.interface import (
 from coserve.kernels.attention.torch_paged.paged import GatheredMixedAttention, GatheredStaticAttention, PagedAttention
 
 FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn})
-"""Types of a cache."""
+"""Dtypes of the KV cache that the Triton kernels support."""
 
 
 def fused(device: torch.device, dtype: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ from coserve.kernels.attention.interface import AttentionParams
 from coserve.kernels.attention.packed import PackedAttention, one_kernel
 
 FEWEST_SEQUENCES, SHORTEST = 4, 128
-"""Batches with fewer sequences, or a shorter longest sequence, use graphs of these sizes."""
+"""Lower bounds of `limits`, sequences and tokens of the longest one: smaller batches share one graph."""
 
 
 class FixedAttention(PackedAttention):

@@ -133,7 +133,8 @@ class PackedAttention:
         return dq[..., :width], dk[..., :width], dv[..., :values]
 
     def _by_chunks(self, params: AttentionParams) -> tuple[PackedAttention, AttentionParams]:
-        """Return the attention in which each chunk of a sequence is a sequence, and its parameters."""
+        """Return an attention that treats each chunk as a sequence of its own, and the parameters without the
+        window."""
         chunk = params.window
         assert chunk is not None, "expected the size of chunks"
         plain = params._replace(window=None, chunked=False)
@@ -174,8 +175,9 @@ def _varlen_takes(q_HTD: Tensor, v_KTD: Tensor) -> bool:
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], most: tuple[int, int], params: AttentionParams
 ) -> tuple[Tensor, ...]:
-    """Run torch's varlen flash kernel, as `torch.nn.attention.varlen` does, whose wrapper costs the host more than the
-    launches. `bounds`, and `most` tokens of a sequence: of queries (T, H, D), and of keys and values (N, K, D)."""
+    """Run torch's varlen flash kernel: q (T, H, D), k and v (N, K, D). `bounds`: cumulative sequence lengths of queries
+    and of keys, int32 on the device; `most`: the longest sequence of each. `torch.nn.attention.varlen` does the same,
+    but its wrapper costs the host more than the launches."""
     left = -1 if params.window is None else params.window - 1
     found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
         q,
@@ -209,7 +211,8 @@ def causal(tokens: int, seen: Window | None, device: torch.device, before: int =
 
 
 def explicit(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-    """Attention of one sequence spelled out, with the softmax in fp32: (H, T, D). Further keys may precede its own."""
+    """Attention of one sequence spelled out, with the softmax in fp32: (H, T, D). k and v may have more rows than q:
+    the queries are the sequence's last tokens."""
     tokens, softcap, sinks = q.shape[1], params.softcap, params.sinks
     scores = ((q * params.scaling) @ k.transpose(1, 2)).float()
     if softcap is not None:

@@ -22,7 +22,7 @@ class AfterPrefix(PackedAttention):
     values. The sequences' positions begin at P.
 
     On CUDA in 16 bits torch's varlen flash kernel computes all sequences in one launch: it aligns the causal mask to
-    the last keys, so a sequence's keys are the prefix and its own. Elsewhere a loop over sequences does.
+    the last keys, so a sequence's keys are the prefix and its own. Elsewhere it loops over the sequences.
     """
 
     def __init__(self, bounds: Sequence[int], tokens: int) -> None:
@@ -73,7 +73,8 @@ class PrefixedAttention(AfterPrefix):
     """Attention after a trained prefix."""
 
     def __init__(self, bounds: Sequence[int], prefix: Sequence[LoraPair], frozen: int) -> None:
-        """`prefix`: of each layer (`LoraWeights.prefix`), of whose tokens the first `frozen` get no gradient."""
+        """`prefix`: the prefix's keys and values of each layer (`LoraWeights.prefix`). Its first `frozen` tokens get no
+        gradient."""
         super().__init__(bounds, prefix[0].a_RD.shape[0])
         self._prefix, self._frozen = prefix, frozen
 
@@ -90,9 +91,9 @@ class PrefixedAttention(AfterPrefix):
 
 
 class EncodedAttention(PackedAttention):
-    """Attention of an encoder and of what is decoded from it, in one forward. The first `encoded` sequences are read by
-    the encoder, each alone; each ends with `memory` memory tokens. The others are decoded: each attends to itself and,
-    as its prefix, to the memory tokens of all encoded sequences, in their order."""
+    """Attention of an encoder and its decoder in one forward pass. The first `encoded` sequences are read by the
+    encoder, each alone; each ends with `memory` memory tokens. The others are decoded: each attends to itself and, as
+    its prefix, to the memory tokens of all encoded sequences, in their order."""
 
     def __init__(self, bounds: Sequence[int], encoded: int, memory: int) -> None:
         super().__init__(bounds)

@@ -100,10 +100,10 @@ def push_sum(
     ADDS: tl.constexpr,
     PUSHERS: tl.constexpr,
 ):
-    """`addend`: as x, the same on all ranks; read if ADDS. `own`, `flags`: of this rank, (2, N - 1, blocks, BLOCK) and
-    (N - 1, blocks), with a place for each other rank; `buffers`, `flags_of_ranks`: addresses of all ranks' (N).
-    `counts`: (2, blocks). PUSHERS 0: a program has every so many blocks, pushes them, then adds them up. Else so many
-    programs push, and the others add up at the same time."""
+    """Sums x over the ranks into `out`, plus `addend` if ADDS (shaped as x, the same on all ranks). `own` (2, N - 1,
+    blocks, BLOCK) and `flags` (N - 1, blocks): this rank's memory, with a place for each other rank. `buffers`,
+    `flags_of_ranks` (N): addresses of every rank's `own` and `flags`. `counts`: (2, blocks). PUSHERS = 0: each program
+    pushes its blocks, then adds them up. PUSHERS > 0: that many programs only push, while the others only add up."""
     used = tl.cdiv(numbers, BLOCK)
     if PUSHERS == 0:
         for block in range(tl.program_id(0), used, tl.num_programs(0)):

@@ -65,7 +65,7 @@ def project(
 
 
 def shapes_of(inputs: int) -> list[Shape]:
-    """Return the `SHAPES` that use 32 to 128 registers of a thread for weights."""
+    """Return the `SHAPES` with which weights take 32 to 128 registers per thread."""
     if inputs > MAX_INPUTS:
         return []
     wide = next_power_of_2(inputs)

@@ -2,10 +2,10 @@
 
 y[m, n] = bias[n] + scale[n] Σ_k x[m, k] W[n, k]        for up to 64 rows m, sums in fp32; scale: of FP8 weights, else 1
 
-The weight is the left operand, so that its rows fill the tensor cores and x need not be padded to 64 rows. Beside FP8
-weights more than `fp8.FEW_ROWS` rows of x are rounded to FP8 first, where a GPU has tensor cores for it: each program
-reads all of x from the L2 cache, which in 16 bits would be more than its part of the weight. While a kernel rounds x,
-this one fetches its first weights into that cache (`Shape.ahead`).
+The weight is the left operand, so that its rows fill the tensor cores and x need not be padded to 64 rows. With FP8
+weights, x of more than `fp8.FEW_ROWS` rows is rounded to FP8 first if the GPU has FP8 tensor cores: each program reads
+all of x from the L2 cache, and in 16 bits x would be larger than the program's part of the weight. While another kernel
+rounds x, this one prefetches its first weights into L2 (`Shape.ahead`).
 
 A program may start before the preceding kernel has ended (programmatic dependent launch), which hides most of the
 launch latency. The next kernel may start once every program has waited for the preceding one. By then x is complete,
@@ -110,8 +110,8 @@ def project(
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of N, SPLITS). K is a multiple of SPLITS * BLOCK_K. The last of a block's parts sums them, in
-    order. AHEAD: 0, or for weights of one byte the blocks to fetch."""
+    """Grid (blocks of N, SPLITS). K is a multiple of SPLITS * BLOCK_K. The last program to finish an output block adds
+    up its SPLITS parts, in order. AHEAD: blocks of FP8 weights to prefetch into L2; 0: none."""
     block, split = tl.program_id(0), tl.program_id(1)
     n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     steps = K // (SPLITS * BLOCK_K)

@@ -57,7 +57,7 @@ def squared_norms(weight_OD: Tensor, pair: LoraPair, squares_O: Tensor | None = 
 def with_scales(
     lora: PreparedLora, segments: Segments, adapters: Adapters, biases: Mapping[str, Tensor | None]
 ) -> PreparedLora:
-    """Return `lora`, or if an adapter with rows is DoRA its terms with the scales. `biases`: by site."""
+    """Return `lora`, wrapped in `ScaledLora` if an adapter with tokens in the batch is DoRA. `biases`: by site."""
     if any(pair.scale_O is not None for index in segments.runs for pair in adapters[index].values()):
         return ScaledLora(lora, segments, adapters, biases)
     return lora

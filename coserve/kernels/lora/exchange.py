@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 class Exchange(Protocol):
-    """The collective of one group of sites. S-LoRA (Sheng et al., MLSys '24), section 6; see `parallel.exchange`.
+    """The collective of one group of sites, as in S-LoRA (Sheng et al., MLSys '24, section 6); see `parallel.exchange`.
 
     Letters: P shards of an intermediate's LoRA ranks, K splits of its sum, G sites, T tokens, W LoRA ranks of a shard.
     """
 
     @property
     def shards(self) -> int:
-        """P: each GPU has the intermediate of 1/P of the LoRA ranks. 1: each has a summand of all LoRA ranks'
-        intermediate."""
+        """P > 1: each GPU computes the intermediate of 1/P of the LoRA ranks. 1: each computes a partial sum for all
+        LoRA ranks."""
         ...
 
     @property

@@ -86,8 +86,8 @@ def _product(x_NI: Tensor, packed: Tensor, blocks: int) -> Tensor:
 
 
 def _linear(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Compute `linear`. On CPU, products with a vector use another routine whose bits vary with the rows, so those of
-    LoRA rank 1 are widened."""
+    """Compute `linear`. On CPU, matrix-vector products (LoRA rank 1) use a routine whose bits vary with the number of
+    rows, so a column of zeros is added."""
     outputs, inputs = weight_OI.shape
     if x_NI.device.type == "cpu" and 1 in (outputs, inputs):
         x_NI, weight_OI = pad(x_NI, (0, int(inputs == 1))), pad(weight_OI, (0, int(inputs == 1), 0, int(outputs == 1)))

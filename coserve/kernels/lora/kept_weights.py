@@ -18,7 +18,8 @@ from torch import Tensor
 from coserve.kernels.lora.types import LoraPair
 
 NARROW, WIDE = 32, 64
-"""Rows are multiples of `NARROW`, those of ranks above it multiples of `WIDE`: blocks of either size then fit."""
+"""An adapter's rows are a multiple of `NARROW`, or of `WIDE` if its rank exceeds `NARROW`: whole blocks of either
+size."""
 CAPACITY = 128
 """Operands that are kept across steps have a multiple of this many rows, so that every block size divides them."""
 
@@ -79,7 +80,7 @@ class KeptWeights:
         return self._capacity * sum(self._row_bytes.values())
 
     def place(self, adapters: Sequence[Mapping[str, LoraPair]]) -> list[Rows] | None:
-        """Return each adapter's rows; empty ones for adapters without pairs. None, if they do not fit the limit."""
+        """Return each adapter's rows, none for an adapter without pairs. None if all together exceed the limit."""
         first = [next(iter(adapter.items()), None) for adapter in adapters]
         wanted = {id(own[1]) for own in first if own is not None}
         for key in wanted & self._adapters.keys():
@@ -120,7 +121,8 @@ class KeptWeights:
         return operands
 
     def _allocate(self, adapter: Mapping[str, LoraPair], wanted: set[int]) -> Rows | None:
-        """Find rows for a new adapter: free ones, else of larger operands, else of adapters that are not `wanted`."""
+        """Find rows for a new adapter: free ones, else by enlarging the operands, else by evicting adapters not in
+        `wanted`."""
         rank = max(pair.rank for pair in adapter.values())
         unit = self._block or (NARROW if rank <= NARROW else WIDE)
         count = rank + -rank % unit
@@ -147,8 +149,8 @@ class KeptWeights:
         return first if first + count <= self._capacity else None
 
     def _grow(self, count: int) -> bool:
-        """Make operands of at least `count` rows more; False beyond the limit. They are copied anew when they are
-        needed."""
+        """Enlarge the operands by at least `count` rows; return False if the limit forbids it. Adapters are copied
+        again when they are next used."""
         wanted = self._capacity + count
         if self._limit is not None:  # twice the rows, as other adapters will follow
             most = self._limit // sum(self._row_bytes.values())

@@ -91,7 +91,7 @@ class LoraPair:
 
     @property
     def rank(self) -> int:
-        """The LoRA rank R, over all blocks; of each expert."""
+        """The LoRA rank R, over all blocks. Of experts' pairs: the rank of one expert."""
         return self.a_RD.shape[0] // self.experts
 
     @property

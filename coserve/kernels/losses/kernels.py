@@ -18,7 +18,7 @@ LOWEST = tl.constexpr(-3.0e38)
 
 @triton.jit
 def _add(largest, total, x):
-    """One exponential: either x or the largest so far is the new reference."""
+    """Add x to the running sum of exponentials, with one `exp`: the larger of x and `largest` is the new reference."""
     above = x - largest
     smaller = tl.exp(-tl.abs(above))
     return tl.maximum(largest, x), tl.where(above > 0, total * smaller + 1.0, total + smaller)

@@ -33,7 +33,8 @@ LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
 """Scale of rows of zeros."""
 FEW_ROWS = 16
-"""Most rows of a product in which x stays as it is. At 64 rows programs would read more of x than of the weight."""
+"""Most rows of a product in which x stays as it is. At 64 rows, programs would read more bytes of x than of the
+weight."""
 MULTIPLE = 16
 """D and O are multiples of this, for the tensor cores."""
 
@@ -42,7 +43,7 @@ MULTIPLE = 16
 def round_rows(
     x_ptr, by_ptr, codes_ptr, scale_ptr, D, stride, BY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Grid (T): x (T, D) with dense rows `stride` apart, with BY times `by` fp32 (D) -> codes e4m3 (T, D), scale fp32
+    """Grid (T): x (T, D), dense rows `stride` apart, multiplied by `by` fp32 (D) if BY -> codes e4m3 (T, D), scale fp32
     (T). The next kernel may start at once, so it must wait for this one before it reads anything but weights."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
@@ -91,7 +92,7 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_activations(x_TD: Tensor, by_D: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`quantize` by one kernel on a GPU; of `x by`, if `by` (fp32) is given."""
+    """`quantize` by one kernel on a GPU. `by_D` (fp32): factors of the columns, applied first."""
     (rows, inputs), device = x_TD.shape, x_TD.device
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
@@ -121,7 +122,7 @@ def dequantize(codes_OD: Tensor, scale_O: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def refuse_unusable(device: torch.device, setting: str) -> None:
-    """Raise `ConfigError` for a GPU that knows no FP8. `setting`: the one that asks for it."""
+    """Raise `ConfigError` for a GPU without FP8. `setting`: name of the setting that asks for FP8."""
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
         expected = "expected a GPU of compute capability 8.9 or more"
         raise ConfigError(f"{setting}: fp8 {expected}, got {found[0]}.{found[1]}", field=setting)

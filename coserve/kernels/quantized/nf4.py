@@ -43,7 +43,7 @@ CODE = (
     0.7229568362236023,
     1.0,
 )
-"""QLoRA's appendix E."""
+"""The 16 values of NF4 (QLoRA, appendix E)."""
 BYTES = 2048
 """Bytes of codes a program of `expand` reads."""
 

@@ -1,7 +1,7 @@
 """The `FrozenWeight`s of bases that stay quantised in memory, FP8 and NF4.
 
-A backward multiplies by the dequantised weight, made for it in memory that torch's allocator reuses for the next layer,
-or with `Fp8Weight.rounds_gradients` in FP8.
+A backward dequantises the weight into temporary memory, which torch's allocator reuses for the next layer. With
+`Fp8Weight.rounds_gradients` it multiplies in FP8 instead.
 
 Letters: T tokens, D inputs, O outputs.
 """
@@ -62,7 +62,7 @@ class Fp8Weight(QuantizedWeight):
     """Codes e4m3 (ΣO, D), scales fp32 (ΣO): see `fp8`."""
 
     rounds_gradients: bool = False
-    """Whether backwards round rows of dy to FP8 where forwards round x (`fp8.rounds`). Not until it is measured."""
+    """Whether backwards round rows of dy to FP8 where forwards round x (`fp8.rounds`). Off until it is measured."""
 
     @property
     def row_scales(self) -> Tensor:

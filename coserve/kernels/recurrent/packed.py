@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PackedRecurrence:
-    """Implements `Recurrence` without states before or behind the batch.
+    """Implements `Recurrence` for sequences that begin in the batch: states start at zero and are not kept.
 
     `bounds` (S + 1) ascends from 0 to the number of rows; sequence s is the rows `[bounds[s], bounds[s + 1])`.
     Sequences with equal numbers of chunks are computed together.
@@ -56,7 +56,8 @@ class PackedRecurrence:
         return self._recur(given)
 
     def _kernels_for(self, given: RecurrenceInputs) -> ChunkedRecurrence | None:
-        """The kernels, if they can compute these inputs. Not those in fp32, for which they take minutes to compile."""
+        """Return the kernels, or None if they do not support these inputs. fp32 is excluded, because compiling for it
+        takes minutes."""
         if not (self.by_kernels and given.v.is_cuda) or given.decay.dim() == 3 or given.k.dtype == torch.float32:
             return None
         from coserve.kernels.recurrent.chunked.recurrence import MOST_KEYS, ChunkedRecurrence  # needs Triton
@@ -95,8 +96,8 @@ class PackedRecurrence:
         return self._offsets[device]
 
     def _batches_on(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
-        """The rows (B, L) of the sequences of each number of chunks, the last row repeated where one is shorter, and
-        the place of each row's output in the batches' outputs."""
+        """Batch the sequences by their number of chunks. Return the rows (B, L) of each batch, padded by repeating a
+        sequence's last row, and the index of each row's output in the concatenated outputs of all batches."""
         if device not in self._batches:
             sizes: dict[int, list[tuple[int, int]]] = {}
             for start, end in self._spans:
@@ -114,7 +115,7 @@ class PackedRecurrence:
 
 
 class _ByKernels(torch.autograd.Function):
-    """`ChunkedRecurrence.recur`, differentiable. Keeps the inputs alone."""
+    """`ChunkedRecurrence.recur`, differentiable. Saves only the inputs for the backward."""
 
     @staticmethod
     def forward(ctx: Any, kernels: ChunkedRecurrence, *given: Tensor | None) -> Tensor:  # noqa: ANN401 - torch's own

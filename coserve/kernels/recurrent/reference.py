@@ -30,8 +30,8 @@ def convolved(
     x_TC: Tensor, offsets_T: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
 ) -> Tensor:
     """Compute `tapped` for packed rows whose sequences begin in the batch: (T, C), with the same bits. `offsets_T`:
-    each row's index in its own sequence. Shifts and masks, no indices, so that a compiler fuses them, backward
-    included; in fp32, so that the backward adds the taps' gradients in it."""
+    each row's index in its own sequence. Uses shifts and masks instead of indices, so that a compiler fuses forward and
+    backward. Works in fp32, so that the backward adds up the taps' gradients in fp32."""
     tokens, all_TC = x_TC.shape[0], x_TC.float()
 
     def before(rows: int) -> Tensor:
@@ -124,7 +124,7 @@ def in_chunks(prepared: RecurrenceInputs, state_BHKV: Tensor) -> tuple[Tensor, T
 
 
 def by_tokens(prepared: RecurrenceInputs, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `in_chunks` token by token, also for a decay of each key's element."""
+    """Compute `in_chunks` token by token. Also supports a decay per element of a key, (B, L, H, K)."""
     outputs, state = list[Tensor](), state_BHKV
     for t in range(prepared.q.shape[1]):
         out, state = one_token(prepared.rows(partial(torch.select, dim=1, index=t)), state)

@@ -20,8 +20,8 @@ from coserve.kernels.recurrent.wrappers import PaddedRecurrence
 
 @dataclass(frozen=True)
 class LayerStates:
-    """One layer's states in all slots, and in two more: the last but one stays zero, and a sequence's first tokens read
-    it; padding writes the last one."""
+    """One layer's states in S slots, and in two more. Slot S stays zero: new sequences read it. Padding writes slot S +
+    1."""
 
     conv: Tensor
     """(S + 2, W - 1, C), oldest input first, in the base's dtype."""
@@ -80,8 +80,8 @@ class SlotRecurrence:
         return out_THV
 
     def _taps_of(self, width: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Rows that each token's convolution reads (T, W), and the last W - 1 of each sequence (B, W - 1), among its
-        sequences' states, one after another, and then the step's inputs."""
+        """Return the rows that each token's convolution reads (T, W), and the last W - 1 rows of each sequence (B, W -
+        1). Rows count the sequences' states, one after another, and then the step's inputs."""
         if width not in self._taps:
             before, taps = width - 1, torch.zeros(tokens, width, dtype=torch.long)
             last = torch.zeros(len(self._runs), before, dtype=torch.long)

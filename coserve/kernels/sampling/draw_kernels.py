@@ -109,8 +109,8 @@ def settle(
 
 @triton.jit
 def peak(logits_ptr, stride, peaks_ptr, V, CHUNK: tl.constexpr):
-    """Grid (rows, chunks). A logit and its token as one number: the bits of the logit, in its order, then V less the
-    id."""
+    """Grid (rows, chunks). Packs a logit and its token into one int64, so that the maximum is the largest logit with
+    the lowest id: the logit's bits, order-preserving, above 2^31 - 1 - id."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)

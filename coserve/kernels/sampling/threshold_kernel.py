@@ -22,7 +22,8 @@ _UNIT_BITS = tl.constexpr((127 + 34) << 23)
 
 @triton.jit
 def _sums(weights_ptr, V, low, high, a, b, c, COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Sums (counts) of the weights whose bits are above a, b and c, and the least and greatest bits in (low, high]."""
+    """Return the sums (COUNT: the counts) of the weights whose bits are above a, b and c, and the least and greatest
+    bits in (low, high]."""
     above_a = tl.zeros([BLOCK], tl.int32 if COUNT else tl.float64)
     above_b = tl.zeros([BLOCK], tl.int32 if COUNT else tl.float64)
     above_c = tl.zeros([BLOCK], tl.int32 if COUNT else tl.float64)
@@ -49,9 +50,10 @@ def _sums(weights_ptr, V, low, high, a, b, c, COUNT: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _search(weights_ptr, V, low, high, goal, COUNT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """The least bits that occur in (low, high] and have less than `goal` above them; and what is above them.
+    """Return the least bits that occur in (low, high] with less than `goal` above them, and how much is above them: a
+    sum of weights, or with COUNT their number.
 
-    There is at least `goal` above `low`, and nothing above `high`.
+    At least `goal` is above `low`, and nothing above `high`.
     """
     above = tl.full([], 0.0, tl.float64)
     while high - low > 1:

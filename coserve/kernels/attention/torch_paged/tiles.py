@@ -32,10 +32,9 @@ class Layout:
     kv_heads: int
     window: Window | None
     key_units: int
-    """Rows per key. The cache is addressed in rows of equally many elements, such that keys and pages begin at rows.
-    Usually 1."""
+    """Rows per key. The cache is viewed as rows of one size that divides keys, values and page strides. Usually 1."""
     value_units: int
-    """The same for a value."""
+    """Rows per value."""
     page_units: int
     """Rows from the start of one page to the next."""
 
@@ -49,7 +48,7 @@ class TileBatch:
     keys: Tensor
     """int (B, K, L * key_units): rows of a layer's cache, counted as in `Layout`."""
     values: Tensor
-    """int (B, K, L * value_units): the same for values."""
+    """int (B, K, L * value_units): rows of the layer's cached values."""
     hidden: Tensor
     """bool (B, 1, S, L): whether a key is hidden from a row. Every row sees at least one. S is R without its
     padding."""

@@ -73,7 +73,7 @@ def decode(
         tl.extra.cuda.gdc_launch_dependents()
     item_ptr = items_ptr + item * 8
     row = tl.load(item_ptr)
-    if row < 0:  # need not wait: working programs do, and the grid ends no sooner than they do
+    if row < 0:  # idle: no wait for the preceding kernel, since the other programs wait
         return
     at = tl.load(item_ptr + 1)
     begin = tl.load(item_ptr + 2)
@@ -174,10 +174,11 @@ def _join(
     BLOCK_E: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """The softmax over a sequence's items, of their parts. Reads past L1, which other programs' stores do not reach.
+    """Combine the partial results of a sequence's items into its attention output. Loads bypass the L1 cache, which
+    other programs' stores do not update.
 
-    Part after part, UNROLL asked for at once; each thread takes its own elements of all of them, and none exchanges
-    any.
+    Parts are added in order, UNROLL of them loaded at a time. A thread has the same elements of every part, so threads
+    exchange no data.
     """
     parts_ptr, stats_ptr, sinks_ptr, out_ptr = ptrs
     g = tl.arange(0, BLOCK_G)

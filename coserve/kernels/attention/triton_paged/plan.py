@@ -20,7 +20,7 @@ CHUNK_STEP, CHUNK_LEAST = 128, 512
 PIECES = 40
 """Most items of the longest sequence, unless a wave has more."""
 START, JOIN, JOINED = 128, 128, 4
-"""Cost of an item, of a join, and of each item in a join, in keys read by one item."""
+"""Costs of starting an item, of a join, and of each item joined, in units of the time that an item takes per key."""
 
 
 def programs_each(rows: int, kv_heads: int, multiprocessors: int) -> int:

@@ -109,7 +109,7 @@ def prefill(
     first = tl.load(tile_ptr + 1)
     tokens = tl.load(tile_ptr + 2)
     position = tl.load(tile_ptr + 3)
-    if SPLIT:  # noqa: SIM102 - settled when it is compiled
+    if SPLIT:  # noqa: SIM102 - a constant at compile time
         if tokens == 0:
             return
     m = tl.arange(0, BLOCK_M)
@@ -156,7 +156,7 @@ def prefill(
         if SOFTCAP:
             scores = score(products, scale, cap, SOFTCAP)
             top, total, acc = accumulate(scores, v, top, total, acc, False)
-        else:  # as `accumulate`, with the scale and the difference to the best as one instruction
+        else:  # as `accumulate`, with scale and maximum applied in one fused multiply-add
             new_top = tl.maximum(top, tl.max(products, 1) * scale)
             weights = tl.exp2(products * scale - new_top[:, None])
             faded = tl.exp2(top - new_top)
@@ -219,7 +219,8 @@ def _joined(
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """A tile's best scores, totals and sums of values, from the parts of its items. Reads past L1, as in decode."""
+    """Combine the parts of a tile's items: return maximum scores, sums of weights and weighted values. Loads bypass L1,
+    as in decode."""
     m = tl.arange(0, BLOCK_M)
     e = tl.arange(0, BLOCK_E)
     top = tl.full([BLOCK_M], LOWEST, dtype=tl.float32)

@@ -38,7 +38,7 @@ def as_cached(x, cache_ptr):
 
 @triton.jit
 def accumulate(scores, v, top, total, acc, HOLES: tl.constexpr):
-    """Takes a block of keys into the running softmax; `HOLES`: a row may have seen no key yet."""
+    """One step of the online softmax: adds a block of keys. `HOLES`: a row may have seen no key yet."""
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = new_top
     if HOLES:

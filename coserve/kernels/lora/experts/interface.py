@@ -1,4 +1,4 @@
-"""The interfaces of LoRA terms of experts. S rows, each one token's for one of its experts."""
+"""The interfaces of LoRA terms of experts. S rows: one for each pair of a token and one of its experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ExpertLora(Protocol):
 
     @property
     def learned(self) -> frozenset[int]:
-        """Ids of the pairs' tensors, whose gradients autograd returns."""
+        """Ids (`id`) of the pairs' tensors for which autograd returns gradients."""
         ...
 
     def changes(self, sites: Collection[str]) -> bool:
@@ -38,11 +38,11 @@ Pending = Callable[[], Tensor]
 
 
 class RemoteTerms(Protocol):
-    """The experts' terms that LoRA servers compute for one step: those of N of its T tokens, in order.
+    """The experts' terms that LoRA servers compute for one step, for N of its T tokens, in order.
 
     Letters: K experts chosen by each token, D hidden features, I inner features of an expert, O outputs of gate and up.
-    Each call sends, and the terms are computed while the caller multiplies with the base's weights. `down` follows
-    `gate_up` of the same layer. Both raise `LoraServerLost`.
+    Each call only sends: the servers compute the terms while the caller multiplies with the base's weights. `down`
+    follows `gate_up` of the same layer. Both raise `LoraServerLost`.
     """
 
     tokens_N: Tensor  # noqa: N815

@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _key(chosen_ptr, slots_ptr, i, S, K, slots, SLOTS: tl.constexpr):
-    """Return the experts of rows `i`, and what they are sorted by; the most for rows from S on."""
+    """Return the experts and the sort keys of rows `i`; rows from S on have the largest key."""
     expert = tl.load(chosen_ptr + i, mask=i < S, other=2147483647).to(tl.int32)
     key = expert
     if SLOTS:

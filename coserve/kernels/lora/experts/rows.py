@@ -14,9 +14,9 @@ from torch.nn.functional import grouped_mm, pad
 from coserve.kernels.gpu.rounding import cdiv
 
 FEW_ROWS = 4096
-"""Most rows that one kernel sorts, a decode step's; more are sorted by torch, in ten launches."""
+"""Most rows that one kernel sorts (decode steps). More are sorted by torch, in ten launches."""
 BLOCK, CHUNK = 8, 1024
-"""Rows, or experts, that a program of it counts for, and rows that it compares them with at once."""
+"""Of `order_rows`: rows (or experts) per program, and rows that it compares them with at once."""
 WIDTH = 8
 """Rows of `grouped_mm`'s 16-bit operands must be a multiple of this many elements."""
 
@@ -26,9 +26,9 @@ class ExpertRows:
     """The rows of one call, sorted by expert."""
 
     place_S: Tensor  # noqa: N815
-    """Index of the row of each (token, choice) pair, which are in the order of the flattened (T, K)."""
+    """The row of each (token, choice) pair; pairs are in the order of the flattened (T, K)."""
     expert_S: Tensor  # noqa: N815
-    """Each row's expert; E: one that another GPU has, whose rows come last and are not computed."""
+    """Each row's expert. E: an expert of another GPU; such rows come last and are not computed."""
     token_S: Tensor  # noqa: N815
     ends_E: Tensor  # noqa: N815
     """Index one past each expert's last row: int32."""
@@ -38,7 +38,7 @@ class ExpertRows:
     @classmethod
     def by_expert(cls, chosen_TK: Tensor, experts: int, slots_T: Tensor | None = None, slots: int = 0) -> ExpertRows:
         """Sort the rows by expert, then by their token's slot, if given. `chosen_TK`: the experts of each token;
-        `slots_T`: int32, from -1 to `slots` - 1; more tokens than there are are ignored. The order is stable."""
+        `slots_T`: int32, from -1 to `slots` - 1; entries beyond the T tokens are ignored. The order is stable."""
         if chosen_TK.is_cuda and chosen_TK.numel() <= FEW_ROWS:
             return cls(*counted(chosen_TK, experts, slots_T, slots), chosen_TK.shape[1])
         key_TK = chosen_TK
@@ -59,7 +59,7 @@ def counted(
     chosen_TK: Tensor, experts: int, slots_T: Tensor | None, slots: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the first four fields of `ExpertRows.by_expert`, by one kernel. Its work grows with the square of the
-    rows. It runs inside `compile_only`, too: what it returns are indices."""
+    rows. It is launched inside `compile_only`, too, because later code uses its results as indices."""
     from coserve.kernels.lora.experts.order_kernel import order_rows  # bases on a CPU need no Triton
 
     count, chosen = chosen_TK.numel(), chosen_TK.shape[1]
@@ -85,7 +85,7 @@ def counted(
 
 
 def summed(y_SO: Tensor, place_S: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return each token's sum of its experts' outputs by these weights: (T, O)."""
+    """Return each token's weighted sum of its experts' outputs: (T, O)."""
     return (y_SO[place_S].view(*weights_TK.shape, y_SO.shape[1]) * weights_TK.unsqueeze(-1)).sum(1)
 
 

@@ -3,13 +3,13 @@
     shrink  h[split, s, r] = Σ_{d in split} A[r, d] x[s, d]
     expand  y[s, o] += scaling Σ_r B[o, r] Σ_split h[split, s, r]
 
-The rows of a call are sorted by expert and slot. There are programs for each row. If a tile begins at their row, they
-compute up to `BLOCK_S` consecutive rows of one expert and slot; otherwise they exit at once. So one launch serves any
+The rows of a call are sorted by expert and slot. Each row has its programs. They compute a tile of up to `BLOCK_S`
+consecutive rows of one expert and slot if it begins at their row; otherwise they exit at once. So one launch serves any
 number of adapters and experts, its size depends only on the number of rows, and each used pair is read once per
 `BLOCK_S` rows.
 
-The time goes into reading pairs, most of which few rows have chosen. So matrices are at multiples of `ALIGN` bytes,
-which the compiler is told, or it would read them by single elements; a program reads little, all of it at once; rows
+The time goes into reading pairs, most of which few rows have chosen. So matrices begin at multiples of `ALIGN` bytes,
+and the compiler is told so: otherwise it would read single elements. A program reads little, all of it at once. Rows
 are the narrow side of each product, and each warp has inputs of its own (`decode_kernel`). `PDL`: `expand` may start
 before `shrink` has ended, and reads B meanwhile.
 """
@@ -25,13 +25,14 @@ import triton.language as tl
 from coserve.kernels.lora.segmented.loads import held, waits
 
 _SCALARS = ("slots_ptr", "tokens_ptr", "experts_ptr", "ranks_ptr", "scales_ptr")
-"""Read number by number: not to be compiled anew for another alignment."""
+"""Pointers to numbers that are read one by one. Triton does not specialise on their alignment, so another alignment
+causes no compilation."""
 
 
 @triton.jit
 def _tile(slots_ptr, tokens_ptr, experts_ptr, E, BLOCK_S: tl.constexpr):
-    """Return the program's row, its slot and expert, and whether a tile begins there: the previous row belongs to
-    another tile, and it is of one of E experts and of a slot."""
+    """Return the program's row, its slot and expert, and whether a tile begins there: the previous row is in another
+    tile, and this one has a slot and one of the E experts."""
     first = tl.program_id(0)
     inner = (first % BLOCK_S) != 0
     token, expert = tl.load(tokens_ptr + first), tl.load(experts_ptr + first)
@@ -44,7 +45,8 @@ def _tile(slots_ptr, tokens_ptr, experts_ptr, E, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def _matrix(table_ptr, slot, which, like_ptr, ALIGN: tl.constexpr):
-    """Return the address of a slot's A (`which` 0) or B (1), and as a pointer typed as `like_ptr`. 0: none."""
+    """Return the address of a slot's A (`which` 0) or B (1), 0 if it has none, and the same as a pointer typed as
+    `like_ptr`."""
     address = tl.load(table_ptr + slot * 2 + which, mask=slot >= 0, other=0)
     return address, tl.multiple_of(address.to(tl.pointer_type(like_ptr.dtype.element_ty)), ALIGN)
 

@@ -1,4 +1,4 @@
-"""Experts' LoRA terms of a serving step, by tables at addresses that a captured graph may keep. Inference only.
+"""Experts' LoRA terms of a serving step, read through tables at fixed addresses, for CUDA graphs. Inference only.
 
 T tokens, K experts of each, S = T K rows sorted by expert and slot, E experts.
 """
@@ -32,11 +32,11 @@ class Tiling:
     rows: int
     """Most rows of one pair that a program computes: 8 or a larger power of 2."""
     inputs: int
-    """Inputs that a program of `shrink` multiplies at once."""
+    """Inputs per step of a program of `shrink`."""
     steps: int | None
-    """How often it does; None: as often as there are inputs."""
+    """Steps of a program of `shrink`; None: as many as cover all inputs."""
     stages: int
-    """How many of them it reads at once."""
+    """Steps whose inputs are loaded at once."""
     outputs: int
     """Outputs that a program of `expand` computes."""
     early: bool = True
@@ -49,7 +49,7 @@ DECODING = Tiling(8, 128, 8, 5, 256)
 
 @dataclass(frozen=True)
 class ExpertTable:
-    """One parameter's columns."""
+    """The table of one parameter's pairs, by slot."""
 
     addresses: Tensor
     """int64 (slots, 2): addresses of a_RD and b_OR; 0: none."""
@@ -60,7 +60,7 @@ class ExpertTable:
 
 
 class ExpertSlots:
-    """The table of all experts' parameters by N slots, on the device."""
+    """The tables of all experts' parameters, on the device: for each parameter, the pair in each of N slots."""
 
     def __init__(self, sites: Sequence[str], slots: int, device: torch.device) -> None:
         self._sites = tuple(sites)
@@ -75,7 +75,8 @@ class ExpertSlots:
         self._held: dict[int, Mapping[str, LoraPair]] = {}
 
     def put(self, slot: int, pairs: Mapping[str, LoraPair]) -> None:
-        """Point `slot` at an adapter's pairs, and keep them alive. Those not of the store's layout are copied."""
+        """Point `slot` at an adapter's pairs, and keep them alive. Pairs that are not in the kernels' layout are
+        copied."""
         pairs = {site: kernel_layout(pair) for site, pair in pairs.items()}
         own = [pairs.get(site) for site in self._sites]
         addresses = [(0, 0) if pair is None else (pair.a_RD.data_ptr(), pair.b_OR.data_ptr()) for pair in own]
@@ -97,7 +98,7 @@ def kernel_layout(pair: LoraPair) -> LoraPair:
     """Return the pair with aligned matrices, rows of b_OR at whole vectors."""
     width, a_RD, b_OR = -(-pair.rank // VECTOR) * VECTOR, pair.a_RD, pair.b_OR
     if b_OR.stride(0) != width or b_OR.data_ptr() % ALIGNMENT:
-        b_OR = pad(b_OR, (0, width - pair.rank))[:, : pair.rank]  # a copy, of no padding too
+        b_OR = pad(b_OR, (0, width - pair.rank))[:, : pair.rank]  # copies even if there is nothing to pad
     copy = torch.contiguous_format
     return replace(pair, a_RD=a_RD if is_aligned(a_RD) else a_RD.clone(memory_format=copy), b_OR=b_OR)
 
@@ -112,8 +113,8 @@ class SlotExpertLora:
     learned = frozenset[int]()
 
     def __init__(self, tables: Mapping[str, ExpertTable], slots_T: Tensor, rank: int) -> None:
-        """`slots_T`: int32, each token's slot, -1: none; more tokens than a step has are ignored. `rank`: at least that
-        of any adapter."""
+        """`slots_T`: int32, each token's slot, -1: none; entries beyond the step's tokens are ignored. `rank`: upper
+        bound of the adapters' ranks."""
         self._tables, self._slots_T = tables, slots_T
         self._width = max(16, 1 << (rank - 1).bit_length())
 

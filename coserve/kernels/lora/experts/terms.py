@@ -25,7 +25,7 @@ class _Cut:
     order: Tensor | None
     """Rows by adapter and expert, those without an adapter last; None: all rows are of one adapter."""
     ends: Tensor
-    """Ends of the experts' rows, relative to the adapter's first: int32 (adapters, E)."""
+    """Index one past each expert's last row, counted from the adapter's first row: int32 (adapters, E)."""
 
 
 class GroupedExpertLora:
@@ -79,7 +79,7 @@ class GroupedExpertLora:
         if self._adapter_T is None:
             return _Cut(None, rows.ends_E[None])
         adapter_S, order_S = torch.sort(self._adapter_T[rows.token_S], stable=True)
-        each = rows.experts + 1  # rows of an expert that another rank has come behind all of an adapter's
+        each = rows.experts + 1  # one key more: rows of another rank's experts come last of each adapter
         keys_S = adapter_S * each + rows.expert_S[order_S]
         ends = ends_of(keys_S, len(self._present) * each).view(-1, each)[:, :-1]
         firsts = [0]
@@ -103,5 +103,6 @@ def by_expert(pair: LoraPair) -> tuple[Tensor, Tensor]:
 def expert_lora(
     segments: Segments, adapters: Sequence[Mapping[str, LoraPair]], device: torch.device
 ) -> ExpertLora | None:
-    """Return the terms of a step whose adapters have these pairs of experts; None: none has any."""
+    """Return the experts' terms of a step; None if no adapter has such pairs. `adapters`: their pairs of experts, by
+    site."""
     return GroupedExpertLora(segments, adapters, device) if any(adapters) and segments.runs else None

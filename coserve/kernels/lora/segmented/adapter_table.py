@@ -45,7 +45,7 @@ class SiteTable:
     blocked: bool = True
     """Whether the table may hold block-diagonal pairs: a constant of the kernels, which are leaner without them."""
     scales: Tensor | None = None
-    """int64 (N, G): addresses of DoRA's scales, fp32; 0: none. None: in tables of one step."""
+    """int64 (N, G): addresses of DoRA's scales, fp32; 0: none. The field is None in tables of one step."""
     storage: Tensor | None = None
     """int32 (N): the device buffer that holds the columns of a `site_table`."""
 
@@ -93,7 +93,7 @@ class SlotColumns:
 
     @classmethod
     def of(cls, entries: Sequence[TableEntry]) -> SlotColumns:
-        """One entry per site."""
+        """Make the columns from one entry per site."""
         a, b, _, _, ranks, scalings, scales = zip(*entries, strict=True)
         return cls(
             torch.tensor([a, b], dtype=torch.int64).T.contiguous(),
@@ -244,7 +244,7 @@ def table_entries(pairs: Sequence[LoraPair | None]) -> tuple[list[TableEntry], l
 
 
 def slot_columns(pairs: Sequence[LoraPair | None]) -> tuple[SlotColumns, list[LoraPair]]:
-    """As `table_entries`, for `Slots.put`."""
+    """Return the columns for `Slots.put`, and the pairs in the kernels' layout whose addresses they hold."""
     entries, kept = table_entries(pairs)
     return SlotColumns.of(entries), kept
 

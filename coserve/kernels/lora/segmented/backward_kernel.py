@@ -104,8 +104,8 @@ def shrink_b(
 
 @triton.jit
 def _shrink_b_ranks(ptrs, sizes, first, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """g of the ranks [first, first + BLOCK_R) of a block-diagonal B: of the program's outputs, only what those ranks
-    have."""
+    """Compute g for the ranks [first, first + BLOCK_R) of a block-diagonal B, reading only those of the program's
+    outputs that these ranks' blocks cover."""
     dy_ptr, parts_ptr, b_ptr = ptrs
     O, dy_stride, R, begin, steps, start, rows, shape, scaling = sizes
     rank = rank_of(shape)
@@ -300,7 +300,7 @@ def _blocks(shape, OF_B: tl.constexpr):
 
 @triton.jit
 def _overlap(shape, first, N, OF_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Whether blocks of the ranks [first, first + BLOCK_R) have some of the program's columns."""
+    """Whether the diagonal blocks of the ranks [first, first + BLOCK_R) cover any of the program's columns."""
     blocks = _blocks(shape, OF_B)
     width, ranks = N // blocks, rank_of(shape) // blocks
     first_n = tl.program_id(0) * BLOCK_N
@@ -326,7 +326,7 @@ def _places(n, r, N, shape, OF_B: tl.constexpr):
 
 @triton.jit
 def _store(out_ptr, acc, starts_ptr, entry, n, r, N, shape, OF_B: tl.constexpr, BLOCKED: tl.constexpr):
-    """Adapters one after another: dA as (R, N) each, dB as (N, R) each; both begin `start * N` entries in."""
+    """Store an adapter's dA (R, N) or dB (N, R) at offset `start * N`: adapters' gradients lie one after another."""
     start = tl.load(starts_ptr + entry * 2 + (1 if OF_B else 0))
     own_ptr = out_ptr + start.to(tl.int64) * N
     rank = rank_of(shape)
@@ -373,8 +373,8 @@ def fold(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Adds the parts that `outer` left to the sums, always in one order. Grid (blocks of the largest matrix, adapters).
-    PARTS of them are loaded at a time: one after another, each would wait for memory."""
+    """Adds the partial sums of `outer` to the `MainGrads`, always in the same order. Grid (blocks of the largest
+    matrix, adapters). Loads PARTS of them at a time, to hide the latency of memory."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     entry = tl.load(spans_ptr + tl.program_id(1) * 4 + 2) * row

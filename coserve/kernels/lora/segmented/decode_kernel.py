@@ -4,8 +4,8 @@
     expand  y_site[t, o] += scaling Σ_r B_site[o, r] (Σ_split h[split, site, t, r])
 
 Two launches serve all the sites that read one input. Tokens are the narrow side of each product: a tensor core takes 8
-of them, but 16 rows of weights. A tile of the shrink's result belongs to a single warp, so its sum over k is cut once
-more: each warp has a chunk of k of its own, and the partial sums meet at the end.
+of them, but 16 rows of weights. A tile of the shrink's result would keep only one warp busy, so its sum over k is split
+once more: each warp sums a chunk of k, and the partial sums are added at the end.
 
 A kernel may start while the preceding one still runs (programmatic dependent launch): it reads tables and its first
 weights, which do not depend on that kernel, into registers, and then waits (`loads.waits`).
@@ -72,11 +72,11 @@ def shrink(
     FILL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (items, splits, sites). `SHARDS`: `ranks` are those of all parts. `FILL`: h has all parts, and this kernel
-    writes its own, `own_shard`, and zeros into the others; else h is its own part.
+    """Grid (items, splits, sites). `SHARDS`: `ranks` counts the ranks of all shards. `FILL`: h has all shards, and this
+    kernel writes its own, `own_shard`, and zeros into the others; otherwise h is its own shard.
 
-    `OVERLAPPED`: the kernel ahead is a product of x that lets this one start once it has itself waited for x, and h is
-    not in memory that it writes. So x is complete: it is read at once, past the L1, and the wait is for the product's
+    `OVERLAPPED`: the preceding kernel is a GEMM of x that allows early launch once it has itself waited for x, and it
+    does not write h's memory. So x is complete and is read at once, bypassing L1. The wait at the end is for the GEMM's
     end.
     """
     if PDL:
@@ -146,7 +146,7 @@ def shrink(
 
 @triton.jit
 def _h(h_at, stride, r, rank, keep, SPLITS: tl.constexpr, SHARDS: tl.constexpr):
-    """h[t, r], its splits summed, in order."""
+    """Load h[t, r]: the sum of its splits, in order."""
     mask = keep[:, None] & (r < h_ranks(rank, SHARDS))[None, :]
     if SHARDS > 1 and rank // SHARDS % 8 == 0:
         each = rank // SHARDS // 8 * 8  # a hint for the compiler: whole vectors
@@ -236,7 +236,7 @@ def expand(
     h = _h(h_at, stride, r, end, keep, SPLITS, SHARDS)
     if not SINGLE:
         h_next = _h(h_at, stride, BLOCK_R + r, end, keep, SPLITS, SHARDS)
-    if PDL:  # all of it in flight at once: one latency
+    if PDL:  # all loads in flight at once: one latency
         h = held(h)
         if not SINGLE:
             h_next = held(h_next)

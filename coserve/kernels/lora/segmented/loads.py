@@ -73,8 +73,8 @@ def row_length(width):
 
 @triton.jit
 def a_block(shape, block, D):
-    """(first column of x, rounded down to a whole vector; entries of a row; first LoRA rank; end of the ranks) of a
-    diagonal block of A."""
+    """Return (first column of x, rounded down to a whole vector; entries of a row; first LoRA rank; end of the ranks)
+    of a diagonal block of A."""
     blocks = a_blocks(shape)
     ranks = rank_of(shape) // blocks
     length = tl.where(blocks == 1, D, row_length(D // blocks))
@@ -83,7 +83,7 @@ def a_block(shape, block, D):
 
 @triton.jit
 def b_block(shape, block):
-    """(first LoRA rank, rounded down to a whole vector; entries of a row) of a diagonal block of B."""
+    """Return (first LoRA rank, rounded down to a whole vector; entries of a row) of a diagonal block of B."""
     blocks = b_blocks(shape)
     ranks = rank_of(shape) // blocks
     length = tl.where(blocks == 1, (ranks + 7) // 8 * 8, row_length(ranks)) // 8 * 8
@@ -92,14 +92,14 @@ def b_block(shape, block):
 
 @triton.jit
 def within(i, own, length, BLOCKED: tl.constexpr):
-    """Whether column i is one that a row stores: `length` of them, from `own` on if `BLOCKED`, else from 0. One
+    """Whether a row stores column i. It stores `length` columns, from `own` on if `BLOCKED`, else from 0. One
     comparison either way."""
     return (i - own).to(tl.uint32) < tl.cast(length, tl.uint32) if BLOCKED else i < length
 
 
 @triton.jit
 def a_rows(shape, r, D):
-    """(entries of a stored row of A, the column of x of row r's first entry)."""
+    """Return (entries of a stored row of a block-diagonal A, the column of x that row r's first entry multiplies)."""
     blocks = a_blocks(shape)
     length = tl.where(blocks == 1, D, row_length(D // blocks))
     return length, r // (rank_of(shape) // blocks) * (D // blocks) // 8 * 8
@@ -107,8 +107,8 @@ def a_rows(shape, r, D):
 
 @triton.jit
 def b_rows(shape, o, first, BLOCK: tl.constexpr, O):
-    """(entries of a stored row of B, the LoRA rank of row o's first entry, [begin, end) of the ranks of the rows
-    [first, first + BLOCK))."""
+    """Return (entries of a stored row of a block-diagonal B, the LoRA rank of row o's first entry, begin and end of the
+    ranks of the rows [first, first + BLOCK))."""
     blocks = b_blocks(shape)
     ranks = rank_of(shape) // blocks
     each = O // blocks
@@ -151,8 +151,8 @@ def h_columns(r, rank, stride, SHARDS: tl.constexpr):
 
 @triton.jit
 def output(block, ys, Os, y_strides, SITES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_O: tl.constexpr):
-    """(site, block within it, its y, O and stride) of a block of the sites' outputs laid side by side. `ys`, `Os`,
-    `y_strides`: of three sites."""
+    """Return (site, block within the site, its y, O and stride of y) for a block of the sites' outputs laid side by
+    side. `ys`, `Os`, `y_strides`: one for each of three sites."""
     y0_ptr, y1_ptr, y2_ptr = ys
     O0, O1, O2 = Os
     y0_stride, y1_stride, y2_stride = y_strides

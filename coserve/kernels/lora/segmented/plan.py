@@ -15,7 +15,7 @@ from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 
 DECODE_ROWS = (8, 16)
-"""Fewest and most rows of a decode tile."""
+"""Rows of a decode tile: the first if every run fits it, else the second."""
 PREFILL_TILE_ROWS = 64
 """Rows of a prefill tile."""
 
@@ -31,7 +31,7 @@ class Cutting:
     """Longest run of one adapter in a batch that the decode kernels serve: their cost is reading weights."""
     large_batch: int = 512
     large_batch_max_run: int = 32
-    """The same limit for batches of at least `large_batch` tokens, where the prefill kernels reread weights less
+    """`decode_max_run` for batches of at least `large_batch` tokens, where the prefill kernels reread weights less
     often."""
     prefill: PrefillBlocks = PREFILL_BLOCKS
 
@@ -59,7 +59,7 @@ class GroupTable:
     """Each slot's largest rank."""
     a: list[Tensor]
     b: list[Tensor]
-    """The pairs' own b (as `a`: their a), site by site and adapter by adapter; autograd returns their gradients.
+    """The pairs' b_OR (`a`: their a_RD), site by site and adapter by adapter; autograd returns their gradients.
 
     Empty if the kernels add the gradients to `MainGrads`.
     """

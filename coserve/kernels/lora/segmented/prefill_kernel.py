@@ -4,8 +4,9 @@
     expand  out_site[t, o] = y_site[t, o] + scaling Σ_r h[site, t, r] B_site[o, r]
 
 With few tiles and many inputs, k is split among programs, and each writes a partial sum in fp32. If the expand reads h
-few times, it adds them up. Otherwise the last program to finish a tile does so, found by a counter that ends at zero
-again. The order of the sum is always the same. Fully sharded pairs: as in `decode_kernel`; h then has a shard per GPU.
+few times, it adds up the partial sums. Otherwise the last program to finish a tile does so (found by a counter, which
+it resets to zero). The order of the sum is always the same. Fully sharded pairs: as in `decode_kernel`; h then has a
+shard per GPU.
 
 Expand is bound by how many bytes of y are in flight. A program walks along several output blocks of its tile, and the
 next blocks' y and B are copied to shared memory meanwhile (`tl.range` with its own `num_stages` pipelines all loads of
@@ -119,8 +120,8 @@ def shrink(
     SHARDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tiles, splits, rank blocks). With `SPLIT` the parts are summed here; else `parts_ptr` is all that is
-    written."""
+    """Grid (tiles, splits, rank blocks). With `SPLIT`, the last program of a tile sums the parts into h; otherwise only
+    `parts_ptr` is written."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tile_ptr = tiles_ptr + tl.program_id(0) * 4
@@ -223,8 +224,8 @@ def _shrink_blocks(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`_shrink_tile` where a site's A is block-diagonal: the sites one after another, their ranks about a block at a
-    time."""
+    """`_shrink_tile` for tiles where a site's A is block-diagonal: loops over the sites, and over their ranks about a
+    diagonal block at a time."""
     _, h_ptr, parts_ptr, counters_ptr, _ = ptrs
     _, _, row, T, R, _ = sizes
     start, rows, slot, _, first = tile
@@ -255,7 +256,8 @@ def _shrink_ranks(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """h of one site's ranks [first, first + BLOCK_R): of the program's part of k what their blocks have."""
+    """Compute h for one site's ranks [first, first + BLOCK_R), over those inputs of the program's split that the ranks'
+    blocks cover."""
     x_ptr, _, parts_ptr, _, addresses_ptr = ptrs
     D, x_stride, row, T, R, steps = sizes
     start, rows, slot, split, _ = tile
@@ -325,8 +327,8 @@ def expand(
 ):
     """Grid (runs of `BLOCKS` output blocks of all sites, tiles). `out` may be `y`.
 
-    With several blocks a program no rank may be larger than `BLOCK_R`, `h_ptr` may be `PARTS` parts to sum, and `KEEP`
-    writes h to `kept_ptr`; with one, ranks are taken `BLOCK_R` at a time.
+    With several blocks per program, no rank may exceed `BLOCK_R`, `h_ptr` may hold `PARTS` partial sums, and `KEEP`
+    writes their sum to `kept_ptr`. With one block, the program loops over the ranks, `BLOCK_R` at a time.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -376,8 +378,8 @@ def _expand_blocks(
     RUN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A run of output blocks. One that lies in one block of B, as all do in a dense one, reads that block's ranks
-    alone."""
+    """Compute a run of output blocks. If it lies in one diagonal block of B (always, if B is dense), it reads only that
+    block's ranks."""
     y_ptr, out_ptr, h_ptr, kept_ptr, b_ptr = ptrs
     y_stride, out_stride, split_stride, R, O, rows, rank, scaling = sizes
     each = O // b_blocks(shape)
@@ -422,7 +424,8 @@ def _expand_run(
     BLOCK_O: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Output blocks up to `end`. A small rank costs what it costs alone. `ranks`: those of h that there are."""
+    """Compute the output blocks from `begin` to `end`, by a loop as wide as the adapter's rank needs. `ranks`: the
+    ranks that h has."""
     _, _, _, _, _, _, rank, _ = sizes
     if BLOCK_R > 16 and rank <= 16:
         _expand_loop(ptrs, sizes, begin, end, ranks, PARTS, SHARDS, KEEP, BLOCK_T, 16, BLOCK_O, STAGES)
@@ -449,7 +452,7 @@ def _expand_loop(
     BLOCK_O: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """h stays, y and B stream past."""
+    """Loop over output blocks: h stays in registers, y and B are streamed."""
     y_ptr, out_ptr, h_ptr, kept_ptr, b_ptr = ptrs
     y_stride, out_stride, split_stride, R, O, rows, rank, scaling = sizes
     t = tl.arange(0, BLOCK_T)
@@ -484,7 +487,8 @@ def _expand_block(
     BLOCK_O: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One output block, any rank; h and B stream past. `BLOCKED`: add up all diagonal blocks of B that overlap it."""
+    """Compute one output block for any rank; h and B are streamed. `BLOCKED`: add up all diagonal blocks of B that
+    overlap it."""
     y_ptr, out_ptr, h_ptr, _, b_ptr = ptrs
     y_stride, out_stride, split_stride, R, O, rows, rank, scaling = sizes
     t = tl.arange(0, BLOCK_T)

@@ -1,5 +1,5 @@
-"""Terms of a serving step, by tables at addresses that a captured graph may keep. Those of fully sharded adapters have
-one collective between the two launches of a group of sites."""
+"""LoRA terms of a serving step, read through tables at fixed addresses, for CUDA graphs. With fully sharded adapters, a
+collective runs between the two launches of a group of sites."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class SlotLora(PreparedLora):
         groups: frozenset[int],
         biases: Biases | None = None,
     ) -> None:
-        """`groups`: indices, the same in every layer, of the groups of sites that the step's adapters change. `biases`:
-        if some adapters are DoRA."""
+        """`groups`: `SiteGroup.index` of the groups that the step's adapters change, the same in every layer. `biases`:
+        given if some adapters are DoRA."""
         self._tables, self.plan, self._groups, self._biases = tables, plan, groups, biases
 
     def changes(self, group: SiteGroup) -> bool:
@@ -54,14 +54,14 @@ class SlotLora(PreparedLora):
             scale_rows(ys, self.plan.tiles, self._tables[group], self._biases[group])
 
     def _add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool) -> None:
-        """Add the terms, not scaled yet where an adapter is DoRA."""
+        """Add the terms; DoRA's scaling follows later."""
         terms.add_(ys, x_TD, self.plan, self._tables[group], overlapped=overlapped)
 
 
 @dataclass(frozen=True)
 class ShardedPlan:
-    """Work items of a batch for fully sharded pairs: of whole LoRA ranks, sorted by rank block, and of the prefix that
-    is this GPU's shard."""
+    """Plans of a batch for fully sharded pairs: one with the items of all LoRA ranks, sorted by rank block, and one
+    with the prefix of those items that a GPU's shard needs."""
 
     whole: TilePlan
     part: TilePlan

@@ -55,7 +55,7 @@ def cut(segments: Segments, ranks: Sequence[int], rows: int) -> HostTiles:
             continue
         first, blocks = len(tiles), -(-ranks[slot] // RANK_BLOCK)
         for start, end in runs:
-            if end - start <= rows:  # a decode; a step has hundreds
+            if end - start <= rows:  # fast path for decodes, of which a step has hundreds
                 tiles.append((start, end - start, slot, blocks))
             else:
                 tiles.extend((row, min(rows, end - row), slot, blocks) for row in range(start, end, rows))

@@ -42,8 +42,8 @@ def scan_back(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Grid (sequences, heads, value blocks), last chunk first: the gradients of the states behind each chunk
-    (N, H, K, V), and dnew (T, H, V)."""
+    """Grid (sequences, heads, value blocks), last chunk first: the gradients of the states after each chunk (N, H, K,
+    V), and dnew (T, H, V)."""
     b, h, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BV
     group = h // (H // G)
     dstate = tl.zeros((BK, BV), dtype=tl.float32)
@@ -91,9 +91,9 @@ def inputs_back(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Grid (chunks, heads): dq and dk by head (T, H, K), and the decays' gradient (T, H). With DELTA also dw (T, H, K),
-    and dk and the decays' gradient are parts, for `solve_back`: without what goes through A, u and w, and the latter is
-    that of g."""
+    """Grid (chunks, heads): dq and dk by head (T, H, K), and the decays' gradient (T, H). With DELTA it also writes dw
+    (T, H, K); dk and the decays' gradient then lack the terms through A, u and w, which `solve_back` adds, and the
+    latter is the gradient of g."""
     n, h = tl.program_id(0), tl.program_id(1)
     i, group = tl.arange(0, Z), h // (H // G)
     start, end = tl.load(chunks_ptr + 2 * n), tl.load(chunks_ptr + 2 * n + 1)

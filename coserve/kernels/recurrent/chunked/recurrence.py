@@ -19,20 +19,20 @@ from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.reference import CHUNK
 
 MOST_KEYS = 128
-"""Largest key: a program holds the whole keys of a chunk."""
+"""Largest key size K: a program holds whole keys of a chunk."""
 VALUES = 64
 """Most values of a state in a program."""
 
 
 class _Forward(NamedTuple):
-    """Results that the last kernel of a forward, and those of a backward, read besides the inputs."""
+    """Intermediate results that the forward's last kernel and the backward's kernels read."""
 
     states: Tensor
-    """Before each chunk: (N, H, K, V)."""
+    """States before each chunk: (N, H, K, V)."""
     new: Tensor
     """Values that each token adds to the states under its key: (T, H, V)."""
     w: Tensor
-    """(T, H, K). Without a delta rule the keys, which nothing reads."""
+    """(T, H, K). Without a delta rule it is unused, and holds the keys."""
     inverse: Tensor | None
     """(N, H, Z, Z)."""
 
@@ -41,11 +41,11 @@ class ChunkedRecurrence:
     """The recurrences of one batch, in its layers. Queries and keys come normalised and scaled (`normalized`)."""
 
     def __init__(self, bounds: Sequence[int], device: torch.device, chunk: int = CHUNK) -> None:
-        """`bounds`: of the sequences, see `PackedRecurrence`."""
+        """`bounds`: see `PackedRecurrence`."""
         spans = [(start, end) for start, end in pairwise(bounds) if end > start]
         chunks = [(at, min(at + chunk, end)) for start, end in spans for at in range(start, end, chunk)]
         first = [0, *accumulate(cdiv(end - start, chunk) for start, end in spans)]
-        rows = [row for one in (*chunks, *[(0, 0)] * (len(chunks) % 2)) for row in one]  # `first` is to be aligned
+        rows = [row for one in (*chunks, *[(0, 0)] * (len(chunks) % 2)) for row in one]  # keeps `first` aligned
         table = to_device(torch.tensor([*rows, *first], dtype=torch.int32), device)
         self._chunks, self._first = torch.split(table, [len(rows), len(first)])
         self._count, self._sequences, self._chunk = len(chunks), len(spans), chunk

@@ -1,4 +1,4 @@
-"""Recurrent layers of a generation step: each token's convolution, the inputs that it leaves, and the recurrence.
+"""Kernels of the recurrent layers of a generation step: convolution, update of the convolution's state, recurrence.
 
 Letters: see `kernels.recurrent.interface`. States lie in slots: conv (S + 2, W - 1, C), recurrent (S + 2, H, K, V). A
 sequence b is the rows [starts[b], ends[b]); it begins with the state in slot from[b] and leaves its state in slot
@@ -35,8 +35,8 @@ def convolve(
     BT: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Grid (token blocks, channel blocks): out (T, C). KEEP: token t is all of sequence t, so its inputs are also
-    written into its slot, which no other program reads."""
+    """Grid (token blocks, channel blocks): out (T, C). KEEP: each sequence is one token (t), so its last inputs are
+    also written into its slot, which no other program reads."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     here, in_c = t < T, c < C
@@ -57,7 +57,7 @@ def convolve(
         read = x.to(tl.float32) + kept.to(tl.float32)
         total += read * weight[None, :]
         taps = taps + (read.to(state_ptr.dtype.element_ty),)  # noqa: RUF005 - the compiler knows no unpacking
-    if KEEP:  # behind all loads, none of which then waits for a store
+    if KEEP:  # after all loads, so that no load waits for a store
         to = tl.load(to_ptr + t, mask=here, other=0).to(tl.int64)
         for tap in tl.static_range(1, W):
             at = to * (W - 1) + (tap - 1)
@@ -82,7 +82,7 @@ def keep_inputs(x_ptr, state_ptr, starts_ptr, ends_ptr, from_ptr, to_ptr, C, str
         return
     source, to = tl.load(from_ptr + b).to(tl.int64), tl.load(to_ptr + b).to(tl.int64)
     in_c = c < C
-    # Oldest first: a row is written only after those that read it, as they lie before it.
+    # Oldest first: slot rows are shifted in place, and each is read before it is overwritten.
     for i in tl.static_range(W - 1):
         row = end - (W - 1) + i
         x = tl.load(x_ptr + row.to(tl.int64) * stride + c, mask=in_c & (row >= start), other=0.0)
@@ -203,13 +203,13 @@ def recur(
     PDL: tl.constexpr,
 ):
     """Grid (sequences, heads, runs of BLOCKS value blocks), reversed with BY_VALUE: out (T, H, V), token by token; the
-    state stays in registers. More than one block is for sequences of one token: the next ones' states are on their way
-    to shared memory meanwhile. Rows of padding become zero, those of one program every `sequences` rows.
+    state stays in registers. BLOCKS > 1 is for sequences of one token: the next blocks' states are loaded to shared
+    memory meanwhile. Padding rows become zero; a program writes every `sequences`-th of them.
 
     q and k (T, G, K), v (T, H, V), each with its stride between tokens; decay (T, H) or, with BY_KEY, (T, H, K), beta
     (T, H). Both sums over keys are of the old state, so that they need not wait for each other: `q S_t = q exp(d_t)
-    S_{t-1} + (q k) v`. STREAM: states leave the L2 cache first. PDL: with one block, states are read before the
-    preceding kernel, which must write none of them, has ended.
+    S_{t-1} + (q k) v`. STREAM: states are evicted from the L2 cache first. PDL: with one block, states are read before
+    the preceding kernel has ended, so that kernel must not write states.
     """
     order: tl.constexpr = 2 if BY_VALUE else 0
     b, h, sequences = tl.program_id(order), tl.program_id(1), tl.num_programs(order)

@@ -1,4 +1,4 @@
-"""Recurrent layers of generation steps by Triton kernels, in fixed device buffers: a CUDA graph may keep them."""
+"""Recurrent layers of generation steps by Triton kernels, in fixed device buffers, for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ class RecurShape:
     """Most elements of a state in one program's registers."""
     warps: int = 4
     by_value: bool = False
-    """Programs that start together read neighbouring parts of one state, not parts of several sequences' states."""
+    """Whether programs that start together read neighbouring parts of one state, not parts of several sequences'
+    states."""
     stream: bool = False
-    """States leave the L2 cache first."""
+    """Whether states are evicted from the L2 cache first."""
     early: bool = False
-    """States are read while the preceding kernel ends, on a GPU that can."""
+    """Whether states are read before the preceding kernel has ended (programmatic dependent launch), where the GPU
+    supports it."""
     blocks: int = 1
-    """Parts of a state that a program of a decode step computes one after another, while others are on their way; a
-    power of 2."""
+    """Parts of a state that a program of a decode step computes one after another, while the next are loaded; a power
+    of 2."""
     stages: int = 1
-    """Parts that are on their way or computed, of `blocks`."""
+    """Pipeline stages: parts that are loaded or computed at the same time."""
     registers: int | None = None
     """Most registers of a thread; None: as many as the compiler takes."""
     tokens: int = 16
@@ -51,8 +53,8 @@ FEW_SEQUENCES = 8
 
 class FusedRecurrence:
     """Implements `StaticRecurrence` for steps of up to `tokens` tokens of `sequences` sequences: see
-    `kernels.recurrent.fused.kernels`. Prompts are computed token by token; a program holds the state of some of a
-    head's values."""
+    `kernels.recurrent.fused.kernels`. Prompts are computed token by token; a program holds the part of a head's state
+    that belongs to some of its values."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class FusedRecurrence:
         decodes: bool = False,
         shape: RecurShape | None = None,
     ) -> None:
-        """`decodes`: each sequence has one token; one kernel less runs. `shape`: None: the fastest known."""
+        """`decodes`: each sequence has one token, which saves a kernel. `shape`: None: the fastest known."""
         self._states, self._tokens, self._sequences = states, tokens, sequences
         self._shape = shape or (FEW if sequences <= FEW_SEQUENCES else MANY)
         self._blank = next(iter(states.values())).conv.shape[0] - 2
