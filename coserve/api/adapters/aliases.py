@@ -65,8 +65,8 @@ class Aliases:
         return await self._change(name, promoted)
 
     async def roll_back(self, name: str) -> Alias:
-        """Take the requests from the canary, or if there is none, return to the target before. Raises
-        `InvalidRequest` if there is neither."""
+        """Remove the canary; if there is none, return to the previous target. Raises `InvalidRequest` if there is
+        neither."""
 
         def rolled_back(record: AliasRecord) -> AliasRecord:
             now = time.time()
@@ -86,7 +86,7 @@ class Aliases:
 
 
 def _version(registry: Registry, text: str) -> AdapterRef:
-    """Return the version that `name@version` names, or now means."""
+    """Return the version that `name@version` names; without a version, the current one."""
     return registry.adapter(*split_ref(text)).ref
 
 

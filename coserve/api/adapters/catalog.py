@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Forget = Callable[[Registry], tuple[list[AdapterRef], int | None]]
-"""Deletes rows of one name, and returns their versions and the one that the name means from then on."""
+"""Deletes registry rows of one name. Returns the deleted versions, and the name's current version afterwards."""
 
 
 class AdapterCatalog:
@@ -94,7 +94,7 @@ class AdapterCatalog:
     ) -> Adapter:
         """Import PEFT files as the next version of `request.name`; durable when this returns.
 
-        `check` is called with the folder that `request.path` names; it may raise. Raises `AdapterError` leaves,
+        `check` is called with the folder that `request.path` names; it may raise. Raises `AdapterError` subclasses,
         `AdapterTooLarge`, `ForbiddenPath`, `InvalidRequest`, `StorageFull`, `EngineUnavailable`.
         """
         if (request.path is None) == (upload is None):
@@ -124,7 +124,7 @@ class AdapterCatalog:
                     field="lora_name",
                 )
             record = await self._commits.run(self._install(source, name, spec, origin))
-        with suppress(EngineUnavailable):  # it packs the files, and the first request finds them in memory
+        with suppress(EngineUnavailable):  # the engine packs the files, so that the first request finds them in memory
             self._engine.send(PrefetchAdapter(ref=record.ref, digests=record.digests))
         failpoint("api.before_reply")
         return self._view(record, record.ref.version)
@@ -132,7 +132,7 @@ class AdapterCatalog:
     # ---- load and unload, as vLLM does
 
     async def load(self, source: Path, name: str, *, in_place: bool) -> Adapter:
-        """Publish the PEFT files in `source` as the version that `name` means; durable when this returns.
+        """Publish the PEFT files in `source` as the new current version of `name`; durable when this returns.
 
         `in_place`: the name may exist. Its versions loaded earlier are deleted, once the requests that use them have
         ended; those that were imported or trained stay. Raises `InvalidRequest` for a name that exists, and as
@@ -248,7 +248,7 @@ class AdapterCatalog:
 
         record = await self._registry(change)
         if request.pinned is not None:
-            with suppress(EngineUnavailable):  # the next one is told when it starts
+            with suppress(EngineUnavailable):  # the next engine is told when it starts
                 self._engine.send(PrefetchAdapter(ref=record.ref, digests=record.digests, pinned=request.pinned))
         if request.ttl is not None and self._expiry is not None:
             self._expiry.changed()

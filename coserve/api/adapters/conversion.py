@@ -29,7 +29,7 @@ from coserve.state.folder import DataFolder
 from coserve.state.thread import RegistryThread
 
 NICENESS = 10
-"""The engine and the API have priority."""
+"""Niceness of the helper process: the engine and the API have priority."""
 
 
 class ConvertArguments(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class Conversions:
         """Publish the converted adapter, and submit the job that distills it; durable when this returns. Cancelling it
         stops the computation, but not the publication once that has begun.
 
-        Raises `AdapterNotFound`, `BaseMismatch`, `AdapterTooLarge`, `InvalidRequest`, `StorageError` leaves,
+        Raises `AdapterNotFound`, `BaseMismatch`, `AdapterTooLarge`, `InvalidRequest`, `StorageError` subclasses,
         `EngineUnavailable`, `HelperLost`. If `JobManager.submit` raises, so does this, and nothing is published.
         """
         spec = self._engine.spec

@@ -88,7 +88,7 @@ def record(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
 def _json_bytes(folder: Path) -> int:
     """Return how many bytes of JSON the files claim to hold; 0 for invalid files, whose reader reports the fault.
 
-    Raises `StorageError` leaves.
+    Raises `StorageError` subclasses.
     """
     try:
         with (

@@ -18,11 +18,11 @@ async def find_adapter(
     key: str = "",
     of_base: str = "leave the field out",
 ) -> AdapterRecord:
-    """Return one version, or the current one (None), also of an alias. Raises `AdapterNotFound` and `BaseMismatch`,
-    which name `field`.
+    """Return version `version` of `name`, or the current one (None). `name` may be an alias. Raises `AdapterNotFound`
+    and `BaseMismatch`, which name `field`.
 
-    `key`: the request's, by which an alias chooses between its versions.
-    `of_base`: error text for a user who gave the base's own name.
+    `key`: the request's id, by which an alias chooses between its target and its canary. `of_base`: error text for a
+    user who gave the base's own name.
     """
     try:
         record = await registry.read(lambda registry: registry.resolve(name, version, key))

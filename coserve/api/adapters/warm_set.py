@@ -61,7 +61,7 @@ class WarmSet:
         self._flush, uses = None, self._uses
         self._uses = Counter()
         if uses:
-            with suppress(StorageError):  # they only order later starts
+            with suppress(StorageError):  # the counts only decide what later engines read first
                 await self._registry(lambda registry: registry.count_uses(uses))
 
     async def _read(self) -> None:

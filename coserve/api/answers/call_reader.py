@@ -10,7 +10,7 @@ import msgspec
 from coserve.api.answers.deltas import Collector
 
 _Steps = Generator[None, str, str]
-"""Takes one character at a time; returns the first that it does not use."""
+"""A parser: is sent one character at a time, and returns the first one that it does not consume."""
 _IGNORED = ("id", "type")
 """Keys of a call whose values are skipped."""
 
@@ -33,7 +33,7 @@ class Reader(ABC):
 
     @property
     def text(self) -> str:
-        """Everything read, unless it became a call."""
+        """All characters read; empty once they are known to be a call."""
         return "" if self.named else "".join(self._text)
 
     def push(self, text: str) -> str:
@@ -57,7 +57,7 @@ class Reader(ABC):
 
 
 class CallReader(Reader):
-    """`name`: the call's name, if the text has its arguments only.
+    """Reads a call in JSON. `name`: the call's name, if the text has its arguments only.
 
     The arguments are passed on as the model wrote them, without being checked: a client has to expect invalid JSON, as
     with OpenAI.
@@ -151,7 +151,7 @@ def _space(char: str) -> _Steps:
 
 
 def _string() -> Generator[None, str, str]:
-    """Read a text after its opening quote, closing quote included; return the text."""
+    """Read a JSON string after its opening quote, closing quote included; return it decoded."""
     raw: list[str] = []
     yield from _quoted(raw.append)
     try:

@@ -1,5 +1,5 @@
 """Tool calls as DeepSeek's models write them, V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`;
-in V3 and R1 `function` comes before the separator, and then the name, and the arguments in a block of code."""
+V3 and R1 write `function<｜tool▁sep｜>name`, then the arguments in a Markdown code block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DeepSeekParser(ToolParser):
     """Calls may appear anywhere in the text."""
 
     _expected: Literal["content", "first", "head", "more"] = "content"
-    """`first`: `OPEN` was read; `head`: `BEGIN` was; `more`: a call was."""
+    """State of the parser. `first`: after `OPEN`; `head`: after `BEGIN`; `more`: after a call."""
 
     def _search(self) -> bool:
         match self._expected:
@@ -44,7 +44,8 @@ class DeepSeekParser(ToolParser):
         return True
 
     def _marker(self, *markers: str) -> str | None:
-        """Take a marker, after white space, and return it; empty: none is there; None: that is not known yet."""
+        """Consume one of the markers, after white space, and return it; empty: the buffer begins with none; None: more
+        text is needed to tell."""
         rest = self._buffer.lstrip()
         if any(marker.startswith(rest) and marker != rest for marker in markers):
             return None

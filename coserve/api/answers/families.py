@@ -62,6 +62,6 @@ def tool_family(template: str | None, setting: str) -> ToolFamily | None:
 
 
 def forced_family(family: ToolFamily | None) -> ToolFamily:
-    """Return the family of answers that are constrained to one call: its object, without a marker. `family`: the one
-    of the chat template, which may want ids of its own kind."""
+    """Return the family for answers that a grammar constrains to one call: a JSON object without a marker. `family`:
+    that of the chat template, whose call ids are kept."""
     return ToolFamily(Llama3Parser, (), long_id if family is None else family.new_id)

@@ -9,7 +9,7 @@ MARKER = "<|python_tag|>"
 
 
 class Llama3Parser(ToolParser):
-    """An answer has calls only where it begins with one; all that follows anything else is content."""
+    """Calls are found only at the beginning of an answer; from the first other text on, all is content."""
 
     _content_only = False
 

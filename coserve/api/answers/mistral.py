@@ -12,14 +12,14 @@ MARKER = "[TOOL_CALLS]"
 _NAME = re.compile(r"\s*([\w.-]{1,256})\s*(\[CALL_ID\][^\[{]*)?(\[ARGS\])?\s*")
 """Text between the marker and the arguments, in the newer form."""
 _MAX_HEAD = 512
-"""Characters of the longest such text."""
+"""Most characters between the marker and the arguments."""
 
 
 class MistralParser(ToolParser):
     """Calls may appear anywhere in the text."""
 
     _expected: Literal["content", "calls", "more"] = "content"
-    """`calls`: a marker was read; `more`: a call of a list was read."""
+    """State of the parser. `calls`: after the marker; `more`: after a call of a list."""
     _listed = False
 
     def _search(self) -> bool:

@@ -18,8 +18,9 @@ MAX_NAME = 256
 
 
 class TaggedReader(Reader):
-    """Reads one call. It is one once its first argument, or its end, was read; each argument is passed on as a whole,
-    in JSON (see `typed`). A text that ends within a call gives the arguments so far, without the closing bracket."""
+    """Reads one call. The text counts as a call once its first argument, or its end, was read. Each argument is passed
+    on as a whole, in JSON (see `typed`). A text that ends within a call gives the arguments so far, without the closing
+    bracket."""
 
     def __init__(self, collector: Collector, schemas: Schemas) -> None:
         self._schemas = schemas
@@ -28,14 +29,14 @@ class TaggedReader(Reader):
         super().__init__(collector)
 
     def _found(self, name: str) -> None:
-        """The call's name was read."""
+        """Set the call's name. Raises `MalformedCall` for a text that is no name."""
         self._name = name.strip()
         if len(self._name.split()) != 1 or "<" in self._name:
             raise MalformedCall
         self._schema = self._schemas.get(self._name, {})
 
     def _argument(self, name: str, value: str) -> None:
-        """An argument was read."""
+        """Pass on one argument."""
         before, name = ", " if self.named else "{", name.strip()
         self._begin()
         self._collector.add_arguments(f"{before}{_json(name)}: {_json(typed(value, self._schema, name))}")

@@ -19,7 +19,7 @@ class ToolParser(ABC):
         self._buffer = ""
         self._call: Reader | None = None
         self._before = ""
-        """Text before the call, which is content if it is none."""
+        """Marker before the call. It is content if what follows is no call."""
 
     def push(self, text: str, /) -> AnswerDelta:
         self._buffer += text
@@ -40,14 +40,14 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _ended(self, named: bool) -> None:
-        """A call has ended; with `named` false it was none."""
+        """Called at the end of a call; `named` false: the text was no call."""
 
     def _rest(self) -> str:
         """Return the content that the buffer holds when the text has ended."""
         return self._buffer
 
     def _begin_call(self, before: str, rest: str, name: str | None = None) -> None:
-        """Begin a call at `rest`; `name`: see `CallReader`."""
+        """Begin a call. `before`: the marker that was read; `rest`: the text after it; `name`: see `CallReader`."""
         self._before, self._buffer = before, rest
         self._call = self._reader() if name is None else CallReader(self._collector, name)
 

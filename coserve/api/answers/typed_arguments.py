@@ -1,4 +1,4 @@
-"""Types of arguments that a model wrote as plain text: by the tool's JSON schema."""
+"""Converts arguments that a model wrote as plain text to the types in the tool's JSON schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 Schemas = Mapping[str, dict[str, Any]]
 """JSON schemas of the tools' parameters, by the tools' names."""
 _PYTHON = {"True": True, "False": False, "None": None}
-"""Values as some templates write them."""
+"""Python literals, which some chat templates write instead of JSON."""
 
 
 def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
@@ -39,7 +39,7 @@ def typed(text: str, schema: Mapping[str, Any], name: str) -> object:
 
 
 def _types(schema: object) -> set[str]:
-    """Return the names of the types that a schema allows, as far as it says them."""
+    """Return the names of the JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, dict):
         return set()
     said = schema.get("type")

@@ -32,7 +32,7 @@ Scores = list[Scored]
 
 
 class Evaluation:
-    """Evaluates one job. `folder`: the job's; scores there are not computed again."""
+    """Evaluates one job. `folder`: the job's folder; scores already there are reused."""
 
     def __init__(self, folder: Path, asker: Asker, show: Callable[[int, int], Awaitable[None]]) -> None:
         """`show` gets how many items are done, and how many there are."""
@@ -50,7 +50,7 @@ class Evaluation:
         matches: bool,
     ) -> DocumentEvaluation:
         """Score the held-out `lessons` and the `reserved` general texts with the adapter `snapshot`, trained for `step`
-        steps, and with the adapter `other`. `matches`: whether answers can be the expected ones."""
+        steps, and with the adapter `other`. `matches`: whether the share of exact matches is reported."""
         arms: dict[str, Callable[[Lesson], Coroutine[None, None, Scored]]] = {
             "floor": partial(self._score, "floor"),
             "in_context": partial(self._score, "in_context", in_context=True),
@@ -107,8 +107,8 @@ class Evaluation:
 
 
 def better(scores: Scores, rival: Scores) -> bool:
-    """Return whether the same answers are more likely than for `rival`: by more than one standard error of the mean
-    difference a token."""
+    """Return whether the answers are more likely in `scores` than in `rival`, which has the same answers in the same
+    order: the mean difference in nats per token exceeds its standard error."""
     gains = [(theirs.nll - own.nll) / own.tokens for own, theirs in zip(scores, rival, strict=True)]
     error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
     return bool(gains) and fmean(gains) > error

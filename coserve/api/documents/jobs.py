@@ -49,7 +49,7 @@ Prepared = Callable[[JobRecord, Corpus, DocumentJob], Awaitable[None]]
 
 class DocumentJobs:
     """One task for each job whose questions and answers are being made; at most `max_active_jobs` at a time, in the
-    order of `begin`. `prepared` gets what is to be trained."""
+    order of `begin`. `prepared` is called with the job and the corpus to train on."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class DocumentJobs:
         async with self._places:
             try:
                 await self._recorder.retries.run(f"document of job {id}", lambda: self._try_to_prepare(id))
-            except (EngineUnavailable, JobNotFound, WrongJobState) as error:  # an engine to come prepares it, or none
+            except (EngineUnavailable, JobNotFound, WrongJobState) as error:  # the next engine does it, or it is gone
                 log.info("job %s: is not prepared now: %s", id, error)
             except Exception as error:  # any kind: it fails this job alone
                 if not isinstance(error, CoserveError):
@@ -214,7 +214,7 @@ class DocumentJobs:
 
 
 def _split(lessons: Lessons, record: JobRecord) -> tuple[list[Lesson], list[Lesson]]:
-    """Return the lessons to learn and those to evaluate: all of them with the recipe `lm`, which learns none."""
+    """Return the lessons to train on, and those to evaluate. The recipe `lm` trains on none and evaluates all."""
     assert record.document is not None, "expected a document's job"
     settings = record.document.settings
     if settings.recipe == "lm":
@@ -223,8 +223,8 @@ def _split(lessons: Lessons, record: JobRecord) -> tuple[list[Lesson], list[Less
 
 
 def _other(registry: Registry, *, record: JobRecord) -> str | None:
-    """Return the latest adapter of another document, on the same base. One that learned the same document under another
-    name may well know the answers."""
+    """Return the latest adapter of another document, on the same base. Adapters of the same document are left out: they
+    may know the answers."""
     assert record.document is not None, "expected a document's job"
     published = set(registry.adapter_refs())
     for job in registry.jobs(limit=-1, states=(JobState.SUCCEEDED,)):

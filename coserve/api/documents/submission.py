@@ -28,7 +28,7 @@ USUAL_CHUNK = 1024
 INSTRUCTION_TOKENS = 256
 """Tokens left in the context for what is asked about a chunk."""
 ELSEWHERE = ("data", "path", "columns", "teacher")
-"""Fields of a request for rows."""
+"""Fields of requests that train on rows; refused beside a document."""
 
 
 @dataclass(frozen=True)

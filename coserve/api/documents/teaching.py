@@ -1,5 +1,6 @@
 """Phases of a document's job before its training: questions about the chunks, then answers with the chunk in the
-prompt. Every item is durable as soon as it is there, and no item is made twice."""
+prompt. Each question and answer is written to disk as soon as it is generated, so that a job that resumes generates
+none twice."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ from coserve.workloads.bundled import bundled_prompts
 ROUNDS = 4
 """Attempts to get the questions that a chunk still lacks."""
 RESERVED = 4
-"""Every fourth general prompt is for the measure of retention, and never learned."""
+"""Every fourth general prompt is held out from training, to measure retention."""
 REPLAY_TOKENS = 64
 PIECES = 8
-"""Pieces of a chunk that are continued, with generator `none`."""
+"""With generator `none`, a chunk is split into this many pieces; all but the first are learned as continuations."""
 
 Show = Callable[[DocumentJob, str], Awaitable[None]]
 """Records the job's progress, with a message."""
@@ -41,7 +42,8 @@ Work = Mapping[str, Callable[[], Awaitable[T]]]
 
 
 class Question(Wire, frozen=True):
-    """An attempt to get a question about a chunk, below 0 of the user's own. `text`: empty if it gave none."""
+    """An attempt to generate a question about a chunk. `attempt`: its number, negative for the user's own questions.
+    `text`: empty if the attempt gave no question."""
 
     chunk: int
     attempt: int
@@ -59,7 +61,8 @@ class Question(Wire, frozen=True):
 
 @dataclass(frozen=True)
 class Lessons:
-    """The results: lessons about the document, and replayed general prompts, those of `RESERVED` apart."""
+    """The results. `taught`: lessons about the document; `replayed`: answers of the base to general prompts, trained on
+    against forgetting; `reserved`: more of these, held out (see `RESERVED`)."""
 
     taught: list[Lesson]
     replayed: list[Lesson]
@@ -67,7 +70,7 @@ class Lessons:
 
 
 class Teaching:
-    """The phases of one job. `folder`: the job's; `show` is called from time to time."""
+    """The phases of one job. `folder`: the job's folder; `show` is called with its progress from time to time."""
 
     def __init__(
         self, job: DocumentJob, chunks: Chunks, seed: int, folder: Path, tokenizer: Tokenizer, asker: Asker, show: Show
@@ -81,7 +84,7 @@ class Teaching:
         self._lessons = ItemLog(folder / "lessons.jsonl", Lesson)
 
     async def run(self) -> tuple[DocumentJob, Lessons]:
-        """Run the phases from where their files end."""
+        """Run the phases, except for the items that are in the folder already."""
         asked, answered = await asyncio.to_thread(self._questions.read), await asyncio.to_thread(self._lessons.read)
         self._generated = sum([*(each.generated for each in asked), *(each.generated for each in answered)])
         settings, questions = self._settings, list[Question]()
@@ -156,8 +159,8 @@ class Teaching:
         )
 
     async def _lesson(self, question: Question) -> Lesson:
-        """The generator's answer with the chunk in its prompt, and with the sentence that it asked about; or the user's
-        own answer."""
+        """Return a question with its answer: the user's, or else the generator's, whose prompt has the chunk and the
+        sentence that the question is about."""
         adapter, most, chunk = self._adapter, self._settings.answer_tokens, self._chunks[question.chunk]
         own = question.attempt < 0
         sentence = "" if own else asked_sentence(chunk, question.attempt, self._chunk_seed(question.chunk))
@@ -189,7 +192,8 @@ class Teaching:
         return Lesson(key, context[-seen:], answer, *scores, context, chunk=chunk)
 
     async def _replayed(self, key: str, prompt: str, index: int) -> Lesson:
-        """A text of the bare base. It is sampled, so that its likelihood shows what the adapter has changed."""
+        """Return a general prompt with an answer of the base. It is sampled at temperature 1, so that its likelihood
+        shows what the adapter has changed."""
         request = self._prompts.answer(prompt, None, REPLAY_TOKENS, None)
         sampled = msgspec.structs.replace(request, temperature=1.0, seed=self._seed + index, logprobs=TOP_K)
         found = await self._asker.ask(sampled)
@@ -234,7 +238,7 @@ def question_quota(settings: DocumentSettings, chunks: int) -> int:
 
 
 def _texts(questions: Iterable[Question], chunk: int, *, every: bool = False) -> list[str]:
-    """Return the different questions about a chunk that have its words; `every`: the others, too, after them."""
+    """Return the distinct questions about a chunk that are `grounded` in it; `every`: followed by the others."""
     own = sorted((each for each in questions if each.chunk == chunk and each.text), key=lambda each: each.attempt)
     rest = [each.text for each in own if not each.grounded] if every else []
     return different([*(each.text for each in own if each.grounded), *rest])

@@ -27,11 +27,12 @@ class ChoiceDelta:
 
 
 class ChoiceDecoder:
-    """Decodes one choice. Stop strings are not searched in the text of the first `min_tokens` tokens. `stop_tokens`: as
-    the function of this name returns them.
+    """Decodes one choice. Stop strings are not searched in the text of the first `min_tokens` tokens. `stop_tokens`:
+    the stop tokens by id, each with its `stop_reason`.
 
-    `prepended`: number of tokens put before the prompt's text; the prompt is then shown with its special tokens. None:
-    the prompt was not a text, and is shown like the choice.
+    `prepended`: number of special tokens that the tokenizer put before a text prompt. Among the prompt's
+    log-probabilities they have empty text; other special tokens have theirs. None: the prompt was token ids or a chat;
+    `skip_special` applies to it as to the choice.
     """
 
     def __init__(
@@ -57,8 +58,7 @@ class ChoiceDecoder:
         self._prompt_left = iter(prompt) if prompt_logprobs else None
         self._prompt_text = Detokenizer(tokenizer, skip_special=skip_special and prepended is None)
         self._prompt_unseen, self._prompt_count = prepended or 0, len(prompt)
-        """Counts of prompt tokens whose log-probabilities are still to be sent: those before the prompt's text, and
-        all."""
+        """Prompt tokens whose log-probabilities are still to be sent: the prepended ones, and all."""
         self._first_prompt_token_sent = False
         self._include_stop = include_stop
         self.count = 0
@@ -109,7 +109,7 @@ class ChoiceDecoder:
         finished: FinishReason | None,
         reason: str | int | None,
     ) -> ChoiceDelta:
-        """Build a delta. `added`: the text of each token that counts; `parts`: the text to send."""
+        """Build a delta. `added`: the text of each token up to the choice's end; `parts`: the text to send."""
         ids = message.tokens[: len(added)]
         logprobs = None
         if self._logprobs:

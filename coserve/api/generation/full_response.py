@@ -46,7 +46,7 @@ class FullResponse(Generic[S]):
 
 @dataclass
 class _ChoiceBuilder(Generic[S]):
-    """One choice."""
+    """Joins the chunks of one choice."""
 
     scores: S | None
     texts: list[str] = field(default_factory=list)

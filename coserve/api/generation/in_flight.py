@@ -101,10 +101,10 @@ class InFlightRequests:
     ) -> AsyncGenerator[GenerateChunk, None]:
         """Yield the chunks of all choices as they come. Closing the generator early cancels the request in the engine.
 
-        `semaphore` bounds the chunks that several streams hold: a chunk is made and yielded while it is held.
-        `snapshot`: the adapter of a job in training (`JobSnapshot`) to use; such a request is never shed for its
-        deadline, nor is any without `sheds`. `group`: shared by all prompts of one call. `read_prompt`: called with the
-        prompt's token ids, before the first chunk.
+        `semaphore`, shared by several streams, limits the chunks that they hold: a chunk is made and yielded under it.
+        `snapshot`: the adapter of a job in training (`JobSnapshot`) to use. `sheds`: whether the request may be shed
+        for its deadline; with a `snapshot` it never is. `group`: shared by all prompts of one call. `read_prompt`:
+        called with the prompt's token ids, before the first chunk.
 
         Raises, before the first chunk only: `InvalidRequest`, `EmptyPrompt`, `PromptTooLong`, `AdapterNotFound`,
         `BaseMismatch`, `QueueFull`, `Overloaded`; at any time: `EngineUnavailable`.

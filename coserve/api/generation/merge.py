@@ -17,7 +17,7 @@ T = TypeVar("T")
 GROUP = 16
 """Requests started or cancelled per event-loop iteration."""
 CHUNKS = 16
-"""Chunks that wait in the queue at most, and as many that its streams have made; later messages stay undecoded."""
+"""Most chunks in the queue, and most that the streams hold beside it; further engine messages stay undecoded."""
 
 
 async def _start(coroutines: Iterable[Coroutine[None, None, T]], tasks: list[asyncio.Task[T]]) -> None:

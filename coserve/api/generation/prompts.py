@@ -48,7 +48,7 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each word, within another word and at the beginning of one, as vLLM does. On any thread."""
+    """Return the token ids of each word, with and without a space before it, as vLLM does. May run on any thread."""
     forms = (form for word in words for form in (word.lstrip(), f" {word.lstrip()}"))
     found = dict.fromkeys(tuple(tokenizer.encode_continuation(form)) for form in forms)
     return tuple(ids for ids in found if ids)
@@ -107,7 +107,7 @@ def sampling_params(
     request: GenerateRequest, index: int, seed: int, max_new_tokens: int, stop_token_ids: Iterable[int]
 ) -> SamplingParams:
     """Return the sampling parameters of choice `index`. `max_new_tokens`: how many tokens fit after the prompt;
-    `stop_token_ids`: as from `stop_tokens`."""
+    `stop_token_ids`: the ids from `stop_tokens`."""
     return SamplingParams(
         **{name: getattr(request, name) for name in SamplingFields.__struct_fields__},
         max_tokens=max_new_tokens if request.max_tokens is None else request.max_tokens,

@@ -12,7 +12,8 @@ from coserve.core.errors import InvalidRequest, QueueFull
 class WaitingLimit:
     """Lets at most `limit` sequences wait. If `fair`, two kinds of requests may exceed the limit, and the engine's
     queue then displaces another request for each. An adapter may have up to its fair number waiting: the limit divided
-    by the number of waiting adapters. Requests of other classes may replace as many as wait of the class batch."""
+    by the number of waiting adapters. Requests of other classes may exceed it by the number of waiting sequences of the
+    class batch."""
 
     def __init__(self, limit: int, *, fair: bool) -> None:
         self._limit, self._fair = limit, fair

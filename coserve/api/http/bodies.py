@@ -44,7 +44,7 @@ from coserve.data.offload.pool import HelperPool
 from coserve.data.offload.protocol import name_of
 
 MAX_JSON_BYTES = 16 << 20
-"""Largest JSON body; a larger corpus goes as a file."""
+"""Largest JSON body in bytes; a larger corpus must be uploaded as a file (multipart/form-data)."""
 SMALL_BODY = 64 << 10
 """Largest JSON body in bytes that is decoded on the event loop."""
 TOTAL_BYTES = 256 << 20
@@ -52,7 +52,7 @@ TOTAL_BYTES = 256 << 20
 CHUNK = 64 << 10
 """Bytes that must arrive within `read_timeout`."""
 SEND_FILE = """a file of rows is sent by curl -F 'settings={"adapter": "NAME"}' -F file=@FILE"""
-"""Hint for a body that is the file itself."""
+"""Hint added to the error if the body looks like the JSONL file itself."""
 
 T = TypeVar("T")
 
@@ -75,8 +75,8 @@ class BodyReader:
 
     @asynccontextmanager
     async def body(self, request: web.Request, *, compressed: bool = False) -> AsyncIterator[bytearray]:
-        """Read the bytes of a JSON body, or of another small one, which count towards `TOTAL_BYTES` until the block
-        ends. `compressed`: it may be. Raises `BodyTooLarge`, `RequestTimeout`."""
+        """Read a JSON body, or another small one, into memory. Its bytes count towards `TOTAL_BYTES` until the block
+        ends. `compressed`: accept a `Content-Encoding`. Raises `BodyTooLarge`, `RequestTimeout`, `QueueFull`."""
         limit = min(self._max_body, MAX_JSON_BYTES)
         check_head(request, limit, compressed=compressed)
         await ask_for_body(request)
@@ -155,8 +155,8 @@ def check_head(request: web.Request, limit: int, *, compressed: bool = False) ->
 
 
 async def check_size(request: web.Request, limit: int) -> None:
-    """Refuse a body that is too large, by itself or for its project's quota, as it arrives: a chunked one does not tell
-    its size before. Raises `BodyTooLarge`, `StorageQuotaExceeded`."""
+    """Refuse a body that exceeds `limit` bytes or its project's quota, while it arrives: a chunked body does not
+    declare its size. Raises `BodyTooLarge`, `StorageQuotaExceeded`."""
     if request.content.total_bytes > limit:
         raise BodyTooLarge(f"expected a body of at most {limit} bytes")
     if (room := request.get(ROOM)) is not None:
@@ -165,7 +165,7 @@ async def check_size(request: web.Request, limit: int) -> None:
 
 @contextmanager
 def body_errors() -> Iterator[None]:
-    """Raise aiohttp's errors while a body is read as our own."""
+    """Translate aiohttp's errors while a body is read into `RequestTimeout` or `InvalidRequest`."""
     try:
         yield
     except TimeoutError:

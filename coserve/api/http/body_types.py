@@ -1,4 +1,4 @@
-"""Drops fields of JSON bodies that ask for nothing, since clients of other servers send them."""
+"""Drops unknown fields with empty values from JSON bodies: clients of other servers send them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def is_empty(value: object, depth: int = DEPTH) -> bool:
 
 
 def refuse_unless_neutral(name: str, value: object, defaults: tuple[object, ...], *, within: str = "") -> None:
-    """Raise `InvalidRequest` for a field that asks for a missing feature. `within`: the path before its name."""
+    """Raise `InvalidRequest` for an unsupported field, unless its value is empty or one of `defaults`. `within`: prefix
+    of the field's path in the error."""
     if not is_empty(value) and value not in defaults:
         left = "expected it left out" + "".join(f" or {choice!r}" for choice in defaults[:1])
         raise InvalidRequest(f"{name} is not supported: {left}", field=within + name)
@@ -38,8 +39,8 @@ def drop_empty(value: object, type: type) -> None:
 
 @dataclass(frozen=True)
 class _Levels:
-    """The structs nested in a type. `fields`: by field of a struct, the levels below it; `not_null`: optional fields
-    that do not accept null; `items`: the levels below each entry of a list."""
+    """The structs nested in a type, as a tree. `fields`: for a struct, the subtree of each field; `not_null`: its
+    optional fields that do not accept null; `items`: for a list, the subtree of its entries."""
 
     fields: dict[str, _Levels | None] | None
     not_null: frozenset[str]

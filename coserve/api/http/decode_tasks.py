@@ -1,4 +1,5 @@
-"""Helper tasks that decode large JSON bodies. Their results are small, or already checked."""
+"""Helper tasks that decode large JSON bodies. The size of their results is limited, so that receiving one does not
+block the API process."""
 
 from __future__ import annotations
 

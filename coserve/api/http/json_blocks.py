@@ -11,7 +11,7 @@ import msgspec
 BLOCK = 1 << 16
 """Bytes of encoded entries that are joined at once."""
 _PLACE = b"\0"
-"""Stands for an encoded list until it is inserted: JSON never contains this byte."""
+"""Placeholder for a list that is encoded already: JSON never contains this byte."""
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The bytes that a project may still store while bodies of its requests arrive."""
+"""Checks a project's storage quota while bodies of its requests arrive."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from coserve.core.errors import StorageQuotaExceeded
 from coserve.core.names import ADAPTER_FILES
 
 STEP_BYTES, STEP_SHARE = 1 << 20, 1 / 64
-"""A body is checked again after so many bytes, or after this share of the quota: each check reads the database."""
+"""A body is checked once per this many bytes, or per this fraction of the quota if that is less, because each check
+reads the database."""
 
 
 class Room:
-    """A project's quota of `limit` bytes, for the body of one request. `used` returns the bytes that the project has
-    stored; `arriving`: by project, the bytes of its bodies that are not stored yet."""
+    """Checks the body of one request against its project's storage quota of `limit` bytes. `used` returns the bytes
+    that the project has stored; `arriving`: by project, the bytes received of bodies that are not stored yet."""
 
     def __init__(self, project: str, limit: int, used: Callable[[], Awaitable[int]], arriving: Counter[str]) -> None:
         self._project, self._limit, self._used, self._arriving = project, limit, used, arriving
         self._arrived = self._checked = 0
-        """Bytes of the body that have arrived, and how many of them had when it was last checked."""
+        """Bytes of the body received so far, and at the last check."""
 
     async def check(self, more: int = 0) -> None:
         """Raise `StorageQuotaExceeded` if what is stored, what is arriving, and `more` bytes exceed the quota."""
@@ -36,7 +37,8 @@ class Room:
             )
 
     async def arrived(self, total: int) -> None:
-        """The body has `total` bytes so far. Raises as `check`, which runs once each `STEP_BYTES`."""
+        """Record that `total` bytes of the body have arrived. Calls `check`, and raises what it raises, about once per
+        `STEP_BYTES`."""
         self._arriving[self._project] += total - self._arrived
         self._arrived = total
         if total - self._checked >= min(STEP_BYTES, self._limit * STEP_SHARE):
@@ -44,7 +46,7 @@ class Room:
             await self.check()
 
     def leave(self) -> None:
-        """Count the body no more: it has been stored, or dropped."""
+        """Stop counting the body as arriving: it has been stored or dropped."""
         self._arriving[self._project] -= self._arrived
         self._arrived = 0
 
@@ -54,7 +56,7 @@ ROOM = web.RequestKey("room", Room)
 
 
 def leave_room(request: web.Request) -> None:
-    """Count the request's body no more."""
+    """Stop counting the request's body as arriving."""
     if (room := request.get(ROOM)) is not None:
         room.leave()
 

@@ -1,4 +1,4 @@
-"""The route type. The router, the gate and `/openapi.json` are generated from the table of routes."""
+"""The route type. The router, the access check (`Gate`) and `/openapi.json` are generated from the table of routes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Route:
     summary: str
     body: Schema | None = None
     upload: tuple[str, ...] = ()
-    """Names of the parts with files if the body may also be multipart/form-data: `file`, and those that may be left
-    out."""
+    """Names of the file parts if the body may also be multipart/form-data: `file`, which is required, then optional
+    ones."""
     form: type[msgspec.Struct] | None = None
     """Fields of a body that is multipart/form-data with one file, the part `file`."""
     response: Schema | None = None
@@ -50,7 +50,7 @@ class Route:
     """Request headers that the route reads."""
     errors: tuple[int, ...] = ()
     starting: Schema | None = None
-    """Body of a 503 other than an error."""
+    """Body of a 503 that is a status instead of an error."""
     error_formats: tuple[ErrorFormat, ...] = (NATIVE_ERRORS,)
     """Formats of the route's error bodies; the gate uses the first."""
     slashes: bool = False

@@ -1,5 +1,5 @@
-"""The server below the routes: limits that aiohttp does not set on connections. On the open internet a proxy that takes
-whole requests belongs in front (docs/guide/operate.md)."""
+"""Limits that aiohttp does not set on connections: their number, bytes read at once, and clients that stop reading. On
+the open internet, put a proxy that buffers whole requests in front (docs/guide/operate.md)."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ log = logging.getLogger(__name__)
 GRACE: Final = 1.0
 """Seconds without a request after which a connection may be closed for a new one."""
 SETTLE: Final = 0.01
-"""Seconds within which the handler of a received request has started: several event-loop iterations."""
+"""Seconds to wait before closing an idle connection, so that a request already received reaches its handler: several
+event-loop iterations."""
 PROBES: Final = ("/health", "/health/ready")
 OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 READ_SIZE: Final = 8 << 10
-"""Bytes received and parsed per event-loop iteration: parsing chunks of one byte costs some µs each."""
+"""Bytes received and parsed per event-loop iteration: HTTP chunks of one byte cost some µs each to parse."""
 
 
 class Connections:
-    """Counts connections; at most `limit` of them are served. `timeout`: seconds in which a client must take more of a
-    response; `clock` returns seconds."""
+    """Counts connections; at most `limit` of them are served. `timeout`: seconds that sent bytes may stay
+    unacknowledged (TCP_USER_TIMEOUT); `clock` returns seconds."""
 
     def __init__(self, limit: int, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._timeout, self._clock = limit, timeout, clock
@@ -117,7 +118,7 @@ class Connections:
         return connections
 
     def _set_limits(self, transport: asyncio.Transport | None) -> None:
-        """Bound what one event-loop iteration reads, and how long a client may take nothing of what is sent to it."""
+        """Limit the bytes read per event-loop iteration, and how long sent bytes may stay unacknowledged."""
         if transport is None:
             return
         if hasattr(transport, "max_size"):  # asyncio's own transports

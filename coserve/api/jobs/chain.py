@@ -25,8 +25,8 @@ from coserve.state.thread import RegistryThread
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision about a waiting job. `before`: the job whose end decides; `source`: the version to continue from;
-    `ends`: whether the waiting job ends."""
+    """Decision about a waiting job. `before`: the job whose end decides; `change`: writes the decision to the registry;
+    `source`: the version to continue from; `ends`: whether `change` ends the waiting job."""
 
     waiting: JobRecord
     before: JobRecord
@@ -42,8 +42,8 @@ class Decision:
 
 
 class JobChain:
-    """Ends the waits of jobs. `decide` reads files without any lock; the caller of `apply` holds the lock of all
-    changes."""
+    """Ends the waits of jobs. `decide` reads files without any lock; the caller of `apply` holds the lock on changes of
+    jobs."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class JobTest(Wire, frozen=True):
     """The test rows of a job, and how answers to them are compared."""
 
     settings: EvalRequest
-    """Without its rows."""
+    """The request without its rows."""
     questions: list[Question]
 
     def save(self, path: Path) -> None:
@@ -51,7 +51,7 @@ ReadFile = Callable[[str], Awaitable[list[Question]]]
 
 
 async def read_test(request: EvalRequest, base: BaseSpec, texts: AsyncTokenizer, read_file: ReadFile) -> JobTest:
-    """Return the rows as questions. Raises `InvalidRequest`, `CorpusError` leaves (with the row), `ForbiddenPath`,
+    """Return the rows as questions. Raises `InvalidRequest`, `CorpusError` subclasses (with the row), `ForbiddenPath`,
     `HelperLost`, `StorageError`."""
     if (request.data is None) == (request.path is None):
         got = "none" if request.data is None else "both"
@@ -83,7 +83,7 @@ async def read_test(request: EvalRequest, base: BaseSpec, texts: AsyncTokenizer,
 
 
 async def _check(asked: Question, settings: EvalRequest, base: BaseSpec, texts: AsyncTokenizer) -> None:
-    """Raise a `RequestError` for a row that the base cannot be asked."""
+    """Raise a `RequestError` for a row that is no valid request to the base, or does not fit into its context."""
     request = _ask(asked, settings)
     check_generate(request, base)
     length = len(await encode_prompt(request, base, texts))

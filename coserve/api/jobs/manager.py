@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 30.0
 """Most seconds that a pause or a cancellation waits for the engine."""
 KEY_PATIENCE = 60.0
-"""Seconds that a repeated request waits for the first one. Many clients give up after as long."""
+"""Seconds that a repeated request waits for the first one. Many clients time out after a minute, too."""
 
 
 class JobManager:
@@ -259,12 +259,12 @@ class JobManager:
         origin: JobOrigin | None = None,
     ) -> Job:
         """Accept a job; it is durable when this returns. The same request with the same `key` returns the first job
-        again, after waiting for the request that creates it. `show` is told the progress of a large corpus.
-        `origin`: the files of OpenAI's API that are `uploaded`.
+        again, after waiting for the request that creates it. `show` is told the progress of a large corpus. `origin`:
+        the files of OpenAI's API that are `uploaded`.
 
-        Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `ForbiddenPath`, `QueueFull`,
-        `StorageFull`, `JobTooLarge`, `AdapterTooLarge`, `IdempotencyMismatch` (another request had the key),
-        `EngineUnavailable` (no engine has started yet, or the daemon stops).
+        Raises `InvalidRequest`, `CorpusError` subclasses (with the line), `AdapterNotFound`, `ForbiddenPath`,
+        `QueueFull`, `StorageFull`, `JobTooLarge`, `AdapterTooLarge`, `IdempotencyMismatch` (another request had the
+        key), `EngineUnavailable` (no engine has started yet, or the daemon stops).
         """
         spec = self._engine.spec
         if key is not None and not (1 <= len(key) <= 128 and key.isascii() and key.isprintable()):

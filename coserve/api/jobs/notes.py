@@ -16,7 +16,7 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.registry.registry import Registry
 
 ROWS = 4096
-"""Rows of a block."""
+"""Rows examined at once."""
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,8 @@ def count_without(corpus: Corpus, ends: Collection[int]) -> int:
 
 
 def _blocks(corpus: Corpus) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-    """Yield, for each block: where its rows begin (S), its tokens (N) and their target flags (N)."""
+    """Yield, for each block of S rows and N tokens: where its rows begin (S), its tokens (N) and their target flags
+    (N)."""
     for first in range(0, corpus.rows, ROWS):
         bounds = corpus.bounds[first : first + ROWS + 1]
         here = slice(bounds[0], bounds[-1])

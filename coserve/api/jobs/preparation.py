@@ -60,7 +60,7 @@ class Tokenization:
 
 class CorpusPreparation:
     """Tokenises corpora with a pool of helpers. `folder`: for unfinished corpora. `workers`: processes of the pool; a
-    corpus has one piece more than that queued or running."""
+    corpus has at most `workers + 1` pieces queued or running."""
 
     def __init__(self, helpers: HelperPool, folder: Path, workers: int, limits: CorpusLimits = LIMITS) -> None:
         self._helpers, self._folder, self._window, self._limits = helpers, folder, workers + 1, limits
@@ -74,8 +74,8 @@ class CorpusPreparation:
         validation: Path | None = None,
     ) -> StagedCorpus:
         """Tokenise `source`, and behind it the rows of `validation`; unused columns are added to `columns`. Raises
-        `CorpusError` leaves, with the line in its file, `InvalidRequest`, `HelperLost`, `StorageError`. On an error or
-        cancellation, no file stays on the disk."""
+        `CorpusError` subclasses, with the line in its file, `InvalidRequest`, `HelperLost`, `StorageError`. On an error
+        or cancellation, no file stays on the disk."""
         columns = Columns() if columns is None else columns
         folder = self._folder / f"corpus-{secrets.token_hex(8)}"  # partial files have a unique name
         try:

@@ -34,7 +34,7 @@ def corpus_source(request: FinetuneRequest, upload: Path | None, root: Path | No
 
 
 def validation_source(request: FinetuneRequest, upload: Path | None, root: Path | None) -> Source | None:
-    """Return the rows for validation; None: none of their own. Raises `InvalidRequest`, `ForbiddenPath`."""
+    """Return the rows for validation; None: the request gives none. Raises `InvalidRequest`, `ForbiddenPath`."""
     asked, training = request.validation, request.training
     if asked is None and upload is None:
         return None

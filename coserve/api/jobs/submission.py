@@ -101,11 +101,11 @@ class Submission:
         origin: JobOrigin | None = None,
     ) -> tuple[JobRecord, PendingCorpus | PendingDocument, JobTest | None]:
         """Return the job's record, whose version is provisional, its corpus, and its test rows. `memory`: the engine's
-        memory model, if it has one. `show` is told the progress of a large corpus. `origin`: the files of OpenAI's
-        API that are `uploaded`.
+        memory model, if it has one. `show` is told the progress of a large corpus. `origin`: the files of OpenAI's API
+        that are `uploaded`.
 
-        Raises `InvalidRequest`, `CorpusError` leaves (with the line), `AdapterNotFound`, `AdapterBusy`, `BaseMismatch`,
-        `ForbiddenPath`, `JobTooLarge`, `AdapterTooLarge`, `UnsupportedAdapter`.
+        Raises `InvalidRequest`, `CorpusError` subclasses (with the line), `AdapterNotFound`, `AdapterBusy`,
+        `BaseMismatch`, `ForbiddenPath`, `JobTooLarge`, `AdapterTooLarge`, `UnsupportedAdapter`.
         """
         refuse_base_name(request.adapter, spec, field="adapter")
         held = await asyncio.to_thread(validation_source, request, uploaded.validation, self._config.data_root)
@@ -269,7 +269,8 @@ class Submission:
         return record, settings
 
     async def _questions(self, columns: Columns, path: str) -> list[Question]:
-        """Return what the test rows of a file at the daemon ask: one more than may be, if there are more."""
+        """Return the questions in a file of test rows below `data_root`: at most one more than is allowed, so that the
+        caller sees that there are too many."""
         source = await asyncio.to_thread(local_rows, path, self._config.data_root)
         return await self._preparation.questions(source, columns, MAX_EVAL_ROWS + 1)
 

@@ -40,7 +40,7 @@ _FEATURES = {
 }
 """Features of OpenAI and vLLM that are missing here, by the first part of their path under `/v1`."""
 _MEANT = {"jobs": "/finetune", "lora": "/adapters", "loras": "/adapters", "ping": "/health"}
-"""Our paths for those of other servers, by the first part of these."""
+"""Our equivalents of other servers' paths, by the first part of their path."""
 
 
 def _type(error: CoserveError) -> str:

@@ -125,7 +125,7 @@ class OpenAIApi:
     def _answer_format(self, body: ChatRequest, native: GenerateRequest) -> AnswerFormat:
         template = self.chat_template
         family = tool_family(template, self._config.tool_parser)
-        if is_constrained(native):  # to a text without reasoning, which is a call or has none
+        if is_constrained(native):  # the text has no reasoning; it is one forced call, or has no calls
             forced = None if is_constrained(body) else forced_family(family)
             return AnswerFormat(forced, thinks=False)
         tools = [] if body.tool_choice == "none" else body.tools or []

@@ -12,8 +12,8 @@ from coserve.state.files import S
 def list_query(
     query: Mapping[str, str], others: Sequence[str] = (), size: int = PAGE_SIZE, most: int = PAGE_LIMIT
 ) -> tuple[str | None, int]:
-    """Return `after` and `limit`, `size` if it was left out. A limit above `most` means `most`: clients go on by
-    `has_more`. `others`: further parameters that are accepted."""
+    """Return `after` and `limit`, `size` if it was left out. A limit above `most` means `most`: clients ask for the
+    next page by `has_more`. `others`: further parameters that are accepted."""
     for name in query:
         if name not in ("after", "limit", *others):
             raise UnknownField(f"unknown parameter {name[:80]!r}", field=name[:200])

@@ -96,7 +96,7 @@ class LoraApi:
 
 @contextmanager
 def _own_field() -> Iterator[None]:
-    """Errors about the adapter name the field `lora_name`."""
+    """Set the field of errors about the adapter to `lora_name`."""
     try:
         yield
     except CoserveError as error:

@@ -1,7 +1,7 @@
 """Names of fine-tuned models, `ft:<base>:coserve:<suffix>:<id>`, and of their adapters, `ft-<suffix>-<id>`.
 
-Each follows from the other, so that a name means its adapter after the job's record was deleted, too. A fine-tuned
-model is the adapter's version 1: a later job that trains the adapter further does not change it.
+Each is computed from the other, so a model's name stays valid after the job's record is deleted. A fine-tuned model is
+the adapter's version 1: a later job that trains the adapter further does not change it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PREFIX = "ft:"
 ID_LENGTH = 8
 """Hexadecimal digits of a fine-tuned model's id."""
 MAX_SUFFIX = NAME_LENGTH - len("ft--") - ID_LENGTH
-"""Most characters of a suffix that are kept, its first ones."""
+"""Characters kept of a suffix; the rest is cut off."""
 _ADAPTER = re.compile(rf"ft-(?:([A-Za-z0-9._-]{{1,{MAX_SUFFIX}}})-)?([0-9a-f]{{{ID_LENGTH}}})")
 
 
@@ -35,7 +35,8 @@ def model_name(ref: AdapterRef, base: str) -> str:
 
 
 def ref_of(model: str, base: str) -> str | None:
-    """Return the adapter version, as `name@version`, that a name with `PREFIX` means; None: none of this base's."""
+    """Return the adapter version, as `name@version`, that a name with `PREFIX` means; None: it is no fine-tuned model
+    of this base."""
     start = f"{PREFIX}{base}:{ORGANIZATION}:"
     suffix, colon, id = model.removeprefix(start).partition(":")
     name = f"ft-{suffix}-{id}" if suffix else f"ft-{id}"

@@ -13,8 +13,8 @@ from coserve.core.schemas import PromptLogprob
 
 
 class PromptLogprobsBuilder:
-    """Collects a prompt's log-probabilities. `top`: likeliest tokens shown with each token of the prompt; None: none is
-    shown, and no token of the prompt either."""
+    """Collects a prompt's log-probabilities. `top`: number of likeliest tokens listed at each position; None: the
+    response has no `prompt_logprobs`."""
 
     def __init__(self, top: int | None) -> None:
         self._top, self._tokens = top, JsonListBuilder[PromptTokens]()

@@ -1,7 +1,7 @@
 """The requests and responses of the OpenAI endpoints, with vLLM's further parameters.
 
-Clients send `null` for what they leave out: it is accepted for every optional field. A field that is not here is
-refused by name, unless it asks for nothing: null, `""`, `[]`, `{}`, or an object of nothing but these.
+Clients send `null` for what they leave out: it is accepted for every optional field. An unknown field is refused by
+name, unless its value is empty: null, `""`, `[]`, `{}`, or an object with only such values.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StreamOptions(Wire, frozen=True):
     continuous_usage_stats: bool | None = None
     """The usage so far in every chunk."""
     include_obfuscation: bool | None = None
-    """Changes nothing."""
+    """Ignored."""
 
 
 class SharedParams(GenerationFields, frozen=True):
@@ -70,8 +70,8 @@ class SharedParams(GenerationFields, frozen=True):
     service_tier: ServiceTier | None = None
     """flex: `slo_class` batch; priority: `slo_class` interactive; others: none."""
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
-    """For chats: value of the chat template's variable of this name, as gpt-oss' reads. If the template does not read
-    it, anything but `none` is refused."""
+    """For chats: passed to the chat template, such as gpt-oss's, as the variable of this name. If the template does not
+    read it, anything but `none` is refused."""
     include_reasoning: bool = True
     """For chats. false: the answer has no `reasoning_content`."""
     user: Any = None
@@ -102,8 +102,8 @@ class CompletionRequest(SharedParams, frozen=True, kw_only=True):
     add_special_tokens: bool = True
     """false: a text gets no BOS, for prompts that a chat template rendered."""
     best_of: Choices | None = None
-    """Choices that are generated of each prompt, of which the `n` with the highest mean log-probability of a token are
-    returned, best first; not with `stream`. null: `n`."""
+    """Choices generated for each prompt. The `n` with the highest mean log-probability per token are returned, best
+    first. Not with `stream`. null: `n`."""
     suffix: Any = None
 
 
