@@ -19,7 +19,7 @@ def learns_ends(settings: LoraSettings, base: BaseSpec) -> bool:
 
 
 def with_end_names(settings: LoraSettings, base: BaseSpec) -> LoraSettings:
-    """Return the settings of a request with the base's names of the modules whose tokens are learned."""
+    """Return the settings with the modules in `trainable_token_indices` named as in the base."""
     tokens = settings.trainable_token_indices
     if not tokens:
         return settings

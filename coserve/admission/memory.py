@@ -19,7 +19,8 @@ from coserve.core.types import BaseSpec
 MARGIN = 512 << 20
 """Bytes kept free for kernel workspaces and fragmentation."""
 READINGS = 10
-"""Memory that another process frees counts once it was free in this many seconds with a reading of the device."""
+"""Memory that another process frees counts as available once it was free in every reading of this many seconds. Seconds
+without a reading of the device do not count."""
 Cause = Literal["jobs", "others"]
 
 

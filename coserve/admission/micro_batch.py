@@ -45,7 +45,7 @@ PAIRS = 36
 """Further bytes a token of a micro-batch of pairs: each token's sequence, its gradient weight, and the targets'
 losses."""
 _NO_GROUP = -1
-"""Index of the pairs that are in no group: those of experts, and of a cartridge."""
+"""Group index of (A, B) pairs that are in no group: those of experts, and of a cartridge."""
 TEACHER_SHARE = 2
 """With a teacher, a chunk of logits is this many times smaller, because the teacher's logits are in memory too."""
 
@@ -63,7 +63,8 @@ class MicroBatchShape:
     """Number of layers above them that recompute all but attention."""
     teacher: bool = False
     pairs: bool = False
-    """Whether the loss is DPO. The reference's forward keeps nothing, and ends before the policy's begins to keep."""
+    """Whether the loss is DPO. The reference model's forward keeps no activations, and ends before the forward of the
+    policy model begins."""
     graphs: bool = False
     """Whether layers run as CUDA graphs. Each captured shape has static copies of its input, its output and a gradient;
     every shape counts as large as this one. What layers keep and compute lies in the graphs' memory pool, which the

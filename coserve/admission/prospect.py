@@ -1,4 +1,4 @@
-"""Predicts the GPU memory that a base, its adapters, requests and jobs need, before there is a GPU. Pure: no torch.
+"""Predicts the GPU memory that a base, its adapters, requests and jobs need, without a GPU. Pure: no torch.
 
 Weights, keys and values, recurrent states, adapters and the state of jobs are exact. Activations are computed from the
 sizes of the linear modules, for compiled layers, which keep their input, attention's output and the outputs of all
@@ -41,11 +41,11 @@ class Wish(Wire, frozen=True):
     fraction: float
     """Fraction of the GPU's memory that the engine may take."""
     kv_cache_dtype: str = "auto"
-    """As the setting: fp8 keeps a byte of each number."""
+    """As `--kv-cache-dtype`; with fp8 a cached key or value element takes one byte."""
 
 
 class Need(Wire, frozen=True):
-    """Bytes by use."""
+    """Bytes that a `Wish` needs, by use."""
 
     weights: int
     context: int

@@ -14,7 +14,8 @@ from coserve.memory.state_pool import StateSlots
 from coserve.queues.request import Request
 
 LOADED_BYTES = 256 << 20
-"""Bytes of adapters copied in a step after which no further one is loaded: some ms, which running sequences wait."""
+"""Once a step has copied this many bytes of adapters into pages, it loads no further one: running sequences wait for
+the copies, some milliseconds."""
 
 
 class ActiveRequests:
@@ -22,8 +23,8 @@ class ActiveRequests:
     are free.
 
     A full page whose tokens are computed goes into the prefix cache, also after its request ended or was preempted.
-    Cached pages that no request holds count as free. A request that enters finds the pages, too, that the prompts of
-    the same step write: attention writes all keys and values of a step's prompts before it reads any.
+    Cached pages that no request holds count as free. A request that becomes active also shares pages that prompts of
+    the same step will write: attention writes all keys and values of a step's prompts before it reads any.
     """
 
     def __init__(
@@ -43,20 +44,21 @@ class ActiveRequests:
         self._failed, self._precede = failed, precede
         self._requests: list[Request] = []
         self._outgrown: set[int] = set()
-        """Numbers of the requests waiting for pages that were expected to outgrow the pool with the active ones, none
-        of which has ended since."""
+        """Numbers of the waiting requests that were expected to outgrow the pool together with the active ones. Cleared
+        when a request of the batch ends."""
         self.lacks_pages = False
         """Whether the last request that could have become active found too few pages."""
         self._loaded = 0
         """Bytes of adapters loaded for the step being committed."""
         self._written: dict[bytes, tuple[Request, int]] = {}
-        """Pages that prompts of this step write, by their keys: the request, and the place among its pages."""
+        """Pages that prompts of this step write, by prefix-cache key: the writing request, and the index in its
+        `pages`."""
         self._readers: set[int] = set()
-        """Numbers of the requests that found such pages."""
+        """Numbers of the requests that share pages of `_written`."""
         self.prefix_queries = 0
         """Tokens of the requests that looked up the prefix cache, each counted when it first became active."""
         self.prefix_hits = 0
-        """Tokens among them that were found."""
+        """Tokens of `prefix_queries` that were found."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -82,9 +84,9 @@ class ActiveRequests:
             self._label(request)
 
     def writes(self, item: Scheduled) -> None:
-        """The step will compute this: requests that become active after it share the pages that it fills. Not
-        pages of scored prompts, which may run in a forward of their own, or filled by a decode: those are written too
-        late in the step to be read in it."""
+        """Record that the step computes `item`: requests that become active after it share the pages that it fills.
+        Pages of scored prompts, which may run in a separate forward, and pages that a decode fills are not shared: they
+        are written too late in the step to be read in it."""
         request = item.request
         if request.keys is None or request.scores_prompt or item.tokens == 1:
             return
@@ -196,12 +198,13 @@ class ActiveRequests:
         return True
 
     def _find(self, request: Request) -> list[int]:
-        """Look up the prefix cache for its cartridge, and unless its prompt is scored, all tokens but the last."""
+        """Find the pages of the request's cartridge in the prefix cache and, unless its prompt is scored, those of all
+        its tokens but the last."""
         keys = self._wanted(request)
         return self._pages.find(keys) if keys else []
 
     def _find_unwritten(self, request: Request, found: int) -> list[int]:
-        """Look up the pages behind the `found` ones among those that this step writes."""
+        """Find the pages after the first `found` among those that this step writes."""
         if not self._written:
             return []
         keys = takewhile(self._written.__contains__, self._wanted(request)[found:])

@@ -235,7 +235,7 @@ class Generator:
         return [message for step in steps for message in self._collect(step)]
 
     def _launch(self, scheduled: Sequence[Scheduled]) -> list[_Launched]:
-        """Launch a step; nothing, if memory runs out. Any other error ends its requests."""
+        """Launch a step. If memory runs out, nothing is launched; any other error ends the step's requests."""
         step, adapters = step_input(scheduled, self._store.in_pages)
         try:
             with contained(self._base.device):
@@ -264,7 +264,8 @@ class Generator:
         return found
 
     def _choose(self, launched: list[_Launched]) -> list[RequestFailed]:
-        """Have the tokens of constrained requests chosen, by masks. An error ends the step's requests."""
+        """Compute the masks of constrained requests, and let the executor choose their tokens with them. An error ends
+        the step's requests."""
         requests = [item.request for launch in launched for item in launch.scheduled]
         sampled = {number for launch in launched for number in launch.samples}
         masked = [each for each in requests if each.constraint is not None and each.number in sampled]
@@ -364,7 +365,7 @@ class Generator:
         return request.state is State.ACTIVE
 
     def _evicted(self, ref: AdapterRef) -> None:
-        """An adapter's GPU copy is gone."""
+        """Tell the executor that an adapter's GPU copy is gone."""
         self._executor.evicted(ref)
 
     def _accept(self, running: Sequence[Request], result: StepResult) -> list[Tokens | RequestFailed]:

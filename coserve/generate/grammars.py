@@ -1,5 +1,5 @@
-"""Constraints on the tokens of requests: their grammars, compiled on threads, cached, and matched token by token on the
-CPU, and their token rules.
+"""Constraints on the tokens of requests: grammars, which are compiled on a thread, cached, and matched token by token
+on the CPU; and token rules, which are allowed ids and bad words.
 
 A matcher knows which tokens may follow the tokens that it accepted. A step's masks are computed after the previous
 step's tokens were collected, while the device runs the step's forward: only the choice of tokens waits for them.
@@ -74,7 +74,8 @@ class Grammars:
     def __init__(self, tokenizer: Callable[[], Tokenizer], vocab: int, *, pinned: bool = False) -> None:
         self._load, self._vocab, self.words, self._pinned = tokenizer, vocab, -(-vocab // WORD), pinned
         self._room = torch.empty(0, self.words, dtype=torch.int32)
-        """The masks of a step. Those of the step before were applied by then: its tokens are known."""
+        """Host buffer (R, W) of a step's masks. Each step reuses it: once the previous step's tokens are known, its
+        masks were applied."""
         self._threads = ThreadPoolExecutor(1, "grammars")
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._changed: Callable[[], None] = lambda: None
@@ -131,7 +132,7 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, llguidance_grammar(grammar), log_level=0, limits=limits())
         if not matcher.is_error():
-            matcher.compute_bitmask()  # its first states, which every copy then has
+            matcher.compute_bitmask()  # computes the first states once, for all copies
         if matcher.is_error():
             raise InvalidRequest(f"expected a grammar that can be enforced, got: {plain_reason(matcher.get_error())}")
         return matcher
@@ -161,7 +162,8 @@ def set_bits(words_W: Words, tokens: Sequence[int], *, allowed: bool) -> None:
 
 
 class TokenRules:
-    """Rules of one request, whose output they follow: a step costs a look at its last token only."""
+    """Allowed token ids and bad words of one request, and its output so far. A step checks only the bad words whose
+    last token but one was just sampled."""
 
     def __init__(self, allowed: Sequence[int] | None, bad_words: Sequence[tuple[int, ...]], words: int) -> None:
         """`allowed`: token ids; None: all. `bad_words`: token sequences that the output must not have."""
@@ -169,7 +171,7 @@ class TokenRules:
         set_bits(self._may_W, allowed or (), allowed=True)
         set_bits(self._may_W, [word[0] for word in bad_words if len(word) == 1], allowed=False)
         self._ends: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
-        """By its last token but one: a bad word's beginning, and its last token."""
+        """Bad words of several tokens, by their last token but one: all tokens but the last, and the last."""
         for *start, last in bad_words:
             if start:
                 self._ends[start[-1]].append((start, last))

@@ -48,8 +48,8 @@ class Line:
         request.passed_since = None
 
     def in_turn(self, now: float) -> Iterator[Request]:
-        """The requests that may become active now. The caller removes each that does before it asks for the next; one
-        that it leaves found no room."""
+        """The requests that may become active now. The caller removes each request that becomes active before it asks
+        for the next; one that it leaves found no room."""
         passing = False
         for request in tuple(self._requests):
             if self._is_read(request):

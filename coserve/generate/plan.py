@@ -38,7 +38,7 @@ class Plan:
     headroom: int
     """How many requests can be admitted now."""
     batch_headroom: int
-    """How many of the batch class, of `headroom`."""
+    """How many of `headroom` may be batch-class requests."""
     queued: int
     """How many requests wait in the queue, `waiting` included."""
     first_arrival: float | None

@@ -1,5 +1,5 @@
 """Prepares requests as they enter the batch: checks them, pins their adapters, and sets what they need there. After a
-loss of LoRA servers, puts back those whose adapters they had."""
+loss of LoRA servers, preempts the requests whose adapters these held."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Preparation:
 
 def check_fits_beside(request: Request, ref: AdapterRef, store: AdapterStore, kv: KvCache, prefix: int = 0) -> None:
     """Check that a request fits the pool next to its adapter, or next to its cartridge of `prefix` tokens. Raises as
-    `check_fits_pool`, and `LoraServerLost` if it would fit were its experts' pairs at LoRA servers."""
+    `check_fits_pool` does; or `LoraServerLost`, if it would fit while LoRA servers held its experts' pairs."""
     pages = 0 if prefix else store.pages(ref)
     try:
         check_fits_pool(request.message, request.max_tokens, kv, adapter_pages=pages, prefix=prefix)
@@ -84,8 +84,8 @@ def check_fits_beside(request: Request, ref: AdapterRef, store: AdapterStore, kv
 
 
 def compute_here(scheduler: Scheduler, store: AdapterStore, kv: KvCache) -> Iterator[tuple[Request, CoserveError]]:
-    """After a loss of LoRA servers, put requests back whose adapters they had, so that they are computed again with
-    whole adapters in pages. Then yield each that cannot be, with its error."""
+    """After a loss of LoRA servers, preempt the requests whose adapters these held: they are recomputed with the whole
+    adapter in pages. Then yield each request that no longer fits the pool, with its error."""
     log.warning("LoRA servers were lost: the engine computes adapters of experts")
     active = [(each, each.paged_adapter) for each in scheduler.requests.values() if each.state is State.ACTIVE]
     own = [(request, ref) for request, ref in active if ref is not None]

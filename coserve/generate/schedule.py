@@ -73,11 +73,11 @@ class Scheduler:
         states: StateSlots | None = None,
     ) -> None:
         """`max_queue`, `fair`: see `InferenceQueue`; `scored_tokens`, `loaded_bytes`: see `SCORED_TOKENS`,
-        `LOADED_BYTES`; `lengths`: lengths of past answers. `compiled` says whether a grammar is; if not, it begins it.
-        `prepare` is called with a request that enters the batch, its adapter in memory; an error that it raises ends
-        the request. `failed` is called with each request that ends so, or whose adapter cannot be loaded. `precede`
-        writes a request's cartridge into its pages, from a token on. `states`: slots for the recurrent states of active
-        requests; None: the base has none."""
+        `LOADED_BYTES`; `lengths`: lengths of past answers. `compiled` returns whether a grammar is compiled; if not, it
+        starts to compile it. `prepare` is called with a request that enters the batch, its adapter in memory; an error
+        that it raises ends the request. `failed` is called with each request that ends in this way, or whose adapter
+        cannot be loaded. `precede` writes a request's cartridge into its pages, from a token on. `states`: slots for
+        the recurrent states of active requests; None: the base has none."""
         self.queue, self.requests = InferenceQueue(max_queue, fair=fair), dict[str, Request]()
         """`requests` holds all requests that have not ended, in any state."""
         self.budget = StepBudget(step_tokens)
@@ -130,8 +130,8 @@ class Scheduler:
     @property
     def _batch_headroom(self) -> int:
         """How many more requests of the batch class can be admitted. They leave a place free for each interactive
-        request in the batch: where many answers of the batch class end together, the next one would wait for all of
-        them. No more places than the class has, so that it always gets some, and at most `KEPT_FREE`."""
+        request in the batch: otherwise the next interactive one might wait until a batch-class answer ends. They leave
+        no more places than they hold, so that the class always gets some, and at most `KEPT_FREE` of the batch."""
         if not self.queue.batch_waits:
             return self.headroom
         batch = sum(each.message.slo.batch for each in chain(self.active, self._line))
@@ -220,7 +220,8 @@ class Scheduler:
                 self._enter(request)
 
     def _is_loaded(self, request: Request) -> bool:
-        """Whether the request's grammar is compiled and its adapter in memory. If not, one of them is begun."""
+        """Whether the request's grammar is compiled and its adapter in memory. Otherwise start what is missing, the
+        grammar first."""
         if not self._has_grammar(request):
             return False
         ref = request.adapter
@@ -310,8 +311,9 @@ class Scheduler:
             self.loading.append(request)
 
     def recompute(self, requests: Iterable[Request], *, always: bool = False) -> None:
-        """Compute tokens of these requests again, whose step did not finish: from the first if the base has recurrent
-        states, which it may have advanced, or if they share pages that it should have written, or `always`."""
+        """Preempt those of these requests, whose step did not finish, that must restart from their first token: all if
+        the base has recurrent states, which the step may have advanced, or if `always`; else those that share pages
+        which the step should have written."""
         for request in requests:
             if request.pages and (always or self._recurrent or self.active.reads_unwritten(request)):
                 self._put_back(request)

@@ -47,7 +47,7 @@ def cache_dtype(setting: str, dtype: torch.dtype, device: torch.device) -> torch
     """Return the type of cached keys and values of a base of `dtype`. `setting`: as `--kv-cache-dtype`.
 
     Raises:
-        ConfigError: fp8 on a GPU that knows none.
+        ConfigError: fp8 on a GPU that does not support it.
     """
     if setting == "auto":
         return dtype

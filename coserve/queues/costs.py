@@ -16,7 +16,7 @@ from typing import NamedTuple
 from coserve.queues.risk import Risk
 
 MEMORY = 500
-"""Samples after which one counts 1/e of a new one."""
+"""Decay of the samples: after this many newer ones, a sample has 1/e of the weight of a new one."""
 RIDGE = 1e-4
 """Shrinks each coefficient by this fraction, so that none grows without bound where features are collinear."""
 SWEEPS = 2
@@ -26,7 +26,8 @@ LARGEST_WEIGHT = 1e9
 WINDOW = 5
 """Latest samples whose median is a predictor's level."""
 CLIP = 2.0
-"""Before the shape learns from a sample, it is clipped to within this factor of its prediction, against outliers."""
+"""A sample is clipped to within this factor of its prediction before the regression learns from it, against
+outliers."""
 ATTAINMENT = 0.995
 """Default fraction of answers that must be in time (`slo_attainment`)."""
 

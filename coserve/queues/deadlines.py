@@ -50,7 +50,7 @@ class Deadlines:
 
     def view(self, collected: float | None = None) -> tuple[Due, ...]:
         """Return the deadlines. `collected`: when the tokens of the step in flight are expected; each request whose
-        prompt is computed then counts with the deadline of the token after. None: no step is in flight."""
+        prompt is computed then counts with the deadline of the token after that step's. None: no step is in flight."""
         if collected is None:
             return self._others + self._launched + self._next
         later = [*self._others]

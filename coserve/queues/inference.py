@@ -57,8 +57,8 @@ class InferenceQueue:
 
         An interactive request displaces a batch-class one. Otherwise the newest request of the adapter with the most
         requests of the same class is displaced, if the new request's adapter has at least two fewer: one adapter cannot
-        keep others out by filling the queue. A call with several choices of which one was admitted is never displaced;
-        an older request or one of the next adapter is.
+        keep others out by filling the queue. A call of several choices, one of which was admitted, is never displaced:
+        an older request is, or one of the adapter with the next most requests.
 
         Raises:
             QueueFull: the queue is full, and no request can be displaced. Carries `retry_after`.
@@ -72,7 +72,7 @@ class InferenceQueue:
         return displaced
 
     def pop(self, count: int, batch: int = maxsize) -> list[Request]:
-        """Remove and return the requests of `waiting`."""
+        """Remove and return the requests that `waiting` returns for the same arguments."""
         popped = self.waiting(count, batch)
         taken = 0
         for entry in popped:
@@ -87,7 +87,8 @@ class InferenceQueue:
         return list(popped)
 
     def cancel(self, ids: Collection[str]) -> set[str]:
-        """Remove these requests as far as they are queued, and return their ids. Many cost little more than one."""
+        """Remove those of these requests that are queued, and return their ids. One call for many costs little more
+        than for one."""
         gone = [entry for id in ids if (entry := self._entries.pop(id, None)) is not None]
         for flows in self._interactive, self._batch:
             by_flow: dict[Hashable, list[str]] = {}

@@ -52,8 +52,8 @@ class OverlapSpeed:
 
 
 class Trials:
-    """Schedules trials: steps run without overlap although overlap is in use, because which costs less changes with the
-    load."""
+    """Schedules trials: steps run without overlap although overlap is in use, because whether overlap costs less
+    changes with the load."""
 
     def __init__(self) -> None:
         self._overlapped, self._left = Counter[StepKind](), Counter[StepKind]()

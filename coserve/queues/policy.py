@@ -51,7 +51,7 @@ class Costs:
     serve: float
     """The next generation step, exceeded as rarely as `slo_attainment` allows (`queues/risk.py`)."""
     micro_step: float
-    """The next training micro-step, likewise."""
+    """The next training micro-step, exceeded as rarely."""
     decode: float = 0.0
     """Mean of a step without prefill, slow outliers included: over many steps other errors cancel out."""
     overlapped: float = 0.0
@@ -59,14 +59,14 @@ class Costs:
     serve_expected: float = math.inf
     """Expected value for `serve`; infinite if no such step was measured lately."""
     overlapped_expected: float = math.inf
-    """Expected value for `overlapped`; infinite likewise."""
+    """Expected value for `overlapped`; infinite if no such step was measured lately."""
     train_overlap_speed: float = 1.0
     """Training's speed while overlapped with a step, as a fraction of its speed without."""
     admitting_nobody: Costs | None = None
     """The costs of a step that admits no waiting request; None: the same."""
 
     def of(self, step: Serve) -> float:
-        """The cost of a step that admits all waiting requests, or none."""
+        """Predicted seconds of this step. If it admits any waiting request, the prediction assumes all."""
         if not step.admit and self.admitting_nobody is not None:
             return self.admitting_nobody.of(step)
         return self.serve if step.between else self.overlapped

@@ -18,7 +18,7 @@ CREDIT = 0.5
 
 
 PLACEHOLDER = -1
-"""Id of a cartridge's token, which is none of the vocabulary."""
+"""Token id of a cartridge's tokens, which have trained keys and values instead of a word of the vocabulary."""
 
 
 class State(Enum):
@@ -91,8 +91,8 @@ class Request:
     holds_adapter: bool = False
     """Whether it holds a reference to its adapter's pages."""
     passed_since: float | None = None
-    """When later requests could first become active before it, as there was no room for its adapter; None: none could
-    since it was last active."""
+    """Time from which later requests were allowed to pass it in the line, because there was no room for its adapter;
+    None: not since it was last active."""
     pages: list[int] = field(default_factory=list)
     slot: int = -1
     """Slot of its recurrent state while it holds pages; -1: none."""
@@ -125,7 +125,8 @@ class Request:
 
     @property
     def paged_adapter(self) -> AdapterRef | None:
-        """The adapter whose matrices it needs in pages; None: none, or a cartridge, which is in its own pages."""
+        """The adapter whose matrices it needs in pages; None: it has no adapter, or a cartridge, whose keys and values
+        are in the request's own pages."""
         return None if self.prefix else self.message.adapter
 
     @property

@@ -17,8 +17,8 @@ one, and the target is the mean over an answer. In simulation, 10 made answers o
 LEAST_QUANTILE = 0.8
 """Lowest quantile of the errors that a prediction is multiplied by, however low the target attainment is."""
 OUTLIER = 3.0
-"""Larger errors count as this size, such as a kernel compilation or a slow disk. A larger factor would leave training
-no time."""
+"""Larger errors count as this one. They come from a kernel compilation or a slow disk, and a factor that covers them
+would leave training no time."""
 
 
 class Risk:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 StepKind = Literal["prefill", "decode"]
-"""Kinds of generation steps: with prefill, or decode only. Each has its own predictor: they run other kernels and
-graphs."""
+"""Kinds of generation steps: with prefill, or decode only. Each has its own predictor, because they run different
+kernels and graphs."""
 STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
 
 

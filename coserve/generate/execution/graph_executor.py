@@ -48,7 +48,7 @@ class Capture(Enum):
     """When to capture a graph that a step needs and that is missing."""
 
     IN_STEPS = auto()
-    """In the step that needs it, with all compilation this takes."""
+    """During the step that needs it, which waits for compilation and capture."""
     BETWEEN_STEPS = auto()
     """In pieces, from idle calls of `prepare` and between steps (`Pace`); until then steps run without it, or in a
     graph that also computes LoRA terms that they do not need."""
@@ -73,9 +73,9 @@ class GraphStep:
 
     sequences: list[int]
     sampled: list[int]
-    """The sequences among them that sample a token."""
+    """Numbers of the sequences that sample a token."""
     host: Chosen | None = None
-    """The tokens; None: they are not chosen yet."""
+    """The sampled tokens, being copied to the host; None: they are not chosen yet."""
     copied: torch.cuda.Event | None = None
     """Recorded after the copy of the tokens to `host`."""
     overlaps: bool = True
@@ -106,7 +106,7 @@ class _Batch:
     footprint: LoraFootprint | None
     """Footprint of the graphs that serve it; None: none does."""
     at_ends: tuple[Segments, list[LoraWeights]] | None
-    """The batch by adapter, if one changes the model's embedding or head: then no graph serves it."""
+    """Segments and their adapters, if one changes the model's embedding or head: then no graph serves the step."""
 
     @property
     def decodes(self) -> bool:
@@ -160,7 +160,7 @@ class GraphExecutor:
         self._unchosen: Callable[[Masks], None] | None = None
         """Chooses the tokens of the launched step, whose masks are missing."""
         self._ended: list[int] = []
-        """Sequences to forget once they are chosen."""
+        """Sequences that ended while the tokens of the launched step are not chosen; forgotten afterwards."""
 
     @property
     def decode_graphs(self) -> tuple[tuple[int, LoraFootprint], ...]:
@@ -265,8 +265,8 @@ class GraphExecutor:
         self._eager.evicted(adapter)
 
     def kept(self, weights: LoraWeights) -> None:
-        places = layout_of(weights).places  # of the layout: to read a pair of a host copy is to copy it
-        if not weights.settings.cartridge and not any(map(is_end, places)):  # steps with ends run without graphs
+        places = layout_of(weights).places  # the layout tells it without copying pairs to the GPU
+        if not weights.settings.cartridge and not any(map(is_end, places)):  # embedding or head: no graphs
             self._footprints.expect(
                 max((place.rank for place in places.values()), default=0),
                 scaled=weights.settings.use_dora,

@@ -24,8 +24,8 @@ DECODE_KERNEL_TOKENS = 256
 """Mixed graphs of up to this many tokens use the LoRA decode kernels, even for long runs: a prefill tile of 64 rows
 takes as long for one row as for all."""
 MANY_ADAPTERS_TOKENS = 0
-"""So do larger graphs, up to this many tokens, for steps with more adapters than the second of `MIXED_ADAPTERS`. 768
-once `benchmarks.adapters.steps --only mixed` has shown on a GPU that it is faster."""
+"""Mixed graphs of up to this many tokens also use the LoRA decode kernels for steps with more than `MIXED_ADAPTERS[1]`
+adapters. To be set to 768 once `benchmarks.adapters.steps --only mixed` has shown on a GPU that it is faster."""
 PARTIAL_FOOTPRINTS = 2
 """Footprints with only some site groups that get graphs of their own. Further ones use the graphs of all groups."""
 CAPTURE_AFTER = 4

@@ -101,7 +101,7 @@ class StaticSlotLora:
         return capacity
 
     def _blocks(self, capacity: TileCapacity) -> int:
-        """Items of a tile; the prefill kernels use none."""
+        """Work items per tile, one for each `RANK_BLOCK` of the LoRA rank; the prefill kernels use none."""
         return self._footprint.max_rank // RANK_BLOCK if capacity.decode else 0
 
     def _buffers(self, tokens: int) -> dict[int, StepTiles]:
@@ -111,7 +111,7 @@ class StaticSlotLora:
         }
 
     def _put(self, capacity: TileCapacity, hosts: Sequence[HostTiles]) -> None:
-        """`hosts`: tiles of local pairs, then of fully sharded ones."""
+        """Copy tiles into the fixed buffers. `hosts`: tiles of local pairs, then of fully sharded ones."""
         rows = capacity.rows
         for buffers, host in zip((self._local, self._sharded), hosts, strict=True):
             if buffers is not None and not capacity.decode:  # the prefill kernels know an idle tile by its slot

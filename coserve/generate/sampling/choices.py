@@ -26,7 +26,7 @@ class NoToken(IntEnum):
     NOT_FINITE = NOT_FINITE
     """The model's logits are NaN or infinite."""
     NONE_LEFT = NONE_LEFT
-    """Bias, penalties and banned tokens of the request exclude every token."""
+    """Bias, penalties, banned tokens and mask of the request exclude every token."""
 
 
 @dataclass(frozen=True)

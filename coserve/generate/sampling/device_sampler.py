@@ -43,7 +43,7 @@ class DeviceSampler:
         return _joined(parts, self._batch)
 
     def forget(self, sequence: int) -> None:
-        """The sequence has ended."""
+        """Drop the counts of a sequence that has ended."""
         self._history.forget(sequence)
 
     def warm_up(self, dtype: torch.dtype) -> None:

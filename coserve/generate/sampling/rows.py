@@ -30,7 +30,8 @@ class SamplingRow(Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     """Length of the prompt in `tokens`."""
     masked: bool = False
-    """Whether a mask of a grammar is applied. It is given after the launch: see `StepExecutor.choose`."""
+    """Whether a mask of a grammar or of token rules is applied. It is given after the launch: see
+    `StepExecutor.choose`."""
 
 
 def is_penalised(params: SamplingParams) -> bool:

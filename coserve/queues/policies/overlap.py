@@ -19,8 +19,8 @@ from coserve.queues.policy import Decision, NamedPolicy, Overdue, PolicySettings
 LONGEST = MAX_SLICE / MAX_SLICES
 """Predicted seconds of the longest slice: `MAX_SLICE` divided by the slices in flight."""
 LONGEST_OVERLAPPED = 12e-3
-"""The same, of slices that steps overlap: a step with prompts is often too slow to overlap, and then waits for all
-slices in flight."""
+"""`LONGEST` of slices that steps overlap. Shorter, because a step with prompts is often too slow to overlap, and then
+waits for all slices in flight."""
 TIMER = 1e-3
 """Seconds by which a timer may be late: the event loop's resolution is a millisecond."""
 SPARE_SHARE = 0.1
@@ -29,8 +29,8 @@ PROMPT_HOLD = 0.05
 """Seconds that prompts may be held back while steps without them overlap training: one step with several prompts costs
 training less."""
 TURN_WAIT = 0.12
-"""Longest wait of a first token, in seconds, where its step cannot overlap training: until the batch's next tokens are
-due."""
+"""Longest wait of a first token, in seconds, where its step cannot overlap training: it waits for the step at which the
+batch's next tokens are due."""
 AHEAD = 5e-3
 """Seconds before the slices in flight end at which the next step is launched: covers the launch and prediction
 errors."""

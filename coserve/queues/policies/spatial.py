@@ -8,9 +8,9 @@ from coserve.queues.policy import Decision, NamedPolicy, PolicySettings, Serve, 
 MAX_SLICES = 2
 """Slices in flight: the device begins the second one without waiting for the host."""
 MIN_SLICE = 0.005
-"""Least predicted seconds of a slice. Shorter ones cost the host more than they gain. Slices are as long as a
-generation step if that is longer: beyond, they delay the next step where the host launches slower than the device
-computes."""
+"""Least predicted seconds of a slice: shorter ones cost the host more than they gain. If a generation step takes
+longer, slices last as long as it. Even longer ones would delay the next step where the host launches slower than the
+device computes."""
 
 
 class Spatial(NamedPolicy):
