@@ -7,7 +7,7 @@ kept. A layer keeps the sum of:
 
 - what the base's own operations keep;
 - the input of each group of sites (q, k and v; gate and up) that the adapter changes, once a group;
-- x Aᵀ of each site, a row of R elements a token;
+- x Aᵀ of each site, a row of R elements per token;
 - the unscaled output of each site of a DoRA adapter.
 
 The peak is what is kept plus the head, or what is kept plus the backward of one layer, whichever is larger. With CUDA
@@ -40,10 +40,10 @@ Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 ROWS = 36
-"""Bytes a token of a micro-batch's ids, positions, targets and labels."""
+"""Bytes per token of a micro-batch's ids, positions, targets and labels."""
 PAIRS = 36
-"""Further bytes a token of a micro-batch of pairs: each token's sequence, its gradient weight, and the targets'
-losses."""
+"""Further bytes per token of a micro-batch of (chosen, rejected) pairs: each token's sequence, its gradient weight, and
+the targets' losses."""
 _NO_GROUP = -1
 """Group index of (A, B) pairs that are in no group: those of experts, and of a cartridge."""
 TEACHER_SHARE = 2
@@ -82,7 +82,7 @@ class MicroBatchBytes:
 
 @dataclass(frozen=True)
 class LoraLayer:
-    """Bytes a token that LoRA adds in one layer."""
+    """Bytes per token that LoRA adds in one layer."""
 
     first: GroupCosts
     """Costs of the first group that the adapter changes."""
@@ -128,18 +128,18 @@ class MicroBatchModel:
         """Trained layers, from the lowest one up."""
         element = ITEMSIZE[base.dtype]
         self._input = base.hidden * element
-        """Bytes a token of a layer's input."""
+        """Bytes per token of a layer's input."""
         self._lowest = self._input if first else 0
-        """Bytes a token of the lowest trained layer's input; 0 for layer 0, whose input is the embedding, held in any
+        """Bytes per token of the lowest trained layer's input; 0 for layer 0, whose input is the embedding, held in any
         case."""
         self._own = {Kept.ALL: costs.layer, Kept.INPUT: float(self._input)}
         self._own |= {kept: level.kept for kept, level in costs.levels.items()}
-        """Bytes a token that a layer keeps without LoRA, for each level."""
+        """Bytes per token that a layer keeps without LoRA, for each level."""
         self._lora = {kept: _sums(self._lora_kept(kept, one) for one in self._each) for kept in Kept}
-        """Bytes a token that LoRA adds to the lowest 0, 1, ... layers in all, for each level."""
+        """Bytes per token that LoRA adds to the lowest 0, 1, ... layers in all, for each level."""
         sites = [sum(role_of(name) in group.roles for name in base.sites) / base.layers for group in costs.groups]
         self._measured = [element * costs.rank * count for count in sites]
-        """Bytes a token of each group's x Aᵀ, for the adapter that the levels were measured with."""
+        """Bytes per token of each group's x Aᵀ, for the adapter that the levels were measured with."""
 
     def bytes(self, batch: MicroBatchShape, recomputed: Counts, partly: Counts) -> tuple[Floats, Floats]:
         """Return held and peak bytes, beyond what the job keeps, for each pair of counts in `recomputed` and `partly`;
@@ -165,7 +165,7 @@ class MicroBatchModel:
         return held, (peak + head if batch.graphs else np.maximum(kept + head, peak)) + besides
 
     def _lora_kept(self, kept: Kept, layer: LoraLayer) -> float:
-        """Bytes a token that LoRA adds to a layer that keeps `kept`: each x Aᵀ that is not recomputed, and at
+        """Bytes per token that LoRA adds to a layer that keeps `kept`: each x Aᵀ that is not recomputed, and at
         `Kept.ALL` also inputs."""
         level = self._costs.levels.get(kept)
         if level is None:
@@ -199,7 +199,7 @@ class MicroBatchModel:
         return _highest(found[one] for one in self._each)  # the whole forward runs again, and keeps everything
 
     def _more(self, level: LevelCosts, layer: LoraLayer) -> float:
-        """Bytes a token by which this layer's recomputed x Aᵀ exceed those of the measured adapter."""
+        """Bytes per token by which this layer's recomputed x Aᵀ exceed those of the measured adapter."""
         each = zip(layer.shrinks, self._measured, level.shrinks, strict=True)
         return max(0.0, sum(own - measured for own, measured, stays in each if not stays))
 

@@ -46,8 +46,8 @@ class DeviceMemory:
         taken_elsewhere: Callable[[], int] = lambda: 0,
     ) -> None:
         """`graphs_done` is called with the size of all graphs whenever none is missing and it has grown. `clock`
-        returns seconds. `taken_elsewhere`: on other ranks' GPUs, the most bytes that were taken since the start outside
-        of the rank's allocator."""
+        returns seconds. `taken_elsewhere` returns the largest growth since the start, over the other ranks, of the
+        bytes in use on a rank's GPU outside its allocator."""
         self.admission, self._fixed, self._read, self._graphs = admission, fixed, read, graphs
         self._graphs_done, self._reported_graphs, self._clock = graphs_done, 0, clock
         self._taken_elsewhere = taken_elsewhere

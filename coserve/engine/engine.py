@@ -42,7 +42,7 @@ from coserve.state.failpoints import failpoint
 log = logging.getLogger(__name__)
 
 PREPARATION = 0.5
-"""Seconds. `Generates.prepare` runs only if no timer ends sooner: a call of it takes less."""
+"""Seconds. `Generates.prepare`, a call of which takes less, runs only if no timer ends within this time."""
 
 
 async def _yield_to_loop() -> None:
@@ -53,10 +53,10 @@ async def _yield_to_loop() -> None:
 
 @dataclass(frozen=True)
 class JobPlaces:
-    """Limits and resources for jobs: up to `max_active` have a place. They alternate; with `first_come` the one that
-    came first trains, and others only while it cannot, or in its batches. `threads` run their long work; None: two
-    threads for each. `memory`: admits jobs by the GPU's memory, polled every `memory_poll` seconds while a job waits
-    for it."""
+    """Limits and resources for jobs. Up to `max_active` jobs have a place. They alternate; with `first_come` the oldest
+    one trains, and others only while it cannot, or in micro-batches that they share with it. `threads` run their long
+    work; None: two threads for each job. `memory`: admits jobs by the GPU's memory, polled every `memory_poll` seconds
+    while a job waits for it."""
 
     max_active: int = 1
     threads: Executor | None = None
@@ -147,7 +147,7 @@ class Engine:
         self._link.send(EngineStopped())
 
     def wake(self) -> None:
-        """Have the next tick look again: something has changed on another thread."""
+        """Wake the engine for another tick, as something has changed; on any thread."""
         if self._loop is None:
             return  # the first tick will look
         with suppress(RuntimeError):  # the loop has ended, and the engine with it

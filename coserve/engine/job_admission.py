@@ -64,7 +64,7 @@ class JobAdmission:
 
     def release(self, job: str, cancelled: Future[Any] | None = None) -> None:
         """Give back the memory of a job that had started and now ended or was paused. It becomes available once the
-        job's `cancelled` work on a thread and the pass that it has left have ended."""
+        job's `cancelled` work on a thread has ended, and the micro-batch that it shared with other jobs."""
         self._leaving[job] = cancelled
 
     def _release_freed(self) -> None:

@@ -108,7 +108,7 @@ class JobRunner:
         self._pending.add(spec)
 
     def call(self, message: CallSession) -> None:
-        """Add a call of a session; nothing if the session has ended, which its client is told."""
+        """Add a call of a session. Ignored if the session has ended: its client is told that."""
         if (calls := self._calls.get(message.id)) is not None:
             calls.put(message)
 
@@ -144,7 +144,7 @@ class JobRunner:
         """Start the job, or fail it if it can never fit. Returns False if it waits for memory."""
         try:
             found = self._memory.admit(spec)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+        except Exception as error:  # noqa: BLE001 - any error concerns only this job
             failed = job_failed(spec.id, error)
             self._memory.release(spec.id)
             self._pending.withdraw(spec.id)
@@ -163,7 +163,7 @@ class JobRunner:
         otherwise its jobs have had their turn."""
         try:
             messages = self.trainer.advance(job, micro_steps, self._turns.ready(), shared_tokens)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+        except Exception as error:  # noqa: BLE001 - any error concerns only this job
             self._end(job, job_failed(job, error))
             return False
         for message in messages:

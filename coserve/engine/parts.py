@@ -65,9 +65,9 @@ EXACT_THREADS = 2
 PROBES = 3
 """Forwards timed for each number of threads in `choose_threads`."""
 SMALL_STEP = 0.03
-"""Seconds of a forward; for faster ones the number of threads is not chosen."""
+"""Seconds of a forward of one token. Once it is faster, `choose_threads` tries no further number of threads."""
 ADAPTER_SHARE = 0.25
-"""Fraction of the host memory that is free at the start for idle adapters."""
+"""Fraction of the host memory free at the start that idle adapters may take."""
 PINNED_SHARE = 0.5
 """Fraction of the daemon's usable host memory for job state: pinned memory is never swapped."""
 SWITCH_INTERVAL = 2e-5

@@ -83,7 +83,7 @@ class Trains(Protocol):
     ) -> list[FromEngine]: ...
     @property
     def trained(self) -> tuple[str, ...]:
-        """Jobs of the last slice: the one that was advanced, and those that share its pass."""
+        """Jobs of the last slice: the one that was advanced, and those that share its micro-batch."""
         ...
 
     @property

@@ -14,7 +14,7 @@ from coserve.queues.inference import RETRY_AT_LEAST, RETRY_AT_MOST
 from coserve.queues.request import Request, State
 
 MEMORY = 32
-"""Admissions after which one counts 1/e of a new one, in the admission rate."""
+"""Decay of the admission rate: after this many newer admissions, one has 1/e of the weight of a new one."""
 LEFT_ON_ARRIVAL = 0.5
 """Mean fraction of the gap between admissions that is left when a request arrives."""
 FIRST_TOKEN_STEPS = 2
@@ -73,8 +73,8 @@ def retry_after(seconds: float) -> float:
 class Reception:
     """Puts requests into the queue, or refuses them. A request is refused if the queue has no place, or if its first
     token would be late: on arrival, by its predicted wait, or later, once no admission could be in time. A request that
-    finds a place in the batch on arrival is never refused as late; below capacity all do. All choices of a call are
-    refused together, and none once one of them has left the queue."""
+    finds a place in the batch on arrival is never refused as late; below capacity every request finds one. All choices
+    of a call are refused together, and none once one of them has left the queue."""
 
     def __init__(self, scheduler: Scheduler, views: Views, send: Callable[[Sequence[RequestFailed]], None]) -> None:
         self._scheduler, self._views, self._send = scheduler, views, send
@@ -82,7 +82,8 @@ class Reception:
         self._deadlines: list[tuple[float, str]] = []
         """Heap of (latest admission time of queued requests, request id). Some of them have ended since."""
         self._cancelled: list[str] = []
-        """Queued requests to cancel together before the queue is next used: many cost little more than one."""
+        """Queued requests to cancel before the queue is next used; together, as one call for many costs little more
+        than for one."""
 
     def enqueue(self, message: Generate, now: float) -> None:
         self._cancel_all()

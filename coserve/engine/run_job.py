@@ -72,7 +72,7 @@ class JobRun(ActiveJob):
             self.end = await self.work()
         except Stopped:
             pass
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+        except Exception as error:  # noqa: BLE001 - any error concerns only this job
             self.ends(job_failed(self.id, error))
         if not isinstance(self.end, JobSucceeded):
             await self.stop()
@@ -146,7 +146,7 @@ class JobRun(ActiveJob):
         if self.loaded and self.end is not None:
             try:
                 self._trainer.abandon(self.id, finish_update=isinstance(self.end, JobPaused))
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            except Exception as error:  # noqa: BLE001 - any error concerns only this job
                 failed = job_failed(self.id, error)
                 self.end = failed if isinstance(self.end, JobPaused) else self.end
         while self._write is not None:
@@ -156,7 +156,7 @@ class JobRun(ActiveJob):
                     self._services.send(message)
             except Stopped:  # it had not begun
                 pass
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's alone
+            except Exception as error:  # noqa: BLE001 - any error concerns only this job
                 self.ends(job_failed(self.id, error))
         if self.loaded and (self.end is None or isinstance(self.end, JobPaused)):
             await self._save()

@@ -17,7 +17,7 @@ from coserve.finetune.trainer import Trainer
 
 
 class Calls:
-    """The calls of one session that wait."""
+    """Queue of one session's calls."""
 
     def __init__(self) -> None:
         self._waiting = deque[CallSession]()
@@ -62,7 +62,7 @@ class SessionRun(JobRun):
             self._services.send(done)
 
     async def stop(self) -> None:
-        """Drop the call being computed; its files, if it writes some, are waited for."""
+        """Abandon the call that is being computed. Files that a call writes are complete by then."""
         self.turn = None
         if self.loaded:
             self._trainer.abandon(self.id)

@@ -1,5 +1,5 @@
-"""Start of an engine: progress reports, the end of the warm-up process's socket, and reaction to a shutdown, as kernels
-may take minutes to compile."""
+"""Start of an engine: sends progress reports, follows the warm-up process, and reacts to a shutdown meanwhile, as
+kernels may take minutes to compile."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ _KINDS = {
 }
 """For a step kind, overlapped with training or not: kinds of measured steps that predict it, best first."""
 FORGET: dict[StepKind, tuple[int, int]] = {"decode": (200, 1000), "prefill": (40, 200)}
-"""Steps of a kind in a row without overlap after which the errors of overlapped ones, and then their times, are
-forgotten, so that they are measured anew."""
+"""For each kind, two numbers of steps in a row without overlap: after the first, the prediction errors of overlapped
+steps are forgotten; after the second, also their times. So both are measured anew."""
 
 
 class AlternationCounts:

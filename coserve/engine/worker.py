@@ -67,8 +67,8 @@ def build_engine(
     training: TrainingStream | None = None,
     progress: StartProgress | None = None,
 ) -> tuple[Engine, EngineReady]:
-    """Build the engine over a loaded base, with all that its first requests and jobs need, and the message that it is
-    ready.
+    """Build the engine over a loaded base; return it with its `EngineReady` message. Its kernels are loaded and its
+    graphs captured.
 
     `garbage`: see `Engine`; `task`: the warm-up that has compiled for it; `followers`: the other ranks, which have
     loaded their bases or are about to; `training`: the stream for slices that overlap generation; None: slices and

@@ -243,7 +243,7 @@ class Generator:
                 launched = self._executor.launch(step, adapters)
         except EngineFault:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is these requests' alone
+        except Exception as error:  # noqa: BLE001 - any error concerns only these requests
             if out_of_memory(error):
                 self._lower_memory(scheduled, error)
             else:
@@ -276,7 +276,7 @@ class Generator:
                 self._executor.choose(self._grammars.masks([each for each in masked if self._runs(each)]))
         except EngineFault:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is these requests' alone
+        except Exception as error:  # noqa: BLE001 - any error concerns only these requests
             launched.clear()
             return self._abort_all([each for each in requests if self._runs(each)], error)
         return []
@@ -327,7 +327,7 @@ class Generator:
                 return self._accept(running, result)
         except EngineFault:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is these requests' alone
+        except Exception as error:  # noqa: BLE001 - any error concerns only these requests
             if isinstance(error, LoraServerLost):
                 self._undo(launched)
                 self.scheduler.recompute([item.request for item in launched.scheduled])

@@ -126,7 +126,7 @@ class Growing(NamedTuple):
     length: int
     """Tokens that it has pages for."""
     growth: int
-    """Predicted further tokens, one a step."""
+    """Predicted further tokens, one per step."""
     own_pages: int
     """Pages that it frees when it ends."""
     estimated: bool

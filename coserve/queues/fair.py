@@ -27,7 +27,8 @@ class _Flow(Generic[T]):
     position: int
     """Position in the round, increasing."""
     spent: int
-    """Cost of the items that have left, less the credit of the turns before the flow existed."""
+    """Cost of the items that have left, plus the quanta of all turns before the flow existed. The credit is the quanta
+    of all turns so far, less this."""
     turns: int = 0
     """Turns so far, beyond those that all flows have had (`DeficitRoundRobin._turns`)."""
     cost: int = 0

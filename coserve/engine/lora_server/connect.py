@@ -9,7 +9,7 @@ from coserve.engine.lora_server.messages import StartServer
 from coserve.engine.lora_server.transport import GlooTransport, Transport, gloo_group
 
 SLOTS = 1024
-"""Adapters that servers hold at once, at most."""
+"""Most adapters that the servers hold at once."""
 ENGINE = 0
 """The engine's rank in the group; server i is rank i + 1."""
 
@@ -21,7 +21,8 @@ def connect(settings: StartServer) -> Transport:
 
 
 def connect_all(rendezvous: str, servers: int, device: torch.device, deadline: float) -> list[Transport]:
-    """Connect an engine to its servers, which are about to `connect`, in order. Raises `RuntimeError` if they do not
-    within `deadline` seconds, which is also the time that a message may take."""
+    """Connect an engine to its servers, each of which calls `connect`; return the transports in the servers' order.
+    Raises `RuntimeError` if a server does not connect within `deadline` seconds. This is also the timeout of each
+    message."""
     group = gloo_group(rendezvous, ENGINE, servers + 1, deadline)
     return [GlooTransport(group, index + 1, device, deadline) for index in range(servers)]

@@ -23,13 +23,13 @@ class StartServer(ToServer, frozen=True, kw_only=True):
     """Number among the servers of the engine."""
     servers: int
     ep: int
-    """Servers that share out the experts of a layer."""
+    """Number of servers among which the experts of a layer are divided."""
     start: int
-    """Number of the start of all servers, from 1."""
+    """How many times the engine has started its servers, this time included."""
     rendezvous: str
     """Path of a file that does not exist yet, by which the processes find each other."""
     deadline: float
-    """Seconds that a message may take."""
+    """Timeout of a message in seconds."""
     spec: BaseSpec
     data_dir: str
     device: str
@@ -66,19 +66,20 @@ class BeginStep(ToServer, frozen=True, kw_only=True):
 
 
 class Exchange(ToServer, frozen=True, kw_only=True):
-    """Inputs of a parameter of experts, which the transport brings as message `number`; it takes the terms back."""
+    """Announces inputs of an expert parameter, which come over the transport as message `number`. The server returns
+    the LoRA terms over the transport."""
 
     step: int
     number: int
     site: str
     chosen: int
-    """K: experts chosen by each token."""
+    """K: experts per token."""
     rows: int
     """S: choices of this server's experts, in the order of the tokens and of their choices."""
     down: bool
-    """Whether the parameter is that of down: the inputs are (S, I), weights (S) come with them, and the terms are
-    (N, D). Otherwise the inputs are (N, D), the numbers of the chosen experts among the server's (N, K) come with them,
-    where others have the number one past the last, and the terms are (S, O)."""
+    """True: the down projection, with inputs (S, I), fp32 router weights (S), and terms (N, D). False: gate and up, or
+    up alone, with inputs (N, D), expert numbers int64 (N, K), and terms (S, O). The numbers count the server's own
+    experts from 0; an expert of another server has the number one past the last."""
 
 
 class FromServer(Struct, frozen=True, tag=True, kw_only=True):

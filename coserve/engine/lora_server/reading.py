@@ -47,7 +47,7 @@ class PairsReader:
         self._packed = PackedFiles(form, LoadTimes())
 
     def __call__(self, ref: AdapterRef, digests: AdapterDigests | None) -> PairsRuns:
-        """Raises as `load_adapter`, and `AdapterNotFound`."""
+        """Return the server's part of an adapter. Raises as `load_adapter` does, and `AdapterNotFound`."""
         path = self._folder.adapter(ref)
         if not path.is_dir():
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")

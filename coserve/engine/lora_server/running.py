@@ -67,12 +67,12 @@ class RunningServers:
     def __init__(
         self, start: int, servers: Sequence[Server], transports: Sequence[Transport], answered: Answered
     ) -> None:
-        """`start`: number of the start; `transports`: to each server. `answered` is called with a server's index and
-        its answer, on other threads."""
+        """`start`: number of the start; `transports`: one to each server. `answered` is called with a server's index
+        and its answer, on other threads."""
         self.servers, self._transports, self.start, self._answered = servers, transports, start, answered
         self._lost = threading.Event()
         self.why = ""
-        """Why it was lost."""
+        """Why the servers were lost; empty before."""
         self._holders: dict[str, list[tuple[int, ServerPart]]] = {}
         for index, server in enumerate(servers):
             for site in server.part.sites:
@@ -155,7 +155,7 @@ class RunningServers:
         return self._holders[site]
 
     def next_number(self) -> int:
-        """Return the number of a further exchange."""
+        """Return the number of the next exchange."""
         return next(self._numbers)
 
     def _check(self) -> None:

@@ -91,7 +91,7 @@ class LoraServer:
     @torch.no_grad()
     def run(self, dtype: torch.dtype) -> None:
         """Serve until the engine is gone, which raises `PeerLost`. `dtype`: of activations. Raises `LookupError` for a
-        step or an exchange that does not belong here."""
+        step whose adapters are not in their slots, and for an exchange of another step."""
         while True:
             match self._channel.receive():
                 case LoadPairs() as load:

@@ -22,7 +22,7 @@ from coserve.kernels.lora.segments import Segments
 log = logging.getLogger(__name__)
 
 PAUSES = 1.0, 30.0
-"""Seconds before the first attempt to start lost servers again, which double, and at most."""
+"""Seconds to wait before lost servers are started again: at first, doubled after each failure, and at most."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class LoraServers:
         self._keeper.start()
 
     def notify(self, changed: Callable[[], None]) -> None:
-        """Call `changed`, on any thread, when servers were lost or have come, and when they have an adapter."""
+        """Call `changed`, on any thread, when servers were lost or have started, and when they have answered a load."""
         self._tell = changed
 
     # ---- processes
@@ -76,14 +76,14 @@ class LoraServers:
             raise StartupError(f"the LoRA servers did not start: {self._failure}")
 
     def close(self) -> None:
-        """End the servers, and wait for their ends; servers that only start end by themselves."""
+        """End the servers, and wait for their ends; servers that are still starting end by themselves."""
         self._ended.set()
         if (running := self._running) is not None:
             running.lose("the engine stops")
             self._keeper.join()
 
     def _keep(self) -> None:
-        """Start the servers, again and again."""
+        """Start the servers, and start them again whenever they are lost; on a thread."""
         pause, longest = PAUSES
         while not self._ended.is_set():
             self._starts += 1
@@ -119,7 +119,7 @@ class LoraServers:
         log_event(log, "LoRA servers ready", servers=self._count, start=self._starts, adapters=len(self._held))
 
     def _forget(self) -> None:
-        """Expect nothing of lost servers any more."""
+        """Forget what lost servers held and were loading."""
         with self._changed:
             self._running, self._losses = None, self._losses + 1
             self._loads.clear()

@@ -62,7 +62,7 @@ def make_servers(base: Base, config: Config) -> LoraServers | None:
 
 
 class ServersCopies(NoMirror):
-    """Implements `CopyMirror`: servers drop an adapter with its host copy."""
+    """Implements `CopyMirror`: when the engine drops its host copy of an adapter, the servers drop their pairs."""
 
     def __init__(self, servers: LoraServers) -> None:
         self._servers = servers

@@ -1,4 +1,4 @@
-"""The pairs of experts that a LoRA server holds, and the terms of the rows that come in.
+"""The experts' (A, B) pairs that a LoRA server holds, and the LoRA terms that it computes with them.
 
 N tokens, K experts of each, D hidden features, I inner ones, O outputs of gate and up; M = N K choices, S of them of
 this server's experts.
@@ -96,7 +96,8 @@ class HeldPairs:
         return StepTerms(SlotExpertLora(self._table.tables, slots_N.to(self._device), most), self.sites, wait)
 
     def _wait(self, own: Sequence[_Slot], layer: int) -> None:
-        """Wait until adapters have come as far as a layer. Raises `LookupError` if one cannot be read."""
+        """Wait until the pairs of these adapters are loaded up to a layer. Raises `LookupError` if one cannot be
+        read."""
         with self._changed:
             self._changed.wait_for(lambda: all(held.through >= layer for held in own))
         for held in own:
@@ -113,16 +114,16 @@ class HeldPairs:
 
 @dataclass(eq=False)
 class _Slot:
-    """An adapter's pairs as far as they have come."""
+    """How far the adapter of a slot is loaded."""
 
     load: int
     """Number of the load that fills it."""
     pairs: dict[str, LoraPair] = field(default_factory=dict)
     rank: int = 0
     since: int = 0
-    """Version of the table that had its first pairs; 0: none has come."""
+    """Version of the table from which on the slot has its first pairs; 0: none is loaded."""
     through: float = -1
-    """Layer up to which all have come; infinite: the load has ended."""
+    """Layer up to which all its pairs are loaded; infinite: the load has ended."""
     error: Exception | None = None
 
 
@@ -130,7 +131,7 @@ class StepTerms:
     """The terms of one step's tokens, layer by layer."""
 
     def __init__(self, lora: ExpertLora, sites: Mapping[str, SiteSpec], wait: Callable[[int], None]) -> None:
-        """`wait`: waits until the adapters' pairs of a layer have come."""
+        """`wait`: waits until the adapters' pairs of a layer are loaded."""
         self._lora, self._sites, self._wait = lora, sites, wait
         self._rows: ExpertRows | None = None
         """Rows of all choices of the layer whose terms of gate and up were computed last; those of other servers'

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TAGS = 1 << 20
-"""Numbers of messages after which tags repeat."""
+"""Number of messages after which gloo's tags repeat."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class GlooTransport:
     memory: `send` waits for them, and `receive` for the message, while the GPU computes what was launched before."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device, deadline: float) -> None:
-        """`device`: of tensors that are received; `deadline`: seconds that a message may take."""
+        """`device`: of tensors that are received; `deadline`: timeout of a message in seconds."""
         self._group, self._peer, self._device = group, peer, device
         self._deadline = timedelta(seconds=deadline)
         self._sent = deque[tuple[dist.Work, Tensor]]()
@@ -68,7 +68,7 @@ class GlooTransport:
 
 @contextmanager
 def _connection() -> Iterator[None]:
-    """Tell gloo's errors from those of tensors."""
+    """Context of a gloo call: its errors become `ConnectionError`."""
     try:
         yield
     except RuntimeError as error:
@@ -80,8 +80,8 @@ def _tag(number: int, place: int) -> int:
 
 
 def gloo_group(path: str, rank: int, size: int, seconds: float) -> dist.ProcessGroup:
-    """Join a group of processes. `path`: of a file that the first one makes; `seconds`: in which all are to come.
-    Raises `RuntimeError`."""
+    """Join a gloo group of `size` processes. `path`: the rendezvous file, which the first process creates. Raises
+    `RuntimeError` if not all have joined after `seconds`."""
     store = dist.FileStore(path, size)  # type: ignore[attr-defined]
     gloo: object = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
     return cast("dist.ProcessGroup", gloo)  # it has the same methods

@@ -124,8 +124,8 @@ class RunVerb(Command, frozen=True):
 
 
 class Advance(Question, frozen=True, kw_only=True):
-    """Run micro-steps of the last verb. Answer with the `Outcome` of `Sessions.attempt`; `value`: whether it `updated`.
-    Later commands wait for this one."""
+    """Run micro-steps of the last `RunVerb`. Answer with the `Outcome` of `Sessions.attempt`; `value`: whether it
+    `updated`. Later commands wait for this one."""
 
     load: int
     micro_steps: int
@@ -143,7 +143,8 @@ class ReleaseMemory(Command, frozen=True):
 
 
 class ReadDevice(Question, frozen=True, kw_only=True):
-    """Answer with the bytes of this rank's GPU taken outside of its allocator since its first answer."""
+    """Answer with the growth of the bytes in use on this rank's GPU outside its allocator, over the smallest reading so
+    far."""
 
 
 class CopySnapshot(Question, frozen=True, kw_only=True):

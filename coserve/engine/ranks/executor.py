@@ -1,4 +1,4 @@
-"""Rank 0's executor, adapters and memory readings: each tells the followers what they have to do, too."""
+"""Rank 0's executor, adapters and memory readings. Each also sends its operations to the followers."""
 
 from __future__ import annotations
 
@@ -129,8 +129,7 @@ class FollowersMemory:
         self._asked: Answers | None = None
 
     def taken(self) -> int:
-        """Return the last answers, and ask again: the most bytes that any rank's GPU has lost since the start outside
-        of that rank's allocator. Raises `RankLost`."""
+        """Return the largest of the last answers to `ReadDevice`, and ask again. Raises `RankLost`."""
         if self._asked is not None and self._asked.complete:
             self._taken, self._asked = max(self._asked.wait()), None
         if self._asked is None:

@@ -17,7 +17,8 @@ COMPILERS = ("triton.compiler", "importlib")
 IO = Path("/proc/self/io")
 
 MARGIN = 4
-"""Factor on the longest earlier pause of a command's kind, giving its timeout: sizes differ."""
+"""A command counts as late once its pause is this many times the longest earlier one of its kind: commands of a kind
+differ in size."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Progress:
         self._quiet = 0
         """Heartbeats without progress in the watched command."""
         self._longest = Counter[str]()
-        """Longest such pause, in heartbeats, that ended, by kind."""
+        """Longest pause without progress that ended, in heartbeats, by kind."""
 
     @contextmanager
     def command(self, number: int, kind: str) -> Iterator[None]:

@@ -146,7 +146,7 @@ def _use(device: torch.device) -> None:
 
 async def watched(work: Coroutine[None, None, None], monitor: Monitor) -> None:
     """Run rank 0, and report to the daemon why it ended; the daemon then ends this process. Raises what `work` raises
-    if it does not."""
+    if the daemon does not end it."""
     try:
         await work
     except Exception as error:

@@ -1,4 +1,5 @@
-"""Jobs on all ranks: rank 0 tells the others each verb of a job's session, and all run its micro-steps together."""
+"""Jobs on all ranks: rank 0 sends the others each operation (`Verb`) of a job's session, and all run its micro-steps
+together."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ class RankedTrainer(Trainer):
                 return messages
 
     def _slice(self, job: str, micro_steps: int) -> list[FromEngine]:
-        """Run micro-steps of one kind, and so of one verb, on all ranks."""
+        """Run micro-steps of one kind, and so of one `Verb`, on all ranks."""
         asked = list[Answers]()
         with ExitStack() as busy:
 

@@ -1,5 +1,5 @@
-"""Training slices that are only launched: their ends are events, and generation steps overlap them or run between
-them."""
+"""Training slices that the engine launches without waiting for them. Events signal their ends; generation steps overlap
+them or run between them."""
 
 from __future__ import annotations
 

@@ -35,5 +35,6 @@ class Caches:
         return load_layer_costs(self.path(TRAINING_LAYERS))
 
     def level_costs(self) -> TrainingCosts | None:
-        """The same, plus memory and times of layers that keep less; None if they were not measured."""
+        """As `layer_costs`, plus memory and times of layers that keep fewer activations; None if they were not
+        measured."""
         return load_layer_costs(self.path(TRAINING_LEVELS))

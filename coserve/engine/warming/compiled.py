@@ -29,7 +29,7 @@ from coserve.model.training.compiled_layers import CompiledLayers
 
 FULLY_SHARDED = "training: with lora_sharding slora, layers of jobs without bd_blocks run without CUDA graphs"
 EXPECTED = (FailedTogether, UnsupportedBase)
-"""Errors whose message is a sufficient reason."""
+"""Errors that are logged by their message, without a traceback."""
 
 log = logging.getLogger(__name__)
 
@@ -129,8 +129,8 @@ def make_training_layers(
 
 
 def compile_levels(layers: CompiledLayers, caches: Caches) -> tuple[str, ...]:
-    """Load the layers that keep less, if they were measured. Returns a note for the operator if there are none; jobs
-    then run without them."""
+    """Load the layers that keep fewer activations, if they were measured. Returns a note for the operator if there are
+    none; jobs then run without them."""
     try:
         costs = caches.level_costs()
         if costs is None:

@@ -37,7 +37,7 @@ def measure_layers(layers: CompiledLayers, base: Base, conditions: Conditions, c
 
 
 def measure_levels(layers: CompiledLayers, base: Base, conditions: Conditions, caches: Caches) -> None:
-    """Compile the layers that keep less, and save their memory and the times of all layers. Call it after
+    """Compile the layers that keep fewer activations, and save their memory and the times of all layers. Call it after
     `measure_layers`. Nothing is saved if the base cannot have such layers; the engine reports that when it loads them.
 
     Raises:

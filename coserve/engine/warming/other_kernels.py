@@ -66,7 +66,8 @@ class CompiledTerms:
 
 
 def launch_other_kernels(base: Base) -> None:
-    """Launch these kernels; call it inside `compile_only`, which compiles kernels instead of launching them."""
+    """Launch the kernels that neither steps nor micro-batches of ordinary jobs launch. Call it inside `compile_only`,
+    which compiles kernels instead of launching them."""
     _divergence(base)
     _scales(base)
     if base.sharding is not None and base.device.type == "cuda":

@@ -36,7 +36,8 @@ from coserve.model.faults import out_of_memory
 from coserve.model.parallel.mesh import LoneRank
 
 NICENESS = 5
-"""Niceness added to the worker's: they yield to it, because it finds the kernels to compile next."""
+"""Niceness of the compile processes, added to the worker's: they yield to it, because it finds the kernels to compile
+next."""
 MAX_PROCESSES = 16
 """Most processes of a worker: no part has enough kernels for more, and each takes some 100 MB."""
 OOM_SCORE_ADJ = "1000"
@@ -113,7 +114,7 @@ class _Worker:
             self._processes.shutdown(cancel_futures=True)
 
     def run(self, part: str) -> None:
-        """Run a part and report its end, whatever it is."""
+        """Run a part, and report its success or failure."""
         began, kernels, seconds = time.monotonic(), len(self._compiled.kernels), self._compiled.seconds
         self._progress = PartReport(0, 1)
         try:

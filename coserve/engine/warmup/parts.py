@@ -14,7 +14,7 @@ LAYERS = "layers"
 TRAINING_LAYERS = "training-layers"
 """The compiled layers of training, forward and backward."""
 TRAINING_LEVELS = "training-levels"
-"""The compiled training layers that keep less, for jobs that are short of memory."""
+"""The compiled training layers that keep fewer activations, for jobs that are short of memory."""
 GEMMS = tuple(f"gemms-{rows}" for rows in GEMM_ROWS)
 
 
@@ -84,7 +84,7 @@ class PartSchedule:
         self.complete = set(self._units)
         self._running = set[str]()
         self.failed = dict[str, str]()
-        """Failure reasons by task. A task that fails at every start is also in `complete`."""
+        """Failure reasons by part. A part that would fail at every start is also in `complete`."""
 
     @property
     def ended(self) -> bool:

@@ -54,8 +54,8 @@ class GraphFootprints:
             self._known[self.of_rank(served)] = None
 
     def expect(self, rank: int, *, scaled: bool, experts: bool) -> None:
-        """Add the footprint of such adapters at any sites, if graphs serve the LoRA rank, unless a known one covers
-        it."""
+        """Add the footprint of adapters with these properties at any sites, if graphs serve the LoRA rank, unless a
+        known footprint covers it."""
         if rank and (served := graph_rank(rank)) is not None:
             found = replace(self.of_rank(served), scaled=scaled, experts=experts)
             if not any(known.covers(found) for known in self._known):

@@ -100,7 +100,7 @@ def decode_tile_capacities(batch: int) -> tuple[TileCapacity, ...]:
     """Capacities for the LoRA tiles of decode steps of up to `batch` rows, least work first: an empty tile costs a
     program launch.
 
-    First tall tiles, enough for the rows of one adapter; then low tiles, doubled up to one tile a row.
+    First tall tiles, enough for the rows of one adapter; then low tiles, doubled up to one tile per row.
     """
     low, tall = DECODE_ROWS
     found = [TileCapacity(low, -(-batch // low))]

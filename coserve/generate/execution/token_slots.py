@@ -1,4 +1,4 @@
-"""Device slots, one a sequence, in which sampled tokens wait for the next step."""
+"""Device slots, one per sequence, in which sampled tokens wait for the next step."""
 
 from __future__ import annotations
 

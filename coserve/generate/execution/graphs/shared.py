@@ -75,7 +75,7 @@ class InputBuffer:
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._loaded: list[list[int]] | None = None
         self.columns = torch.split(self._buffer, list(sizes))
-        """Views of the device buffer, one a column, read by the graph."""
+        """Views of the device buffer, one per column, read by the graph."""
 
     def load(self, *columns: Sequence[int]) -> None:
         """Copy the columns to the device, in stream order, padded with zeros. The caller ensures that the previous copy
