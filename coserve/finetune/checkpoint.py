@@ -100,8 +100,8 @@ def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
 
 
 def prune(folder: DataFolder, job: str, keep: int, left_aside: Container[int]) -> None:
-    """Delete all checkpoints but the last `keep`, and remains of earlier deletions. Checkpoints of the steps
-    `left_aside` stay and do not count. Nothing may be written in the job's folder meanwhile. Failed deletions are
+    """Delete all checkpoints but the last `keep`, and leftovers of earlier deletions. `left_aside`: steps of unusable
+    checkpoints, which stay and do not count. Nothing may be written in the job's folder meanwhile. Failed deletions are
     logged, and tried again at the next call."""
     with _deletions(job):
         sweep(folder.job(job))

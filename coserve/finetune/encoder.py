@@ -1,10 +1,10 @@
-"""A context encoder in training: the rows that it reads, their positions, and the cartridge that it makes in the end.
+"""Trains a context encoder: adds its rows to micro-batches, gives their positions, and makes the final cartridge.
 
 Reading and decoding are one forward (`EncodedAttention`): the encoder's memory tokens keep their keys and values of
 every layer, as in 500xCompressor (arXiv 2408.03094), where ICAE (arXiv 2307.06945) and the S-LoRA thesis pass on the
 last layer's output alone. So a document's memory is a cartridge, and is served as any other.
 
-Letters: T packed tokens, K memory tokens of a chunk, P of all chunks.
+Letters: T packed tokens, K memory tokens of a chunk, P memory tokens of all chunks.
 """
 
 from __future__ import annotations

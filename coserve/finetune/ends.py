@@ -1,4 +1,4 @@
-"""The model's input embedding and head in a training forward and backward, where adapters change or learn them.
+"""Runs the input embedding and the LM head (the model's two ends) forward and backward where an adapter changes them.
 
 Letters: T packed tokens, K targets, D hidden.
 """
@@ -20,15 +20,16 @@ from coserve.model.lora import LoraBatch
 
 
 class EndPass:
-    """One batch's embedding and head: with the changes of its adapters, and the gradients of those that learn."""
+    """Embedding and head of one batch: applies the adapters' LoRA pairs and replaced rows, and sums the gradients of
+    those that are trained."""
 
     def __init__(self, base: Base, cut: LayerCut, lora: LoraBatch | None, *, learns: bool) -> None:
         self._base, self._cut, self._lora = base, cut, lora
         self._entering_1TD: Tensor | None = None
-        """The input of the first layer, if the embedding learns."""
+        """Input of the first layer, with its autograd graph; only if the embedding is trained."""
         found = [] if lora is None else [(name, pair) for one in lora.adapters for name, pair in one.ends.items()]
         self.changes = bool(found)
-        """Whether an adapter changes an end."""
+        """Whether an adapter of the batch changes the embedding or the head."""
         learned = [pair for _, pair in found if learns and pair.main_grads is not None]
         both = [both for pair in learned for both in _with_sums(pair) if both[0].requires_grad]
         self._tensors, self._sums = [tensor for tensor, _ in both], [total for _, total in both]
@@ -36,7 +37,7 @@ class EndPass:
         self.embedding_learns = any(layer < 0 for layer in layers)
 
     def enter(self, inputs: LayerInputs) -> LayerInputs:
-        """Return the inputs of the layers with the embeddings of the batch's adapters. `inputs`: the base's."""
+        """Return `inputs`, the base's inputs of the layers, with the embeddings that the batch's adapters change."""
         ends = self._ends(None)
         if ends is None or ends.embedding is None:
             return inputs
@@ -55,14 +56,16 @@ class EndPass:
             return self._cut.head(h_1KD, inputs, keep_K, gather=False)
 
     def head_backward(self, logits: Tensor, leaf_1KD: Tensor, gradient: Tensor) -> Tensor:
-        """Return the gradient of the hidden states; add those of the head's rows and pairs to their sums."""
+        """Return the gradient of the hidden states. Adds the gradients of the head's LoRA pairs and replaced rows to
+        their sums."""
         first, *others = torch.autograd.grad(logits, [leaf_1KD, *self._tensors], gradient, allow_unused=True)
         add_gradients(self._sums, others)
         assert first is not None, "logits depend on the hidden states"
         return first
 
     def backward(self, gradient_1TD: Tensor) -> None:
-        """Add the gradients of the embedding's rows and pairs to their sums, given that of what entered layer 0."""
+        """Add the gradients of the embedding's LoRA pairs and replaced rows to their sums. `gradient_1TD`: gradient of
+        layer 0's input."""
         if self._entering_1TD is not None:
             found = torch.autograd.grad(self._entering_1TD, self._tensors, gradient_1TD, allow_unused=True)
             add_gradients(self._sums, found)

@@ -17,14 +17,14 @@ from coserve.finetune.sessions.trainee import Trainee
 
 
 class TrainingJob(Trainee):
-    """A session that its job's loop trains."""
+    """The session of a fine-tuning job, with the `TrainingLoop` that decides its steps."""
 
     def __init__(self, loop: TrainingLoop, checkpoints: JobCheckpoints) -> None:
         super().__init__(loop.spec.id, loop.session)
         self.spec = loop.spec
         self.loop, self.checkpoints, self.snapshots = loop, checkpoints, JobSnapshots(loop)
         self._next_tokens: int | None = None
-        """Tokens of its own next micro-batch; 0: unknown; None: to be computed."""
+        """Cached tokens of the job's own next micro-batch; 0: unknown; None: not computed yet."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ class TrainingJob(Trainee):
     def next_tokens(self) -> int:
         """Tokens of the next micro-batch as far as known, between two micro-batches; or of the last one if larger, as
         other jobs may join again."""
-        if self._next_tokens is None:  # every decision asks
+        if self._next_tokens is None:  # cached: each scheduling decision reads it
             size = self.shared_size
             self._next_tokens = 0 if size is None else size.tokens
         return max(self.batch_tokens, self._next_tokens)

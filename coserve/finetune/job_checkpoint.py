@@ -84,8 +84,8 @@ class LastCheckpoint(NamedTuple):
     progress: TrainingProgress | None
     """Progress at that checkpoint; None: there is none."""
     reasons: Mapping[int, str]
-    """Later checkpoints that are incomplete, damaged, or of something else: why they cannot be used, by step, the last
-    step first."""
+    """Why later checkpoints cannot be used (incomplete, damaged, or of another job, base or optimizer), by step, the
+    last step first."""
 
 
 def load_last(folder: DataFolder, spec: JobSpec, base: BaseSpec, optimizer: AdapterOptimizer) -> LastCheckpoint:

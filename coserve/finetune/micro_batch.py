@@ -87,7 +87,7 @@ class MicroBatch:
     partly: int = 0
     """`RecomputePlan.partly`."""
     for_compiled: bool = False
-    """Whether its memory was planned for compiled layers."""
+    """Whether the memory was planned for compiled layers."""
 
 
 class MicroBatchRunner:
@@ -291,11 +291,11 @@ class MicroBatchRunner:
         return self._cut.embed(rows.tokens_T, rows.positions_T + lora.adapters[0].prefix_tokens, after)
 
     def _context(self, lora: LoraBatch | None) -> ForwardContext:
-        """The context of forwards; a cartridge is in the attention alone."""
+        """Return the forward context of a LoRA batch. A cartridge has no LoRA terms: only the attention reads it."""
         return self._base.prepare(None if lora is not None and lora.adapters[0].prefix else lora)
 
     def _target_chunks(self, rows: PackedRows, loss: ChunkedLoss, ends: EndPass) -> list[TargetChunk]:
-        # several logits of each target at once, or gathered ones
+        # smaller chunks: a second tensor of logits (teacher, gathered shards, a changed head) is alive at the same time
         wide = isinstance(loss, Divergence | SoftTargets) or ends.changes
         return target_chunks(rows, max(4, self.targets_at_once // TEACHER_SHARE) if wide else self.targets_at_once)
 

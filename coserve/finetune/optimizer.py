@@ -52,7 +52,7 @@ def _makers(weights: LoraWeights) -> PairMakers:
 
 
 def _b(tensors: Mapping[str, Tensor], site: str) -> Tensor:
-    """Return a site's B; of replaced rows an empty one."""
+    """Return a site's B; an empty tensor for replaced rows of embedding or head, which have no B."""
     if is_rows(site):
         a_KD = tensors[f"{site}.a"]
         return a_KD.new_empty(0, len(a_KD))
@@ -60,9 +60,10 @@ def _b(tensors: Mapping[str, Tensor], site: str) -> Tensor:
 
 
 class DoraScales:
-    """The scales of a DoRA adapter in training: magnitude / norm, where an update of the weights changes both.
+    """Scales of a DoRA adapter in training, one per output row: magnitude / norm of the adapted weight's row.
 
-    Backwards sum the gradients of the scales, and `to_magnitudes` makes those of the magnitudes from them.
+    Every update of the weights changes magnitudes and norms, so `slices` computes the scales again. Backwards sum the
+    gradients of the scales; `to_magnitudes` converts these sums to gradients of the magnitudes.
     """
 
     def __init__(self, magnitudes: Mapping[str, Tensor], grads: Mapping[str, Tensor], row_norms: RowNorms) -> None:
@@ -84,7 +85,8 @@ class DoraScales:
             torch.div(magnitude_O, norm_O, out=self.scales[site])
 
     def to_magnitudes(self) -> None:
-        """Turn sums of the scales' gradients into those of the magnitudes, whose norms are constants to them."""
+        """Convert the summed gradients of the scales to those of the magnitudes: divide by the norms, which DoRA treats
+        as constants in the backward."""
         torch._foreach_div_(list(self._grads.values()), list(self._norms.values()))
 
 
@@ -145,7 +147,7 @@ class AdapterOptimizer:
         """One 1-D row for each of `kept` (K)."""
         self._host: HostCopy | None = None
         self.has_best = False
-        """Whether `keep_best` was called, so that the last row is meaningful."""
+        """Whether `keep_best` was called, so that the last row of `state` holds weights."""
         self._weights_N, self._copies_N = self.state[0], torch.zeros(size, dtype=dtype, device=device)
         self._grads_N = torch.zeros(size, device=device)
         self._set_weights(found if found[names[0]].device == device else None, whole)

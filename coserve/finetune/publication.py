@@ -36,7 +36,8 @@ def publication(
     store: AdapterStore,
     made: Callable[[], LoraWeights] | None = None,
 ) -> Callable[[], Callable[[], Published]]:
-    """Begin to publish the result of a finished job: its weights, or what was `made` with them.
+    """Begin to publish the result of a finished job. `made`: returns the weights to publish instead of the job's own,
+    such as the cartridge that an encoder has made.
 
     Call the returned function on a worker thread: it writes the adapter's files durably. Call its result on the
     event-loop thread: it makes the version available in memory. `JobWaiting`: the disk refused the files; begin again
@@ -110,7 +111,7 @@ class Snapshot:
 
 
 def unevaluated() -> JobOutOfMemory:
-    """The error of a job whose adapter may not be published unseen, and cannot be shown to requests."""
+    """The error of a job whose adapter must be evaluated before it is published, but has no host copy for requests."""
     return JobOutOfMemory("no host memory for the copy of the adapter that is evaluated before it is published")
 
 
@@ -172,8 +173,8 @@ def publish_adapter(
     *,
     files: bool,
 ) -> Callable[[], Callable[[], None]]:
-    """Make weights available to requests: with `files`, durably; without, until they are dropped. `weights` waits until
-    they are on the host.
+    """Make weights available to requests. `files`: also write them durably; False: they stay in memory until they are
+    dropped. `weights` waits until they are on the host.
 
     Call the returned function on a worker thread, and its result on the event-loop thread. The thread's part raises
     `NonFiniteLoss`, `RequestOutOfMemory`, `StorageError`.

@@ -126,7 +126,7 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
         self._passes.limit(tokens)
 
     def finished(self, job: str) -> bool:
-        """Whether the job only remains to be published, or the session's client has to call."""
+        """Whether a job's training is complete, or a client's session has no call to compute."""
         own = self._jobs[job]
         return own.outcome is not None if isinstance(own, ClientTrainee) else own.loop.finished
 
@@ -235,7 +235,7 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
         return work_of(call, self._base.spec.vocab, self._settings.limits)
 
     def client(self, session: str) -> ClientTrainee:
-        """The session of a client, which its calls are given to."""
+        """Return a client's session, to pass it the client's calls."""
         own = self._jobs[session]
         assert isinstance(own, ClientTrainee), f"{session} is a job"
         return own

@@ -1,4 +1,4 @@
-"""Copies a data folder while its daemon runs, and brings a copy back.
+"""Backs up a data folder while its daemon runs, and restores a backup.
 
 The registry is copied first, by SQLite's backup; then the files that its rows name. Files of a version, an upload or a
 checkpoint never change once they have their names, so a copy is consistent unless one was deleted meanwhile: then the
@@ -48,7 +48,7 @@ def back_up(data: Path, target: Path, clock: Callable[[], float] = time.time) ->
     """Copy the data folder `data` to the new folder `target`; durable when this returns.
 
     Raises `ConfigError` if `data` has no registry or `target` is not empty, `StorageBusy` if files are deleted faster
-    than they are copied, `StorageError` leaves.
+    than they are copied, and `StorageError`.
     """
     source, copy = DataFolder(data), DataFolder(target)
     if not source.database.is_file():
@@ -69,7 +69,7 @@ def back_up(data: Path, target: Path, clock: Callable[[], float] = time.time) ->
         try:
             for path in wanted:
                 _copy(path, copy.root / path.relative_to(source.root))
-            for path in source.files.glob("[!.]*"):  # last: batches that have ended name files
+            for path in source.files.glob("[!.]*"):  # last: a batch that ends during the copy names new files
                 _copy(path, copy.root / path.relative_to(source.root))
         except FileNotFoundError:
             continue  # deleted meanwhile
@@ -85,7 +85,7 @@ def restore(backup: Path, data: Path) -> Backup:
     """Make a data folder of a copy; durable when this returns.
 
     Raises `ConfigError` if `backup` is not a complete copy or `data` is not empty, `StartupError` for a damaged
-    registry, `StorageError` leaves.
+    registry, and `StorageError`.
     """
     try:
         made = msgspec.json.decode((backup / MARK).read_bytes(), type=Backup)
@@ -118,7 +118,8 @@ def _copy_registry(source: Path, target: Path) -> None:
 
 
 def _of_job(source: DataFolder, record: JobRecord) -> Iterator[Path]:
-    """A job's corpus, or what a document's corpus is made of, and its complete checkpoints."""
+    """Yield the files of a job to copy: its corpus (for a document: chunks, questions and answers) and its complete
+    checkpoints."""
     id = record.spec.id
     if record.document is None:
         yield source.corpus(id)
@@ -132,7 +133,7 @@ def _of_job(source: DataFolder, record: JobRecord) -> Iterator[Path]:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """Copy a file or folder unless it was. Raises `FileNotFoundError` if it is gone."""
+    """Copy a file or folder, unless `target` exists already. Raises `FileNotFoundError` if `path` is gone."""
     if target.exists():
         return
     make_folder(target.parent)
@@ -157,5 +158,5 @@ def _copy(path: Path, target: Path) -> None:
 
 
 def _vanished(error: FileNotFoundError | shutil.Error) -> bool:
-    """Whether all that could not be copied is gone by now, as a file that a batch replaces."""
+    """Whether every file that could not be copied is gone by now, for example because a batch replaced it."""
     return isinstance(error, FileNotFoundError) or not any(Path(source).exists() for source, *_ in error.args[0])

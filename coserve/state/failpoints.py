@@ -47,8 +47,8 @@ FAILPOINTS = frozenset(f"{point}.{step}" for point in DURABLE_POINTS for step in
     "registry.before_commit",
     "registry.after_commit",
     "document.questions",  # a question about a document was generated, and is not yet durable
-    "document.answers",  # as was an answer
-    "document.evaluation",  # as was a score of a held-out question
+    "document.answers",  # an answer was generated, and is not yet durable
+    "document.evaluation",  # a held-out question was scored; the score is not yet durable
     "api.before_reply",  # a job or an import is committed, its response is not sent
     "generate.mid_stream",  # the engine is about to send tokens of a running request
     "finetune.mid_step",  # gradients are computed, the optimizer has not stepped

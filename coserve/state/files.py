@@ -51,7 +51,7 @@ class RecordStore(Generic[S]):
     the records in memory."""
 
     def __init__(self, folder: Path, kind: type[S], noun: str) -> None:
-        """`noun`: of one thing, for the user."""
+        """`noun`: name of one record in error messages, such as `file`."""
         self._folder, self._kind, self._noun = folder, kind, noun
         self._records: dict[str, S] = {}
 

@@ -5,7 +5,7 @@ lock                                      held by the daemon that uses the folde
 reserve                                   space for writes on a full disk: `state.reserve`
 cache/                                    compiled kernels, bytecode (`--cache-dir`); may be deleted
 memory.json                               the GPU's memory profile; may be deleted
-graphs.json                               what CUDA graphs took of it; may be deleted
+graphs.json                               measured GPU memory of CUDA graphs; may be deleted
 tracking/                                 files of the trackers (`--tracking-dir`)
 adapters/<id>/<version>/                  PEFT files of one immutable version
 files/<id>/                               an uploaded file and its record: `state.files`

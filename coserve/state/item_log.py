@@ -21,7 +21,7 @@ class ItemLog(Generic[T]):
         self._decode = msgspec.json.Decoder(kind).decode
 
     def read(self) -> list[T]:
-        """Return the items. What a crash left of an unfinished line at the end is removed."""
+        """Return the items. An unfinished line at the end, left by a crash, is removed from the file."""
         with read_errors():
             try:
                 content = self._path.read_bytes()

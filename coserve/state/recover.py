@@ -48,7 +48,7 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
     for job in jobs:
         try:
             drop_unrecorded_checkpoints(folder, job)
-        except StorageFailed as error:  # deleted again, until it succeeds, before the first engine gets the job
+        except StorageFailed as error:  # the deletion is retried before the first engine gets the job
             log.warning("%s", error.message)
     return [_requeue(registry, job) for job in jobs]
 

@@ -28,7 +28,7 @@ class RunningDaemon(Wire, frozen=True):
 
 
 def folder() -> Path:
-    """The folder of the files: of this user alone, and empty after a boot."""
+    """Return the folder of this user's daemon files; it is empty after a boot."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "coserve" if runtime else Path(f"/tmp/coserve-{os.getuid()}")  # noqa: S108 - checked below
 

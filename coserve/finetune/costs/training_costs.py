@@ -38,11 +38,11 @@ class Phases:
     kept: int
     """Held after the last layer's forward."""
     forward: int
-    """Peak up to then."""
+    """Peak up to the end of the last layer's forward."""
     head: int
     """Peak up to the end of the head."""
     backward: int
-    """Peak from then to the end of the backward."""
+    """Peak from the end of the head to the end of the backward."""
     whole: int
     """Overall peak, including the optimizer step."""
     job: int
@@ -71,7 +71,7 @@ def site_groups(base: Base) -> tuple[tuple[str, ...], ...]:
 
 
 def roles_of_groups(groups: Sequence[SiteGroup]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups by their sites' names within a layer, each name once: `TrainingCosts.site_groups`."""
+    """Convert the groups to their sites' names within a layer, each name once: see `GroupCosts.roles`."""
     found: dict[str, None] = {}
     split: list[tuple[str, ...]] = []
     for group in groups:
@@ -144,8 +144,8 @@ def measure_levels(
     times: Mapping[Kept, LayerTime],
     tokens: int,
 ) -> TrainingCosts:
-    """Add the costs of layers that keep less to `costs`, which is for layers that keep everything. `stays`: sites whose
-    x Aᵀ such layers keep; `times`: layer times by recompute level. The rest as in `measure_costs`."""
+    """Return `costs`, which were measured with `Kept.ALL`, with the costs of the other recompute levels added.
+    `stays`: sites whose x Aᵀ is kept, by level; `times`: layer times by level. For the rest see `measure_costs`."""
     half, element = max(1, tokens // 2), ITEMSIZE[spec.dtype]
     own_input, levels = spec.hidden * element, {}
     for kept, names in stays.items():

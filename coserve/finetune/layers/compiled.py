@@ -13,8 +13,8 @@ from coserve.model.training.compiled_layers import CompiledPass
 
 
 def takes(context: ForwardContext, *, learns: bool) -> bool:
-    """Whether compiled layers can run this batch. Its sites must run in groups, hence without LoRA dropout. If it
-    `learns`, the kernels must add gradients to the pairs' own sums."""
+    """Whether compiled layers can run this batch. Sites that share an input must run as one group, which excludes LoRA
+    dropout, and adapters of experts are excluded. `learns`: the kernels must also accumulate the LoRA gradients."""
     if context.lora is None:
         return not learns
     return context.grouped and context.lora.experts is None and (context.lora.sums_gradients or not learns)

@@ -1,4 +1,4 @@
-"""Passes over the layers for batches with CUDA graphs, or to be captured. T packed tokens, D hidden."""
+"""Passes over the layers that warm up, capture or replay CUDA graphs. T packed tokens, D hidden."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ShapeGraphs:
     output: Tensor | None = None
     """Output of the last layer (1, T, D)."""
     used: int = 0
-    """Number of the batch that used it last."""
+    """Sequence number of the last batch that used the graphs."""
 
     def __post_init__(self) -> None:
         self.gradient = torch.empty_like(self.inputs.h_1TD)

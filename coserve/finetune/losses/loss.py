@@ -63,8 +63,8 @@ class Cispo(Struct, frozen=True, tag=True):
 
 
 class Dro(Struct, frozen=True, tag=True):
-    """-(p A - beta / 2 (p - q)^2): direct reward optimisation (arXiv 2405.19107). Also targets without an advantage are
-    held to the sampler: give only those that were sampled."""
+    """-(p A - beta / 2 (p - q)^2): direct reward optimisation (arXiv 2405.19107). A target with A = 0 is
+    still pulled toward its probability at sampling, so give only sampled tokens as targets."""
 
     reads: ClassVar[tuple[str, ...]] = ("sampled_K", "advantages_K")
     beta: float = 0.05
@@ -102,13 +102,13 @@ class Loss:
     """The negative log-likelihood of the targets, unless a field is set."""
 
     teacher: LoraWeights | None = None
-    """Use the divergence from this adapter's distributions: this rank's shard, in the base's dtype."""
+    """The loss is KL(teacher || student) with this adapter as teacher: this rank's shard, in the base's dtype."""
     beta: float | None = None
-    """Use the DPO loss of pairs of rows, with this beta."""
+    """The loss is the DPO loss of pairs of rows, with this beta."""
     reference: LoraWeights | None = None
     """Reference adapter of a DPO loss, in the same form as `teacher`; None: the base."""
     tokens: TokenLoss | None = None
-    """Use this function of the targets' log-probabilities."""
+    """The loss is this function of the targets' log-probabilities."""
 
     @property
     def shares(self) -> bool:

@@ -102,7 +102,7 @@ class TrainingPasses:
         return messages
 
     def settle(self, one: TrainingPass) -> None:
-        """Update the books after a slice: counts, and passes that have ended."""
+        """Update the counts after a slice, and remove the pass if it has ended."""
         if one.ended and one.learns:
             last = self.batches
             self.batches = TrainingBatches(last.count + 1, last.rows + one.rows, last.jobs + len(one.members))

@@ -40,8 +40,8 @@ def save_state(
 
 
 def load_state(folder: DataFolder, spec: SessionSpec, base: BaseSpec, optimizer: AdapterOptimizer) -> int:
-    """Load the state that `spec` names into the optimizer; return the optimizer steps done. Without `with_optimizer`
-    moments and step count are zero.
+    """Load the state that `spec` names into the optimizer; return the number of optimizer steps done. Without
+    `with_optimizer` the moments and the step count are zero.
 
     Raises `NotFound`, `InvalidRequest` for a state of another base or shape, `CheckpointUnreadable`, `StorageError`.
     """

@@ -80,7 +80,7 @@ class PagedMoments:
         return self._copies[1 - self._current]
 
     def moments(self, number: int) -> list[Tensor]:
-        """A piece's device buffers, which hold its moments while `pieces` is at it."""
+        """Device buffers of piece `number`. They hold its moments while `pieces` is suspended at that piece."""
         first, last = self.spans[number]
         buffers = self._buffers[number % BUFFERS]
         return [buffer_N[: (last - first) // kind.per] for kind, buffer_N in zip(self._kinds, buffers, strict=True)]

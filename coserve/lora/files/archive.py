@@ -26,7 +26,7 @@ from coserve.state.registry.records import AdapterRecord
 MEMBERS: Final = 1000
 """Most files and folders in an archive."""
 DIRECTORY_BYTES: Final = 1 << 20
-"""Most bytes of a zip file's directory, and of a header of a tar file, which are read as a whole."""
+"""Most bytes of a zip file's central directory, and of a tar header: Python's libraries read both into memory."""
 BROKEN = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, ValueError, struct.error)
 
 CHUNK: Final = 256 << 10
@@ -133,8 +133,8 @@ def _tar(file: IO[bytes], most: int) -> Iterator[Member]:
 
 
 class _Header(tarfile.TarInfo):
-    """A header of a tar file. Raises `CorruptAdapter` for what `tarfile` would read into memory as a whole: a long
-    extended header, and the map of a sparse file."""
+    """A header of a tar file. Raises `CorruptAdapter` for a long extended header and for the map of a sparse file,
+    since `tarfile` would read these into memory as a whole."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         extended = self.type not in (*tarfile.REGULAR_TYPES, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
@@ -165,7 +165,7 @@ def _zip(file: IO[bytes], most: int) -> Iterator[Member]:
 
 
 def _check_directory(file: IO[bytes]) -> None:
-    """Refuse a zip file whose directory, which `zipfile` reads as a whole, is large. Raises `CorruptAdapter`."""
+    """Raise `CorruptAdapter` if a zip file's central directory is large: `zipfile` reads it into memory as a whole."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - (1 << 16) - 22))
     tail = file.read()
@@ -176,7 +176,7 @@ def _check_directory(file: IO[bytes]) -> None:
 
 
 class _Bounded(io.RawIOBase):
-    """A stream of at most so many bytes, some more for the archive's own blocks."""
+    """A stream that raises `BodyTooLarge` after `most` bytes, plus an allowance for the archive's headers."""
 
     def __init__(self, stream: IO[bytes] | gzip.GzipFile, most: int) -> None:
         self._stream, self._most, self._left = stream, most, most + 2 * MEMBERS * tarfile.BLOCKSIZE

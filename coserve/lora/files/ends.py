@@ -36,7 +36,8 @@ def end_named(named: str, base: BaseSpec) -> str | None:
 
 
 def take_rows(entries: dict[str, TensorEntry], prefix: str, base: BaseSpec) -> dict[str, TensorEntry]:
-    """Remove the tensors of replaced rows from `entries`; return them by end and `TOKEN_ROWS` or `WHOLE_COPY`.
+    """Remove the tensors of replaced rows from `entries`. Return them by the name of the embedding or head followed by
+    `TOKEN_ROWS` or `WHOLE_COPY`.
 
     Raises `ShapeMismatch` for a vocabulary that is not the base's, and `CorruptAdapter`.
     """
@@ -69,7 +70,7 @@ def weight_shape(end: str, base: BaseSpec) -> tuple[int, int]:
 def trained_tokens(
     config: Mapping[str, object], rows: Mapping[str, TensorEntry], base: BaseSpec
 ) -> dict[str, tuple[int, ...]] | None:
-    """Return the tokens of `trainable_token_indices` by end; None: there are none.
+    """Return the tokens of `trainable_token_indices` by embedding or head; None: there are none.
 
     Raises `CorruptAdapter` unless the file holds a row for each.
     """
@@ -87,7 +88,7 @@ def trained_tokens(
             )
         check_tokens(end, tokens, base)
         entry = rows.get(end + TOKEN_ROWS)
-        if entry is None and base.tied and base.ends[end].layer >= 0:  # PEFT leaves them to the embedding's
+        if entry is None and base.tied and base.ends[end].layer >= 0:  # tied: PEFT stores only the embedding's rows
             continue
         if entry is None or entry.shape[0] != len(tokens):
             raise CorruptAdapter(
@@ -131,7 +132,8 @@ def ends_config(settings: LoraSettings) -> dict[str, object]:
 
 
 def peft_name(site: str, sites: Mapping[str, object]) -> str:
-    """Return PEFT's name of the tensor of replaced rows. `sites`: the adapter's, with pairs of ends."""
+    """Return PEFT's name of the tensor of replaced rows. `sites`: all sites of the adapter. A replaced weight is named
+    `base_layer` if the same embedding or head also has a LoRA pair."""
     end = end_of(site)
     if site.endswith(TOKEN_ROWS):
         return f"{site}.trainable_tokens_delta"

@@ -44,7 +44,7 @@ class PackedSite(msgspec.Struct, frozen=True):
 
 
 class PackedHeader(msgspec.Struct, frozen=True):
-    """Description of the bytes, and of the files that they were made from."""
+    """Describes the packed weights, and the PEFT files that they were made from."""
 
     sources: tuple[Stamp, ...]
     """Stamps of PEFT's files as they were read, in the order of `ADAPTER_FILES`."""
@@ -69,14 +69,14 @@ def stamps(folder: Path) -> tuple[Stamp, ...]:
 
 
 def encode_header(header: PackedHeader) -> bytes:
-    """Return all that comes before the bytes."""
+    """Return the beginning of a packed file, up to the weights: magic, length, header and padding."""
     content = msgspec.msgpack.encode(header)
     start = MAGIC + len(content).to_bytes(8, "little") + content
     return start + bytes(-len(start) % ALIGNMENT)
 
 
 def read_header(file: BinaryIO) -> tuple[PackedHeader, int] | None:
-    """Read the header of an open file; return it and where the bytes begin. None: this is no such file."""
+    """Read the header of an open file; return it and the offset of the weights. None: this is no packed file."""
     start = file.read(len(MAGIC) + 8)
     size = int.from_bytes(start[len(MAGIC) :], "little")
     if not start.startswith(MAGIC) or size > MAX_HEADER:

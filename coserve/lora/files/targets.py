@@ -122,8 +122,8 @@ def linear_targets(settings: LoraSettings, base: BaseSpec) -> tuple[str, ...]:
 
 
 def target_sites(settings: LoraSettings, base: BaseSpec) -> list[str]:
-    """Return the sites of an adapter in the base's order, the linear ones of layers first, then those of the ends,
-    without replaced rows and without checks."""
+    """Return the sites of an adapter in the base's order: first those of the layers, then embedding and head. Replaced
+    rows are left out, and nothing is checked."""
     if settings.cartridge:
         return list(base.prefixes)
     experts = targeted_sites(settings.target_parameters or (), base.experts)

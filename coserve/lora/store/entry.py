@@ -46,7 +46,7 @@ class Entry:
     """Bytes of a copy without its experts' pairs."""
     reading: bool = False
     failure: Exception | None = None
-    """The reason why no copy will be made any more, while requests still use or await one."""
+    """Why the adapter will not be read (again), for requests that use it or wait for it: a failed read, or deletion."""
     references: int = 0
     """Requests that have acquired the adapter and not released it."""
     waiting: int = 0

@@ -21,9 +21,11 @@ FIXED_BYTES = 16 << 20
 
 
 class GreedyDual(Generic[K]):
-    """The least valuable copy leaves first. A copy's value is its uses times its cost per byte, plus the value of the
-    last copy that left when it was last used: so one that was popular once leaves in the end. Among equals the one
-    that was used longest ago leaves. Each call takes O(log n)."""
+    """Eviction order: the copy of the least value is evicted first, the least recently used one among equals.
+
+    value = uses * (cost of a read / size) + floor, where the floor is the value of the last evicted copy, as of this
+    copy's last use. As the floor rises, a copy that is no longer used is evicted in the end. Each call takes
+    O(log n)."""
 
     def __init__(self) -> None:
         self._floor = 0.0
@@ -67,7 +69,8 @@ class GreedyDual(Generic[K]):
 
 @dataclass(frozen=True)
 class HostBudget:
-    """Limit of the host memory for idle adapters. Adapters that requests need, and pinned ones, are kept beyond it."""
+    """Limit of the host memory for adapters. Only idle ones are evicted: adapters that requests need, and pinned ones,
+    may exceed it."""
 
     bytes: int
 

@@ -1,7 +1,7 @@
 """The host tier's memory: one mapping, cut into pages, that CUDA pins once and not for each adapter.
 
-An adapter lies in any pages, so none is too scattered for it, and it wastes less than one page. Pages are free again
-when the last reference to the adapter's copy is gone and the GPU has read what was copied from it.
+An adapter's pages need not be contiguous, so fragmentation never prevents a read, and less than one page is wasted.
+Pages are freed when no reference to the adapter's copy is left and all copies from them to the GPU have ended.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Unread(Protocol):
 
 @dataclass(eq=False)
 class Room:
-    """Memory for one adapter, which nobody else uses before this object is gone."""
+    """Memory for one adapter. Its pages are reused once this object is garbage-collected."""
 
     parts: tuple[Tensor, ...]
     """uint8, together as many bytes as were asked for."""
     after: tuple[torch.cuda.Event, ...] = ()
-    """Copies of an earlier adapter that may still read the memory: wait for them before it is written."""
+    """Events recorded after GPU copies of an earlier adapter from this memory: wait for them before writing."""
     read: list[torch.cuda.Event] = field(default_factory=list)
-    """Copies of this adapter that may still read the memory."""
+    """Events recorded after GPU copies of this adapter that may still be running."""
 
     def copied(self) -> None:
         """Note that a copy from this memory has been put on the current stream."""
@@ -63,7 +63,7 @@ class Room:
 
 
 class _Dropped(NamedTuple):
-    """The pages of a room that is gone, and the copies that may still read them."""
+    """The pages of a released `Room`, and events after GPU copies that may still read them."""
 
     pages: list[int]
     read: list[torch.cuda.Event]
@@ -83,9 +83,9 @@ class HostMemory:
         if not self._pages:
             self._pool.allocate(1)  # a pool has a page
         self._dropped = deque[_Dropped]()
-        """Rooms that are gone. Any thread appends, at any time."""
+        """Released rooms, not yet collected. Appended by finalizers, on any thread at any time."""
         self._read = list[_Dropped]()
-        """Rooms that are gone and that copies to a GPU may still read."""
+        """Released rooms that GPU copies may still read."""
         self._memory = torch.frombuffer(_mapped(max(1, self._pages) * PAGE), dtype=torch.uint8)
         self._pinned, self._refused, self.outside = 0, "", 0
         """`outside`: adapters so far that found no room."""
@@ -167,7 +167,7 @@ class HostMemory:
             self._pinned += len(own)
 
     def _collect(self) -> None:
-        """Free the pages of rooms that are gone and that no copy reads."""
+        """Free the pages of released rooms that no GPU copy reads any more."""
         while self._dropped:
             self._read.append(self._dropped.popleft())
         for each in [each for each in self._read if all(map(_ended, each.read))]:

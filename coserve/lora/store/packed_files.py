@@ -46,7 +46,7 @@ FILLERS = 4
 PIECE = 4 << 20
 """Most bytes that a thread reads at once."""
 LAYOUTS = 64
-"""Layouts that are kept for further adapters."""
+"""Cached layouts, which adapters of the same sites and ranks share."""
 MAX_WRITES = 4
 """Most packed files that wait to be written; an adapter beyond them is packed after a later read."""
 
@@ -86,8 +86,8 @@ class PackedFiles:
     def load(
         self, folder: Path, digests: AdapterDigests | None, read: Callable[[], LoraWeights]
     ) -> PackedFile | LoraWeights:
-        """Return the adapter of a folder: its packed file, or what `read` returns if that is missing, or was made of
-        other files or for another base; then it is written in the background. Raises as `read`."""
+        """Return the adapter of a folder: its packed file, if that was made from these files for this base. Otherwise
+        return the result of `read`, and write the packed file in the background. Raises as `read`."""
         if digests is None or not digests.config:
             return read()
         found, sources = self._find(folder, digests)

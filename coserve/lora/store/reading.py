@@ -129,7 +129,7 @@ def _fill(
     own_N = memory_N[layout.places[names[0]].first : layout.places[names[-1]].end]
     if all_finite(own_N.numpy(), kind):
         return
-    for name in names:  # or only the gaps between the matrices are not finite
+    for name in names:  # find the wrong one; maybe only the uninitialised gaps between matrices are not finite
         pair = layout.pair(name, memory_N)
         matrices = [own for own in (pair.a_RD, pair.b_OR, pair.magnitude_O) if own is not None]
         if not all(bool(torch.isfinite(matrix).all()) for matrix in matrices):

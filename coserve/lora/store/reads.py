@@ -1,4 +1,4 @@
-"""Reads of adapters: their phases are measured, and few run at a time, first those that requests wait for."""
+"""Schedules and times the reads of adapters: few run at once, and those that requests wait for go first."""
 
 from __future__ import annotations
 

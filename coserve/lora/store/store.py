@@ -371,8 +371,8 @@ class AdapterStore:
             return self._memory.packed(found) if self._memory is not None and isinstance(found, LoraWeights) else found
 
     def _room(self, found: Unread | LoraWeights) -> Room | None:
-        """Return memory for a copy; idle adapters leave if there is none else. None: the store has no memory of its
-        own."""
+        """Return memory for a copy, evicting idle adapters if there is none otherwise. None: the store has no memory of
+        its own."""
         if self._memory is None:
             return None
         size = packed_bytes(found) if isinstance(found, LoraWeights) else found.layout.bytes

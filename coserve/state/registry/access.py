@@ -12,8 +12,8 @@ from coserve.state.registry.database import Database
 
 
 class KeyRecord(Wire, frozen=True):
-    """An API key. Its secret has 256 random bits, so a plain hash cannot be searched; a slow one would protect
-    passwords only, and cost time in each request."""
+    """An API key. Only a plain hash of its secret is stored: the secret has 256 random bits, which cannot be guessed.
+    A slow hash would help only passwords, and cost time in each request."""
 
     id: str
     project: str

@@ -18,7 +18,7 @@ from coserve.state.registry.records import AdapterRecord, AliasRecord
 MAX_SHOWN = 8
 """Most versions that an error message lists."""
 MAX_COMPARED = 1000
-"""Most adapter names that are searched for one like a misspelt name."""
+"""Most adapter names that are compared with a misspelt one."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(AdapterRecord).decode
@@ -180,7 +180,7 @@ class AdapterTable(NameTable, JobTable):
         rows = self._db.execute(
             "SELECT record FROM adapters WHERE id > ? AND instr(lower(id), lower(?)) "
             "AND version = coalesce((SELECT version FROM current WHERE id = adapters.id), "
-            "(SELECT max(version) FROM adapters AS own WHERE own.id = adapters.id)) "  # the view would be made whole
+            "(SELECT max(version) FROM adapters AS own WHERE own.id = adapters.id)) "  # the view is slower
             "AND (? IS NULL OR (SELECT project FROM versions WHERE id = adapters.id) = ?) ORDER BY id",
             (after or "", search, only, only),
         )

@@ -29,7 +29,7 @@ _event = msgspec.msgpack.Decoder(JobEvent).decode
 
 
 class JobTable(Database):
-    """Jobs and their events: what is read of them, and the parts of which `Registry` makes its changes."""
+    """Queries of jobs and their events, and the helpers with which `Registry` changes them."""
 
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
         """Return the job that a request with this key created, if any."""

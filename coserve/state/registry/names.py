@@ -42,7 +42,7 @@ class NameTable(Database):
         return [_alias(row[1]) for row in rows if principal().sees(row[0])]
 
     def delete_alias(self, name: str) -> AliasRecord:
-        """Raises `AdapterNotFound`."""
+        """Delete an alias and return it. Raises `AdapterNotFound`."""
         with self._transaction():
             found = self.alias(name)
             self._db.execute("DELETE FROM aliases WHERE name = ?", (name,))
@@ -54,7 +54,8 @@ class NameTable(Database):
         return self._db.execute("SELECT 1 FROM aliases WHERE name = ?", (name,)).fetchone() is not None
 
     def _save_alias(self, record: AliasRecord) -> None:
-        """Raises `NameTaken` for the alias of a project that the principal does not see."""
+        """Insert or replace an alias. Raises `NameTaken` if its name is an alias of a project that the principal does
+        not see."""
         if self.find_alias(record.name) is None and self._is_alias(record.name):
             raise NameTaken(f"the name {record.name!r} is taken", field="name")
         self._db.execute(
@@ -98,7 +99,7 @@ class NameTable(Database):
         return frozenset(AdapterRef(*row) for row in self._db.execute("SELECT id, version FROM pins"))
 
     def count_uses(self, uses: Mapping[AdapterRef, int]) -> None:
-        """Add requests that used versions lately."""
+        """Add to the use counts of versions. `uses`: number of requests since the last call."""
         now = self._clock()
         with self._transaction():
             for ref, count in uses.items():
@@ -108,19 +109,19 @@ class NameTable(Database):
                 self._db.execute("INSERT OR REPLACE INTO uses VALUES (?, ?, ?, ?)", (*key, before + count, now))
 
     def most_used(self, limit: int) -> list[AdapterRef]:
-        """Return the versions with most uses, those of the last day counting most."""
+        """Return the versions with most uses; a use counts half after `HALF_LIFE` seconds."""
         rows, now = self._db.execute("SELECT id, version, uses, used_at FROM uses").fetchall(), self._clock()
         rows.sort(key=lambda row: -_decayed(row[2], row[3], now))
         return [AdapterRef(row[0], row[1]) for row in rows[:limit]]
 
     def _forget_version(self, ref: AdapterRef) -> None:
-        """Delete the pins and uses of a deleted version."""
+        """Delete the pin and the use count of a deleted version."""
         key = (ref.id, ref.version)
         self._db.execute("DELETE FROM pins WHERE id = ? AND version = ?", key)
         self._db.execute("DELETE FROM uses WHERE id = ? AND version = ?", key)
 
     def _forget_name(self, id: str) -> None:
-        """Delete the labels of a name without versions."""
+        """Delete labels, pins and use counts of a name that has no version left."""
         self._db.execute("DELETE FROM labels WHERE id = ?", (id,))
         self._db.execute("DELETE FROM pins WHERE id = ?", (id,))
         self._db.execute("DELETE FROM uses WHERE id = ?", (id,))

@@ -59,7 +59,7 @@ class JobRecord(Wire, frozen=True):
     document: DocumentJob | None = None
     """Progress of a document's job."""
     asked: TrainingRequest | None = None
-    """Training settings of a document's job as the request had them: what is open is chosen for its later corpus."""
+    """Training settings of a document's job as requested; "auto" values are chosen once its corpus exists."""
 
     test: EvalResult | None = None
     """Measures of the trained adapter, if the request had test rows."""

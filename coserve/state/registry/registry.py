@@ -1,6 +1,6 @@
 """The registry: jobs, their events and adapters, API keys and quotas. Every change is durable when its method returns.
 
-What belongs to a project that the running request's principal does not see is not found (`core.access.principal`).
+Records of projects that the running request's principal does not see are treated as missing (`core.access.principal`).
 """
 
 from __future__ import annotations
