@@ -24,7 +24,8 @@ LOOK = 0.5
 
 
 class EngineClient:
-    """The link to the current engine, if there is one. `starts` counts engines. `clock` returns seconds."""
+    """The link to the current engine, if there is one. `starts`: number of engines attached so far. `clock` returns
+    seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -55,7 +55,7 @@ STOPPING = "the daemon is stopping; try again later"
 LONG_WAIT = 10.0
 """Seconds that work may wait before `/health` reports it."""
 LOSS_SECONDS = 1.0
-"""Most seconds to wait, after rank 0's link ended, for the news how its process ended."""
+"""Most seconds to wait, after rank 0's link closed, to learn how its process ended."""
 MAX_BODY_HELPERS = 2
 """Helper processes that decode large bodies."""
 CHAT_HELPERS = 2

@@ -41,7 +41,7 @@ def set_alias(
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
-    """Let NAME mean TARGET: a version of an adapter (NAME@VERSION), or the one that an adapter's name means now."""
+    """Create alias NAME for TARGET, or move it: a version (NAME@VERSION), or the current one of an adapter's name."""
     with connect(url, key) as client:
         _show(client.set_alias(name, target, canary=canary, weight=weight), as_json)
 
@@ -55,7 +55,7 @@ def promote_alias(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, ke
 
 @aliases_app.command("rollback")
 def roll_back_alias(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
-    """Take NAME's requests from its canary, or return to the version that it meant before."""
+    """Remove NAME's canary; if it has none, return to its previous version."""
     with connect(url, key) as client:
         _show(client.rollback_alias(name), as_json)
 

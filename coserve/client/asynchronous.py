@@ -73,9 +73,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 class AsyncClient:
     """An asyncio client of a daemon. Close it, or use it as `async with AsyncClient() as client`.
 
-    Every method raises the leaf of `coserve.core.errors` that the daemon names, or `Unreachable` if no daemon answers.
-    Responses of 429 and 503 are retried according to `retry`. `read_timeout`: seconds of silence after which a
-    connection is closed; `sleep` and `rng` are for tests.
+    Every method raises the exception of `coserve.core.errors` that the daemon's error code names, or `Unreachable` if
+    no daemon answers. Responses of 429 and 503 are retried according to `retry`. `read_timeout`: seconds of silence
+    after which a connection is closed; `sleep` and `rng` are for tests.
 
     `base_url` defaults to COSERVE_URL and `api_key` to COSERVE_API_KEY, as on the command line.
     """
@@ -177,18 +177,18 @@ class AsyncClient:
         path given as `data` names a local file. docs/guide/data.md describes rows; `columns` maps fields of a row to
         the corpus's columns: `{"prompt": "question", "completion": "answer"}`.
 
-        `validation`: rows that are not learned, or the path of a local file of them in any such format, on which the
-        loss is measured every `training.eval_steps`; beside `data` or `file`.
+        `validation`: rows that are not trained on, or the path of a local file of rows in one of these formats. The
+        loss on them is measured every `training.eval_steps`. Only with `data` or `file`.
 
         With a `teacher` the job learns that adapter's outputs at the rows' targets instead of their tokens
         (distillation).
 
-        `test` has rows that are not learned: `{"data": rows}`, or `{"path": ...}` at the daemon, with `regex` or
+        `test` has rows that are not trained on: `{"data": rows}`, or `{"path": ...}` at the daemon, with `regex` or
         `json_field` if answers are compared by a part. The trained adapter and the base answer them, as in `coserve
         eval`; the measures are `test` of the job.
 
-        While an unfinished job trains `adapter`, one with `continue_from=adapter` waits for it and continues from the
-        version that it publishes. `on_conflict="fork"` starts at once, from the current version; `"refuse"` raises
+        While an unfinished job trains `adapter`, a new job with `continue_from=adapter` waits for it and continues from
+        the version that it publishes. `on_conflict="fork"` starts at once, from the current version; `"refuse"` raises
         `AdapterBusy`.
 
         Returns once the whole corpus is tokenised. For a large corpus, `on_preparing` is called with the progress (by
@@ -360,7 +360,7 @@ class AsyncClient:
         return (await self._caller.json(self._caller.request("GET", "/aliases"), AliasList)).data
 
     async def set_alias(self, name: str, target: str, *, canary: str | None = None, weight: float = 0.0) -> Alias:
-        """Let `name` mean a version of an adapter, also one that it did not mean before. A fraction `weight` of its
+        """Create the alias `name` for a version of an adapter, or move it to that version. A fraction `weight` of its
         requests gets another version, `canary`. Raises `AdapterNotFound`, `NameTaken` for an adapter's name."""
         body = AliasRequest(target=target, canary=canary, weight=weight)
         return await self._caller.json(self._caller.request("PUT", f"/aliases/{_quoted(name)}", body=body), Alias)
@@ -370,7 +370,7 @@ class AsyncClient:
         return await self._caller.json(self._caller.request("POST", f"/aliases/{_quoted(name)}/promote"), Alias)
 
     async def rollback_alias(self, name: str) -> Alias:
-        """Take an alias's requests from its canary, or return to the version that it meant before."""
+        """Remove an alias's canary; if it has none, return to its previous version."""
         return await self._caller.json(self._caller.request("POST", f"/aliases/{_quoted(name)}/rollback"), Alias)
 
     async def delete_alias(self, name: str) -> Alias:

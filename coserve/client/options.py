@@ -66,7 +66,7 @@ class GenerateOptions(SamplingOptions, total=False):
     skip_special_tokens: bool
     seed: int
     schema: Mapping[str, Any]
-    """JSON schema that the text follows: `response_format` in short."""
+    """JSON schema that the text follows: the short form of `response_format`."""
     response_format: Mapping[str, Any] | ResponseFormat | None
     structured_outputs: Mapping[str, Any] | StructuredOutputs | None
     guided_json: dict[str, Any] | str | None
@@ -165,7 +165,8 @@ def finetune_request(
 
 
 def _lora_request(given: LoraRequest | Mapping[str, Any]) -> LoraRequest:
-    """Return what a request may say of an adapter that is `given`, such as another job's. Raises `InvalidRequest`."""
+    """Return the request's LoRA settings. `given` may be the `LoraSettings` of another job: their fields that a request
+    may have are kept. Raises `InvalidRequest`."""
     lora = as_struct(given, LoraRequest, "lora")
     if not isinstance(lora, LoraSettings):
         return lora
@@ -243,8 +244,8 @@ def corpus_body(
     file: Path | str | bytes | None,
     validation: Iterable[Mapping[str, Any]] | Path | str | None,
 ) -> FinetuneRequest | Upload:
-    """Return the request as it is, or the upload of a corpus as a file's path or content, of rows that are too many for
-    a JSON body, and of rows for validation. Raises as `encode_body` and `corpus_upload`."""
+    """Return the request as it is, or an `Upload` if the corpus is a file, has too many rows for a JSON body, or comes
+    with rows for validation. Raises as `encode_body` and `corpus_upload`."""
     if file is None and request.data is not None:
         rows = _row_lines(request.data, "data")
         if validation is None and len(rows) <= MAX_INLINE_BYTES:

@@ -15,7 +15,7 @@ from coserve.core.names import ADAPTER_FILES, ARCHIVES
 
 @asynccontextmanager
 async def local_files(source: Path | str) -> AsyncIterator[Path]:
-    """Yield a local folder or archive as it is, and what a URL names as a copy that is deleted when the block ends.
+    """Yield a local folder or archive as it is; copy a URL's files into a folder that is deleted when the block ends.
 
     A URL is that of a folder or an archive, in a file system that fsspec knows: `s3://bucket/adapter`,
     `https://host/adapter.tar.gz`, `hf://OWNER/NAME`. Raises `InvalidRequest` if it cannot be read.

@@ -146,7 +146,7 @@ class _Blocking(Generic[A]):
 
 
 class _Closing(_Blocking[A]):
-    """Base of those that are closed at the end of a `with`."""
+    """Base of blocking classes that `with` closes."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -178,7 +178,7 @@ def _call(method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> Callab
 def _call_for(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, S]], face: Callable[[_Portal, S], T]
 ) -> Callable[Concatenate[_Blocking[A], P], T]:
-    """Return the blocking form of a method, with the blocking `face` of what it returns."""
+    """Return the blocking form of a method; `face` wraps its result in a blocking class."""
 
     @wraps(method)
     def called(self: _Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:

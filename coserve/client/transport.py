@@ -25,8 +25,8 @@ FEW_CONNECTIONS = 100
 
 @dataclass(frozen=True)
 class Upload:
-    """A multipart body: the settings as JSON, then files, each under the part name that the daemon expects, and one of
-    rows for validation."""
+    """A multipart body. `settings`: the part of this name, JSON; `files`: file name and content of each part `file`;
+    `validation`: content of the part of this name."""
 
     settings: bytes
     files: tuple[tuple[str, bytes | Path], ...]

@@ -1,4 +1,4 @@
-"""Answers of `/v1/messages`, whole and as events, from those of chats."""
+"""Translates chat completions into answers of `/v1/messages`, whole and as events."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _new_id() -> str:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments; none if the model did not write an object, as at the maximum length."""
+    """Return a call's arguments; an empty dict if the model did not write a JSON object, as when it was cut off."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):

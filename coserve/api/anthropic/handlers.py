@@ -1,4 +1,5 @@
-"""The handlers of `/v1/messages`: chats in another form. Errors have Anthropic's format and names."""
+"""The handlers of `/v1/messages`, which are translated to chat completions. Errors have Anthropic's format and
+names."""
 
 from __future__ import annotations
 

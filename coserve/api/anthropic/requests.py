@@ -150,8 +150,8 @@ def _tool_choice(choice: ToolChoice) -> object:
 
 
 def _options(body: CountTokensRequest, template: str | None) -> TemplateOptions:
-    """Return the template's variables. Agents ask for thinking whatever the model: a template that has none of it gets
-    no variable, which it would refuse."""
+    """Return the chat template's variables. Agents ask for thinking with any model: a template that does not read
+    `enable_thinking` gets no such variable, since unknown ones are refused."""
     if body.thinking is None or "enable_thinking" not in (template or ""):
         return {}
     return {"enable_thinking": body.thinking.type != "disabled"}

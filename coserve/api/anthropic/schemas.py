@@ -18,7 +18,7 @@ class TextBlock(Wire, frozen=True, omit_defaults=True, tag_field="type", tag="te
     text: Text
     citations: Any = None
     cache_control: Any = None
-    """Changes nothing: prefixes are cached without it."""
+    """Ignored: prefixes are cached without it."""
 
 
 class ToolUseBlock(Wire, frozen=True, omit_defaults=True, tag_field="type", tag="tool_use"):
@@ -33,7 +33,7 @@ class ToolResultBlock(Wire, frozen=True, tag_field="type", tag="tool_result"):
     tool_use_id: AuthorName
     content: Text | Annotated[list[TextBlock], Meta(max_length=MAX_MESSAGES)] | None = None
     is_error: bool | None = None
-    """Changes nothing: the model reads the result's text."""
+    """Ignored: the model reads the result's text."""
     cache_control: Any = None
 
 
@@ -75,7 +75,7 @@ class ToolChoice(Wire, frozen=True):
 
 class Thinking(Wire, frozen=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    """`enable_thinking` of chat templates that read it."""
+    """Sets the variable `enable_thinking` of chat templates that read it: false for `disabled`, else true."""
     budget_tokens: Any = None
     display: Any = None
 
@@ -92,7 +92,7 @@ class OutputConfig(Wire, frozen=True):
 
 
 class CountTokensRequest(Wire, frozen=True, kw_only=True):
-    """`POST /v1/messages/count_tokens`. Fields of type any change nothing."""
+    """`POST /v1/messages/count_tokens`. Fields of type any are ignored."""
 
     messages: Annotated[list[InputMessage], Meta(max_length=MAX_MESSAGES)]
     model: ModelName | None = None
@@ -110,7 +110,7 @@ class CountTokensRequest(Wire, frozen=True, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
-    """`POST /v1/messages`. Fields of type any change nothing, but `container` and `mcp_servers`, which are refused."""
+    """`POST /v1/messages`. Fields of type any are ignored, except `container` and `mcp_servers`, which are refused."""
 
     max_tokens: PositiveTokenCount
     stop_sequences: StopTexts | None = None
@@ -136,7 +136,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageUsage(Wire, frozen=True):
-    """`input_tokens` are those of the prompt that the prefix cache did not have (`cache_read_input_tokens`)."""
+    """`input_tokens`: prompt tokens that were not in the prefix cache; `cache_read_input_tokens`: those that were."""
 
     input_tokens: int
     output_tokens: int
@@ -158,7 +158,8 @@ class Message(Wire, frozen=True, kw_only=True):
 
 
 class EventDelta(Wire, frozen=True, kw_only=True):
-    """A block's delta has its `type` and the field of that kind, the message's `stop_reason` and `stop_sequence`."""
+    """A block's delta has `type` and the field of that type; the message's delta has `stop_reason` and
+    `stop_sequence`."""
 
     type: Literal["text_delta", "input_json_delta", "thinking_delta"] | UnsetType = UNSET
     text: str | UnsetType = UNSET

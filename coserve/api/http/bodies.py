@@ -76,7 +76,8 @@ class BodyReader:
     @asynccontextmanager
     async def body(self, request: web.Request, *, compressed: bool = False) -> AsyncIterator[bytearray]:
         """Read a JSON body, or another small one, into memory. Its bytes count towards `TOTAL_BYTES` until the block
-        ends. `compressed`: accept a `Content-Encoding`. Raises `BodyTooLarge`, `RequestTimeout`, `QueueFull`."""
+        ends. `compressed`: accept a `Content-Encoding`, and return the bytes as they came. Raises `BodyTooLarge`,
+        `RequestTimeout`, `QueueFull`."""
         limit = min(self._max_body, MAX_JSON_BYTES)
         check_head(request, limit, compressed=compressed)
         await ask_for_body(request)

@@ -26,7 +26,7 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("preemptions", "Sequences sent back to the queue", lambda s: s.preemptions),
     (
         "step_adapters",
-        "Adapters of generation steps, each counted in every step; divided by the steps, adapters of a step",
+        "Adapters in generation steps, each counted in every step; divided by generation_steps, adapters per step",
         lambda s: s.step_adapters,
     ),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
@@ -46,10 +46,14 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "Forwards and backwards of fine-tuning rows, of one job or of several together",
         lambda s: s.batches.count,
     ),
-    ("train_batch_rows", "Rows in them; divided by the batches, rows of a batch", lambda s: s.batches.rows),
+    (
+        "train_batch_rows",
+        "Rows in fine-tuning batches; divided by train_batches, rows per batch",
+        lambda s: s.batches.rows,
+    ),
     (
         "train_batch_jobs",
-        "Jobs in them, each counted in every batch that it shared; divided by the batches, jobs of a batch",
+        "Jobs in fine-tuning batches, each counted in every batch it shared; divided by train_batches, jobs per batch",
         lambda s: s.batches.jobs,
     ),
     (
@@ -226,7 +230,11 @@ def gpu_memory(use: MemoryUse | None) -> Iterable[Metric]:
             "GPU memory there is for jobs now; less than was planned while other processes take it",
             None if use is None else use.training,
         ),
-        ("needed", "What the jobs that have started are predicted to need of it", None if use is None else use.needed),
+        (
+            "needed",
+            "GPU memory that the jobs that have started are predicted to need",
+            None if use is None else use.needed,
+        ),
     )
     for name, text, value in of_jobs:
         yield GaugeMetricFamily(f"coserve_jobs_memory_{name}_bytes", text, value=value)
@@ -240,7 +248,9 @@ def load_seconds(loads: Iterable[LoadSeconds]) -> Iterable[Metric]:
         "move for a run of them), copy (its launch)",
         labels=["cause"],
     )
-    seconds = CounterMetricFamily("coserve_adapter_load_seconds", "Their time, by the same", labels=["cause"])
+    seconds = CounterMetricFamily(
+        "coserve_adapter_load_seconds", "Seconds that adapter loads spent, by cause", labels=["cause"]
+    )
     for each in loads:
         counts.add_metric([each.cause], each.count)
         seconds.add_metric([each.cause], each.seconds)
@@ -257,7 +267,7 @@ def step_counts(steps: Iterable[StepCounts]) -> Iterable[Metric]:
     )
     seconds = CounterMetricFamily(
         "coserve_generation_step_seconds",
-        "Their time, by the same, from when the device could begin each; includes its launch if the "
+        "Seconds of generation steps, from when the device could begin each; includes its launch if the "
         "device waited for it",
         labels=labels,
     )

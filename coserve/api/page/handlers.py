@@ -1,7 +1,7 @@
 """The web page: its files, which are part of the package, and the history that it draws.
 
-The files need no key: they hold nothing of the daemon's. What the page shows it asks for with the key that its user
-gave, as any client does.
+The files need no key: they contain no data of the daemon. The page requests its data with its user's API key, as any
+client does.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from coserve.core.schemas import History, HistoryPoint
 
 POINTS = 900
 SPACING = 1.0
-"""Shortest time in seconds between a point and the next but one: the engine also reports after every change of
-state."""
+"""Seconds: of three reports within this time, only the first and the last are kept. The engine also reports after every
+change of state."""
 
 
 class ReportHistory:
@@ -24,8 +24,8 @@ class ReportHistory:
         self._points: deque[HistoryPoint] = deque(maxlen=POINTS)
 
     def report(self, stats: EngineStats, jobs: int) -> None:
-        """Add a report, with the number of unfinished jobs. It replaces the last one if both came soon after the one
-        before."""
+        """Add a report, with the number of unfinished jobs. It replaces the last one if the one before that is less
+        than `SPACING` seconds old."""
         use = stats.memory
         point = HistoryPoint(
             at=self._clock(),

@@ -1,4 +1,4 @@
-"""The native form of training sessions: each call is answered when it has been executed."""
+"""coserve's own API of training sessions, `/sessions`: each call is answered when it has been executed."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ class SessionsApi:
 
 @contextmanager
 def named(path: str = "path") -> Iterator[None]:
-    """Name the field of an error as bodies of `/sessions` do, not as Tinker's. `path`: what Tinker calls `path`."""
+    """Rename the fields in errors from Tinker's names to those of `/sessions`. `path`: the name for Tinker's `path`."""
     try:
         yield
     except CoserveError as error:
         names = {"rank": "r", "loss_fn": "loss", "loss_fn_config": "config", "data": "examples", "path": path}
         field, _, message = error.message.partition(": ")
-        if error.field is None and field in names:  # of the engine, which sends the text alone
+        if error.field is None and field in names:  # from the engine, whose text begins with the field
             error.field, error.message = field, message
         error.field = names.get(error.field or "", error.field)
         raise

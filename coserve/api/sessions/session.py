@@ -23,7 +23,7 @@ class ClientSession:
         self.opened = asyncio.get_running_loop().create_future()
         """Done when the engine has the session in memory; raises why it has not."""
         self.cancelled: asyncio.Future[None] | None = None
-        """Done when the engine has dropped a session that is being reopened; None: it is not."""
+        """Done when the engine has dropped the session, which is being reopened with a saved state; None otherwise."""
         self.ended: CoserveError | None = None
         """The error that ended it; None: it takes calls."""
         self.waits: str | None = None
@@ -33,7 +33,7 @@ class ClientSession:
         self.samplers = deque[AdapterRef]()
         """Adapters in the engine's memory alone, oldest first."""
         self.used = 0.0
-        """Time of the last sign of the client."""
+        """Monotonic time in seconds of the client's last call or heartbeat."""
         self._calls: dict[int, asyncio.Future[CallDone]] = {}
         self._number = 0
 

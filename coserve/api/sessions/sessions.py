@@ -39,7 +39,7 @@ from coserve.state.session_states import read_state
 from coserve.state.thread import RegistryThread
 
 SAMPLERS = 4
-"""Unnamed sampler weights that a session keeps in memory, the last ones."""
+"""Number of unnamed copies of the weights that a session keeps in memory for sampling; older ones are dropped."""
 
 
 class TrainingSessions:
@@ -89,7 +89,7 @@ class TrainingSessions:
         return True
 
     def lost(self) -> None:
-        """The engine ended, and with it all sessions."""
+        """End all sessions, because the engine ended."""
         self._closing.clear()
         for session in tuple(self._sessions.values()):
             last = f"its last saved state is {session.saved}" if session.saved else "it was never saved"
@@ -134,7 +134,7 @@ class TrainingSessions:
         return found if found is not None and principal().sees(found.project) else None
 
     def touch(self, session: ClientSession) -> None:
-        """Note a sign of the session's client."""
+        """Restart the session's idle timeout, since its client is alive."""
         session.used = time.monotonic()
 
     async def call(self, session: ClientSession, call: Call) -> CallDone:
@@ -145,7 +145,7 @@ class TrainingSessions:
         return await answer
 
     async def save_state(self, session: ClientSession, name: str, shown: str, *, overwrite: bool) -> None:
-        """Save weights and moments as `name`, durably. `shown`: as the user knows it. Raises `InvalidRequest`,
+        """Save weights and moments as `name`, durably. `shown`: the state's name in messages. Raises `InvalidRequest`,
         `StorageError`."""
         run = session.spec.id
         check_name(name)
@@ -181,7 +181,7 @@ class TrainingSessions:
         return ref
 
     async def sampler(self, session: ClientSession) -> AdapterRef:
-        """Make the weights available in memory alone; the last `SAMPLERS` of a session stay, until it ends."""
+        """Copy the weights to an adapter in the engine's memory, without files. A session keeps its last `SAMPLERS`."""
         async with session.order:
             await session.opened
             number = session.samplers[-1].version + 1 if session.samplers else 1

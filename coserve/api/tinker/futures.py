@@ -1,4 +1,5 @@
-"""Requests whose results are retrieved later, by id, and the order in which those of one model begin."""
+"""Requests of Tinker's API whose results are retrieved later by id (`Futures`), and the order in which the requests of
+one model begin (`Order`)."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ Result = bytes | msgspec.Struct
 POLL = 30.0
 """Most seconds for which a client waits in one request; the SDK gives up after 45."""
 KEPT = 120.0
-"""Seconds for which a result is kept once it was retrieved: the answer may be lost on its way."""
+"""Seconds that a result is kept after its retrieval: the response may be lost on its way."""
 MAX_KEPT = 100_000
 """Most results; beyond it the oldest are forgotten."""
 MAX_KEPT_BYTES = 256 << 20
-"""Most bytes of results that wait to be retrieved; beyond it the oldest are forgotten, but for the last one."""
+"""Most bytes of protobuf results that are kept; beyond it the oldest are forgotten, except the newest one."""
 MAX_EARLY = 256
 """Most requests of a model that came before their turn."""
 
@@ -35,12 +36,13 @@ class Futures:
         self._tasks: dict[str, asyncio.Task[Result]] = {}
         self._most_bytes, self._bytes = most_bytes, 0
         self._sizes: dict[str, int] = {}
-        """Bytes of the protobuf results that are kept, oldest first; the others are small. In all: `_bytes`."""
+        """Size in bytes of each protobuf result that is kept, oldest first; `_bytes` is their sum. Other results are
+        small and not counted."""
         self._projects: dict[str, str] = {}
         """The project of each request."""
 
     def __contains__(self, id: str) -> bool:
-        """Whether there is such a request that the principal sees."""
+        """Whether a request with this id exists that the principal may see."""
         return id in self._tasks and principal().sees(self._projects[id])
 
     def start(self, id: str, work: Coroutine[Any, Any, Result]) -> None:
@@ -105,8 +107,8 @@ class Order:
         """Futures of the requests that have not begun, by number."""
 
     def in_turn(self, number: int, work: Coroutine[Any, Any, Result]) -> Coroutine[Any, Any, Result] | None:
-        """Return `work`, which waits for its turn first. None: it came already, and its client sends it again, as it
-        saw no answer. Raises `QueueFull`."""
+        """Return `work`, which waits for its turn first. None: a request with this number came already; this is the
+        client's retry. Raises `QueueFull`."""
         if number < self._next or number in self._turns:
             return None
         if len(self._turns) >= MAX_EARLY:

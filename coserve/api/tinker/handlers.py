@@ -149,7 +149,8 @@ class TinkerApi:
         return self._ordered(run, body.seq_id, self._runs.save_for_sampler(run, body))
 
     async def _read_call(self, request: web.Request, type: type[CallT]) -> CallT:
-        """Read the body of a model's request. A wrong one takes its turn: later ones would wait for it for ever."""
+        """Read the body of a model's request. An invalid request still takes its turn: later ones would wait for it
+        forever."""
         async with self._bodies.body(request) as body:
             content = bytes(body)
         try:

@@ -64,8 +64,8 @@ def check_base(name: str, base: BaseSpec) -> None:
 
 
 def targets(base: BaseSpec, *, attention: bool, mlp: bool) -> tuple[str, ...]:
-    """Return the suffixes of the linear sites of attention, or of the rest of the layers. Raises `InvalidRequest` if
-    there are none."""
+    """Return the target modules, as suffixes of their names: the projections of attention if `attention`, the other
+    linear layers if `mlp`. Raises `InvalidRequest` if there are none."""
     found = []
     for suffix in base.default_targets:
         of_attention = any("attn" in site for site in base.sites if site.endswith(f".{suffix}"))

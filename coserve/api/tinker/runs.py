@@ -1,4 +1,4 @@
-"""Sessions and models of Tinker's API over training sessions."""
+"""Sessions and models of Tinker's API, implemented with training sessions (`coserve.api.sessions`)."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from coserve.data.corpus.batch import Example, examples_out
 from coserve.state.session_states import read_state
 
 ALPHA = 32.0
-"""`lora_alpha` of all ranks, as Tinker has it."""
+"""`lora_alpha`, the same at every rank, as in Tinker."""
 INPUTS = {
     "weights": "weights_K",
     "logprobs": "sampled_K",
     "advantages": "advantages_K",
     "sequence_ratio_mask": "ratio_mask_K",
 }
-"""Fields of examples by the names of `loss_fn_inputs`."""
+"""Maps names in Tinker's `loss_fn_inputs` to fields of `Example`."""
 NAMES = {"labels": "target_tokens"} | {field.removesuffix("_K"): name for name, field in INPUTS.items()}
-"""Tinker's names of those in errors of the engine."""
+"""Maps field names in the engine's errors to Tinker's names."""
 
 
 @dataclass
@@ -70,7 +70,8 @@ class TinkerOwner:
 
 @dataclass(frozen=True)
 class SamplerTarget:
-    """The source of a sampling session: the base, an adapter with files, or one in memory."""
+    """What a sampling session samples from: a published adapter (`path`), weights in the engine's memory alone
+    (`snapshot`), or the base."""
 
     base: str
     path: SavedPath | None = None
@@ -109,7 +110,7 @@ class Runs:
         return owner
 
     def touch(self, id: str) -> None:
-        """Note a sign of the session's client. Raises `SessionEnded`."""
+        """Restart the idle timeout of the session's models, since its client is alive. Raises `SessionEnded`."""
         for run in self.owner(id).runs.values():
             if run.session is not None:
                 self._sessions.touch(run.session)
@@ -239,7 +240,7 @@ def opened(run: Run) -> ClientSession:
 
 
 def compute_of(call: ForwardBackward) -> Compute | InvalidRequest:
-    """Return the engine's form of a call, on any thread."""
+    """Translate a call for the engine; an `InvalidRequest` is returned, not raised. May run on any thread."""
     if call.error is not None:
         return call.error
     try:

@@ -1,4 +1,4 @@
-"""Samples of Tinker's API: ordinary requests of the class batch, whose numbers are kept as numbers."""
+"""Samples of Tinker's API: ordinary requests of the class batch, whose responses are encoded as protobuf."""
 
 from __future__ import annotations
 

@@ -27,16 +27,16 @@ class TinkerConfigRequest(Body, frozen=True):
 
 
 class TinkerConfig(msgspec.Struct, frozen=True):
-    """How the SDK behaves, for as long as it runs."""
+    """Settings of the SDK, which it reads once."""
 
     create_model_via_load_weights: bool = True
-    """A session that continues a saved state begins with it; else it would be made twice."""
+    """A model that continues a saved state is created from it in one request, not created first and then replaced."""
     proto_write_fwdbwd: bool = True
     parallel_fwdbwd_chunks: bool = True
 
 
 class TinkerDynamicConfig(msgspec.Struct, frozen=True):
-    """How the SDK behaves, asked for again now and then."""
+    """Settings of the SDK, which it reads again from time to time."""
 
     sample_cancel_enabled: bool = True
 
@@ -95,7 +95,7 @@ class OfModel(Body, frozen=True):
 
 
 class Numbered(msgspec.Struct, frozen=True):
-    """Fields that a request of a model has, right or wrong."""
+    """Fields that are read from a model's request even if the rest of it is invalid."""
 
     model_id: Name
     seq_id: Count
@@ -118,7 +118,7 @@ class SaveWeights(OfModel, frozen=True):
 
 class SaveForSampler(OfModel, frozen=True):
     path: Name | None = None
-    """Name of the weights, which are then an adapter with files; without one they are in memory alone."""
+    """Name under which the weights are published as an adapter. null: they are kept in the engine's memory alone."""
     sampling_session_seq_id: Count | None = None
     kind: Literal["snapshot"] = "snapshot"
     seq_id: Count | None = None
@@ -161,7 +161,7 @@ class TinkerSampling(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     stop: (
         Annotated[str, Meta(min_length=1, max_length=256)] | Annotated[list[TokenId | Name], Meta(max_length=16)] | None
     ) = None
-    """Texts or token ids; an empty list: also past the base's end tokens."""
+    """Texts or token ids; an empty list: generation continues past the base's EOS tokens."""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0

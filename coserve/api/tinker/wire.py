@@ -1,5 +1,5 @@
 """Tinker's protobuf messages: what its SDK sends as `forward_backward`, and reads as results. Built from tables, since
-the wire has only field numbers; the SDK's own definitions are its tests' oracle.
+the wire has only field numbers; the tests compare them with the SDK's own definitions.
 
 Letters: N tokens, K candidates of a target.
 """
@@ -20,7 +20,7 @@ from coserve.core.errors import InvalidRequest, UnsupportedEncoding
 
 PROTOBUF = "application/x-protobuf"
 MAX_EXPANDED = 64 << 20
-"""Most bytes of a compressed body."""
+"""Most bytes of a compressed body once it is decompressed."""
 MAX_DENSE = 1 << 24
 """Most entries of all sparse arrays of a request, those that are 0 included."""
 Array = npt.NDArray[Any]
@@ -107,7 +107,7 @@ class TinkerDatum:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """A `ForwardBackwardRequest`. `error`: why its data cannot be computed; the request counts all the same."""
+    """A `ForwardBackwardRequest`. `error`: why its data is invalid; the request still takes its turn."""
 
     model_id: str
     seq_id: int

@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 
 async def open_service(config: Config, folder: DataFolder, engine: EngineClient, stack: AsyncExitStack) -> Service:
-    """Open the service over a data folder that is locked and recovered; `stack` closes it. Raises a `StartupError`
-    leaf."""
+    """Open the service over a data folder that is locked and recovered; `stack` closes it. Raises subclasses of
+    `StartupError`."""
     tokenizer = await _in_daemon_thread(lambda: _load_tokenizer(config))
     registry = RegistryThread(lambda: Registry(folder.database), reserve=Reserve(folder.reserve))
     stack.push_async_callback(registry.close)

@@ -130,7 +130,7 @@ async def _end(task: asyncio.Task[None]) -> None:
 async def serve(config: Config, *, report: Callable[[int, EngineStatus, Warming | None], None]) -> None:
     """Run until SIGINT or SIGTERM. `report` gets the port, the status and the progress of the warm-up at each change.
 
-    Raises a `StartupError` leaf when the daemon cannot start, or when its engine dies repeatedly.
+    Raises a subclass of `StartupError` when the daemon cannot start, or when its engine dies repeatedly.
     """
     began, signals = time.monotonic(), StopSignals(config.drain_seconds)
     stopping = asyncio.create_task(signals.wait())

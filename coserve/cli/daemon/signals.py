@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 class StopSignals:
     """Handles SIGINT and SIGTERM: the first asks for an orderly stop, the second stops at once. `drain`: seconds that
-    requests in flight may take after a SIGTERM, which service managers send; Ctrl-C comes from somebody who waits."""
+    requests in flight may take after a SIGTERM, which service managers send. After Ctrl-C they get none: a user waits
+    for it."""
 
     def __init__(self, drain: float) -> None:
         self._drain = drain

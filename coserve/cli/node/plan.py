@@ -47,10 +47,9 @@ def plan(
     latency_us: Annotated[float, typer.Option(help="microseconds of a message or kernel", min=0)] = 10.0,
     as_json: AsJson = False,
 ) -> None:
-    """Plan room for the adapters of a mixture of experts, by InfiniLoRA's model of admission: how many must fit so that
-    requests are admitted at once, and how many GPUs apart from the engines would hold and compute them. A prediction:
-    nothing is started or measured.
-    """
+    """Plan GPU memory for the adapters of a mixture of experts, by InfiniLoRA's model of admission: how many adapters
+    must fit so that requests are admitted at once, and how many GPUs of a separate LoRA server would hold and compute
+    them. A prediction: nothing is started or measured."""
     shape = read_shape(model)
     found = read_trace(trace) if trace is not None else shares(Popularity(Shape.POWER_LAW, exponent), adapters)
     running = batch * engines

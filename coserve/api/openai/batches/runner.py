@@ -91,7 +91,7 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def create(self, record: BatchRecord) -> None:
-        """Keep a batch and begin it. Raises `NotFound` without its file, `InvalidRequest` if the file has another
+        """Store a batch and start it. Raises `NotFound` without its file, `InvalidRequest` if the file has another
         purpose, `StorageError`."""
         try:
             content = self._files.content(record.input_file_id, "batch")

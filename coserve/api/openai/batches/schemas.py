@@ -20,7 +20,7 @@ class NewBatch(Wire, frozen=True):
     input_file_id: Text
     endpoint: Endpoint
     completion_window: Literal["24h"] = "24h"
-    """Changes nothing: a batch runs until it is done."""
+    """Ignored: a batch runs until it is done."""
     metadata: dict[str, Any] | None = None
     output_expires_after: Any = None
 

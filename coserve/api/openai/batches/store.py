@@ -67,8 +67,8 @@ class BatchStore(RecordStore[BatchRecord]):
         super().__init__(folder, BatchRecord, "batch")
 
     def add(self, record: BatchRecord, content: Path) -> None:
-        """Keep a new batch, and `content` until it has ended, as a link: its file may be deleted before. Durable when
-        this returns. Raises `NotFound` if it was deleted already, `StorageError`."""
+        """Store a new batch. Until it has ended, it keeps a hard link to its input file `content`, which may be deleted
+        meanwhile. Durable when this returns. Raises `NotFound` if it was deleted already, `StorageError`."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         with replace_dir(self._folder / record.id, point="batch") as target:
             try:
@@ -82,7 +82,7 @@ class BatchStore(RecordStore[BatchRecord]):
         """Replace a batch's record; durable when this returns. Raises `StorageError`."""
         write_file(self._folder / record.id / RECORD, msgspec.json.encode(record), point="batch")
         if record.ended:
-            with suppress(OSError):  # it is space alone
+            with suppress(OSError):  # a file that stays only takes space
                 self.input(record.id).unlink(missing_ok=True)
         self._records[record.id] = record
 

@@ -20,7 +20,7 @@ from coserve.state.files import FileRecord
 
 PURPOSES = ("fine-tune", "batch")
 MAX_LISTED = 10_000
-"""Most files of a page, and as many unless the client asks for fewer, as at OpenAI: clients delete what they list."""
+"""Most files of a page, and the default `limit`, as at OpenAI: clients that delete all files read one page."""
 
 
 class FilesApi:

@@ -18,7 +18,7 @@ from coserve.data.corpus.defaults import choose_training
 
 
 def job_request(body: CreateJob, spec: BaseSpec, key: str | None) -> tuple[FinetuneRequest, int | None]:
-    """Return the native request without its rows, and the rows of a batch if they were given. What is random follows
+    """Return the native request without its rows, and `batch_size` in rows if it was given. Random values are derived
     from `key`, the request's `Idempotency-Key`, so that a repeated request is the same.
 
     Raises `InvalidRequest`, `AdapterNotFound`.

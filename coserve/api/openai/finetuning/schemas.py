@@ -49,8 +49,8 @@ class Method(Wire, frozen=True):
 
 
 class CreateJob(Wire, frozen=True):
-    """Body of `POST /v1/fine_tuning/jobs`. The answer comes once the whole training file is tokenised, so that an error
-    in a row is the answer. A header `Idempotency-Key` makes the request safe to repeat."""
+    """Body of `POST /v1/fine_tuning/jobs`. The response comes once the whole training file is tokenised, so that it
+    reports an error in any row. A header `Idempotency-Key` makes the request safe to repeat."""
 
     model: ModelName
     """The base, or an adapter to continue: its own version stays as it is."""
@@ -65,7 +65,7 @@ class CreateJob(Wire, frozen=True):
     """Part of the name of the fine-tuned model. Its first 52 characters are kept; those that no adapter's name may have
     become `-`."""
     seed: Annotated[int, Meta(ge=0, le=(1 << 62) - 1)] | None = None
-    """None: a random one."""
+    """null: a random one."""
     metadata: (
         Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
         | None

@@ -32,7 +32,7 @@ _LEVELS: dict[EventLevel, Level] = {"info": "info", "warning": "warn", "error": 
 
 
 def job_object(record: JobRecord, base: BaseSpec) -> FineTuningJob:
-    """Return a job. `base`: the daemon's own, whose name a job of a new adapter shows."""
+    """Return a job. `base`: the daemon's base, shown as the model of a job that trains a new adapter."""
     spec, origin = record.spec, record.origin or JobOrigin(training_file="")
     method, hyperparameters = _method(record, base)
     ended, eta, error = record.state.terminal, record.eta, record.error

@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses`, whole and as events, from those of chats."""
+"""Translates chat completions into answers of `/v1/responses`, whole and as events."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class ResponseEvents:
         begun: Response | None = None
         finish: ChatFinish | None = None
         usage: Usage | None = None
-        scores: list[ChatLogprob] = []  # of tokens whose text has not come: parts of a character
+        scores: list[ChatLogprob] = []  # of tokens that are parts of a character, whose text comes later
         try:
             async for chunk in chunks:
                 if begun is None:

@@ -1,4 +1,4 @@
-"""`/v1/responses`: a chat in another form."""
+"""`/v1/responses`, which is translated to chat completions."""
 
 from __future__ import annotations
 

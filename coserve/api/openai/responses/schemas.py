@@ -67,7 +67,7 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     text: TextOptions | None = None
     """`format`: JSON that follows a schema, or any JSON object."""
     include: Annotated[list[Text], Meta(max_length=64)] | None = None
-    """`message.output_text.logprobs`; others change nothing."""
+    """`message.output_text.logprobs`; others are ignored."""
     top_logprobs: LogprobCount | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     slo_class: SloClass | None = None
@@ -75,14 +75,14 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     """Returned in the answer."""
     client_metadata: Any = None
-    """Codex sends it; changes nothing."""
+    """Ignored; Codex sends it."""
     user: Any = None
     store: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     reasoning: Any = None
-    """`effort` and `summary` change nothing."""
+    """`effort` and `summary` are ignored."""
     stream_options: Any = None
     truncation: Any = None
     background: Any = None

@@ -19,7 +19,7 @@ class TensorBoard:
     there on in earlier files."""
 
     def __init__(self, folder: Path, run: Run, step: int) -> None:
-        # TensorBoard reads files in the order of their names: the second, the host, then the step.
+        # TensorBoard reads files in the order of their names, which have the time in seconds, the host, then the step.
         own = folder / f"{run.name}-{run.id}"
         own.mkdir(exist_ok=True)
         self._writer = EventsWriter(str(own / "events"), filename_suffix=f".{step:09d}.coserve")
