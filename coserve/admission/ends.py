@@ -28,8 +28,8 @@ def with_end_names(settings: LoraSettings, base: BaseSpec) -> LoraSettings:
 
 
 def check_loss(settings: LoraSettings, training: TrainingRequest, base: BaseSpec) -> None:
-    """Raise `InvalidRequest` for an adapter of embedding or head whose loss weights targets only after the head's
-    backward: its head would get a wrong gradient."""
+    """Raise `InvalidRequest` for training that an adapter of embedding or head does not support: LoRA+, and a DPO loss,
+    which weights targets only after the head's backward, so that the head would get a wrong gradient."""
     if not learns_ends(settings, base):
         return
     if training.loss is not None:

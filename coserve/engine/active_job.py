@@ -73,7 +73,7 @@ class ActiveJob(ABC):
 
     @property
     def waits_for_samples(self) -> bool:
-        """Whether it could train but for its samples."""
+        """Whether its samples are all that it waits for before it can train."""
         return self.samples is not None and self._awaited == (self.samples.done,)
 
     def ends(self, end: Ending) -> None:

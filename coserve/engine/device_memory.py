@@ -54,7 +54,8 @@ class DeviceMemory:
         self.planned = fixed.planned
         """Upper bound of torch's memory according to the plan; 0 without a plan."""
         self._own = read().outside
-        """Lowest reading outside of torch's allocator: our context and libraries, and other processes at the start."""
+        """Lowest reading of the bytes outside torch's allocator: our CUDA context and libraries, and other processes at
+        the start."""
         self.refresh()
 
     def refresh(self) -> Reading:

@@ -24,7 +24,7 @@ class JobAdmission:
         self._asked: str | None = None
         """The last job for which `admit` was called."""
         self._held: dict[str, Cause] = {}
-        """Queued jobs that were told that they wait for memory, and why."""
+        """Queued jobs for which a `JobWaiting` was sent, and why they wait for memory."""
         self._leaving: dict[str, Future[Any] | None] = {}
         """Jobs whose memory is not yet free, and their cancelled work on a thread."""
 

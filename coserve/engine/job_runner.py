@@ -285,5 +285,5 @@ class WaitingJobs:
         return found
 
     def first(self, *, jobs: bool) -> JobSpec | None:
-        """Return the next job or session; without `jobs` (no place is free) the next session."""
+        """Return the next job or session; if not `jobs` (no place is free), the next session."""
         return next((spec for spec in self._jobs if jobs or isinstance(spec, SessionSpec)), None)

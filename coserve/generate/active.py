@@ -156,7 +156,8 @@ class ActiveRequests:
         request.computed = request.labelled = 0
 
     def one_ended(self) -> None:
-        """A request of the batch has ended: those that were expected to outgrow the pool are tried again."""
+        """Note that a request of the batch has ended: requests that were expected to outgrow the pool are tried
+        again."""
         self._outgrown.clear()
 
     def disown(self, request: Request) -> None:

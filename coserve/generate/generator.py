@@ -77,9 +77,9 @@ class Generator:
         grammars: Grammars | None = None,
     ) -> None:
         """`executor`: runs the steps; `step_tokens`: token budget of a step; `max_running`: most requests in the batch,
-        of which no more hold pages than a step has tokens; `max_queue`, `fair`: see `InferenceQueue`; `prefix_cache`:
-        share pages of common prefixes between sequences of one adapter version; `scored_tokens`: most tokens of a step
-        in prompts that are scored; `lengths`: of past answers; `grammars`: None: no request may have a constraint."""
+        at most `step_tokens` of which hold pages; `max_queue`, `fair`: see `InferenceQueue`; `prefix_cache`: share
+        pages of common prefixes between sequences of one adapter version; `scored_tokens`: most tokens of a step in
+        prompts that are scored; `lengths`: of past answers; `grammars`: None: no request may have a constraint."""
         assert max_running > 0 < step_tokens, f"expected at least 1 each, got {max_running=}, {step_tokens=}"
         self._base, self._store, self._kv = base, store, kv
         store.use_pool(kv.buffer, self._evicted, executor.kept)

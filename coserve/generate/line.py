@@ -9,7 +9,7 @@ from coserve.generate.sources import AdapterSource
 from coserve.queues.request import Request
 
 PASSED_SECONDS = 0.5
-"""Longest time for which later requests pass one whose adapter finds no room in the pages."""
+"""Longest time, in seconds, for which later requests may pass one whose adapter finds no room in the pages."""
 
 
 class Line:

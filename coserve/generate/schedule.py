@@ -41,7 +41,7 @@ applies."""
 
 
 class Scheduler:
-    """Requests wait in the queue, then for their adapters to be read, then for pages; active requests hold pages, and
+    """Requests wait in the queue, then for their adapters to be read, then for pages. Active requests hold pages, and
     so do their adapters.
 
     `propose` says what the next step would compute, and changes nothing; `commit` takes the pages for it.

@@ -69,7 +69,8 @@ class PageBuffer:
         self.bytes = torch.zeros(pages + 1, page_bytes, dtype=torch.uint8, device=device)
         """(P + 1, page_bytes)."""
         self._busy: NDArray[np.bool_] | None = None
-        """(P): pages that the step in flight may use; None: others may be in use, too."""
+        """(P): pages that the step in flight may use; None: unknown, as no step was launched, or pages have moved since
+        then."""
 
     @property
     def device(self) -> torch.device:

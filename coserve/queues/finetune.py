@@ -12,7 +12,8 @@ class JobQueue:
     """
 
     def __init__(self, number: Callable[[str], int] | None = None) -> None:
-        """None: round robin. `number`: a job's place in a fixed order; a job trains while it is the first ready one."""
+        """`number` returns a job's place in a fixed order: a job then trains while it is the first ready one. None:
+        round robin."""
         self._number = number
         self._ready: dict[str, None] = {}  # an ordered set
         self._suspended: tuple[str, ...] = ()

@@ -206,8 +206,8 @@ class NamedPolicy(ABC):
     """A policy that the settings can name, with the properties that other modules need to know of it."""
 
     in_batches: ClassVar[bool] = False
-    """Whether requests are served in batches that run to their end, in order of arrival, without deadlines; jobs then
-    train in order of arrival, too."""
+    """Whether requests are served in order of arrival, without deadlines, in batches that run to their end. Jobs then
+    train in order of arrival as well."""
     stream: ClassVar[Stream | None] = None
     """Training's stream; None: slices and steps share one stream."""
     settings: ClassVar[tuple[str, ...]] = ()

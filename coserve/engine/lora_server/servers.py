@@ -27,7 +27,7 @@ PAUSES = 1.0, 30.0
 
 @dataclass
 class _Held:
-    """An adapter that servers hold, or are to hold."""
+    """An adapter that the servers hold, or were asked to load."""
 
     slot: int
     digests: AdapterDigests | None

@@ -65,7 +65,7 @@ class FollowerParts:
     read: Callable[[AdapterRef, AdapterDigests | None], LoraWeights]
     """Reads this rank's shard of an adapter into host memory. Raises as `store.Load`."""
     placed: Callable[[LoraWeights], None] = lambda _: None
-    """Callback like that of rank 0's store: see `AdapterPages`."""
+    """Called with each adapter that was copied into pages, as rank 0's store does: see `AdapterPages`."""
 
 
 class Follower:

@@ -46,7 +46,7 @@ class OwnRank:
     def __init__(self, place: RankPlace) -> None:
         self.place, self.monitor = place, Monitor(socket.socket(fileno=place.monitor))
         self.commands = [socket.socket(fileno=fd) for fd in place.commands]
-        """On rank 0 one socket for each follower; on a follower the one to rank 0."""
+        """On rank 0, one socket for each follower; on a follower, a single one, to rank 0."""
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # all ranks are on one host: listen only there
             os.environ[name] = "lo"
 

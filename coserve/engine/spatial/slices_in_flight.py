@@ -26,9 +26,9 @@ later."""
 
 @dataclass(frozen=True)
 class Marks:
-    """How ends of device work are signalled. `training`: slices are only launched, and overlap generation or run
-    `between` its steps; None: a slice has ended when the trainer returns. `steps`: marks of generation's stream, if
-    ends of steps are events too; None: the engine waits for steps."""
+    """How ends of device work are signalled. `training`: marks of training's stream, if slices are launched without
+    waiting for them, and overlap generation or run `between` its steps; None: a slice has ended when the trainer
+    returns. `steps`: marks of generation's stream, if the engine does not wait for steps; None: it does."""
 
     training: Mark | None = None
     between: Between = nullcontext

@@ -59,7 +59,8 @@ def prepare_environment(config: Config) -> None:
 
 def make_training_stream(config: Config, device: torch.device) -> TrainingStream | None:
     """Make training's stream, and make generation's stream current; None if the policy alternates on one stream. Call
-    it after loading the base and before anything else. Raises `StartupError` if the GPU cannot be shared so."""
+    it after loading the base and before anything else. Raises `StartupError` if the GPU cannot be shared in this
+    way."""
     if not config.trains_concurrently:
         return None
     if config.policy_class.stream == "priority":

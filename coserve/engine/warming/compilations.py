@@ -64,7 +64,7 @@ def _constants(src: Any) -> str:  # noqa: ANN401 - Triton's own type
 
 
 def watch_compilations(level: int = logging.DEBUG) -> Compilations:
-    """Install a listener. It hears nothing in interpreter mode, or from a Triton without listeners."""
+    """Install a listener. It is never called in interpreter mode, or by a Triton without listeners."""
     found = Compilations(level)
     if not interpreted():
         with suppress(ImportError):

@@ -33,7 +33,7 @@ class EagerExecutor:
         self._remote = remote
         self._base, self._kv, self._lora_backend = base, kv, lora_backend.keeping()
         self._seen: dict[AdapterRef, LoraWeights] = {}
-        """GPU copies of adapters that ran, of which the backend may keep copies."""
+        """GPU copies of adapters that ran. The LoRA backend may keep tensors derived from them."""
         self._masks: Masks = NO_MASKS
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[EagerStep]:

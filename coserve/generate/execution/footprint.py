@@ -23,7 +23,7 @@ class LoraFootprint:
     scaled: bool = False
     """Whether some adapters are DoRA, whose rows are scaled by a launch at each site."""
     experts: bool = False
-    """Whether some adapters change experts, whose rows are then sorted by adapter, too."""
+    """Whether some adapters change experts: the experts' rows are then sorted by adapter as well."""
 
     def covers(self, other: LoraFootprint) -> bool:
         enough = self.max_rank >= other.max_rank and self.groups >= other.groups

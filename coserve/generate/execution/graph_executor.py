@@ -158,7 +158,7 @@ class GraphExecutor:
         self._pace, self._paced = Pace.MISSING, 0
         """The pace of captures, and the number of footprints when it was chosen: a new one may need a missing graph."""
         self._unchosen: Callable[[Masks], None] | None = None
-        """Chooses the tokens of the launched step, whose masks are missing."""
+        """Chooses the tokens of the launched step once its masks are given; None: the tokens are chosen."""
         self._ended: list[int] = []
         """Sequences that ended while the tokens of the launched step are not chosen; forgotten afterwards."""
 

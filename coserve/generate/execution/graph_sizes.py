@@ -27,7 +27,8 @@ MANY_ADAPTERS_TOKENS = 0
 """Mixed graphs of up to this many tokens also use the LoRA decode kernels for steps with more than `MIXED_ADAPTERS[1]`
 adapters. To be set to 768 once `benchmarks.adapters.steps --only mixed` has shown on a GPU that it is faster."""
 PARTIAL_FOOTPRINTS = 2
-"""Footprints with only some site groups that get graphs of their own. Further ones use the graphs of all groups."""
+"""Most LoRA footprints with only some site groups that get their own graphs. Further ones use the graphs of all
+groups."""
 CAPTURE_AFTER = 4
 """Mixed steps that miss a graph of their size before it is captured during a step. Without a graph, such a step takes
 the host several times as long, and Triton may have to compile."""

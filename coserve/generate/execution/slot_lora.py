@@ -59,7 +59,7 @@ class StaticSlotLora:
         self._slots, self._footprint = slots, footprint
         self.capacities = tuple(capacities)
         self._most = {each.rows: each for each in sorted(capacities, key=lambda each: each.tiles)}
-        """Most tiles, by rows of a tile."""
+        """Largest capacity, by rows per tile."""
         self._local = self._buffers(tokens) if footprint.local else None
         self._sharded = self._buffers(tokens) if footprint.sharded else None
         self._slots_T: Tensor | None = None
