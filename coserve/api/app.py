@@ -153,7 +153,7 @@ def _add_routes(app: web.Application, routes: tuple[Route, ...]) -> None:
 
 
 def _open_and_close(app: web.Application, batches: BatchRunner, tinker: TinkerApi) -> None:
-    """Open the service and its batches with the application; end what is in progress with it."""
+    """Open the service and its batches when the application starts; end what is in progress when it shuts down."""
     service = app[SERVICE]
 
     async def open_batches(_: web.Application) -> None:

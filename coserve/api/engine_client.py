@@ -45,7 +45,7 @@ class EngineClient:
         """Why the last engine died, until there is a new one."""
         self._failed_starts = 0
         self._log_level: SetLogLevel | None = None
-        """The level set at run time; None: none was."""
+        """The log level set at run time; None: it was not set."""
         self._watchers: list[Callable[[], None]] = []
 
     @property

@@ -76,7 +76,7 @@ class Service:
         max_prompt_scores: int = MAX_PROMPT_SCORES,
         closing: float = CLOSING,
     ) -> None:
-        """`engine`: created earlier, since it is told of engines that start before there is a service.
+        """`engine`: an existing client, which has recorded the engine's start-up so far; None: a new one.
         `max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together. `closing`:
         seconds that a tracker may take when the service closes."""
         self.folder, self.tokenizer = folder, tokenizer

@@ -71,7 +71,7 @@ class Scrub:
 
 
 def compare(record: AdapterRecord, folder: Path) -> str | None:
-    """Return what is wrong with PEFT's files of a version, and remove its packed file if that is damaged."""
+    """Return what is wrong with a version's PEFT files; None: nothing. Removes its packed file if that is damaged."""
     try:
         if not is_sound(folder):
             log.warning("adapter %s: its packed file is damaged, and is made again", record.ref)

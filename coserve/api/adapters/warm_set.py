@@ -1,4 +1,5 @@
-"""The adapters that a new engine reads before anybody asks: pinned ones, and those that requests used most."""
+"""The adapters that a new engine reads before any request needs them: pinned ones, and those that requests used
+most."""
 
 from __future__ import annotations
 

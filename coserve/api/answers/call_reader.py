@@ -37,7 +37,8 @@ class Reader(ABC):
         return "" if self.named else "".join(self._text)
 
     def push(self, text: str) -> str:
-        """Read characters; return those after the call's end, or from the first that is malformed."""
+        """Read characters until the call ends. Returns the unread rest; if the call is malformed, it begins with the
+        wrong character."""
         for index, char in enumerate(text):
             try:
                 self._running.send(char)

@@ -24,9 +24,9 @@ _END = 16
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How the answers to one request are parsed. `family`: None: tool calls stay in the content; `parallel`: false: an
-    answer has one call at most, further ones are dropped; `thinks`: the chat template has reasoning between
-    tags; `shows_reasoning`: false: it is dropped; `schemas`: those of the tools that may be called."""
+    """How the answers to one request are parsed. `family`: form of tool calls; None: they stay in the content.
+    `thinks`: whether the chat template has reasoning between tags. `parallel`: false: only the first call is kept.
+    `shows_reasoning`: false: reasoning is dropped. `schemas`: JSON schemas of the tools that may be called."""
 
     family: ToolFamily | None
     thinks: bool

@@ -11,7 +11,7 @@ from coserve.api.answers.typed_arguments import Schemas
 
 class ToolParser(ABC):
     """Parses the text of one choice, incrementally: joined deltas do not depend on where the text was cut. Text that is
-    no call, malformed calls included, is content. `schemas`: those of the request's tools."""
+    no call, malformed calls included, is content. `schemas`: JSON schemas of the request's tools."""
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas

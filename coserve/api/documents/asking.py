@@ -1,5 +1,5 @@
-"""Requests that jobs make of the daemon's own engine, to teach a document or to evaluate: ordinary ones, of the class
-batch."""
+"""Generation requests that jobs send to the daemon's own engine, to teach a document or to evaluate an adapter:
+ordinary requests of the class batch."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from coserve.state.thread import RegistryThread
 
 USUAL_CHUNK = 1024
 INSTRUCTION_TOKENS = 256
-"""Tokens left in the context for what is asked about a chunk."""
+"""Tokens reserved in the context for the instruction about a chunk."""
 ELSEWHERE = ("data", "path", "columns", "teacher")
 """Fields of requests that train on rows; refused beside a document."""
 
@@ -39,7 +39,7 @@ class CheckedDocument:
     chunk_tokens: int
     overlap_tokens: int
     cartridge: LoraSettings | None = None
-    """The new cartridge, if that is what is trained."""
+    """Settings of the new cartridge, if one is trained."""
 
     @property
     def tokens_at_once(self) -> int:

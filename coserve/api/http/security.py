@@ -40,8 +40,8 @@ BEGUN = web.RequestKey("begun", bool)
 
 class Gate:
     """Checks a request's host, origin, API key and content encoding. `public`: names of the routes that need no key;
-    `identify(request, public)`: raises unless the request has a key that may use its route; `compressed`: names of the
-    routes whose bodies may have a content encoding."""
+    `identify(request, public)`: sets the request's principal, and raises if a route that is not public may not be used
+    with its key; `compressed`: names of the routes whose bodies may have a content encoding."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class CorpusPreparation:
         columns: Columns | None = None,
         validation: Path | None = None,
     ) -> StagedCorpus:
-        """Tokenise `source`, and behind it the rows of `validation`; unused columns are added to `columns`. Raises
+        """Tokenise `source`, followed by the rows of `validation`; unused columns are added to `columns`. Raises
         `CorpusError` subclasses, with the line in its file, `InvalidRequest`, `HelperLost`, `StorageError`. On an error
         or cancellation, no file stays on the disk."""
         columns = Columns() if columns is None else columns

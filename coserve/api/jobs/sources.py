@@ -64,7 +64,7 @@ def local_rows(text: str, root: Path | None) -> Path:
 
 @contextmanager
 def validation_errors() -> Iterator[None]:
-    """Errors in the rows for validation say so, with the line in their own file."""
+    """Mark errors in the rows for validation as such; their line is counted in the file of these rows."""
     try:
         yield
     except (CorpusError, RequestError) as error:

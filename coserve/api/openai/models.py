@@ -1,5 +1,5 @@
-"""`/v1/models`: the base and the latest version of each adapter that fits it. Fine-tuned models have their own names
-(`openai.names`)."""
+"""`/v1/models`: the base, the current version of each adapter of this base, and the aliases. Fine-tuned models have
+their own names (`openai.names`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _name(adapter: Adapter, spec: BaseSpec) -> str:
 
 
 async def list_models(service: Service) -> ModelList:
-    """Return the base, the current version of each adapter, and what each alias means. Raises `EngineUnavailable`
+    """Return the base, the current version of each adapter, and the target of each alias. Raises `EngineUnavailable`
     before the first engine."""
     spec = service.engine.spec
     models = [_base(spec, service.started_at)]

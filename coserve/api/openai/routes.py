@@ -22,7 +22,7 @@ from coserve.api.openai.schemas import (
 
 
 def openai_routes(api: OpenAIApi, lora: LoraApi) -> tuple[Route, ...]:
-    """Everything under `/v1`, and what trainers call at vLLM."""
+    """Return routes under `/v1`, and those of vLLM that trainers call."""
     errors = (404, 422, *BODY_ERRORS, BUSY)
     return (
         openai_route(

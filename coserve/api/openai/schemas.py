@@ -306,7 +306,7 @@ class ChatChunk(Wire, frozen=True):
 
 
 class Model(Wire, frozen=True):
-    """The base, or the latest version of an adapter: then `root` is `name@version` and `parent` the base."""
+    """The base, or the current version of an adapter: then `root` is `name@version` and `parent` the base."""
 
     id: str
     created: int

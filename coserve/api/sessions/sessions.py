@@ -242,7 +242,7 @@ class TrainingSessions:
                 self._engine.send(DropAdapter(ref=ref))
 
     def _watch(self, session: ClientSession) -> None:
-        """End the session when its client has given no sign for `session_timeout` seconds."""
+        """End the session once its client has sent nothing for `session_timeout` seconds."""
         limit = self._config.session_timeout
         if session.ended is not None or limit == 0:
             return

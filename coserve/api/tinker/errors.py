@@ -8,7 +8,7 @@ from coserve.core.errors import CoserveError
 
 
 def tinker_error(error: CoserveError) -> TinkerError:
-    """Return the error as Tinker's: a text that names the field, and whose fault it is."""
+    """Return the error in Tinker's format: a text that names the field, and the category, `user` or `server`."""
     info = error_info(error)
     message = info.message if info.field is None or info.field in info.message else f"{info.field}: {info.message}"
     return TinkerError(message, "user" if error.status < 500 else "server")

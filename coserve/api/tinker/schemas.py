@@ -205,7 +205,7 @@ class TryAgain(msgspec.Struct, frozen=True):
 
 
 class TinkerError(msgspec.Struct, frozen=True):
-    """An error, also that of a request whose result is retrieved."""
+    """The error of a response, or of a request whose result is retrieved."""
 
     error: str
     category: Category

@@ -22,7 +22,7 @@ PROTOBUF = "application/x-protobuf"
 MAX_EXPANDED = 64 << 20
 """Most bytes of a compressed body once it is decompressed."""
 MAX_DENSE = 1 << 24
-"""Most entries of all sparse arrays of a request, those that are 0 included."""
+"""Most entries of all sparse arrays of a request together, zeros included."""
 Array = npt.NDArray[Any]
 
 _MESSAGES: dict[str, tuple[str, ...]] = {

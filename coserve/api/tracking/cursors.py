@@ -1,4 +1,5 @@
-"""Records how far a tracker has been told of each job, in small files, so that a restarted daemon continues there."""
+"""Records, in small files, up to which event each job was sent to a tracker, so that a restarted daemon continues
+there."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from coserve.core.validation import decoder_of
 
 
 class Cursor(msgspec.Struct, frozen=True):
-    """The last event and the last optimizer step that the tracker has been told of."""
+    """Numbers of the last event and of the last optimizer step that were sent to the tracker."""
 
     seq: int = 0
     step: int = 0
 
 
 class Cursors:
-    """Cursor files of one tracker: one for each job whose end it has not been told.
+    """Cursor files of one tracker: one for each job whose end was not sent to it.
 
-    Files are replaced but not synced: after a power cut a tracker may be told steps again, which its sink stores once.
+    Files are replaced but not synced: after a power cut, steps may be sent again; the sink stores them once.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -63,7 +63,7 @@ class TrackerFeed:
         return () if self._trouble is None else (f"tracker {self._tracker}: {self._trouble}; it is tried again",)
 
     def open(self) -> None:
-        """Begin, with the jobs that are unfinished or whose end the tracker has not been told."""
+        """Begin, with the jobs that are unfinished or whose end was not sent to the tracker."""
         self._running = asyncio.create_task(self._run())
 
     def notify(self, job: str) -> None:

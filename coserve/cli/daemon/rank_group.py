@@ -70,7 +70,7 @@ class RankGroup:
 
     def __init__(self) -> None:
         self.loss: str | None = None
-        """The rank that was lost, and how; None: none was."""
+        """The rank that was lost, and how; None: all live."""
         self.refusal: CoserveError | None = None
         """Why a rank cannot start with these settings."""
         self.lost = asyncio.Event()

@@ -21,7 +21,7 @@ class Hyperparameters(Wire, frozen=True):
     """Values that are left out, null or `auto` are chosen by the daemon."""
 
     batch_size: BatchSize | Auto | None = None
-    """Mean number of rows of an optimizer step; it becomes the job's `training.batch_tokens`."""
+    """Mean number of rows per optimizer step; it becomes the job's `training.batch_tokens`."""
     learning_rate_multiplier: Multiplier | Auto | None = None
     """Multiple of the learning rate that the daemon chooses."""
     n_epochs: Epochs | Auto | None = None
@@ -153,7 +153,7 @@ class CheckpointMetrics(Wire, frozen=True):
 
 
 class Checkpoint(Wire, frozen=True, kw_only=True):
-    """Weights of a job that requests can use: those it published."""
+    """Weights that a job published, which requests can use."""
 
     id: str
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"

@@ -84,7 +84,7 @@ def event_object(event: JobEvent) -> FineTuningEvent:
 
 
 def checkpoint_objects(record: JobRecord, step: int | None, base: BaseSpec) -> list[Checkpoint]:
-    """Return the weights that the job published. `step`: that of the published ones."""
+    """Return the weights that the job published. `step`: their optimizer step."""
     if record.result is None or record.finished_at is None or step is None:
         return []
     metrics = record.metrics
