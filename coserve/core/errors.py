@@ -120,8 +120,8 @@ class AdapterBusy(RequestError, code="adapter_busy", status=409):
 
 
 class NameTaken(RequestError, code="name_taken", status=409):
-    """The name is another project's, for names are unique on a node, or that of an adapter or an alias. Choose another
-    one."""
+    """The name belongs to another project (names are unique on a node), or to an existing adapter or alias. Choose
+    another one."""
 
 
 class WrongJobState(RequestError, code="wrong_job_state", status=409):

@@ -97,7 +97,7 @@ OTHER_WAYS = {
     ),
     "the daemon's --compile says whether layers are compiled": "torch_compile*",
     "losses and LoRA terms have kernels of coserve's own": "use_liger_* liger_kernel_config use_logits_to_keep",
-    # what is kept, told and evaluated
+    # logging, checkpoints, evaluation
     "each step's metrics are in the job's events": (
         "logging_* log_* disable_tqdm include_num_input_tokens_seen include_for_metrics skip_memory_metrics"
     ),

@@ -30,7 +30,7 @@ MAX_BLOCK_NAMES: Final = 64
 MAX_RANK: Final = 1024
 """Maximum LoRA rank of a new adapter. Imported adapters keep the rank of their tensors."""
 MAX_TRAINED: Final = 1 << 17
-"""Maximum tokens of a module whose rows an adapter learns."""
+"""Maximum tokens per embedding or head whose rows an adapter trains."""
 MAX_BLOCKS: Final = 64
 """Maximum diagonal blocks of a new BD-LoRA adapter. Imported adapters keep the number in their files."""
 PAGE_LIMIT: Final = 100
@@ -64,7 +64,7 @@ BlockNames = Annotated[tuple[ModuleName, ...], Meta(max_length=MAX_BLOCK_NAMES)]
 TrainedTokens = Annotated[
     dict[ModuleName, Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_TRAINED)]], Meta(max_length=2)
 ]
-"""Ids of tokens by module."""
+"""Token ids by module (embedding or head)."""
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 BadWords = Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)]

@@ -28,10 +28,12 @@ ADAPTER_FILES: Final = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 """The two files of a PEFT adapter folder."""
 
 TOKEN_ROWS, WHOLE_COPY = ".token_adapter", ".modules_to_save"
-"""Ends of the names of an adapter's replaced rows of an embedding or head (`lm_head.token_adapter`): some, or all."""
+"""Suffixes of names under which an adapter's replaced rows of an embedding or head are stored: `lm_head.token_adapter`
+holds the rows of some tokens, `lm_head.modules_to_save` all rows."""
 
 ARCHIVES: Final = (".tar", ".tar.gz", ".tgz", ".zip")
-"""Endings of an archive of these files. Of other compressions a few bytes may need gigabytes of memory."""
+"""Suffixes of archives of these files. Other compressions are refused: decoding a few bytes may take gigabytes of
+memory."""
 
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
 """Files that may hold pickled code: never opened."""

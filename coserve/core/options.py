@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that a setting may have: from `least` to `most`, `open` without these two themselves."""
+    """The numbers that a setting may have: from `least` to `most`. `open`: whether each of the two is excluded."""
 
     least: float
     most: float = math.inf

@@ -53,13 +53,13 @@ class SiteSpec(msgspec.Struct, frozen=True):
     experts: int = 1
     """Experts of a fused parameter of a mixture of experts, each with these features; 1: a linear module."""
     chosen: int = 1
-    """Experts that compute a token."""
+    """Experts chosen for a token (the router's top-k)."""
     transposed: bool = False
     """Whether the parameter is (experts, in, out) instead of (experts, out, in)."""
     halves: Halves = ""
     """How the parameter's outputs hold gate and up; empty: it is no fused gate and up."""
     by_expert: bool = False
-    """Whether each of several GPUs has some experts whole, instead of a part of each."""
+    """Expert parallelism: each of several GPUs has some experts whole, instead of a shard of every expert."""
 
 
 class BaseSpec(Wire, frozen=True):
@@ -86,17 +86,18 @@ class BaseSpec(Wire, frozen=True):
     experts: dict[str, SiteSpec] = {}
     """The fused parameters of experts that an adapter may change, by name."""
     quantization: str = "none"
-    """How the linear modules of the layers are stored: fp8, nf4 or none. The fingerprint is of the weights before."""
+    """How the linear modules of the layers are stored: fp8, nf4 or none. The fingerprint is of the unquantised
+    weights."""
     ends: dict[str, SiteSpec] = {}
     """The embedding (layer -1, tokens to features) and the head (layer `layers`); empty on several GPUs."""
     tied: bool = False
     """Whether embedding and head are one weight."""
     kv_heads: int = 0
     prefixes: dict[str, SiteSpec] = {}
-    """Each layer's keys and values, of `kv_heads` heads, as a cartridge may precede them; empty: it cannot."""
+    """Sizes of each layer's keys and values (`kv_heads` heads) in a cartridge; empty: the base takes no cartridges."""
 
     def site(self, name: str) -> SiteSpec:
-        """Return the linear module, parameter, end, or layer's keys and values of this name."""
+        """Return the sizes of a linear module, experts' parameter, embedding, head, or layer's keys and values."""
         return self.sites.get(name) or self.experts.get(name) or self.ends.get(end_of(name)) or self.prefixes[name]
 
 
@@ -162,7 +163,8 @@ class LoraRequest(Wire, frozen=True):
     ones (o, down). It suits tensor parallelism over that many GPUs or any divisor. `r` is the total rank of all blocks.
     1: plain LoRA."""
     targets_bd_a: BlockNames | None = None
-    """Substrings of names of sites with a block-diagonal A; in neither list: plain LoRA. Both None: row-parallel."""
+    """Substrings of the names of sites with a block-diagonal A. If both lists are None: the row-parallel sites. Other
+    sites get plain LoRA."""
     targets_bd_b: BlockNames | None = None
     """Substrings of the names of sites with a block-diagonal B. If both lists are None: the column-parallel sites."""
     trainable_token_indices: TrainedTokens | None = None
@@ -186,4 +188,5 @@ class LoraSettings(LoraRequest, frozen=True):
     cartridge: bool = False
     """The adapter is a KV prefix of `r` tokens, and has no LoRA matrices."""
     modules_to_save: tuple[str, ...] | None = None
-    """Ends that an imported adapter replaces as a whole, by name; it can be served and not trained."""
+    """Names of the embedding or head that an imported adapter replaces as a whole. Such an adapter can be served, but
+    not trained."""

@@ -36,7 +36,8 @@ class Question(Wire, frozen=True):
 
 @dataclass(frozen=True)
 class RowScore:
-    """`loss` and `right`, the tokens found the most likely, are sums over the tokens. `match`: None for a text."""
+    """Scores of one row, summed over its `tokens`. `loss`: negative log-likelihood in nats; `right`: number of tokens
+    that the model finds the most likely; `match`: whether the answer matches, None for a text."""
 
     loss: float
     right: int
@@ -45,7 +46,7 @@ class RowScore:
 
 
 def question(row: Row) -> Question:
-    """Return what a row asks. A chat asks for its last message. Raises `MalformedRow`."""
+    """Return a row as a question. The expected answer of a chat is its last message. Raises `MalformedRow`."""
     match row:
         case TextRow():
             return Question({"prompt": row.text}, None)

@@ -44,7 +44,7 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def plain_reason(reason: str) -> str:
-    """Return why a grammar was refused, without llguidance's marks of parts that it leaves out."""
+    """Return why a grammar was refused, without llguidance's markers and internal codes."""
     plain = reason.replace("<non-verbose/>", "").strip()[:500]
     return "no text fits it" if plain == "NoExtensionBias" else plain
 

@@ -22,7 +22,7 @@ class Shape(StrEnum):
     POWER_LAW = "power_law"
     """The i-th adapter's probability is proportional to `i ** -exponent` (S-LoRA, section 6.2); 0 is uniform."""
     IDENTICAL = "identical"
-    """All requests for one adapter."""
+    """All requests are for one adapter."""
 
 
 class Popularity(Wire, frozen=True):

@@ -329,8 +329,8 @@ class _Recorder:
 
 
 def _wrong_length(arrival: PromptArrival, tokens: int, usage: Usage | None) -> tuple[str | None, str | None]:
-    """Return code and message for a complete answer of a wrong length. How many tokens are missing only the server can
-    tell."""
+    """Return code and message for a complete answer of a wrong length; None and None if it is right. A short answer is
+    detected only by the server's usage."""
     if not tokens:
         return "no_tokens", "the answer has no tokens"
     if usage is None or usage.output_tokens >= arrival.max_tokens:

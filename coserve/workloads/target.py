@@ -81,7 +81,7 @@ class DaemonTarget:
     async def prepare(self, names: Iterable[str] = ()) -> int:
         """Create the adapters of the scenario and of `names` that the daemon lacks; return their number.
 
-        Raises the client's `CoserveError` leaves, and `InvalidRequest` for an existing adapter of another LoRA rank or
+        Raises the client's `CoserveError`, and `InvalidRequest` for an existing adapter of another LoRA rank or
         a name that is invalid with the prefix.
         """
         ranks = {name: self._scenario.rank_of(i) for i, name in enumerate(self._scenario.adapter_names)}

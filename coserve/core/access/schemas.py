@@ -55,10 +55,11 @@ class Quota(Wire, frozen=True, omit_defaults=True):
     """Limits of one project; null: none. Body of `PUT /admin/quotas/{id}`, which replaces all of them."""
 
     requests_per_minute: Limit | None = None
-    """POST requests, except those to `/admin`; each request of a batch counts, too, and waits until it may."""
+    """POST requests, except those to `/admin`. Each request of a batch counts too, and waits instead of being
+    refused."""
     tokens_per_minute: Limit | None = None
-    """Tokens of prompts and of generated texts, counted as they are computed: requests are refused while the last ones
-    have used more."""
+    """Tokens of prompts and of generated texts, counted as they are computed. New requests are refused while the
+    allowance is used up."""
     jobs: Limit | None = None
     """Jobs that wait, run or are paused."""
     bytes: Limit | None = None

@@ -1,5 +1,7 @@
-"""Messages between two processes over a connected socket, as frames: 4 bytes of length (big endian), then one msgpack
-message. Nothing is ever pickled. And the child process at the other end."""
+"""Channels for messages between two processes over a connected socket, and the child process at the other end.
+
+A frame is the length (4 bytes, big endian), then one msgpack message. Nothing is ever pickled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages about the engine and its adapters: those to the engine first."""
+"""Messages about the engine and its adapters; those to the engine come first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class DropAdapter(Message, frozen=True):
 
 
 class PrefetchAdapter(Message, frozen=True):
-    """Read an adapter version into host memory. `pinned`: keep it there (True); no longer (False; nothing is read)."""
+    """Read an adapter version into host memory. `pinned`: True: also pin it there; False: only unpin it, without
+    reading; None: leave the pin as it is."""
 
     ref: AdapterRef
     digests: AdapterDigests

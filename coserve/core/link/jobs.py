@@ -1,4 +1,4 @@
-"""Messages about jobs: those to the engine first."""
+"""Messages about jobs; those to the engine come first."""
 
 from __future__ import annotations
 

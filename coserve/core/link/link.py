@@ -1,7 +1,6 @@
 """Both directions of messages between the API process and the engine.
 
-A `Link` is one end of a duplex channel of messages. `local_pair` joins two ends in one process; for two processes see
-`channel`.
+A `Link` is one end of a duplex channel of messages; `channel` has the ends of two processes.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class CallSession(Message, frozen=True, kw_only=True):
 
 
 class CallDone(Message, frozen=True, kw_only=True):
-    """A call of a session was executed. `values`, `metrics`: see the calls."""
+    """A call of a session was executed. `values`, `metrics`: see `core.training.calls`."""
 
     id: str
     number: int

@@ -64,7 +64,7 @@ class EngineStats(Message, frozen=True):
     memory_peak: int
     preemptions: int
     step_adapters: int
-    """Adapters of the generation steps so far, each counted in every step."""
+    """Number of adapters in each generation step, summed over the steps so far."""
     prefix_queries: int
     prefix_hits: int
     """Prompt tokens looked up in the prefix cache so far, and found there."""

@@ -69,11 +69,11 @@ class Adapter(Wire, frozen=True):
 
 
 class AdapterUpdate(Wire, frozen=True, omit_defaults=True):
-    """Body of `PATCH /adapters/{id}`: what is given changes."""
+    """Body of `PATCH /adapters/{id}`: changes the fields that are given."""
 
     tags: Annotated[tuple[AdapterName, ...], Meta(max_length=MAX_TAGS)] | None = None
-    """Tags of the name, instead of those that it has. Tags and `ttl` are of all versions: expected is a name without
-    one."""
+    """New tags of the name; they replace the old ones. Tags and `ttl` apply to all versions, so give a name without a
+    version."""
     ttl: Annotated[float, Meta(ge=0)] | None = None
     """Seconds from now after which the name is deleted, with all its versions, once nothing needs them; 0: never."""
     pinned: bool | None = None

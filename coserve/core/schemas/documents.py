@@ -38,8 +38,8 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     begins as the document's own first tokens. `encoder`: train a LoRA to read each chunk into memory tokens, from which
     the base gives the chunk's text (reconstruction) and the answers; what is published is a cartridge of them all."""
     prefix_tokens: Annotated[int, Meta(ge=2, le=1 << 14)] = 128
-    """Tokens of a `cartridge`, fewer if the document has fewer; memory tokens of each chunk with `encoder`. Each
-    request holds the place of all."""
+    """Tokens of a `cartridge`, fewer if the document has fewer; memory tokens of each chunk with `encoder`. The whole
+    prefix takes room in the context of every request."""
     generator: Generator = "base"
     """`base`, or `adapter:NAME` or `adapter:NAME@VERSION`: the model that asks and answers. `none`, for bases that
     follow no instructions: the base continues each piece of the text with the text before it in its prompt, and the
@@ -124,12 +124,12 @@ class DocumentJob(Wire, frozen=True):
     tokens: int = 0
     """Tokens of the document."""
     digest: str = ""
-    """SHA-256 of the document's text, by which the adapter of another document is told."""
+    """SHA-256 of the document's text; it distinguishes adapters of this document from those of others."""
     done: int = 0
     """Questions, answers or evaluated items of this phase that are done, and how many there are (`total`)."""
     total: int = 0
     questions: int = 0
     """Different questions, those held out included."""
     generated_tokens: int = 0
-    """Tokens that questions and answers took."""
+    """Tokens generated for questions and answers."""
     evaluation: DocumentEvaluation | None = None

@@ -37,9 +37,9 @@ class EvalScore(Wire, frozen=True):
     loss: float
     """Negative log-likelihood, nats per token."""
     token_accuracy: float
-    """Share of tokens that the model finds the most likely."""
+    """Fraction of tokens that have the largest logit."""
     match: float | None
-    """Share of greedy answers that match; None: the rows are texts."""
+    """Fraction of greedy answers that match the expected ones; None: the rows are texts."""
 
 
 class EvalResult(Wire, frozen=True):

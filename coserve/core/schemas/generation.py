@@ -84,7 +84,7 @@ class GenerateRequest(GenerationFields, frozen=True, omit_defaults=True):
     add_generation_prompt: bool = True
     """With `messages`: False leaves out the beginning of an answer."""
     continue_final_message: bool = False
-    """With `messages`: the answer continues the last one, and has only what is new."""
+    """With `messages`: the answer continues the last message; only the new text is returned."""
     adapter: AdapterRefText | None = None
     """None: the base itself."""
     max_tokens: TokenCount | None = 128

@@ -159,8 +159,8 @@ class Job(Wire, frozen=True):
     test: EvalResult | None = None
     """Measures on the request's `test` rows, once there are some."""
     published_step: int | None = None
-    """Step whose weights were published, once succeeded: with early stopping the best one, with validation loss
-    `metrics.best_valid_loss`, else the last one."""
+    """Step whose weights were published, once succeeded: with early stopping the step with the smallest validation loss
+    (`metrics.best_valid_loss`), else the last one."""
 
 
 class DeletedJob(Wire, frozen=True):

@@ -11,7 +11,7 @@ from coserve.core.types import AdapterRef
 
 class SessionSpec(JobSpec, frozen=True):
     """A session as the engine sees it: a job without a corpus. `tokens` and `longest`: the most tokens of a
-    micro-batch, for the memory plan; `version` and the schedule mean nothing."""
+    micro-batch, for the memory plan; `version` and the schedule are unused."""
 
     state: tuple[str, str] | None = None
     """Run and name of the saved state to begin with: `DataFolder.session_state`."""

@@ -81,7 +81,7 @@ class JobSpec(Wire, frozen=True):
     soft_targets: bool = False
     """The corpus has candidates with weights for each target; the loss is the cross-entropy with them."""
     prefix: tuple[int, ...] = ()
-    """Token ids. A new cartridge's: as many as `lora.r`, whose keys and values are its first ones. An encoder's: see
+    """Token ids. New cartridge: `lora.r` tokens, whose keys and values initialise it. Encoder: see
     `data.documents.encoder`."""
     evaluated: bool = False
     """The trained adapter is announced as a snapshot and evaluated by the API process before it is published."""

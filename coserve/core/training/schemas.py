@@ -24,7 +24,7 @@ class SessionRequest(Wire, frozen=True, omit_defaults=True):
     """Suffixes of module names; None: every linear site of the decoder layers."""
     seed: Seed = 0
     state: Annotated[str, Meta(max_length=256)] | None = None
-    """`SESSION/NAME` of a saved state to begin with, whose rank and targets then hold."""
+    """`SESSION/NAME` of a saved state to begin with. `r`, `alpha`, `targets` and `seed` are then the saved ones."""
     with_optimizer: bool = True
     """Whether the saved moments are loaded too."""
 
@@ -53,7 +53,7 @@ class SessionExample(Wire, frozen=True, omit_defaults=True):
     """Log-probabilities with which the labels were sampled, for the policy gradients."""
     advantages: Numbers | None = None
     ratio_mask: Numbers | None = None
-    """For `gspo`: not 0 for the targets whose ratios make the sequence's."""
+    """For `gspo`: not 0 for the targets that count in the sequence's ratio."""
 
 
 class ComputeRequest(Wire, frozen=True, omit_defaults=True):

@@ -135,7 +135,7 @@ class TrainingRequest(Wire, frozen=True):
 
 
 class TrainingSettings(TrainingRequest, frozen=True):
-    """Training settings of a job: a `TrainingRequest` with every value resolved. A request may also be one."""
+    """Training settings of a job: a `TrainingRequest` with every value resolved. Also accepted as a request."""
 
     epochs: float | None = None
     batch_tokens: int = 2048

@@ -139,8 +139,8 @@ def split_into_pieces(context: TaskContext, arguments: bytes, body: bytes) -> by
 
 
 def tokenize_piece(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Task of a helper process: `TokenizePiece` in, `CorpusPart` out, as MessagePack. Raises `CorpusError` leaves,
-    whose lines count from the piece's beginning, `StorageFull`, `StorageFailed`."""
+    """Task of a helper process: `TokenizePiece` in, `CorpusPart` out, as MessagePack. Raises `CorpusError`,
+    whose line counts from the piece's beginning, `StorageFull`, `StorageFailed`."""
     request = msgspec.msgpack.decode(arguments, type=TokenizePiece)
     with bounded_memory(request.memory):
         return msgspec.msgpack.encode(_tokenize_piece(context, request))

@@ -42,7 +42,7 @@ class Lesson(msgspec.Struct, frozen=True):
 
     @property
     def generated(self) -> int:
-        """Tokens that the lesson took."""
+        """Number of generated tokens: those of the answer."""
         return len(self.answer)
 
     def candidates(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
@@ -76,7 +76,8 @@ def lesson_corpus(
     """Return the corpus of the lessons to learn, and of the document's own text (token ids, one row a chunk). Rows are
     cut to `longest` tokens.
 
-    `topk_kd`, `cartridge`, `encoder` and a weight of the text make soft targets; otherwise the targets are tokens.
+    The targets are soft (candidates with weights) for `topk_kd`, `cartridge` and `encoder`, and for `ce` with an
+    `lm_weight` above 0; otherwise they are tokens.
     """
     lm, kd = settings.recipe == "lm", settings.recipe in ("topk_kd", "cartridge", "encoder")
     weight = settings.lm_weight

@@ -17,17 +17,17 @@ NO_CONTEXT = re.compile(
     r"\b(the|this|that|above|given|following) (text|passage|document|excerpt|paragraph|sentence|question)s?\b",
     re.IGNORECASE,
 )
-"""A question that cannot be asked without the document, or is about the request itself."""
+"""Matches questions that make no sense without the document, or are about the request itself."""
 SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
 SHORTEST, LONGEST = 12, 300
-"""Characters of a question."""
+"""Fewest and most characters of a question."""
 QUESTION_TOKENS = 48
 BEFORE = 2
 """Sentences that are shown before the one that is asked about."""
 ASKING = frozenset(
     {"about", "does", "everything", "known", "many", "name", "what", "when", "where", "which", "whom", "whose"}
 )
-"""Words of four letters and more that may be in a question although the chunk does not have them."""
+"""Question words of four letters and more, which `grounded` does not look for in the chunk."""
 
 
 class Kind(NamedTuple):
@@ -101,8 +101,8 @@ class Prompts:
     def answer(
         self, question: str, chunk: str | None, max_tokens: int, adapter: str | None, sentence: str = ""
     ) -> GenerateRequest:
-        """Ask `question`, with `chunk` before it unless that is None. `sentence`: the one of the chunk that it is
-        about, if known: small bases often do not find it."""
+        """Ask `question`, with `chunk` before it unless that is None. `sentence`: the chunk's sentence that is asked
+        about, if known; small bases often do not find it themselves."""
         text = question
         if chunk is not None:
             about = f"The question is about this: {sentence}\n\n" if sentence else ""

@@ -18,7 +18,7 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.durable import disk_errors
 
 SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".pdf")
-"""Files of a folder that are read."""
+"""Suffixes of the files that are read from a folder."""
 MAX_BYTES = 256 << 20
 MEMORY = 2 << 30
 """Most bytes of memory of a process that reads a document: a small PDF may hold streams of any size."""
@@ -125,7 +125,7 @@ def split_text(text: str, tokenizer: Tokenizer, size: int, overlap: int) -> Chun
 
 
 def first_tokens(chunks: Chunks, count: int, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the document's first `count` tokens, or all; where that takes several chunks, with what they share."""
+    """Return the document's first `count` tokens, or all if it has fewer. The overlap of two chunks appears twice."""
     found = list[int]()
     for text in chunks.texts:
         found += tokenizer.encode(text, add_special=not found)

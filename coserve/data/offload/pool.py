@@ -25,7 +25,7 @@ REPLIES = msgspec.msgpack.Decoder(Reply)
 SILENCE = 120.0
 """Seconds without a heartbeat after which a process counts as stuck."""
 HEARTBEATS = 120
-"""Heartbeats that a working task sends in that time."""
+"""Heartbeats that a working task sends within the `silence` of its call."""
 MAX_MEMORY = 1 << 30
 """Bytes. A process that has used more is replaced after its task."""
 

@@ -25,7 +25,7 @@ class TaskContext:
 
 
 Task = Callable[[TaskContext, bytes, bytes], bytes]
-"""A module-level function of coserve: `(context, arguments, body) -> result`. It may raise `CoserveError` leaves."""
+"""A module-level function of coserve: `(context, arguments, body) -> result`. It may raise `CoserveError`."""
 
 
 class Call(msgspec.Struct, frozen=True):

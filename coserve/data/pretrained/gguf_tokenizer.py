@@ -12,7 +12,7 @@ from coserve.core.errors import UnsupportedBase
 from coserve.data.pretrained.gguf import GgufHeader, read_header
 
 CONTROL, USER_DEFINED = 3, 4
-"""Types of tokens that are not made of merges: hidden from texts, and shown."""
+"""GGUF types of added tokens, which merges never produce: control tokens are special, user-defined ones are not."""
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -40,10 +40,10 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "tekken": (_CASED % ("", "", ""),),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _O200K),
 }
-"""How texts are cut before merges, by `tokenizer.ggml.pre`: each pattern cuts what the earlier ones left."""
+"""Pre-tokenizer patterns by `tokenizer.ggml.pre`; each one splits the pieces that the one before it made."""
 _BOS_BY_DEFAULT = (*_LIKE_LLAMA3, "tekken")
 _MERGED_FIRST = (*_BOS_BY_DEFAULT, "falcon3")
-"""Kinds in which a word of the vocabulary is a token, whatever the merges say."""
+"""Pre-tokenizers whose words become one token if the vocabulary has them, without merges (`ignore_merges`)."""
 _ROLES = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
 
 

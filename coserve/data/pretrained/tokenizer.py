@@ -140,7 +140,7 @@ class Tokenizer:
         return found
 
     def serialised(self) -> str:
-        """Return what a `tokenizer.json` has."""
+        """Return the content of a `tokenizer.json`."""
         return self._backend.to_str()
 
     def state(self) -> bytes:
@@ -250,7 +250,7 @@ class Tokenizer:
         learn = [False] * len(ids)
         for span in learned:
             first, last = bisect_right(ends, span[0]), bisect_left(starts, span[1])
-            if marked:  # as transformers: of a last character of several tokens, only the first
+            if marked:  # as transformers: if several tokens form the last character, only the first of them
                 last = min(last, bisect_right(ends, span[1] - 1) + 1)
             else:
                 first, last = max(first, bisect_left(starts, span[0])), min(last, bisect_right(ends, span[1]))

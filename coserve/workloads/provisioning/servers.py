@@ -68,7 +68,7 @@ class ServerPlan(Wire, frozen=True):
     ep: int
     pp: int
     receive: float
-    """Seconds in a layer for one engine's step."""
+    """Seconds per layer and step of one engine; `compute` and `send` likewise."""
     compute: float
     send: float
     bound: str
