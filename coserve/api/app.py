@@ -140,7 +140,7 @@ def _with_description(described: tuple[Route, ...]) -> tuple[Route, ...]:
     routes = (
         *described,
         Route("GET", "/openapi.json", openapi, "This description", tag="coserve"),
-    )  # that describes itself, too
+    )  # the document describes its own route, too
     return routes
 
 
@@ -186,8 +186,7 @@ def make_runner(app: web.Application, config: Config) -> web.AppRunner:
     return CappedRunner(
         app,
         app[CONNECTIONS],
-        # The timer runs from the connection's first byte, and restarts after each response: headers must arrive within
-        # it.
+        # Headers must arrive within this time from the connection's first byte, or after the response before.
         keepalive_timeout=config.read_timeout,
         lingering_time=min(2.0, config.read_timeout),
         handler_cancellation=True,  # a client that disconnects cancels its request

@@ -91,7 +91,7 @@ class EventStream:
             await self.open()
         transport = self._request.transport
         if transport is not None and len(data) <= SMALL and not transport.get_write_buffer_size():
-            await self._response.write(data)  # cannot block: a timer a token would cost more than the write
+            await self._response.write(data)  # cannot block: one timer per token would cost more than the write
             return
         try:
             async with asyncio.timeout(self._timeout):

@@ -30,13 +30,13 @@ MEDIA = {
     "svg": "image/svg+xml",
 }
 HEADERS = {
-    # No inline code or styles, nothing from elsewhere; the page makes elements, never HTML of texts.
+    # No inline code or styles, nothing from elsewhere; the page builds DOM elements, and never parses text as HTML.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'"
     ),
-    "Cache-Control": "no-cache",  # asked for again each time, answered by 304
+    "Cache-Control": "no-cache",  # revalidated each time; 304 if unchanged
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",

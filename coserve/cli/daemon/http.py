@@ -64,7 +64,7 @@ async def serve_http(service: Service, config: Config, sock: socket.socket, stac
     stack.push_async_callback(runner.cleanup)
     freeze_and_collect_young()
     await web.SockSite(runner, sock, ssl_context=tls_context(config)).start()
-    sock.listen(WAITING_CONNECTIONS)  # asyncio has set it to the connections that it accepts per loop iteration
+    sock.listen(WAITING_CONNECTIONS)  # asyncio has set the backlog to what it accepts per loop iteration
 
 
 def tls_context(config: Config) -> ssl.SSLContext | None:

@@ -161,7 +161,7 @@ class RankGroup:
         ended = [
             rank.exiting for rank in self._ranks if rank.exiting is not None and rank.process.returncode is not None
         ]
-        await asyncio.gather(*ended, return_exceptions=True)  # so that a loss is known
+        await asyncio.gather(*ended, return_exceptions=True)  # so that the loss of a rank is recorded
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
