@@ -77,14 +77,16 @@ class Base:
     tuned: bool = False
     """Whether attention needs the tokens' positions (`seam.take_over_tuning`)."""
     states: Mapping[int, StateShape] = field(default_factory=dict)
-    """The state's sizes of each layer with a recurrent state. Their attention comes with a `Recurrence`."""
+    """Sizes of the state of each recurrent layer. If there are any, a forward's `attention` comes with a
+    `Recurrence`."""
     sharding: Sharding | None = None
     """How the base is sharded, if this is one tensor-parallel rank's shard. `spec` describes the whole base."""
     packed_rows: tuple[int, ...] = ()
-    """Numbers of rows to which inference pads small batches of packed weights (`model.packed`); none: it uses none."""
+    """Numbers of rows to which inference pads small batches for packed weights (`model.packed`); empty: no packed
+    weights."""
     ends: EndSites = field(default_factory=EndSites)
     note: str = ""
-    """For the operator: how the weights were made from the files, if they are not those of the files."""
+    """For the operator: how the weights differ from those in the files; empty if they do not."""
 
     def forward(
         self,
@@ -184,8 +186,8 @@ class Base:
         return found
 
     def begun(self, weights: LoraWeights) -> LoraWeights:
-        """Return an adapter whose training begins, so that a new one changes nothing yet: with the base's rows of its
-        trained tokens, and for DoRA the row norms as its first magnitudes. Those that have them keep them."""
+        """Return an adapter as its training starts. What it lacks is initialised so that it changes nothing: rows of
+        trained tokens from the base, DoRA's magnitudes from the row norms."""
         weights = self.ends.with_rows(self.ends.without_copies(weights))
         if not weights.settings.use_dora or any(pair.magnitude_O is not None for pair in weights.sites.values()):
             return weights
@@ -196,8 +198,8 @@ class Base:
         return LoraWeights(weights.settings, sites)
 
     def served(self, weights: LoraWeights) -> LoraWeights:
-        """Return `shard(weights)` as forwards read it: with DoRA's scales, by the norms of the weights that are served,
-        instead of its magnitudes, and without copies of the base's own weights. Callable on any thread.
+        """Return `shard(weights)` in the form that forwards read: DoRA's magnitudes become scales, computed from the
+        norms of the served weights, and copies of the base's own weights are dropped. Callable on any thread.
 
         On a sharded base, call `complete_scales` on each copy that forwards read.
         """

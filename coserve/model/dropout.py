@@ -27,8 +27,8 @@ class DropoutSpec:
     def apply(self, x_TD: Tensor, site: str, shard: SiteShard | None = None) -> Tensor:
         """Return `x_TD` with dropped elements zero and the others divided by `1 - p`.
 
-        `shard`: this rank's shard of the site. If `x_TD` is only its part of the input, so is the mask of the whole
-        input's.
+        `shard`: this rank's shard of the site. If `x_TD` has only the rank's input features, the mask is their part of
+        the whole input's mask.
         """
         digest = hashlib.blake2b(f"{self.seed}/{site}".encode(), digest_size=8).digest()
         generator = torch.Generator(x_TD.device).manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -44,7 +44,7 @@ class DropoutSpec:
 class SegmentDropout:
     """Dropout of several jobs in one batch: `specs[j]` applies to the rows `bounds[j]:bounds[j + 1]`.
 
-    Its mask is the same as if these rows were the whole batch. None: no dropout.
+    A job's mask does not depend on the other jobs. A spec of None: no dropout.
     """
 
     bounds: Sequence[int]

@@ -65,7 +65,7 @@ def contained(device: torch.device) -> Iterator[None]:
         yield
     except (CoserveError, EngineFault, Cancelled):
         raise
-    except Exception as error:  # any kind: whether the GPU still works tells which
+    except Exception as error:  # of any type: whether the GPU still works tells if the device failed
         if device.type == "cuda":
             try:
                 torch.cuda.current_stream(device).synchronize()

@@ -56,8 +56,8 @@ def fingerprint_of(
 
 
 def thinned(tensor: Tensor, *, whole: bool) -> Tensor:
-    """Return the elements that are hashed, flat; of a thinned tensor all. `whole`: whether the base has at most `WHOLE`
-    elements."""
+    """Return the elements of a tensor that are hashed, flat. A tensor that is thinned already is returned whole.
+    `whole`: whether the base has at most `WHOLE` elements."""
     flat = tensor.reshape(-1)
     return flat if whole or flat.numel() <= _SAMPLE else flat[:: flat.numel() // _SAMPLE].clone()
 

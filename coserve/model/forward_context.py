@@ -42,7 +42,7 @@ class Fused:
     experts: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """The names of each layer's parameters of experts, gate and up first."""
     mesh: Mesh = field(default_factory=Mesh)
-    """Over whose ranks experts' outputs are summed."""
+    """The ranks over which experts' outputs are summed."""
 
 
 class TrainingSeams(Protocol):

@@ -99,7 +99,8 @@ def _linear_quantized(x: Tensor, width: int, group: int) -> Tensor:
 def _added(
     output: GemmOutput, x_TD: Tensor, sizes: Sequence[int], groups: Sequence[SiteGroup], lora: PreparedLora | None
 ) -> Tensor:
-    """Return a GEMM's output with the LoRA terms added in place, if any. `groups`: of its sites, and those behind."""
+    """Return a GEMM's output with the LoRA terms added in place, if any. `groups`: the groups of its sites, in order;
+    any after those are ignored."""
     if lora is not None:
         ys, overlapped = torch.split(output.y, list(sizes), 1), output.workspace is not None
         for group in groups:

@@ -24,7 +24,7 @@ L2_BYTES = 200 << 20
 from HBM."""
 
 MEASURED = 8
-"""Weights of one shape that a measurement cycles through, more than the L2 cache holds."""
+"""Most weights of one shape that a measurement cycles through."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[FrozenWeight], device: to
 
 
 def _kinds(inputs: Iterable[FrozenWeight]) -> dict[tuple[int, ...], list[FrozenWeight]]:
-    """Group weights by inputs and each site's outputs; keep a few of each kind. NF4's have no kernels to choose
-    from."""
+    """Group weights by inputs and each site's outputs; keep a few of each kind. NF4 weights are left out: there are no
+    kernels to choose from."""
     kinds: dict[tuple[int, ...], list[FrozenWeight]] = {}
     for stacked in inputs:
         if isinstance(stacked, Nf4Weight):

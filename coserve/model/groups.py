@@ -30,7 +30,7 @@ def shared_inputs(base: Base) -> list[list[SiteGroup]]:
 
 
 def _inputs(base: Base) -> list[list[list[SiteGroup]]]:
-    """Return each layer's inputs in execution order, and of each the groups that read it."""
+    """Return each layer's inputs in execution order, each as the list of groups that read it."""
     runs: list[list[list[str]]] = [[] for _ in base.layers]
     seen: list[Tensor] = []  # kept alive, so that no other tensor reuses an address
     modules = dict(base.model.named_modules())

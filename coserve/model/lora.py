@@ -35,7 +35,7 @@ class LoraWeights:
     settings: LoraSettings
     sites: Mapping[str, LoraPair]
     remote: int = -1
-    """Slot of its experts' pairs at the LoRA servers, where `sites` lacks them; -1: `sites` has all."""
+    """Slot of its experts' pairs at the LoRA servers, if those hold them instead of `sites`; -1: `sites` has all."""
 
     @cached_property
     def linear(self) -> Mapping[str, LoraPair]:
@@ -133,7 +133,8 @@ class SharedInput:
         """The input and all outputs, from the first site's call to the last one's. Not in the running context, which
         traced code must not read."""
         self.whole: FrozenWeight | None = stacked
-        """Weights of all sites that read x, one product of a fused forward; None: another group's `whole` has them."""
+        """Weights of all sites that read the input, for one GEMM of fused forwards; None: in another group's
+        `whole`."""
         self._others: tuple[SharedInput, ...] = ()
 
     def lead(self, others: Sequence[SharedInput], whole: FrozenWeight) -> None:

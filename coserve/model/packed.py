@@ -1,8 +1,8 @@
 """The base's weights in oneDNN's own layout, for products of few rows on a CPU.
 
 torch's GEMM copies a whole weight into such a layout at every call, and below 8 rows its bits depend on the number of
-rows. A product of a packed weight copies nothing, and from 2 rows on a row's bits do not depend on the others: on many
-processors, and for many shapes, not even a single row's.
+rows. A product of a packed weight copies nothing, and from 2 rows on a row's bits do not depend on the number of rows.
+On many processors, and for many shapes, this holds from 1 row on.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from coserve.model.forward_context import current
 log = logging.getLogger(__name__)
 
 PACKED_ROWS = (1, 2, 4, 8), (2, 4, 8)
-"""Numbers of rows to which small batches are padded, in place of `base.CPU_ROWS`: the first of these that keeps a row's
-bits. A packed product of one row may round otherwise, and so may the last elements of elementwise kernels, which take
-32 at a time. oneDNN compiles a kernel for each."""
+"""Candidates for `Base.packed_rows`: numbers of rows to which small batches are padded, instead of `base.CPU_ROWS`.
+`choose_rows` takes the first with which a row's bits do not depend on the batch. A packed product of one row may round
+differently, and so may the last elements of elementwise kernels, which take 32 at a time. oneDNN compiles a kernel for
+each number."""
 PACKED_FOR = 16
 """Rows of a batch that oneDNN optimises the packed layout for."""
 CHECKED_ROWS = 13

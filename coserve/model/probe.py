@@ -35,7 +35,7 @@ _TOLERANCE_HALF = 0.1
 """Relative tolerance in 16 bits: wide enough for a different choice of expert by rounding, far below the error of a
 dropped term."""
 _SHAPED = 2
-"""Tokens of `observe_shapes`."""
+"""Tokens that `observe_shapes` runs."""
 SEQUENCES = (13, 6)
 """Lengths of the sequences that the checks run."""
 
@@ -67,7 +67,7 @@ class Observed:
     kv_shapes: list[KvShape] = field(default_factory=list)
     """Shapes of all layers; zeros for those without attention."""
     chunks: dict[nn.Module, int] = field(default_factory=dict)
-    """Size of the chunks within which an attention module sees (`Window.chunked`)."""
+    """Chunk size of each attention module with chunked attention (`Window.chunked`)."""
     states: dict[int, StateShape] = field(default_factory=dict)
     """The state's sizes of each layer that has a recurrent one."""
 
@@ -115,8 +115,8 @@ AttentionMaskInterface.register(_SHAPES, lambda **_: None)
 
 
 class _Values(TorchFunctionMode):
-    """Answers what a model on the `meta` device asks of values: that no token is padding, and the number of tokens of
-    each expert, of which the first one has all."""
+    """Answers what a model asks about values, which tensors on the `meta` device do not have: no token is padding, and
+    the first expert has all tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

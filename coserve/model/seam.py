@@ -131,8 +131,9 @@ def see_chunks(module: nn.Module, chunk: int) -> None:
 
 
 def take_over_tuning(modules: Iterable[nn.Module]) -> bool:
-    """Scale the queries of Llama 4's layers without rotary positions here, and not in the layers, which take a token's
-    row in the batch for its position. Returns whether there are any; then forwards need `coserve_positions`."""
+    """Scale the queries of Llama 4's layers without rotary positions in our attention instead of in the layers, which
+    would take a token's row in the packed batch for its position. Returns whether there are such layers; forwards then
+    need `coserve_positions`."""
     tuned = [
         one for one in modules if getattr(one, "attn_temperature_tuning", False) and not getattr(one, "use_rope", 1)
     ]

@@ -1,4 +1,4 @@
-"""Classes of transformers that make a config's language model, also that of checkpoints which take images too."""
+"""Chooses the class of transformers for a config's language model, also for checkpoints that take images, too."""
 
 from __future__ import annotations
 

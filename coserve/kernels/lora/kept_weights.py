@@ -149,8 +149,8 @@ class KeptWeights:
         return first if first + count <= self._capacity else None
 
     def _grow(self, count: int) -> bool:
-        """Enlarge the operands by at least `count` rows; return False if the limit forbids it. Adapters are copied
-        again when they are next used."""
+        """Enlarge the operands for `count` more rows, as far as the limit allows; return False if they cannot grow.
+        Adapters are copied again when they are next used."""
         wanted = self._capacity + count
         if self._limit is not None:  # twice the rows, as other adapters will follow
             most = self._limit // sum(self._row_bytes.values())

@@ -1,4 +1,4 @@
-"""DoRA's scales on one rank of several: a row of a weight may lie on several of them."""
+"""DoRA's scales on a sharded base, where a row of a weight may be spread over several ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from coserve.model.parallel.sharding import Sharding
 
 
 def rank_scale(name: str, weight_OD: Tensor, whole: LoraPair, sharding: Sharding | None) -> Tensor:
-    """Return this rank's scales at a site, fp32. If a row of the weight lies on several ranks: its part of the scale's
-    inverse square, with the magnitude's sign, as these add up. `weight_OD`: this rank's; `whole`: the whole pair."""
+    """Return this rank's scales at a site: fp32 (O). If rows of the weight are spread over the ranks, return the rank's
+    summand of `sign(magnitude) / scale²` instead; `complete_scales` adds these up. `weight_OD`: this rank's shard;
+    `whole`: the whole pair."""
     magnitude_O, pair, sums = whole.magnitude_O, whole, False
     assert magnitude_O is not None, "expected a magnitude at each site"
     if sharding is not None:

@@ -40,7 +40,7 @@ class EndSites:
     def hook(model: PreTrainedModel, layers: int, seen: Mapping[str, nn.Module]) -> EndSites:
         """Hook the ends that adapters can change. `seen`: modules that saw every token once in one forward.
 
-        A head with a bias is left out, and an embedding that does more than look up rows and scale them.
+        Leaves out a head with a bias, and an embedding that does more than look up rows and scale them.
         """
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         assert isinstance(embedding, nn.Module) and isinstance(head, nn.Module)
@@ -104,8 +104,8 @@ class EndSites:
         return LoraWeights(settings, {name: weights.sites[name] for name in weights.sites if name not in same})
 
     def with_rows(self, weights: LoraWeights) -> LoraWeights:
-        """Return a new adapter with the base's rows of the tokens that it learns; others as they are. Raises
-        `InvalidRequest` for one that replaces a whole weight."""
+        """Give a new adapter the base's rows for its trainable tokens; other adapters are returned as they are. Raises
+        `InvalidRequest` for an adapter that replaces a whole weight."""
         whole = next((end_of(name) for name in weights.ends if name.endswith(WHOLE_COPY)), None)
         if whole is not None:
             raise InvalidRequest(f"an adapter that replaces all of {whole} can be served, not trained")
@@ -127,7 +127,7 @@ class EndSites:
 
 
 def replaced(rows_KD: Tensor) -> LoraPair:
-    """Return rows as `LoraWeights.ends` has them."""
+    """Return replaced rows in the form of `LoraWeights.ends`."""
     return LoraPair(rows_KD, rows_KD.new_empty(0, len(rows_KD)), 1.0)
 
 

@@ -25,7 +25,7 @@ from coserve.kernels.lora.types import LoraPair
 
 @dataclass(frozen=True)
 class EndChange:
-    """One adapter at one end."""
+    """What one adapter changes at one end."""
 
     pair: LoraPair | None = None
     whole_VD: Tensor | None = None  # noqa: N815
@@ -38,8 +38,8 @@ class EndChange:
     def of(
         end: str, pairs: Mapping[str, LoraPair], tokens: Mapping[str, Sequence[int]], tied: str = ""
     ) -> EndChange | None:
-        """Return what an adapter changes at `end`; None: nothing. `tied`: the end that has the same weight, whose
-        replaced tokens hold here, unless this end has its own."""
+        """Return what an adapter changes at `end`; None: nothing. `tied`: the other end if both share one weight; its
+        replaced tokens apply here, too, unless this end has its own."""
         pair, whole = pairs.get(end), pairs.get(end + WHOLE_COPY)
         name = next((name for name in (end, tied) if name + TOKEN_ROWS in pairs), None)
         if pair is None and whole is None and name is None:
@@ -84,7 +84,7 @@ class EndTerms:
     """The changes at one end for the rows of one forward."""
 
     changes: Sequence[tuple[Tensor, EndChange]]
-    """For each adapter that changes the end: its rows, int64 (N) on the device."""
+    """For each adapter that changes the end: its rows of the forward, int64 (N) on the device, and its change."""
     rows: int
     """Rows of the forward (T)."""
 

@@ -63,9 +63,9 @@ def remote_forward(
 def scored_forward(module: nn.Module, hidden_KD: Tensor) -> Tensor:
     """Return the output of a shard of Llama 4's experts, to which adapters add nothing.
 
-    Each of E experts gets all T tokens, scaled by their scores: K = E T rows. The family's own code then adds up the
-    rows of each token, so the sum over the experts and the ranks stands in the first expert's, beside zeros: ranks send
-    T rows.
+    Each of E experts gets all T tokens, scaled by their scores: K = E T rows. The family's own code then adds up the E
+    rows of each token. So the sum over experts and ranks is returned in the first expert's T rows and the others are
+    zero: the ranks exchange only T rows.
     """
     shard = expert_shard(module)
     assert shard is not None, "expected a shard of experts"
@@ -94,7 +94,7 @@ def _product(module: nn.Module, place: int, x_SD: Tensor, rows: ExpertRows, lora
 
 
 def _absent(expert_S: Tensor, experts: int) -> Tensor:
-    """Return which rows are of other ranks' experts. They come last, and products leave their memory as it is."""
+    """Return which rows belong to other ranks' experts: bool (S, 1). They come last, and products do not write them."""
     return (expert_S >= experts).unsqueeze(-1)
 
 
@@ -142,8 +142,8 @@ def _running() -> ExpertLora | None:
 
 
 def _order(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the row of each choice, sorted by expert and then as the running step's LoRA terms need it, the rows'
-    experts and tokens, and the ends of the experts."""
+    """Sort the rows by expert, and within an expert as the running step's LoRA terms need it. Return the row of each
+    choice, each row's expert and token, and the end of each expert's rows, as in `ExpertRows`."""
     rows = _sorted_rows(_running(), chosen_TK, experts)
     return rows.place_S, rows.expert_S, rows.token_S, rows.ends_E
 
@@ -165,7 +165,7 @@ def _linear(
     if lora is None:
         return y_SO
     assert fused is not None, "expected to run within FusedBase.forward"
-    rows = ExpertRows(token_S, expert_S, token_S, ends_E, 0)  # slots need neither places nor the number chosen
+    rows = ExpertRows(token_S, expert_S, token_S, ends_E, 0)  # `place_S` and `chosen` are not read
     return lora.add(fused.experts[current.layer][place], y_SO, x_SD, rows)
 
 

@@ -1,8 +1,8 @@
 """How a mixture's fused parameters are partitioned among the ranks, and the sum of a module's outputs.
 
-Two ways. Tensor parallelism: every rank has its features of every expert, as of other modules: outputs of gate and up,
-inputs of down. Expert parallelism: every rank has some experts whole. Either way the ranks have the same hidden states,
-each computes its part of the output for all tokens, and one all-reduce adds the parts up.
+Tensor parallelism: every rank has some features of every expert, output features of gate and up and input features of
+down. Expert parallelism: every rank has some experts whole. Either way the ranks have the same hidden states, each
+computes its part of the output for all tokens, and one all-reduce adds the parts up.
 
 Letters: T tokens, K experts chosen by each, E experts, O outputs, D inputs, R LoRA rank.
 """
@@ -29,7 +29,7 @@ EXPERTS = "coserve_experts_shard"
 """Attribute of a sharded module of experts that holds its `ExpertShard`."""
 
 FIRST = "coserve_first_expert"
-"""Attribute of a module that has some experts only: the first one's number. Traced code reads it."""
+"""Attribute of a module that has only some of the experts: index of the first one. Traced code reads it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class ExpertPartition:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def bias(self, whole: Lazy, rank: int) -> Tensor:
-        """Return the rank's shard of a bias (E, O); of outputs that are summed, zeros on all ranks but the first."""
+        """Return the rank's shard of a bias (E, O). If outputs are summed over the ranks, it is zero on all ranks but
+        the first."""
         ((first, last),) = self.experts.ranks[rank]
         found = torch.cat([whole[first:last, a:b] for a, b in self.outputs.ranks[rank]], 1)
         return torch.zeros_like(found) if self.inputs.local < self.inputs.size and rank else found
@@ -79,8 +80,9 @@ class ExpertPartition:
         return replace(found, by_expert=self.experts.local < self.experts.size)
 
     def pair(self, pair: LoraPair) -> PairPartition:
-        """Return the partition of an adapter's stacked pairs, a_RD (E R, D) and b_OR (E O, R): those of the rank's
-        experts, or of its features; A of gate and up and B of down are then on every rank, as under `nfs`."""
+        """Return the partition of an adapter's stacked pairs, a_RD (E R, D) and b_OR (E O, R): a rank has those of its
+        experts or, in tensor parallelism, its features of all pairs. A of gate and up and B of down are then on every
+        rank, as under `nfs`."""
         ranks = len(self.experts.ranks)
         rank = Features.whole(pair.rank, ranks)
         return PairPartition(
@@ -92,7 +94,8 @@ class ExpertPartition:
         )
 
     def _stacked(self, rows: Features) -> Features:
-        """Return the rows of all experts, one after the other, where each has `rows`."""
+        """Return the partition of a matrix in which the experts' rows are stacked; `rows`: partition of one expert's
+        rows."""
         ranges = tuple(
             tuple((expert * rows.size + a, expert * rows.size + b) for expert in range(first, last) for a, b in own)
             for ((first, last),), own in zip(self.experts.ranks, rows.ranks, strict=True)
@@ -101,7 +104,7 @@ class ExpertPartition:
 
 
 def _merged(ranges: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Join ranges that follow on each other."""
+    """Merge adjacent ranges."""
     found: list[tuple[int, int]] = []
     for start, stop in ranges:
         if found and found[-1][1] == start:
@@ -130,7 +133,7 @@ class ExpertShard:
 
 
 def local_experts(chosen_TK: Tensor, first: int, experts: int) -> Tensor:
-    """Return the rank's own numbers of the chosen experts; those of other ranks become `experts`, one too many."""
+    """Return the chosen experts as indices on this rank; experts of other ranks become `experts`, one past the last."""
     own_TK = chosen_TK - first
     return torch.where((own_TK >= 0) & (own_TK < experts), own_TK, experts)
 

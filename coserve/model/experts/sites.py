@@ -109,6 +109,6 @@ def parameter_spec(module: nn.Module, leaf: str, layer: int) -> SiteSpec:
 
 
 def _chosen(module: nn.Module, experts: int) -> int:
-    """Return the experts that compute a token; all of them if the config does not tell."""
+    """Return the number of experts per token; all of them if the config does not tell."""
     found = (getattr(module.config, name, None) for name in ("num_experts_per_tok", "top_k_experts", "moe_topk"))
     return next((count for count in found if isinstance(count, int)), experts)

@@ -26,9 +26,9 @@ _YARN = {
     "rope.scaling.yarn_log_multiplier": ("mscale", "mscale_all_dim"),
     "attention.temperature_scale": ("llama_4_scaling_beta",),
 }
-"""Fields of transformers' YaRN, by their keys."""
+"""Fields of transformers' YaRN settings, by the metadata key that holds their value."""
 UNUSED = ("rope_freqs.weight", *LONGROPE)
-"""Tensors without a parameter in the model, whose meaning the config has."""
+"""Tensors that become settings of the config instead of parameters of the model."""
 
 
 def read_config(path: Path) -> PretrainedConfig:
@@ -61,7 +61,8 @@ def _settings(path: Path) -> Settings:
 def _rotary(header: GgufHeader, settings: Settings) -> Settings:
     """Return the rotary settings of a context that was extended.
 
-    Llama 3.1's is a tensor of divisors of the frequencies. Raises `UnsupportedBase` for settings that are not known.
+    Llama 3.1's files store them as a tensor of divisors of the frequencies. Raises `UnsupportedBase` for settings that
+    are not known.
     """
     prefix = f"{header.architecture}.rope.scaling"
     kind = header.metadata.get(f"{prefix}.type", "none")
@@ -87,13 +88,14 @@ def _rotary(header: GgufHeader, settings: Settings) -> Settings:
     for key, fields in _YARN.items():
         if (value := header.metadata.get(f"{header.architecture}.{key}")) is not None and kind == "yarn":
             scaling |= dict.fromkeys(fields, value)
-    if header.architecture == "gpt-oss":  # llama.cpp's own defaults, but that nothing is rounded
+    if header.architecture == "gpt-oss":  # llama.cpp's own defaults, except that it does not round (`truncate`)
         scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     return {"rope_scaling": scaling}
 
 
 def _longrope(header: GgufHeader, prefix: str, settings: Settings) -> Settings:
-    """Return the settings of Phi's factors for short and long contexts. Raises `UnsupportedBase` for a part of them."""
+    """Return the settings of Phi's factors for short and long contexts. Raises `UnsupportedBase` if some of them are
+    missing."""
     original = header.number(f"{prefix}.original_context_length")
     if original is None or header.architecture != "phi3" or not all(name in header.tensors for name in LONGROPE):
         raise UnsupportedBase("model: expected both LongRoPE factors of a Phi model, and its original context")

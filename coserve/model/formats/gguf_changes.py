@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 Change = Callable[[Sequence[Tensor], PretrainedConfig], Tensor]
-"""Makes a parameter from the stored tensors of it, in the order of their names (so gates before ups); the shape may
-lack dimensions of 1."""
+"""Makes a parameter from its stored tensors, sorted by name (so gate before up). The result may lack dimensions of size
+1."""
 
 
 def joined(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
@@ -18,7 +18,7 @@ def joined(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
 
 
 def in_turns(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
-    """gpt-oss' experts: inputs before outputs, and gates and ups in turns."""
+    """gpt-oss' experts: transposed to (E, inputs, outputs), with the columns of gate and up interleaved."""
     turned = [part.transpose(1, 2) if part.dim() == 3 else part for part in parts]
     return turned[0].contiguous() if len(turned) == 1 else torch.stack(turned, -1).flatten(-2)
 
@@ -28,7 +28,7 @@ def transposed(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
 
 
 def plus_one(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
-    """Norms that multiply by one plus their weight: that sum is stored."""
+    """Norms that multiply by `1 + weight`: files store the sum."""
     return parts[0] - 1
 
 
@@ -37,8 +37,8 @@ def decay(parts: Sequence[Tensor], _config: PretrainedConfig) -> Tensor:
 
 
 def by_key_heads(before: Change = joined, *, dim: int = 0, behind_keys: bool = False) -> Change:
-    """Undo the order of a delta net's value heads in which those of one key head are far apart: (values per key, keys)
-    becomes (keys, values per key). `behind_keys`: queries and keys come first and stay."""
+    """Undo llama.cpp's order of a gated delta net's value heads: (value heads per key head, key heads) becomes (key
+    heads, value heads per key head). `behind_keys`: queries and keys come first and keep their order."""
 
     def change(parts: Sequence[Tensor], config: PretrainedConfig) -> Tensor:
         stored = before(parts, config)
@@ -52,7 +52,7 @@ def by_key_heads(before: Change = joined, *, dim: int = 0, behind_keys: bool = F
 
 
 def by_heads(parts: Sequence[Tensor], config: PretrainedConfig) -> Tensor:
-    """Qwen3-Next's queries, keys, values and gates in turns for each key head; older files have them so."""
+    """Qwen3-Next's queries, keys, values and gates, grouped by key head. Older files store one tensor in that order."""
     if len(parts) == 1:
         return parts[0]
     (gates, rest), heads = parts, int(config.linear_num_key_heads)
@@ -62,8 +62,8 @@ def by_heads(parts: Sequence[Tensor], config: PretrainedConfig) -> Tensor:
 
 
 def by_pairs(heads: str) -> Change:
-    """Undo the order of rotary rows in which the two of a pair are neighbours; `heads`: the setting that counts
-    them."""
+    """Turn interleaved rotary rows, where the two of a pair are neighbours, into two halves. `heads`: name of the
+    setting with the number of heads."""
 
     def change(parts: Sequence[Tensor], config: PretrainedConfig) -> Tensor:
         rows = parts[0].reshape(int(getattr(config, heads)), -1, 2, parts[0].shape[1])

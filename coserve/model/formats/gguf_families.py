@@ -28,7 +28,7 @@ from coserve.model.formats.gguf_changes import (
 
 Settings = dict[str, object]
 Derive = Callable[[GgufHeader, Settings], Settings]
-"""Returns settings that no key has, from the file and the settings that keys have."""
+"""Derives settings that no metadata key holds, from the file and the settings read so far."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Layout:
     family: str
     """transformers' `model_type`."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Keys of the family's settings besides `COMMON`, without the architecture; of a list the largest number counts."""
+    """Metadata keys, without the architecture, by setting; besides `COMMON`. Of a list the largest number counts."""
     changes: Mapping[str, Change] = field(default_factory=dict)
-    """How parameters are made whose names end so, the first that fits; others: the stored tensors joined by rows."""
+    """Changes by suffix of parameter names; the first match applies. Others: stored tensors concatenated by rows."""
     derive: Derive = lambda _header, _settings: {}
 
 
@@ -74,7 +74,7 @@ NAMES = {
     ".experts.down_proj": ("ffn_down_exps.weight",),
     ".experts.down_proj_bias": ("ffn_down_exps.bias",),
 }
-"""Names of a layer's tensors that the `gguf` package does not know by the model's names, by the ends of those."""
+"""Names of a layer's tensors that the `gguf` package's table lacks, by suffix of the model's parameter names."""
 
 
 _PAIRS: dict[str, Change] = {
@@ -126,7 +126,7 @@ _QWEN35 |= _DELTA_NORMS
 
 
 def _list(header: GgufHeader, key: str) -> list[int]:
-    """Return a setting of each layer."""
+    """Return a setting's value for each layer."""
     found, count = header.metadata.get(f"{header.architecture}.{key}"), layers(header)
     numbers = found if isinstance(found, list) else [found or 0] * count
     return [int(one) for one in numbers if isinstance(one, int)][:count]
@@ -152,7 +152,7 @@ def _phi3(header: GgufHeader, settings: Settings) -> Settings:
 
 
 def _gemma(header: GgufHeader, settings: Settings) -> Settings:
-    """Models of 27B scale queries by features over heads, others by the size of a head."""
+    """27B models scale queries by hidden size / heads, others by the head size."""
     whole = int(str(settings["hidden_size"])) // int(str(settings["num_attention_heads"]))
     large = {"gemma2": 46, "gemma3": 62}.get(header.architecture) == settings["num_hidden_layers"]
     return {"query_pre_attn_scalar": whole if large else settings["head_dim"]}
@@ -213,7 +213,8 @@ def _mistral(header: GgufHeader, _settings: Settings) -> Settings:
 
 
 def _gemma4(header: GgufHeader, settings: Settings) -> Settings:
-    """Layers without a window have heads of another size and number, and no values where those are the keys."""
+    """Layers without a window have another head size and number of heads, and no value projection if values equal
+    keys."""
     windows, heads = _list(header, "attention.sliding_window_pattern"), _list(header, "attention.head_count_kv")
     last = len(windows) - 1
     sizes = {"head_dim": header.number("gemma4.attention.key_length_swa"), "global_head_dim": settings["head_dim"]}
@@ -246,7 +247,8 @@ def _glm_moe(header: GgufHeader, _settings: Settings) -> Settings:
 
 
 def _olmo(header: GgufHeader, settings: Settings) -> Settings:
-    """OLMo 3 is OLMo 2 with windows in some layers, whose rotary frequencies no extended context scales."""
+    """OLMo 3 is OLMo 2 with windows in some layers; an extended context does not scale those layers' rotary
+    frequencies."""
     windows = header.metadata.get("olmo2.attention.sliding_window_pattern")
     if not isinstance(windows, list):
         return {}
@@ -363,7 +365,7 @@ REFUSED = {
         "coserve does not serve the family (docs/guide/families.md)",
     ),
 }
-"""Why an architecture is refused that users may expect."""
+"""Architectures that users may expect but that are refused, with the reason."""
 
 
 def settings_of(header: GgufHeader) -> Settings:
@@ -399,13 +401,13 @@ def made(layout: Layout, name: str, parts: Sequence[Tensor], config: PretrainedC
 
 
 def behind(header: GgufHeader, name: str) -> bool:
-    """Whether a tensor belongs to the layers behind the model's that predict further tokens, which are not served."""
+    """Whether a tensor belongs to multi-token prediction layers, which follow the model's own and are not served."""
     block, _, rest = name.partition(".")
     further = header.number(f"{header.architecture}.nextn_predict_layers") or 0
     return further > 0 and block == "blk" and int(rest.partition(".")[0]) >= layers(header)
 
 
 def layers(header: GgufHeader) -> int:
-    """Return the number of the model's layers, without those behind them that predict further tokens."""
+    """Return the number of the model's layers, without multi-token prediction layers."""
     kind = header.architecture
     return (header.number(f"{kind}.block_count") or 0) - (header.number(f"{kind}.nextn_predict_layers") or 0)

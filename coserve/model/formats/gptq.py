@@ -15,13 +15,13 @@ def gptq(settings: Settings) -> Format:
     """`W[o, i] = (q[i, o] - z[g[i], o]) * s[g[i], o]`; `qweight` (I * bits / 32, O) packs inputs, `qzeros` (groups, O *
     bits / 32) outputs, `g_idx` (I) is each input's group (`desc_act` reorders them).
 
-    Version 1 stores z - 1. Raises `UnsupportedBase` for packings of one kind of kernel, and for 3 bits.
+    Version 1 stores z - 1. Raises `UnsupportedBase` for kernel-specific packings, and for 3 bits.
     """
     bits, layout = settings.get("bits"), str(settings.get("checkpoint_format") or "gptq")
     if bits not in BITS or layout not in ("gptq", "gptq_v2"):
         raise UnsupportedBase(f"gptq: expected 2, 4 or 8 bits in gptq or gptq_v2, got {bits} in {layout}")
     assert isinstance(bits, int)
-    # Packed words, so that a zero of 0, which borrows from its neighbours in version 1, comes back too.
+    # Added to whole words: in version 1 a zero point of 0 was stored as -1, which borrowed from the next field.
     ones = 0 if layout == "gptq_v2" else sum(1 << shift for shift in range(0, 32, bits))
 
     def dequantize(parts: Parts) -> Tensor:

@@ -50,8 +50,8 @@ def spread(grid: Tensor, shape: Sequence[int], block: tuple[int, int]) -> Tensor
 def scaled(numbers: Tensor, scale: Tensor, block: tuple[int, int] | None = None, zero: Tensor | None = None) -> Tensor:
     """Return `(numbers - zero) * scale` in float32.
 
-    `scale` and `zero`: one number, or a grid over the last two dimensions, of blocks of that size (None: as large as
-    divides the matrix evenly).
+    `scale` and `zero`: one number, or a grid over the last two dimensions, of blocks of that size (None: the size that
+    the grid's shape implies).
     """
     numbers = numbers.float()
     if zero is not None:

@@ -54,7 +54,7 @@ def config_sizes(
 ) -> BaseSizes:
     """Return the sizes of a config's model. Raises `UnsupportedBase` if they depend on values."""
     kind: torch.dtype = getattr(torch, dtype)
-    model = empty_model(config, torch.bfloat16, trust_remote_code=trust_remote_code).eval()  # experts know bf16 alone
+    model = empty_model(config, torch.bfloat16, trust_remote_code=trust_remote_code).eval()  # experts need bf16
     seen = probe.observe_shapes(model)
     path, _ = probe.decoder_layers(model, seen)
     sites, saved, expanded = {}, 0, 0

@@ -222,7 +222,7 @@ def _fill_buffers(model: PreTrainedModel, weights: Weights, device: torch.device
         own = list(module.named_buffers(recurse=False))
         stored = {name for name, _ in own if weights.has(f"{path}.{name}")}
         for name, buffer in own:
-            kind = buffer.dtype if buffer.is_floating_point() else torch.float64  # integers have no value for "none"
+            kind = buffer.dtype if buffer.is_floating_point() else torch.float64  # NaN: unfilled; integers lack it
             empty = torch.full_like(buffer, torch.nan, device=device, dtype=kind)
             module.register_buffer(name, empty, persistent=name in stored)
         if len(stored) < len(own):

@@ -86,7 +86,7 @@ OF_EXPERTS = {
     "up_proj": (("up_proj",),),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""By fused parameter, the names of each expert's matrices in files, one above the other."""
+"""For each fused parameter, the names in files of an expert's matrices, which are stacked by rows."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class StackedExperts:
     """A fused parameter (E, O, D) of matrices of single experts; a slice of it reads only that slice."""
 
     parts: Sequence[Sequence[Slices | DenseTensor]]
-    """Each expert's matrices, one above the other."""
+    """Each expert's matrices, to be stacked by rows."""
     rows: int
-    """Rows of each."""
+    """Rows of each matrix."""
     shape: torch.Size
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:

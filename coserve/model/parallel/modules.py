@@ -18,7 +18,7 @@ from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.partition import SitePartition
 
 MEAN = "coserve_mean"
-"""Attribute of a norm over partitioned features: the mesh."""
+"""Attribute that holds the mesh, for norms over partitioned features."""
 
 SHARD = "coserve_shard"
 """Attribute of a sharded module that holds its `SiteShard`."""
@@ -143,8 +143,8 @@ def shard_mixer(module: nn.Module, ranks: int) -> None:
 def shard_attention(module: nn.Module, heads: Heads, known: dict[tuple[int, int], LocalConfig]) -> None:
     """Tell an attention module this rank's number of heads, under the names that families use.
 
-    `known`: replaced configs of the modules before, by the id of the original and the number of key/value heads, so
-    that layers share one.
+    `known`: configs made for earlier modules, by the id of the original and the number of key/value heads, so that
+    layers share one.
     """
     query, key_value, size = heads.local_query, heads.local_key_value, getattr(module, "head_dim", 0)
     counts = {

@@ -1,5 +1,5 @@
-"""A mesh with a one-kernel all-reduce up to some megabytes, in shared memory of the GPUs of one host, and NCCL beyond.
-It never uses NVLink multicast."""
+"""A mesh with a one-kernel all-reduce for messages of up to some megabytes, in memory that the GPUs of one host share,
+and NCCL for larger ones. It never uses NVLink multicast."""
 
 from __future__ import annotations
 
@@ -180,10 +180,10 @@ class PushSum:
 
 
 def _shared_bytes(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocate zeros (uint8) that the other ranks may read and write. Also return the addresses of all ranks' (int64,
-    N).
+    """Allocate zeros (uint8) that the other ranks may read and write. Also return the addresses of all ranks' memory:
+    int64 (N).
 
-    All ranks call this at the same time. Raises `RuntimeError` if they cannot.
+    All ranks call this at the same time. Raises `RuntimeError` if their GPUs cannot access each other's memory.
     """
     import torch.distributed._symmetric_memory as symmetric
 

@@ -1,4 +1,4 @@
-"""Hands a recurrence the queries and keys of the heads that there are, not copies for all heads that read them."""
+"""Removes the copies of queries and keys for grouped heads that precede a recurrence."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch.fx import GraphModule, Node
 
 
 def drop_repeats(module: GraphModule) -> int:
-    """Let each `coserve::recur` of a traced layer read queries and keys as they were before `repeat_interleave`: it
-    groups heads alike itself, and the copies take kernels of their own. Returns the number of dropped repeats."""
+    """Let each `coserve::recur` of a traced layer read queries and keys as they were before `repeat_interleave`: the op
+    groups heads in the same way itself, and the copies would take kernels of their own. Returns the number of dropped
+    repeats."""
     graph, found = module.graph, 0
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in (torch.ops.coserve.recur, torch.ops.coserve.recur.default):
@@ -31,7 +32,8 @@ def drop_repeats(module: GraphModule) -> int:
 
 
 def _repeat_before(taken: object) -> Node | None:
-    """The `x.repeat_interleave(n, dim=2)` (1, T, H, K) whose only row is `taken`; None if there is none."""
+    """Return the node `x.repeat_interleave(n, dim=2)`, (1, T, H, K), whose element 0 is `taken`; None if there is
+    none."""
     if not isinstance(taken, Node) or taken.target is not operator.getitem or taken.args[1] != 0:
         return None
     repeat = taken.args[0]

@@ -42,24 +42,25 @@ block sizes."""
 EXAMPLE_ROW = 61
 """Tokens per sequence in the traced batch."""
 CHECKED_TOKENS = 251
-"""Tokens of the batch that checks the cuts which keep less: a prime, too, and small, since jobs that run leave little
-memory."""
+"""Tokens of the batch that checks the cuts of `compile_levels`: a prime, too, and small, since running jobs leave
+little memory."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Largest relative error of a compiled layer, by dtype."""
 FP8_TOLERANCE = 0.15
-"""The same where products round activations to FP8, whose mantissa of 3 bits enlarges differences in 16-bit rounding.
-0.055 was seen at an 8B shape."""
+"""`TOLERANCE` where products round activations to FP8, whose mantissa of 3 bits enlarges differences in 16-bit
+rounding. 0.055 was seen at an 8B shape."""
 COMPARED_TOKENS = tuple(sorted({(1 << power) + more for power in range(18) for more in (-1, 0, 1)}))
-"""Batch sizes at which the ranks compare whether their compiled layers accept them. (Layers loaded from disk may state
-the same conditions in other words.)"""
+"""Batch sizes at which the ranks compare whether their compiled layers accept them. (Not the conditions themselves:
+layers loaded from disk may state the same ones differently.)"""
 MAX_KINDS = 4
 """Most kinds of layers that are compiled. In a base with more, layers differ in constants of their computation."""
 
 
 class CompiledLayers:
-    """The compiled layers of a base. They are traced at once, and `ready` after `compile`, which may run on any thread.
+    """The compiled layers of a base. The constructor traces them; they are `ready` after `compile`, which may run on
+    any thread.
 
-    `compile_levels` adds the cuts that keep less.
+    `compile_levels` adds the cuts of the joint graph that save less for the backward.
     """
 
     def __init__(
@@ -191,7 +192,8 @@ class CompiledLayers:
         return found
 
     def _check(self, i: int, example: _Example, compiled: CompiledLayer) -> list[str]:
-        """Return the layer's collectives in order. Run on this rank alone: they return its own summand.
+        """Check a compiled layer, and return its collectives in order. It runs on this rank alone: a sum returns the
+        rank's own summand.
 
         Raises `UnsupportedBase` if a compiled layer computes something else than the layer does.
         """

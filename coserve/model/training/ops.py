@@ -145,8 +145,8 @@ LEARN, ATTEND = torch.ops.coserve.learn.default, torch.ops.coserve.attend_rows.d
 
 @dataclass(frozen=True)
 class Again:
-    """Operations of a layer's forward that its backward recomputes. The data for their gradients is kept then, not in
-    the forward."""
+    """Operations of a layer's forward that its backward recomputes. Data for their gradients is kept when the backward
+    runs them, not in the forward."""
 
     groups: frozenset[int] = frozenset()
     """Groups whose `learn` is recomputed."""

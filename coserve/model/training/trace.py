@@ -42,7 +42,7 @@ memory."""
 
 PARTITION: dict[Kept, dict[str, object]] = {
     Kept.ALL: SAVE_LESS,
-    Kept.ATTENTION: SAVE_LESS,  # and operations are marked
+    Kept.ATTENTION: SAVE_LESS,  # and `_mark_all_but_attention` marks operations
     Kept.INPUT: {"activation_memory_budget": 0.0},
 }
 """Partitioner options for each cut."""
@@ -85,7 +85,7 @@ class CompiledLayer:
     _forward: Callable[[list[object]], Sequence[Tensor]]
     _backward: Callable[[list[object]], Sequence[Tensor]]
     _saved: tuple[int, ...]
-    """Indices among the forward's outputs of the backward's inputs before the gradient."""
+    """For each input of the backward but the last (the gradient): its index among the forward's outputs."""
     _conditions: Callable[[int], bool]
     again: Again
     unread_sums: frozenset[int]

@@ -17,8 +17,8 @@ from coserve.model.parallel.partition import Features, Parallel, SitePartition
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of attention heads, in a whole layer and on one rank. Without groups, there are as many of keys and
-    values."""
+    """Numbers of attention heads, in a whole layer and on one rank. Without grouped-query attention, there are as many
+    key/value heads as query heads."""
 
     query: int
     key_value: int

@@ -55,7 +55,7 @@ class Block:
     scales: Mapping[str, Width] = field(default_factory=dict)
     """Buffers that are partitioned along their last dimension."""
     norms: Mapping[str, Width] = field(default_factory=dict)
-    """RMS norms over features that are partitioned: their mean is one over all ranks (`parallel.modules`)."""
+    """RMS norms over partitioned features:  their mean is taken over all ranks' features (`parallel.modules`)."""
     gates: tuple[str, ...] = ()
     """Replicated linear modules (routers, gates) whose output each rank uses in full, so that each computes its whole
     gradient, without a sum over the ranks."""
@@ -64,7 +64,7 @@ class Block:
     too, is summed over the ranks."""
     attention: bool = False
     recurrent: bool = False
-    """A mixer with a recurrent state, which is divided as its heads or channels."""
+    """Whether it is a mixer with a recurrent state, which is partitioned like its heads or channels."""
 
     def fits(self, layer: nn.Module) -> bool:
         """Whether the layer has the block and all of its modules and parameters."""
