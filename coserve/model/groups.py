@@ -137,7 +137,7 @@ def _neighbours(parts: Sequence[Tensor]) -> bool:
 
 
 def _whole(parts: Sequence[Tensor]) -> Tensor:
-    """Return the tensor whose neighbouring rows the parameters are."""
+    """Return the tensor that the parameters, its neighbouring rows, make up."""
     first = parts[0].data
     rows = sum(len(part) for part in parts)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

@@ -120,8 +120,8 @@ class StaticPagedAttention(Attention, Protocol):
     """Attention of decode steps: each of at most `batch` sequences has one new token; T = `batch`.
 
     Usage: `load(runs)` (any runs), warm up a forward over `batch` rows, and capture that forward. Then for each step,
-    `load(runs)` on the graph's stream and replay. Row i of q, k and v belongs to `runs[i]`. Rows behind the last run
-    are padding: nothing is written for them, and their output is zero. Grids and addresses depend only on `batch` and
+    `load(runs)` on the graph's stream and replay. Row i of q, k and v belongs to `runs[i]`. Rows after the last run are
+    padding: nothing is written for them, and their output is zero. Grids and addresses depend only on `batch` and
     `max_tokens`, so a graph serves any contexts up to `max_tokens`. `attend` never waits for the device.
     """
 
@@ -145,7 +145,7 @@ class MixedCapacity:
     """Largest mixed step that a graph serves."""
 
     tokens: int
-    """T: rows of the step; those behind the last run are padding."""
+    """T: rows of the step; those after the last run are padding."""
     sequences: int
     chunks: int
     """Most sequences with more than one new token."""
@@ -164,7 +164,7 @@ class MixedCapacity:
 class MixedAttention(Attention, Protocol):
     """Attention of mixed steps (decodes and prompt chunks) within a `MixedCapacity`; T = `capacity.tokens`.
 
-    Used like `StaticPagedAttention`. Runs are packed from row 0 on. Rows behind the last run are padding: nothing is
+    Used like `StaticPagedAttention`. Runs are packed from row 0 on. Rows after the last run are padding: nothing is
     written for them, and their output is zero. Grids and addresses depend only on the capacity.
     """
 

@@ -26,7 +26,7 @@ class AfterPrefix(PackedAttention):
     """
 
     def __init__(self, bounds: Sequence[int], tokens: int) -> None:
-        """`tokens`: P."""
+        """`tokens`: P, the length of the prefix."""
         super().__init__(bounds)
         self._tokens = tokens
 
@@ -48,7 +48,7 @@ class AfterPrefix(PackedAttention):
         return torch.cat(outputs, 1).transpose(0, 1)
 
     def _one(self, q_HTD: Tensor, k_KND: Tensor, v_KND: Tensor, params: AttentionParams) -> Tensor:
-        """The attention of one sequence, whose keys are the prefix's P and its own: (H, T, D)."""
+        """Return the attention of one sequence over the prefix's P keys and its own: (H, T, D)."""
         group = q_HTD.shape[0] // k_KND.shape[0]
         k_HND, v_HND = (own.repeat_interleave(group, 0) for own in (k_KND, v_KND))
         if params.softcap is not None or params.sinks is not None:

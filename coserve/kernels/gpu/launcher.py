@@ -55,8 +55,8 @@ def compile_only(processes: Executor | None, on_compiled: OnCompiled = ignore_co
 
 @contextmanager
 def launch_nothing() -> Iterator[None]:
-    """Inside, `Launcher` and `launch` do nothing. For fake tensors, whose memory is all allocated outside of
-    kernels."""
+    """Inside, `Launcher` and `launch` do nothing. For shape propagation with fake tensors: kernels allocate no
+    tensors."""
     token = _mode.set(_Mode.SKIP)
     try:
         yield

@@ -49,7 +49,7 @@ class Topology:
     rows: Tensor
     """Rows of the batch that have an adapter, in the order of `places`."""
     places: Tensor
-    """Padded rows of `rows`."""
+    """For each of `rows`, its row in the padded product."""
     matrix: stk.Matrix
 
 

@@ -177,14 +177,14 @@ class FrozenWeight:
     """
 
     weight: Tensor
-    """(ΣO, D)."""
+    """(ΣO, D): the sites' weights, stacked by rows."""
     bias: Tensor | None
     sizes: tuple[int, ...]
-    """O of each site."""
+    """Output features O of each site."""
 
     @property
     def in_features(self) -> int:
-        """D."""
+        """D: input features."""
         return self.weight.shape[1]
 
     @property

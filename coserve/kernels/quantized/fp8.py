@@ -107,7 +107,7 @@ def quantize_activations(x_TD: Tensor, by_D: Tensor | None = None) -> tuple[Tens
 
 
 def scale_codes(codes_OD: Tensor, scale_O: Tensor, dtype: torch.dtype) -> Tensor:
-    """`dequantize` by one kernel."""
+    """`dequantize` on a GPU, by one kernel."""
     outputs, inputs = codes_OD.shape
     weight = torch.empty(outputs, inputs, dtype=dtype, device=codes_OD.device)
     _scale_rows((outputs, cdiv(inputs, COLUMNS), 1), (codes_OD, scale_O, weight), (inputs,), BLOCK=COLUMNS)

@@ -83,7 +83,7 @@ def quantize(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expand_codes(codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
-    """`dequantize` by one kernel."""
+    """`dequantize` on a GPU, by one kernel."""
     rows, width = codes.shape
     weight = torch.empty(rows, 2 * width, dtype=dtype, device=codes.device)
     tensors, count = (codes, absmax, _table(codes.device), weight), codes.numel()

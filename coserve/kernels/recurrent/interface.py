@@ -49,7 +49,7 @@ class RecurrenceInputs(NamedTuple):
     decay: Tensor
     """Logarithm of the decay: (T, H), or (T, H, K) with one for each element of a key."""
     beta: Tensor | None = None
-    """(T, H); None: no delta rule."""
+    """Strength of the delta rule's update: (T, H). None: no delta rule."""
     params: RecurrenceParams = RecurrenceParams()
 
     def rows(self, change: Callable[[Tensor], Tensor]) -> RecurrenceInputs:
@@ -81,7 +81,7 @@ class Recurrence(Protocol):
 
 class StaticRecurrence(Recurrence, Protocol):
     """The recurrence of steps in fixed device buffers, as a CUDA graph needs it: `load` the runs of each step, on the
-    graph's stream, before the graph is replayed. Rows behind the last run are padding: their output is zero."""
+    graph's stream, before the graph is replayed. Rows after the last run are padding: their output is zero."""
 
     def load(self, runs: Sequence[TokenRun]) -> None:
         """Set the sequences of the next step, without waiting for the device."""

@@ -28,7 +28,8 @@ _UNIT = tl.constexpr(UNIT)
 
 @triton.jit
 def weigh(logits_ptr, stride, likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, V, CHUNK: tl.constexpr):
-    """Grid (rows, chunks)."""
+    """Grid (rows, chunks). logits (B, V); likeliest int64 (B); columns fp64 (B, COLUMNS) -> weights fp32 (B, V), masses
+    (sums per chunk) fp64 (B, chunks). Here and below, greedy rows and rows without a valid token are left out."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(columns_ptr + row * 5)
     token = tl.load(likeliest_ptr + row)
@@ -47,7 +48,8 @@ def weigh(logits_ptr, stride, likeliest_ptr, columns_ptr, weights_ptr, masses_pt
 
 @triton.jit(do_not_specialize_on_alignment=["ties_ptr", "bounds_ptr"])
 def sift(likeliest_ptr, columns_ptr, weights_ptr, masses_ptr, ties_ptr, bounds_ptr, V, CHUNK: tl.constexpr):
-    """Grid (rows, chunks)."""
+    """Grid (rows, chunks). bounds int32 (B, 2), see `threshold` -> masses fp64 (B, chunks), without ties; ties int32
+    (B, chunks): how many weights equal the threshold."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(columns_ptr + row * 5) < _GREEDY or tl.load(likeliest_ptr + row) < 0:
         return
@@ -75,7 +77,7 @@ def settle(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Grid (rows)."""
+    """Grid (rows): tokens int64 (B); a greedy row gets its likeliest token. FILTERS: some row has a top-k or top-p."""
     row = tl.program_id(0).to(tl.int64)
     likeliest = tl.load(likeliest_ptr + row)
     if tl.load(columns_ptr + row * 5) < _GREEDY or likeliest < 0:
@@ -124,7 +126,7 @@ def peak(logits_ptr, stride, peaks_ptr, V, CHUNK: tl.constexpr):
 
 @triton.jit
 def top(peaks_ptr, tokens_ptr, chunks, CHUNKS: tl.constexpr):
-    """Grid (rows)."""
+    """Grid (rows): peaks int64 (B, chunks) -> tokens int64 (B), `NOT_FINITE` if the largest logit is not finite."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS)
     least = tl.full([CHUNKS], -0x8000000000000000, tl.int64)

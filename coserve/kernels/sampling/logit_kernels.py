@@ -14,7 +14,8 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "slots_ptr", "penalties_ptr"])
 def penalise(logits_ptr, rows_ptr, counts_ptr, slots_ptr, penalties_ptr, V, CHUNK: tl.constexpr):
-    """Grid (rows, chunks)."""
+    """Grid (rows, chunks). logits fp32 (B, V), rows and slots (P), penalties fp32 (P, 3): repetition, presence and
+    frequency. counts int32 (N, V): twice the token's count in the output, plus 1 if it is in the prompt."""
     at, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, slot = tl.load(rows_ptr + at), tl.load(slots_ptr + at)
     repetition = tl.load(penalties_ptr + at * 3)
@@ -32,7 +33,8 @@ def penalise(logits_ptr, rows_ptr, counts_ptr, slots_ptr, penalties_ptr, V, CHUN
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "bits_ptr"])
 def mask(logits_ptr, rows_ptr, bits_ptr, V, words, CHUNK: tl.constexpr):
-    """Grid (rows, chunks)."""
+    """Grid (rows, chunks): writes -inf for the tokens of row rows[i] whose bit in bits[i] is 0. logits fp32 (B, V),
+    rows (M), bits int32 (M, words): bit v % 32 of word v // 32 belongs to token v."""
     at, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows_ptr + at)
     v = chunk * CHUNK + tl.arange(0, CHUNK)

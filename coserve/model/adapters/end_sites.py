@@ -29,7 +29,7 @@ END = "coserve_end"
 
 @dataclass(frozen=True)
 class EndSites:
-    """The embedding and the head, as far as adapters may change them; hooked in place."""
+    """Those of the embedding and the head that adapters may change, hooked in place."""
 
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
     """The embedding and the head by name; either may be missing."""

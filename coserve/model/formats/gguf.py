@@ -88,7 +88,7 @@ def _rotary(header: GgufHeader, settings: Settings) -> Settings:
     for key, fields in _YARN.items():
         if (value := header.metadata.get(f"{header.architecture}.{key}")) is not None and kind == "yarn":
             scaling |= dict.fromkeys(fields, value)
-    if header.architecture == "gpt-oss":  # llama.cpp's own defaults, except that it does not round (`truncate`)
+    if header.architecture == "gpt-oss":  # llama.cpp's own defaults, without rounding of the ramp's ends
         scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     return {"rope_scaling": scaling}
 

@@ -233,7 +233,7 @@ def _fill_buffers(model: PreTrainedModel, weights: Weights, device: torch.device
     if _unfilled(model):
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                model._init_weights(module)  # that of Falcon-H1 fills buffers of its layers
+                model._init_weights(module)  # Falcon-H1's fills buffers of its layers
     if name := _unfilled(model):
         raise UnsupportedBase(f"{model.config.model_type}: {name} is a buffer that ranks cannot compute")
     for name, buffer in model.named_buffers():

@@ -76,7 +76,7 @@ def _copied(
         x = args[0]
         assert isinstance(x, Tensor), "expected hidden states as the first argument"
         copied = copy_to_ranks(x, mesh)
-        return tuple(copied if one is x else one for one in args), kwargs  # CTRL passes them thrice
+        return tuple(copied if one is x else one for one in args), kwargs  # CTRL passes them as query, key and value
     x = kwargs["hidden_states"]
     assert isinstance(x, Tensor), "expected hidden states"
     return args, kwargs | {"hidden_states": copy_to_ranks(x, mesh)}

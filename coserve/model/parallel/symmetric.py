@@ -66,7 +66,7 @@ class SymmetricMesh(GroupMesh):
             return super().all_reduce(x, addend)
         x, addend = _readable(x), None if addend is None else _readable(addend)
         out = torch.empty_like(x)
-        self.traffic.add("all_reduce", x)  # from here on the other ranks wait for this one, so nothing may fail
+        self.traffic.add("all_reduce", x)  # nothing after this may fail: the other ranks wait for this one
         push(x, out, addend)
         return out
 

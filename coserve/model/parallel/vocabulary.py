@@ -22,11 +22,11 @@ class VocabularyShard:
 
     mesh: Mesh
     size: int
-    """V."""
+    """V: tokens of the vocabulary."""
 
     @property
     def local(self) -> int:
-        """S."""
+        """S: tokens of a rank."""
         return -(-self.size // self.mesh.size)
 
     @property

@@ -26,7 +26,8 @@ Function = Callable[..., object]
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
-    """The model's recurrent mixers: modules with a convolution, of modules of transformers whose functions we know."""
+    """Return the model's recurrent mixers: modules with a convolution, from Python modules of transformers with
+    functions that we replace."""
     known = {module for module in _modules(model) if any(hasattr(module, name) for name in _SEAMS)}
     return [
         module
@@ -91,7 +92,7 @@ def _convolve(
     activation: str | None = None,
     **_: object,
 ) -> Tensor:
-    """(1, C, T) -> (1, C, T)."""
+    """Replaces the causal convolution: (1, C, T) -> (1, C, T)."""
     return recurrence.convolve(layer, hidden_states[0].T, weight, bias, activation).T[None]
 
 
@@ -109,7 +110,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """(1, T, H, K) twice, (1, T, H, V), (1, T, H) twice -> (1, T, H, V)."""
+    """Replaces the gated delta rule: q and k (1, T, H, K), v (1, T, H, V), g and beta (1, T, H) -> (1, T, H, V)."""
     _refuse_states(initial_state, output_final_state)
     params = RecurrenceParams(query.shape[-1] ** -0.5, use_qk_l2norm_in_kernel)
     given = RecurrenceInputs(query[0], key[0], value[0], g[0], beta[0], params)
@@ -133,7 +134,7 @@ def _mamba2(
     return_final_states: bool = False,
     **_: object,
 ) -> Tensor:
-    """(1, T, H, V), (1, T, H), (H), (1, T, G, K) twice -> (1, T, H, V) in fp32."""
+    """Replaces Mamba-2's scan: x (1, T, H, V), dt (1, T, H), A (H), B and C (1, T, G, K) -> (1, T, H, V) in fp32."""
     _refuse_states(initial_states, return_final_states)
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
@@ -159,7 +160,8 @@ def _mamba(
     return_last_state: bool = False,
     **_: object,
 ) -> Tensor:
-    """(1, H, T) twice, (H, K), (1, K, T) twice -> (1, H, T): each channel is a head whose values are one number."""
+    """Replaces Mamba's scan: x and dt (1, H, T), A (H, K), B and C (1, K, T) -> (1, H, T). Each channel is a head with
+    V = 1."""
     _refuse_states(None, return_last_state)
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
     dt_HT = (softplus(dt) if delta_softplus else dt)[0].float()

@@ -186,7 +186,7 @@ class CompiledLayers:
         try:
             on_all_ranks(self._mesh, self._device, compile_all, repr)
         except BaseException as error:
-            if not out_of_memory(error):  # then it may be tried again
+            if not out_of_memory(error):  # without memory, it may be tried again
                 self.forget_examples()
             raise
         return found

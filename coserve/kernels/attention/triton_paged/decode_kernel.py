@@ -8,7 +8,7 @@ page, which saves a kernel. Items and page ids do not depend on the preceding ke
 its end (programmatic dependent launch).
 
 With few sequences latency dominates, so an item's first keys are requested as early as possible. Loads in the loop have
-no mask: behind the last key that key is read again with weight 0. Page ids are read one step ahead of the keys that
+no mask: beyond the last key, that key is read again with weight 0. Page ids are read one step ahead of the keys that
 need them. Each thread keeps a sum of weights of its own until the end. A cache in FP8 is read as q's type.
 
 q (H, T, D), k (K, T, D), v (K, T, E), any strides but 1 for D and E; keys (pages, PAGE, K, D), values (pages, PAGE, K,

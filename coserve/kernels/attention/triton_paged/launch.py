@@ -43,7 +43,7 @@ def _large_shared(device: torch.device) -> bool:
 def decode_blocks(width: int, dtype: torch.dtype, group: int, each: int, device: torch.device) -> Blocks:
     """Choose the blocks of a decode step.
 
-    `each`: programs that shall fit on a multiprocessor (`plan.programs_each`); the fewer, the larger their steps.
+    `each`: programs that must fit on a multiprocessor (`plan.programs_each`); the fewer, the larger their steps.
     """
     if dtype == torch.float32:
         return Blocks(16, 32, 4, 2)

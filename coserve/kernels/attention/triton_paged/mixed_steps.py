@@ -44,7 +44,7 @@ class LayerPlan:
 
     @property
     def most_items(self) -> int:
-        """W."""
+        """W: most items of a step's decodes."""
         return items_for(self.capacity.sequences, self.kv_heads, self.multiprocessors)
 
     @property

@@ -128,7 +128,7 @@ def prefill(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     begin = 0
-    seen = (position + 1) // BLOCK_N * BLOCK_N  # keys ahead of it are seen by every row
+    seen = (position + 1) // BLOCK_N * BLOCK_N  # every row sees the keys before it
     if WINDOW:
         begin = _first(position, window, CHUNKED) // BLOCK_N * BLOCK_N
         seen = begin
@@ -200,7 +200,7 @@ def prefill(
 
 @triton.jit
 def _first(position, window, CHUNKED: tl.constexpr):
-    """`Window.first`."""
+    """See `Window.first`."""
     if CHUNKED:
         return position - position % window
     return tl.maximum(position - window + 1, 0)

@@ -33,7 +33,7 @@ class ExpertRows:
     ends_E: Tensor  # noqa: N815
     """Index one past each expert's last row: int32."""
     chosen: int
-    """K."""
+    """K: experts chosen by each token."""
 
     @classmethod
     def by_expert(cls, chosen_TK: Tensor, experts: int, slots_T: Tensor | None = None, slots: int = 0) -> ExpertRows:
@@ -51,7 +51,7 @@ class ExpertRows:
 
     @property
     def experts(self) -> int:
-        """E."""
+        """E: number of experts on this rank."""
         return len(self.ends_E)
 
 

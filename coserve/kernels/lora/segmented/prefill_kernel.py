@@ -84,7 +84,7 @@ def finish(
             total0 = _sum_parts(parts_ptr, at, mask, split_stride, splits)
             total1 = total0
             total2 = total0
-            if SITES > 1:  # all loads ahead of the first store: they share one latency
+            if SITES > 1:  # all loads before the first store: they share one latency
                 total1 = _sum_parts(parts_ptr + site_stride, at, mask, split_stride, splits)
             if SITES > 2:
                 total2 = _sum_parts(parts_ptr + 2 * site_stride, at, mask, split_stride, splits)

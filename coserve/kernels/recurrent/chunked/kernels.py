@@ -93,7 +93,7 @@ def solve(
     g, beta = tl.cumsum(head(decay_ptr, t, here, h, H), 0), head(beta_ptr, t, here, h, H)
     k = rows(k_ptr, t, here, h // (H // G), G, K, 0, BK)
     x = -dot(k, tl.trans(k), k_ptr) * beta[:, None] * between(g, True, Z)
-    for row in range(1, Z):  # forward substitution: the rows before are those of the inverse, without its diagonal
+    for row in range(1, Z):  # forward substitution: rows above already hold the inverse, less its diagonal
         own = tl.sum(tl.where(i[:, None] == row, x, 0.0), 0)
         x = tl.where(i[:, None] == row, (own + tl.sum(own[:, None] * x, 0))[None, :], x)
     x += tl.where(i[:, None] == i[None, :], 1.0, 0.0)

@@ -34,7 +34,7 @@ class _Forward(NamedTuple):
     w: Tensor
     """(T, H, K). Without a delta rule it is unused, and holds the keys."""
     inverse: Tensor | None
-    """(N, H, Z, Z)."""
+    """(N, H, Z, Z): see `chunked.kernels`; None without a delta rule."""
 
 
 class ChunkedRecurrence:

@@ -155,7 +155,7 @@ def _step(
     V: tl.constexpr,
     HAS_BETA: tl.constexpr,
 ):
-    """Return the state (BK, BV) after a token, whose output is stored."""
+    """Compute one token: store its output, and return the state after it (BK, BV)."""
     v = tl.load(v_ptr + row * v_stride + h * V + v_at, mask=v_at < V, other=0.0).to(tl.float32)
     state *= factor
     if HAS_BETA:
