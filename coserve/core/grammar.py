@@ -10,7 +10,8 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """`text`: a JSON schema, a regular expression, a JSON list of texts, or a grammar in Lark's or GBNF's syntax."""
+    """A grammar. Its `text` is, by `kind`, a JSON schema, a regular expression, a JSON list of texts, or a grammar in
+    Lark's or GBNF's syntax."""
 
     kind: GrammarKind
     text: str

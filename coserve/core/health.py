@@ -12,7 +12,7 @@ EngineStatus = Literal["starting", "ready"]
 """`starting`: no engine answers requests yet, at the first start or at a restart. `ready`: requests are answered, and
 everything they need is compiled and captured."""
 Status = EngineStatus | Literal["stopping"]
-"""The daemon's. `stopping`: requests in flight may finish, new ones are refused."""
+"""The daemon's status: the engine's, or `stopping`: requests in flight may finish, new ones are refused."""
 
 
 class BaseInfo(Wire, frozen=True):

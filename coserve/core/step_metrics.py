@@ -61,8 +61,8 @@ class StepMetrics(Wire, frozen=True):
 
 LOAD_CAUSES: Final = ("queue", "read", "hash", "pack", "write", "pages", "defragment", "copy")
 """Phases of adapter loads: waiting for a reader; reading a packed file; hashing PEFT's files; reading and packing them;
-writing the packed file, in the background; a request's wait for pages; moving pages for a run of free ones, and copying
-into it: both as the tick launches it."""
+writing the packed file, in the background; a request's wait for pages; moving pages to get a free run
+of them; copying into the run. The last two are times on the tick, which launches the work."""
 
 
 class LoadSeconds(msgspec.Struct, frozen=True):

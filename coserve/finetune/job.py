@@ -47,8 +47,8 @@ class TrainingJob(Trainee):
 
     @property
     def next_tokens(self) -> int:
-        """Tokens of the next micro-batch as far as known, between two micro-batches; or of the last one if larger, as
-        other jobs may join again."""
+        """Predicted tokens of the next batch: those of the job's own next micro-batch, or of its last batch if that was
+        larger, since other jobs may join again."""
         if self._next_tokens is None:  # cached: each scheduling decision reads it
             size = self.shared_size
             self._next_tokens = 0 if size is None else size.tokens

@@ -79,9 +79,8 @@ class TrainingLoop:
 
     @property
     def next_rows(self) -> tuple[int, ...] | None:
-        """Rows of the next micro-batch, at the end of another; None if it cannot share a forward with other jobs. This
-        holds for evaluations, micro-batches with a teacher or a DPO loss, and those that recompute layers for lack of
-        memory.
+        """Rows of the next micro-batch, at the end of another. None if it cannot share a forward with other jobs: an
+        evaluation, a micro-batch with a teacher or a DPO loss, or one that recomputes layers for lack of memory.
 
         Cheap if the step is prepared (`BatchPlan.prepared`).
         """

@@ -96,11 +96,12 @@ class Scenario:
     adapter_prefix: str = option("load", "beginning of the adapters' names")
 
     prompt_lengths: Lengths = option(
-        Lengths.TEXTS, "prompts: texts (bundled, or of --prompts), or random token ids of such lengths"
+        Lengths.TEXTS,
+        "prompts: whole texts (bundled, or of --prompts), or random token ids of uniform or lognormal length",
     )
-    min_prompt_tokens: int = option(8, "least tokens of a made prompt")
-    max_prompt_tokens: int = option(512, "most tokens of a made prompt")
-    median_prompt_tokens: float = option(160.0, "lognormal: median tokens of a made prompt")
+    min_prompt_tokens: int = option(8, "least tokens of a generated prompt")
+    max_prompt_tokens: int = option(512, "most tokens of a generated prompt")
+    median_prompt_tokens: float = option(160.0, "lognormal: median tokens of a generated prompt")
     output_lengths: Lengths = option(
         Lengths.UNIFORM,
         "lengths of the answers; EOS is ignored",
@@ -110,18 +111,18 @@ class Scenario:
     max_tokens: int = option(64, "most new tokens of a request")
     median_tokens: float = option(180.0, "lognormal: median of the new tokens")
     length_sigma: float = option(0.7, "lognormal: standard deviation of the logarithm of lengths")
-    vocab: int = option(4096, f"ids of made prompts are from {FIRST_ID} up to this number")
-    temperature: float = option(1.0, "sampling temperature; 0: greedy, as comparisons of servers have it")
+    vocab: int = option(4096, f"token ids of generated prompts are from {FIRST_ID} up to this number")
+    temperature: float = option(1.0, "sampling temperature; 0: greedy, to compare servers")
 
     trace: str | None = option(
         None,
         "replay this file: one that --save wrote, or arrivals and lengths of a BurstGPT, Mooncake or ShareGPT file",
     )
     trace_format: TraceFormat = option(TraceFormat.AUTO, "format of --trace")
-    trace_start: float = option(0.0, "BurstGPT, Mooncake: skip so many seconds of the recording")
-    trace_speed: float = option(1.0, "BurstGPT, Mooncake: play the recording so many times as fast")
+    trace_start: float = option(0.0, "BurstGPT, Mooncake: skip this many seconds of the recording")
+    trace_speed: float = option(1.0, "BurstGPT, Mooncake: play the recording this many times as fast")
     trace_rate: float | None = option(
-        None, "BurstGPT, Mooncake: leave out or repeat recorded requests for so many a second on average"
+        None, "BurstGPT, Mooncake: drop or repeat recorded requests to reach this many a second on average"
     )
     trace_model: str | None = option(None, "BurstGPT: only the rows of this model, such as ChatGPT")
     prompts: str | None = option(None, "ShareGPT file that gives the prompts and the lengths of the answers")

@@ -16,8 +16,8 @@ from coserve.state.durable import disk_errors
 
 @contextmanager
 def json_lines(source: Path, columns: Columns) -> Iterator[Path]:
-    """Yield a file of JSON Lines with the rows of `source`: itself or, of CSV, a JSON array or parquet, a temporary
-    copy with the same columns and line numbers. Raises `MalformedRow` with the line, `UnreadableCorpus`,
+    """Yield a file of JSON Lines with the rows of `source`: `source` itself, or, if it is CSV, a JSON array or parquet,
+    a temporary copy with the same columns and line numbers. Raises `MalformedRow` with the line, `UnreadableCorpus`,
     `StorageError`, and `InvalidRequest` for parquet without pyarrow."""
     with TemporaryDirectory(prefix="coserve-rows-") as folder:
         copy = Path(folder) / "rows.jsonl"

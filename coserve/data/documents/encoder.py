@@ -23,7 +23,7 @@ def memory_ids(settings: LoraSettings) -> Sequence[int]:
 
 
 def unused_ids(used: Sequence[int], count: int, vocab: int) -> list[int]:
-    """Return `count` ids of the vocabulary that are not in `used`, the last ones; fewer if there are not as many."""
+    """Return the `count` highest ids of the vocabulary that are not in `used`; fewer if there are not as many."""
     taken = set(used)
     return [id for id in reversed(range(vocab)) if id not in taken][:count]
 

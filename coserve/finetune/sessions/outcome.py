@@ -22,7 +22,7 @@ class Outcome:
     """Error code; empty: no error."""
     message: str = ""
     updated: bool = False
-    """Whether it has begun to change the weights: the rank cannot go back."""
+    """Whether the slice has begun to change the weights, so that the step cannot be retried."""
     metrics: StepMetrics | None = None
     """Metrics of an optimizer step that the slice finished."""
 

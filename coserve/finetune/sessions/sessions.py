@@ -199,7 +199,7 @@ class Sessions(Generic[AnyTrainee]):
     @contextmanager
     def _job_errors(self) -> Iterator[None]:
         """Context, on the jobs' stream, in which errors end only the job: see `contained`. Out-of-memory becomes
-        `JobOutOfMemory`. Called with a function, the context is that of each of the function's calls."""
+        `JobOutOfMemory`. As a decorator it wraps each call of the function."""
         with self._stream(), contained(self._base.device):
             try:
                 yield

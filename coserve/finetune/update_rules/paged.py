@@ -198,7 +198,7 @@ class _Streams:
         self._gone[buffer].record(self._outgoing)
 
     def mark(self) -> None:
-        """See `wait`."""
+        """Mark the stores launched so far as those that `wait` waits for."""
         self._marked.record(self._outgoing)
 
     def wait(self) -> None:

@@ -38,7 +38,7 @@ _LEAVES = {
 contiguous piece of their rows is no shard of the model."""
 _STYLE_OF = {leaf: style for style, leaves in _LEAVES.items() for leaf in leaves}
 _RECURRENT = (".linear_attn.out_proj", ".mamba.out_proj", ".mixer.out_proj", ".conv.out_proj")
-"""Ends of the names of recurrent mixers' modules, whose adapters have no blocks."""
+"""Suffixes of the names of recurrent mixers' modules. Adapters have no blocks there."""
 
 
 def parallel_style(site: str) -> ParallelStyle | None:

@@ -40,7 +40,7 @@ Matrices = dict[int, TensorEntry]
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """A pair of each expert, for all outputs of the parameter or for one half of them."""
+    """One LoRA pair for each expert, covering all outputs of a fused parameter or one half of them (gate or up)."""
 
     named: str
     """The name that patterns of a config are matched with."""

@@ -79,7 +79,7 @@ class AdapterTensors:
     experts: dict[str, ExpertTensors]
     """Tensors of experts' parameters, which are not in `a` and `b`."""
     rows: dict[str, TensorEntry]
-    """Replaced rows of the embedding and the head, by end and `TOKEN_ROWS` or `WHOLE_COPY`."""
+    """Replaced rows, by the name of the embedding or head followed by `TOKEN_ROWS` or `WHOLE_COPY`."""
 
 
 def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] = lambda: None) -> AdapterInfo:
