@@ -1,5 +1,5 @@
-"""Runs work on all tensor-parallel ranks, and gives it up on all of them if one fails. For all work outside of
-training's slices.
+"""Runs work on all tensor-parallel ranks; if it fails on one, all abort it and raise the same error. For all work
+outside of training's slices.
 
 The work may have collectives. A rank that fails aborts the slice in which the work runs (`parallel.lockstep`), so that
 no rank waits for it. Then the ranks exchange reports and raise the same error.

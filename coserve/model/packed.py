@@ -1,4 +1,4 @@
-"""The base's weights in oneDNN's own layout, for products of few rows on a CPU.
+"""Packs the base's weights in oneDNN's own layout, for products of few rows on a CPU.
 
 torch's GEMM copies a whole weight into such a layout at every call, and below 8 rows its bits depend on the number of
 rows. A product of a packed weight copies nothing, and from 2 rows on a row's bits do not depend on the number of rows.

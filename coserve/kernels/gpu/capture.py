@@ -1,4 +1,4 @@
-"""Captures CUDA graphs."""
+"""Captures CUDA graphs, also while other threads use the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory that CUDA graphs share with the eager execution of the same work, before it is captured."""
+"""Records functions as CUDA graphs in one memory pool, which eager runs of the same work share until they are
+recorded."""
 
 from __future__ import annotations
 

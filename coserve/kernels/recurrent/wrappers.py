@@ -1,4 +1,4 @@
-"""Recurrences around others: for padded and for reversed batches."""
+"""Wrappers of a `Recurrence`, for padded and for reversed batches, and attention paired with a recurrence."""
 
 from __future__ import annotations
 

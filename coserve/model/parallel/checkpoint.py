@@ -1,4 +1,4 @@
-"""The parameters of a base in its files, by the names of the model's parameters."""
+"""Reads the parameters of a base from its files, by the names of the model's parameters."""
 
 from __future__ import annotations
 

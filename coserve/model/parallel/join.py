@@ -1,4 +1,4 @@
-"""Makes a process a tensor-parallel rank."""
+"""Connects a process to the other tensor-parallel ranks, by torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Trains all sites that read one input together: one GEMM of their stacked weights, one shrink, and no separate
-additions of gradients."""
+"""Trains all sites that read one input together: one GEMM of their stacked weights, one LoRA shrink, and gradients of
+the input summed in place."""
 
 from __future__ import annotations
 
