@@ -57,7 +57,7 @@ class SiteSpec(msgspec.Struct, frozen=True):
     transposed: bool = False
     """Whether the parameter is (experts, in, out) instead of (experts, out, in)."""
     halves: Halves = ""
-    """How the parameter's outputs hold gate and up; empty: it is no fused gate and up."""
+    """Layout of a fused gate and up in the parameter's outputs; empty: the parameter is no fused gate and up."""
     by_expert: bool = False
     """Expert parallelism: each of several GPUs has some experts whole, instead of a shard of every expert."""
 

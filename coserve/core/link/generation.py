@@ -1,4 +1,4 @@
-"""Messages about requests."""
+"""Messages about generation requests."""
 
 from __future__ import annotations
 

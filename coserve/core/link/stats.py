@@ -1,4 +1,4 @@
-"""Gauges of the engine."""
+"""The engine's gauges, as a message to the API process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of pieces into which training is cut."""
+"""The kinds of micro-steps, the pieces in which training is run."""
 
 from __future__ import annotations
 

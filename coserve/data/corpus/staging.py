@@ -61,7 +61,7 @@ class StagedCorpus(msgspec.Struct, frozen=True):
     digest: str
     """SHA-256 of the file, hex."""
     validation_rows: int = 0
-    """Its last rows, which are for validation."""
+    """Number of rows at the corpus's end that are for validation."""
 
     def arrays(self) -> Corpus:
         """Map the file: its arrays take no memory of this process."""

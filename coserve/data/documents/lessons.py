@@ -28,7 +28,7 @@ class Lesson(msgspec.Struct, frozen=True):
     prompt: list[int]
     """The adapter's prompt, without the document."""
     answer: list[int]
-    """It ends with EOS, or the template's end of turn, unless it was cut."""
+    """Token ids of the answer. They end with EOS, or the template's end of turn, unless the answer was cut."""
     top: bytes = b""
     """int32 (n, C): token ids; empty: the answer is the user's own, and its tokens are learned."""
     logprobs: bytes = b""

@@ -28,7 +28,7 @@ class Trainee:
         self.mid_step = False
         """Whether it is suspended within an optimizer step or its evaluation."""
         self.memory_note: str | None = None
-        """How it trains since it ran out of memory, for the operator."""
+        """Note for the operator: how the job trains since it ran out of memory; None: it has not."""
         self.alone = False
         """Whether it no longer shares forwards with other jobs, because a shared one has failed."""
         self.blocked = any(pair.blocks > 1 for pair in session.optimizer.weights().sites.values())

@@ -32,7 +32,7 @@ class GreedyDual(Generic[K]):
         self._uses: dict[K, int] = {}
         self._values: dict[K, tuple[float, int]] = {}
         self._heap: list[tuple[tuple[float, int], K]] = []
-        """May have outdated entries: only those that equal `_values` count."""
+        """Heap with lazy deletion: an entry that differs from `_values` is outdated."""
         self._ticks = count()
 
     def used(self, key: K, size: int, uses: int = 1) -> None:

@@ -315,7 +315,7 @@ class AdapterStore:
         return copy
 
     def in_pages(self, ref: AdapterRef) -> LoraWeights:
-        """Return an activated adapter."""
+        """Return the GPU copy of an activated adapter."""
         copy = self._entries[ref].gpu
         assert copy is not None, f"{ref} is not in pages"
         return copy.weights

@@ -1,5 +1,5 @@
-"""How many adapters must fit on the GPUs so that requests are admitted at once: InfiniLoRA's Algorithm 1 (Chen et al.
-2026, section 4.2.1), in O(N²) for one capacity instead of O(N³).
+"""Computes how many adapters must fit on the GPUs so that requests are admitted at once: InfiniLoRA's Algorithm 1 (Chen
+et al. 2026, section 4.2.1), in O(N²) for one capacity instead of O(N³).
 
 N adapters, `shares[i]` of the requests are for adapter i. B requests run at a time, in all engines; the number of them
 that are for adapter i is taken as Poisson with mean B `shares[i]`. A request is admitted at once if its adapter is

@@ -1,5 +1,5 @@
-"""How many GPUs apart from the engines could hold and compute the adapters of a mixture of experts within a time
-between tokens (InfiniLoRA, section 4.2.2). A model of bytes and latencies, not a measurement.
+"""Plans LoRA servers: how many GPUs, besides the engines', can hold the adapters of a mixture of experts and compute
+their terms within a TPOT (InfiniLoRA, section 4.2.2). A model of bytes and latencies, not a measurement.
 
 Experts are divided among EP GPUs, layers among PP groups of them. A layer's activations of one engine go to the group
 that has the layer, to one GPU after another, and the terms come back. More EP divides the pairs that a layer reads, and
@@ -62,7 +62,7 @@ class Hardware(Wire, frozen=True):
 
 
 class ServerPlan(Wire, frozen=True):
-    """A choice of GPUs."""
+    """A number of GPUs, and how experts (`ep`) and layers (`pp`) are divided among them."""
 
     gpus: int
     ep: int
