@@ -70,7 +70,7 @@ class TinkerOwner:
 
 @dataclass(frozen=True)
 class SamplerTarget:
-    """What a sampling session samples from: a published adapter (`path`), weights in the engine's memory alone
+    """The model of a sampling session: a published adapter (`path`), weights in the engine's memory alone
     (`snapshot`), or the base."""
 
     base: str

@@ -25,7 +25,7 @@ from coserve.kernels.lora.types import LoraPair
 
 @dataclass(frozen=True)
 class EndChange:
-    """What one adapter changes at one end."""
+    """One adapter's change of the embedding or of the LM head."""
 
     pair: LoraPair | None = None
     whole_VD: Tensor | None = None  # noqa: N815

@@ -16,7 +16,7 @@ from coserve.kernels.gpu.rounding import cdiv
 FEW_ROWS = 4096
 """Most rows that one kernel sorts (decode steps). More are sorted by torch, in ten launches."""
 BLOCK, CHUNK = 8, 1024
-"""Of `order_rows`: rows (or experts) per program, and rows that it compares them with at once."""
+"""Sizes of `order_rows`: rows (or experts) per program, and rows that it compares them with at once."""
 WIDTH = 8
 """Rows of `grouped_mm`'s 16-bit operands must be a multiple of this many elements."""
 

@@ -78,7 +78,7 @@ class SiteTable:
 
 @dataclass(frozen=True)
 class SlotColumns:
-    """What `Slots` holds of one adapter, one entry for each of G sites, on the host. Zeros where it has no pair."""
+    """One adapter's row of `Slots`, on the host: one entry for each of G sites. Zeros where it has no pair."""
 
     addresses: Tensor
     """int64 (G, 2): of A and B."""
