@@ -113,7 +113,8 @@ def test_first_layers_answer_while_the_last_ones_are_read(tmp_path: Path) -> Non
 
     segments, sequences = Segments((0, 6), (0,)), [tokens_of(6, seed=1)]
     expected = packed(base, sequences, LoraBatch(segments, (adapters[0],), GROUPED))[0]
-    with closing(LoraServers(1, lambda start, told: in_threads(base, tmp_path, 1, told, readers=slowly), 60.0)) as own:
+    start = lambda start, told: in_threads(base, tmp_path, 1, told, readers=slowly, deadline=8.0)
+    with closing(LoraServers(1, start, 60.0)) as own:
         own.wait()
         own.load(REFS[0], None)()
         assert held.wait(60.0)

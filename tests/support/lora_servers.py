@@ -55,9 +55,10 @@ def in_threads(
     *,
     ep: int = 1,
     readers: Callable[[ReadPairs], ReadPairs] = lambda read: read,
+    deadline: float = 60.0,
 ) -> RunningServers:
     """Servers as threads of this process; gloo connects them as it connects processes. `readers` wraps how they read
-    adapters."""
+    adapters. `deadline`: seconds that a message may take; a thread that ends leaves its group open."""
     found, ranks = list[Server](), ThreadPoolExecutor(servers + 1)
     groups = [ranks.submit(gloo_group, str(folder / "ranks"), rank, servers + 1, 60.0) for rank in range(servers + 1)]
     for index in range(servers):
@@ -65,12 +66,12 @@ def in_threads(
         part = part_of(base.spec, index, servers, ep)
         read = readers(PairsReader(part, base.spec, DataFolder(folder), base.device))
         channel = Channel[AnyFromServer, AnyToServer](theirs, msgspec.msgpack.Decoder(AnyToServer))
-        transport = GlooTransport(groups[index + 1].result(), 0, base.device, 60.0)
+        transport = GlooTransport(groups[index + 1].result(), 0, base.device, deadline)
         server = LoraServer(channel, transport, HeldPairs(part.sites, 8, base.device), read, 1)
         Thread(target=run, args=(server, channel), daemon=True).start()
         own = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
         found.append(Server(Ended(ours), own, part))
-    transports = [GlooTransport(groups[0].result(), index + 1, base.device, 60.0) for index in range(servers)]
+    transports = [GlooTransport(groups[0].result(), index + 1, base.device, deadline) for index in range(servers)]
     ranks.shutdown()
     return RunningServers(1, found, transports, told)
 
