@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
-from coserve.generate.execution.graph_sizes import (
-    CAPTURE_AFTER,
-    DECODE_KERNEL_TOKENS,
-    MANY_ADAPTERS_TOKENS,
-    mixed_tile_capacities,
-)
+from coserve.generate.execution.graph_sizes import CAPTURE_AFTER, DECODE_KERNEL_TOKENS, mixed_tile_capacities
 from coserve.generate.execution.graphs.graph_set import GraphSet
 from coserve.generate.execution.graphs.shared import GraphState
 from coserve.generate.execution.graphs.step_graph import StepGraph
@@ -75,15 +70,12 @@ class MixedGraph(StepGraph[MixedAttention]):
         footprint: LoraFootprint,
         *,
         decode_kernel_tokens: int = DECODE_KERNEL_TOKENS,
-        many_adapters_tokens: int = MANY_ADAPTERS_TOKENS,
     ) -> None:
-        """`footprint`: covers the footprint of each step. `decode_kernel_tokens`, `many_adapters_tokens`: see
-        `DECODE_KERNEL_TOKENS` and `MANY_ADAPTERS_TOKENS`."""
+        """`footprint`: covers the footprint of each step; `decode_kernel_tokens`: see `DECODE_KERNEL_TOKENS`."""
         self.capacity, lora = attention.capacity, None
         tokens, sequences = self.capacity.tokens, self.capacity.sequences
         if footprint.max_rank:
-            limits = {"decode_kernel_tokens": decode_kernel_tokens, "many_adapters_tokens": many_adapters_tokens}
-            tiles = mixed_tile_capacities(tokens, sequences, **limits)
+            tiles = mixed_tile_capacities(tokens, sequences, decode_kernel_tokens=decode_kernel_tokens)
             lora = StaticSlotLora(state.adapter_slots, tokens, footprint, tiles)
         super().__init__(state, attention, lora, (tokens, tokens, tokens, sequences, sequences))
 
