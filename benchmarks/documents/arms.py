@@ -16,7 +16,8 @@ from benchmarks.documents.facts import KINDS, Document, Question
 from benchmarks.serving.http_daemon import serving
 from coserve.client import AsyncClient
 
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = 64
+"""Two sentences about two facts."""
 BOOTSTRAPS = 10_000
 
 

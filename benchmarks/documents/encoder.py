@@ -231,8 +231,8 @@ async def run(options: argparse.Namespace, results: Results, url: str, folder: P
 def main() -> None:
     parser = make_parser(__doc__, tiny="a tiny base, which reads nothing: tries the script")
     parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--questions", type=int, default=50, help="of each document")
-    parser.add_argument("--people", type=int, default=16, help="of each document, with six facts each")
+    parser.add_argument("--questions", type=int, default=50, help="of each document, by template; of other kinds fewer")
+    parser.add_argument("--people", type=int, default=18, help="of each document, with six facts each")
     parser.add_argument("--memory", type=int, default=32, help="memory tokens of each chunk")
     parser.add_argument("--per-chunk", type=int, default=24, help="questions that are generated of each chunk")
     parser.add_argument("--chunk-tokens", type=int, default=256)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -20,10 +20,6 @@ _VALUES = {
     "food": "barley soup, smoked trout, plum cake, rye bread, pickled beets, honey wafers, lentil stew, goat cheese",
     "subject": "geology, music, astronomy, law, medicine, philosophy, chemistry, history, mathematics, painting",
     "year": ", ".join(str(year) for year in range(1701, 1990)),
-    "river": "Orla, Senne, Tavra, Wilde, Kessel, Murn, Adda, Brenna, Lorne, Ister",
-    "instrument": "violin, flute, oboe, harp, trumpet, cello, lute, clarinet, drum, bassoon",
-    "colour": "crimson, olive, indigo, amber, scarlet, turquoise, ivory, violet, ochre, silver",
-    "prize": ", ".join(str(1000 + 37 * number) for number in range(200)),
 }
 
 
@@ -81,35 +77,6 @@ FACTS = (
 )
 
 
-OTHER_FACTS = (
-    Fact(
-        "river",
-        ("The house of {name} stood by the river {value}.", "{name} lived on the bank of the {value}."),
-        ("By which river did {name} live?", "Near which river was the house of {name}?"),
-        "Who lived by the river {value}?",
-    ),
-    Fact(
-        "instrument",
-        ("In the evenings {name} played the {value}.", "{name} owned a {value} and played it well."),
-        ("Which instrument did {name} play?", "What did {name} play in the evenings?"),
-        "Who played the {value}?",
-    ),
-    Fact(
-        "colour",
-        ("{name} painted the door {value}.", "The door of {name} was {value}."),
-        ("Which colour was the door of {name}?", "How did {name} paint the door?"),
-        "Who had a door painted {value}?",
-    ),
-    Fact(
-        "prize",
-        ("{name} won {value} crowns in a lottery.", "A lottery brought {name} {value} crowns."),
-        ("How many crowns did {name} win?", "What did {name} win in a lottery?"),
-        "Who won {value} crowns?",
-    ),
-)
-"""Facts that no document of the benchmark has: a base learns to read with them (`benchmarks.documents.reader`)."""
-
-
 @dataclass(frozen=True)
 class Question:
     kind: Kind
@@ -126,39 +93,39 @@ class Document:
     questions: tuple[Question, ...]
 
 
-def documents(count: int, people: int, questions: int, seed: int, facts: Sequence[Fact] = FACTS) -> Iterator[Document]:
-    """Yield invented documents. Names and values are the documents' own: no name is in two of them."""
+def documents(count: int, people: int, questions: int, seed: int) -> Iterator[Document]:
+    """Yield invented documents. Names and values are the documents' own: no name is in two of them. `questions`: of the
+    kind `template`, and a quarter as many of each other kind; fewer if the document has fewer."""
     rng = Random(seed)
     names = list(dict.fromkeys(_name(rng) for _ in range(4 * count * people + 64)))
     for index in range(count):
         own = names[index * people : (index + 1) * people]
-        yield _document(f"document-{seed}-{index}", own, names[-1 - index], questions, rng, facts)
+        yield _document(f"document-{seed}-{index}", own, names[-1 - index], questions, rng)
 
 
-def _document(name: str, people: list[str], stranger: str, count: int, rng: Random, of: Sequence[Fact]) -> Document:
-    values = {fact.name: _drawn(fact.values, len(people), rng) for fact in of}
+def _document(name: str, people: list[str], stranger: str, count: int, rng: Random) -> Document:
+    values = {fact.name: _drawn(fact.values, len(people), rng) for fact in FACTS}
     paragraphs = []
     for index, person in enumerate(people):
-        facts = rng.sample(of, len(of))
+        facts = rng.sample(FACTS, len(FACTS))
         lines = [rng.choice(f.sentences).format(name=person, value=values[f.name][index]) for f in facts]
         paragraphs.append(" ".join(lines))
-    asked = [*_questions(people, values, stranger, rng, of)]
+    asked = [*_questions(people, values, stranger, rng)]
     rng.shuffle(asked)
-    chosen = [question for kind in MADE for question in [q for q in asked if q.kind == kind][: -(-count // len(MADE))]]
-    return Document(name, "\n\n".join(paragraphs), tuple(chosen[:count]))
+    most = {kind: count if kind == "template" else -(-count // len(MADE)) for kind in MADE}
+    chosen = [question for kind in MADE for question in [q for q in asked if q.kind == kind][: most[kind]]]
+    return Document(name, "\n\n".join(paragraphs), tuple(chosen))
 
 
-def _questions(
-    people: list[str], values: dict[str, list[str]], stranger: str, rng: Random, of: Sequence[Fact]
-) -> Iterator[Question]:
-    for fact in of:
+def _questions(people: list[str], values: dict[str, list[str]], stranger: str, rng: Random) -> Iterator[Question]:
+    for fact in FACTS:
         yield Question("unanswerable", rng.choice(fact.questions).format(name=stranger), tuple(values[fact.name]))
         for index, person in enumerate(people):
             value = values[fact.name][index]
             yield Question("template", rng.choice(fact.questions).format(name=person), (value,))
             if values[fact.name].count(value) == 1:
                 yield Question("reversed", fact.reverse.format(value=value), (person,))
-            other = rng.choice([each for each in of if each is not fact])
+            other = rng.choice([each for each in FACTS if each is not fact])
             first, second = (rng.choice(each.questions).format(name=person) for each in (fact, other))
             yield Question("two_facts", f"{first} {second}", (value, values[other.name][index]))
 

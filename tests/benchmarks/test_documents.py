@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -12,10 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.documents.arms import Row, recovered, right
 from benchmarks.documents.encoder import Encoder, save_cartridge
-from benchmarks.documents.facts import FACTS, OTHER_FACTS, Question, documents
+from benchmarks.documents.facts import FACTS, Question, documents
+from benchmarks.documents.learned import Learning
 from benchmarks.documents.measured import Measured
 from benchmarks.documents.quality import articles
-from benchmarks.documents.reader import Reader, rows
+from benchmarks.documents.reader import Reader
+from benchmarks.documents.reading import Batches
+from benchmarks.documents.relations import RELATIONS
+from coserve.core.schemas.documents import DocumentSettings
+from coserve.core.training.settings import TrainingRequest
+from coserve.core.types import LoraSettings
 from coserve.model.base import load_base
 
 
@@ -63,10 +70,13 @@ def test_the_recovered_share_is_of_the_contexts_gain() -> None:
 
 
 def test_a_base_that_learned_to_read_is_served(tmp_path: Path) -> None:
-    """Its loss falls on documents that share no fact with the benchmark's, and its folder is a base's."""
-    reader, taught = Reader("coserve/assets/tiny"), rows(OTHER_FACTS, 0, 2)
-    batch = [next(taught) for _ in range(4)]
-    assert not {word for fact in OTHER_FACTS for word in fact.questions} & {q for fact in FACTS for q in fact.questions}
+    """Its loss falls on documents of other wordings than the benchmark's, and its folder is a base's."""
+    own = {form.format(name="", value="") for fact in FACTS for form in (*fact.sentences, *fact.questions)}
+    assert not own & {f.format(n="", v="") for each in RELATIONS for f in (*each.sentences, *each.questions)}
+    reader = Reader("coserve/assets/tiny")
+    batch = next(iter(Batches(reader.reading, 0, 1, 2048, 1)))
+    kept = reader.kept(4)
+    assert float(reader.divergence(kept).detach()) == pytest.approx(0, abs=1e-5)
     optimizer = torch.optim.AdamW(reader.model.parameters(), 1e-3)
     losses = []
     for _ in range(3):
@@ -76,9 +86,37 @@ def test_a_base_that_learned_to_read_is_served(tmp_path: Path) -> None:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[2] < losses[0]
-    assert 0 <= reader.share(batch[:1]) <= 1
+    assert float(reader.divergence(kept).detach()) > 0
     reader.save(tmp_path)
     assert load_base(str(tmp_path), device="cpu", dtype="auto").spec.layers == reader.model.config.num_hidden_layers
+
+
+def test_questions_of_a_row_see_their_document_alone() -> None:
+    """The loss is that of each prompt by itself."""
+    reader = Reader("coserve/assets/tiny")
+    tree = reader.reading.document(Random(1), 1, 2048)
+    assert len(tree.branches) > 1
+    total, tokens = 0.0, 0
+    for prompt, answer in tree.branches:
+        ids = torch.tensor([[*tree.prefix, *prompt, *answer]])
+        with torch.no_grad():
+            logprobs = reader.model(input_ids=ids).logits[0, -len(answer) - 1 : -1].log_softmax(-1)
+        total -= float(logprobs.gather(1, ids[0, -len(answer) :, None]).sum())
+        tokens += len(answer)
+    rows = reader.reading.packed([[tree]], 2048)
+    assert len(rows.labels) == tokens
+    assert float(reader.loss(rows).detach()) == pytest.approx(total / tokens, rel=1e-4)
+
+
+def test_arms_have_settings_of_their_own() -> None:
+    found = Learning.of("slow=topk_kd:learning_rate=6e-4:replay=1:r=8")
+    assert (found.arm, found.recipe) == ("slow", "topk_kd")
+    assert (found.chosen(TrainingRequest), found.chosen(DocumentSettings), found.chosen(LoraSettings)) == (
+        {"learning_rate": 6e-4},
+        {"replay": 1},
+        {"r": 8},
+    )
+    assert Learning.of("ce") == Learning("ce", "ce", {})
 
 
 def test_an_interrupted_run_goes_on_with_what_it_has(tmp_path: Path) -> None:
@@ -97,6 +135,7 @@ def test_an_interrupted_run_goes_on_with_what_it_has(tmp_path: Path) -> None:
 
 def test_documents_ask_all_kinds_of_what_they_say() -> None:
     (one,) = documents(1, 4, 20, seed=3)
+    assert [sum(each.kind == kind for each in one.questions) for kind in ("template", "two_facts")] == [20, 5]
     assert {each.kind for each in one.questions} == {"template", "reversed", "two_facts", "unanswerable"}
     assert all(answer in one.text for each in one.questions for answer in each.answers)
 
