@@ -1,7 +1,7 @@
 """The `FrozenWeight`s of bases that stay quantised in memory, FP8 and NF4.
 
-A backward dequantises the weight into temporary memory, which torch's allocator reuses for the next layer. With
-`Fp8Weight.rounds_gradients` it multiplies in FP8 instead.
+A backward dequantises the weight into temporary memory, which torch's allocator reuses for the next layer, or
+multiplies in FP8 (`Fp8Weight.rounds_gradients`).
 
 Letters: T tokens, D inputs, O outputs.
 """
@@ -61,8 +61,8 @@ class QuantizedWeight(FrozenWeight, ABC):
 class Fp8Weight(QuantizedWeight):
     """Codes e4m3 (ΣO, D), scales fp32 (ΣO): see `fp8`."""
 
-    rounds_gradients: bool = False
-    """Whether backwards round rows of dy to FP8 where forwards round x (`fp8.rounds`). Off until it is measured."""
+    rounds_gradients: bool = True
+    """Whether backwards round rows of dy to FP8 where forwards round x (`fp8.rounds`)."""
 
     @property
     def row_scales(self) -> Tensor:
