@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL, _LARGE = PushShape(2048), PushShape(8192, pushers=512, adders=512)
+TWO_SHOT = PushShape(8192, pushers=512, adders=256, copiers=256)
 PUSHED = {2: ((1 << 20, _SMALL), (32 << 20, _LARGE)), 4: ((1 << 20, _SMALL),), 8: ((1 << 18, _SMALL),)}
 """(Largest message, kernel shape) of the one-kernel all-reduces, by number of ranks.
 
@@ -106,7 +107,7 @@ def launch_sums(rank: int, ranks: int, device: torch.device) -> None:
     number = torch.empty(1, dtype=torch.int32, device=device)
     for dtype, (most, shape) in itertools.product(_DTYPES, PUSHED.get(ranks, ())):
         x = torch.empty(1, dtype=dtype, device=device).expand(most // dtype.itemsize)
-        counts = number.expand(2 * (most // shape.block_bytes))
+        counts = number.expand(shape.counts(most // shape.block_bytes))
         for addend in (None, x):
             push_sum(x, x, own, addresses, number, addresses, counts, rank, shape, addend)
 
@@ -153,10 +154,10 @@ class PushSum:
         memory."""
         self.most, self._shape, self._rank = most, shape, group.rank()
         blocks, ranks = most // shape.block_bytes, group.size()
-        self._own, self._buffers = _shared_bytes(2 * (ranks - 1) * most, group, device)
-        flags, self._flags_of_ranks = _shared_bytes(4 * (ranks - 1) * blocks, group, device)
+        self._own, self._buffers = _shared_bytes(shape.own_bytes(ranks, most), group, device)
+        flags, self._flags_of_ranks = _shared_bytes(4 * shape.flags(ranks, blocks), group, device)
         self._flags = flags.view(torch.int32)
-        self._counts = torch.zeros(2 * blocks, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(shape.counts(blocks), dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
 
     def __call__(self, x: Tensor, out: Tensor, addend: Tensor | None = None) -> None:

@@ -19,28 +19,34 @@ from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.symmetric import MULTIPLE, PUSHED, launch_sums
 from tests.support.ranks import Ranks
 
-BLOCK_BYTES, BLOCKS = 64, 5
+BLOCK_BYTES, BLOCKS = 64, 16
 SHAPES = [
     PushShape(BLOCK_BYTES),
     PushShape(BLOCK_BYTES, pushers=2, adders=3),
     PushShape(BLOCK_BYTES, pushers=9, adders=7),
+    PushShape(BLOCK_BYTES, pushers=3, adders=2, copiers=2),
+    PushShape(BLOCK_BYTES, pushers=17, adders=9, copiers=20),
 ]
-SIZES = (16, 80, 1, 33, 80, 16)
-"""Numbers; the last block is full or not."""
+SIZES, TWO_SHOT_SIZES = (16, 80, 1, 33, 80, 16), (128, 200, 129, 256, 130, 128)
+"""Numbers of four bytes; the last block is full or not. A two-shot sum has a block for every rank."""
+
+
+def _sizes(shape: PushShape) -> tuple[int, ...]:
+    return TWO_SHOT_SIZES if shape.copiers else SIZES
 
 
 def _sums(mesh: Mesh, folder: str, dtype: torch.dtype, shape: PushShape) -> list[list[float]]:
     ranks, rank = mesh.size, mesh.rank
-    own_bytes, flag_bytes = 2 * (ranks - 1) * BLOCKS * BLOCK_BYTES, 4 * (ranks - 1) * BLOCKS
+    own_bytes, flag_bytes = shape.own_bytes(ranks, BLOCKS * BLOCK_BYTES), 4 * shape.flags(ranks, BLOCKS)
     owns, flags = (
         [torch.from_file(f"{folder}/{name}-{each}", shared=True, size=size, dtype=torch.uint8) for each in range(ranks)]
         for name, size in (("own", own_bytes), ("flags", flag_bytes))
     )
-    counts = torch.full((2 * BLOCKS,), 2**31 - 4, dtype=torch.int32)  # they wrap around
+    counts = torch.full((shape.counts(BLOCKS),), 2**31 - 4, dtype=torch.int32)  # they wrap around
     flags[rank].view(torch.int32).fill_(2**31 - 4)
     mesh.all_reduce(torch.zeros(1))
     found, chance = [], random.Random(rank)
-    for number, size in enumerate(SIZES):
+    for number, size in enumerate(_sizes(shape)):
         generator = torch.Generator().manual_seed(100 * number + rank)
         x = torch.randint(-9, 9, (size * 4 // dtype.itemsize,), generator=generator).to(dtype)
         out = torch.empty_like(x)
@@ -64,11 +70,13 @@ def _sums(mesh: Mesh, folder: str, dtype: torch.dtype, shape: PushShape) -> list
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), list(zip(SHAPES, (torch.float32, torch.bfloat16, torch.float32), strict=True)), ids=str
+    ("shape", "dtype"),
+    list(zip(SHAPES, (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32), strict=True)),
+    ids=str,
 )
 def test_every_rank_has_the_sums(ranks: Ranks, tmp_path: Path, dtype: torch.dtype, shape: PushShape) -> None:
     first, *others = ranks.run(_sums, str(tmp_path), dtype, shape)
-    for number, size in enumerate(SIZES):
+    for number, size in enumerate(_sizes(shape)):
         drawn = [
             torch.randint(
                 -9,
@@ -103,10 +111,13 @@ def test_a_warm_up_launches_each_kernel_that_sums_need(monkeypatch: pytest.Monke
         sums = itertools.product(PUSHED.get(ranks, ()), range(ranks), (torch.bfloat16, torch.float16, torch.float32))
         for (most, shape), rank, dtype in sums:
             blocks = most // shape.block_bytes
-            own = torch.empty(2 * (ranks - 1) * most, dtype=torch.uint8)
+            own = torch.empty(shape.own_bytes(ranks, most), dtype=torch.uint8)
             addresses = torch.empty(ranks, dtype=torch.int64)
-            flags, counts = (torch.empty(size * blocks, dtype=torch.int32) for size in (ranks - 1, 2))
-            for numbers in (MULTIPLE, 4096, most // dtype.itemsize):
+            flags, counts = (
+                torch.empty(size, dtype=torch.int32) for size in (shape.flags(ranks, blocks), shape.counts(blocks))
+            )
+            least = ranks * shape.block_bytes // dtype.itemsize
+            for numbers in (least if shape.copiers else MULTIPLE, 4096 * ranks, most // dtype.itemsize):
                 x = torch.empty(numbers, dtype=dtype)
                 for addend in (None, torch.empty_like(x)):
                     out = torch.empty_like(x)
