@@ -1,7 +1,7 @@
 """Offline generation, coserve beside vLLM 0.26: tokens a second of the same loads, one engine at a time on one GPU.
 
     python -m benchmarks.peers.offline --vllm-site /tmp/site --budget 590 --out benchmarks/results
-    python -m benchmarks.peers.offline --only vllm-strong --vllm-site /tmp/site --out benchmarks/results
+    python -m benchmarks.peers.offline --only vllm-strong --adapters 1,32 --vllm-site /tmp/site --out benchmarks/results
     TRITON_INTERPRET=1 python -m benchmarks.peers.offline --tiny --only coserve --out /tmp/tried
 
 The sides, each in a process of its own, called in process: `vllm`; `vllm-strong`, with its settings for LoRA that are
@@ -45,6 +45,8 @@ VLLM = ("vllm", "vllm-strong")
 SIDES = (*VLLM, "coserve")
 VERSION = "0.26"
 """vLLM's, which the keys name."""
+REGISTERED = (0, 1, 32)
+"""Adapters that the engine has, load by load."""
 ENGINE = Path(__file__).with_name("vllm_engine.py")
 OVERTIME = 30.0
 """Seconds after the budget in which a load that was begun may end."""
@@ -82,10 +84,10 @@ class Load:
         return told | {"warm": {"requests": min(told["requests"], 256), "output": min(told["output"], 32)}}
 
 
-def loads() -> list[Load]:
+def loads(registrations: Sequence[int] = REGISTERED) -> list[Load]:
     """Without adapters first, then with one: vLLM is faster with one of 32 than with the only one."""
     found = list[Load]()
-    for registered in (0, 1, 32):
+    for registered in registrations:
         for sequences in (1, 32, 64):
             used = min(sequences, registered)
             found.append(Load(f"decode.b{sequences}.a{registered}", sequences, 16, 256, used, registered))
@@ -133,10 +135,11 @@ class Comparison:
     site: Path | None
     scratch: Path
     until: float
+    loads: Sequence[Load]
     tiny: bool
 
     def measure(self, side: str) -> None:
-        left = [load.name for load in loads()]
+        left = [load.name for load in self.loads]
         for found in self._told(side):
             if "start_s" in found:
                 self.results.put(f"serving.start_s.{side.replace('-', '_')}", found["start_s"], "s")
@@ -149,7 +152,7 @@ class Comparison:
             print(f"{side}: no time was left for", *left, flush=True)
 
     def _told(self, side: str) -> Iterator[dict[str, Any]]:
-        given = {"loads": [load.given(self.tiny) for load in loads()], "seed": SEED, "until": self.until}
+        given = {"loads": [load.given(self.tiny) for load in self.loads], "seed": SEED, "until": self.until}
         given |= {"began": time.time()}
         limit = self.until + OVERTIME - time.time()
         if side == "coserve":
@@ -189,8 +192,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(SIDES), help="sides, separated by commas")
     parser.add_argument("--budget", type=float, default=1200.0, help="seconds after which no load is begun")
     parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM and what it needs")
+    parser.add_argument("--adapters", default="0,1,32", help="of loads: how many adapters the engine has")
     options = parser.parse_args(arguments)
     check_tiny(parser, options)
+    options.adapters = [count for count in REGISTERED if str(count) in options.adapters.split(",")]
     options.only = [side for side in options.only.split(",") if side]
     if unknown := set(options.only) - set(SIDES):
         parser.error(f"--only: expected some of {', '.join(SIDES)}, got {', '.join(sorted(unknown))}")
@@ -202,7 +207,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     until = time.time() + options.budget
-    settings: dict[str, Any] = {"llama": LLAMA_8B, "rank": RANK, "loads": [asdict(load) for load in loads()]}
+    measured = loads(options.adapters)
+    settings: dict[str, Any] = {"llama": LLAMA_8B, "rank": RANK, "loads": [asdict(load) for load in measured]}
     for side in set(options.only) & set(VLLM):
         told = peer_versions(options.vllm_site)
         if not told.get("vllm", "").startswith(VERSION):
@@ -216,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     failed = list[str]()
     with tempfile.TemporaryDirectory() as scratch:
-        compared = Comparison(results, options.vllm_site, Path(scratch), until, options.tiny)
+        compared = Comparison(results, options.vllm_site, Path(scratch), until, measured, options.tiny)
         for side in options.only or (None,):
             try:
                 if side:
