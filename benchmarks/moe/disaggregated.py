@@ -29,10 +29,9 @@ equal GPUs and equal memory for adapters. What is not:
   again, and servers hold what host memory holds, so theirs is a read of a file as well.
 - Prefill runs on the same GPUs, and TTFT contains it. The paper's counts from the decoding engine's queue on.
 - Lengths are uniform, not BurstGPT's; adapters have rank 4, not 32; a rate is measured for seconds, not minutes.
-- Servers are reached through host memory (gloo), and their engine runs without CUDA graphs; the paper's GPUs write into
-  each other's memory. Coupled engines have graphs, as users' have. A token's 2.2 MB of all layers are copied to the
-  host, sent, and copied to the other GPU, or back: for a mean prompt of 132 tokens 286 MB, in 96 exchanges one after
-  another.
+- Servers copy from and to the engine's GPU, by the copy engine, and their engine runs without CUDA graphs; the paper's
+  GPUs write into each other's memory by kernels. Coupled engines have graphs, as users' have. A token has 2.2 MB in all
+  layers: a mean prompt of 132 tokens 286 MB, in 96 exchanges one after another.
 """
 
 from __future__ import annotations
@@ -409,7 +408,7 @@ def main() -> None:
         rates=tuple(map(float, options.rates.split(","))) if options.rates else case.rates,
     )
     of_each = options.budget / (max(2, options.without.count(",") + 1) * len(case.ratios) * len(case.rates))
-    case = dataclasses.replace(case, seconds=min(case.seconds, max(8.0, of_each / 3)))
+    case = dataclasses.replace(case, seconds=min(case.seconds, max(8.0, of_each / 4)))
     gpus = 1 if options.tiny else options.gpus
     results = Results.of(
         options,

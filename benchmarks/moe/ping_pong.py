@@ -4,6 +4,7 @@ between two GPUs, at Qwen3-30B-A3B's shape. Nothing is computed.
     python -m benchmarks.moe.ping_pong --out benchmarks/results [--gpus 4]
     python -m benchmarks.moe.ping_pong --tiny --out /tmp/tried     # two processes, gloo
     python -m benchmarks.moe.ping_pong --table                     # of the committed results
+    python -m benchmarks.moe.ping_pong --transports --out R        # coserve's own transports in place of these ways
 
 A layer has two exchanges. The first sends a token's input and gets the terms of gate and up of each chosen expert; the
 second sends the inputs of down and gets the sum of its terms. An exchange is timed in a CUDA graph of many, so each of
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from benchmarks.common.options import check_tiny, make_parser
 from benchmarks.common.provenance import gpu_names
 from benchmarks.common.results import Results
+from benchmarks.moe.transports import measure_transports
 from benchmarks.moe.ways import ITEM, Way, make_ways
 from coserve.workloads.provisioning.servers import MoeShape
 
@@ -238,6 +240,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=3.35e12, help="bytes a second of the GPU's memory")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which it ends, whatever is missing")
     parser.add_argument("--table", action="store_true", help="print the table of --out's results, and measure nothing")
+    parser.add_argument("--transports", action="store_true", help="time coserve's own: see `transports`")
     options = parser.parse_args()
     check_tiny(parser, options)
     if options.table:
@@ -254,6 +257,9 @@ def main() -> None:
         seed=SEED,
         settings=vars(shape) | {"gpus": options.gpus, "bandwidth": options.bandwidth},
     )
+    if options.transports:
+        measure_transports(results, shape, (1, 3) if options.tiny else (1, 8, 64, 512, 4096), tiny=options.tiny)
+        return
     report = Report(results, shape, options.gpus // 2, options.bandwidth)
     measure(report, tiny=options.tiny, limit=options.limit)
 

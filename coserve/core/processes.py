@@ -60,11 +60,11 @@ async def start_child(
     return process
 
 
-def spawn_child(module: str, end: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a child as `start_child` does, without an event loop."""
+def spawn_child(module: str, end: socket.socket, *others: int) -> subprocess.Popen[bytes]:
+    """Start a child as `start_child` does, without an event loop. `others`: file descriptors that it also inherits."""
     with _stop_signals_blocked():
         return subprocess.Popen(  # noqa: S603 - our own module
-            _command(module, end), stdin=subprocess.DEVNULL, pass_fds=(end.fileno(),), env=child_environment()
+            _command(module, end), stdin=subprocess.DEVNULL, pass_fds=(end.fileno(), *others), env=child_environment()
         )
 
 

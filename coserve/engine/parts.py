@@ -128,7 +128,7 @@ class EngineParts:
         self.lora_backend: LoraBackend = self._conditions.lora_backend
         self.step_tokens = self._conditions.work.step_tokens
         self.graph_bytes = GraphBytes(CudaMemory(base.device) if base.device.type == "cuda" else None)
-        self.servers = make_servers(base, config)
+        self.servers = make_servers(base, config, self.step_tokens)
         """The LoRA servers, which are starting; None: there are none."""
         self.load_times = LoadTimes()
         """Times of `read_adapter`, by phase."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from coserve.core.errors import LoraServerLost
 from coserve.core.link.generation import RequestFailed
@@ -15,6 +17,7 @@ from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.running import Answered, RunningServers
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.start import ServersCopies, load_on_servers
+from coserve.engine.lora_server.transport import Transport
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.generator import Generator
 from coserve.lora.store.files import load_adapter
@@ -50,15 +53,34 @@ def make(base: Base, folder: Path, tokens: int, own: LoraServers | None = None) 
     return Generator(base, store, kv, EagerExecutor(base, kv, GROUPED, own), max_running=4, step_tokens=16), store
 
 
+class Silent:
+    """A server's end that sends so many answers only."""
+
+    def __init__(self, end: Transport, answers: int) -> None:
+        self._end, self._left = end, answers
+        self.receive, self.release = end.receive, end.release
+
+    @property
+    def waiting(self) -> float | None:
+        return self._end.waiting
+
+    def send(self, number: int, tensors: Sequence[Tensor]) -> None:
+        if self._left:
+            self._left -= 1
+            self._end.send(number, tensors)
+
+
 @contextmanager
-def once(base: Base, folder: Path) -> Iterator[tuple[LoraServers, list[RunningServers]]]:
+def once(
+    base: Base, folder: Path, start_all: Callable[..., RunningServers] = in_threads
+) -> Iterator[tuple[LoraServers, list[RunningServers]]]:
     """Two servers that are not started again."""
     found = list[RunningServers]()
 
     def start(number: int, told: Answered) -> RunningServers:
         if found:
             raise RuntimeError("not again")
-        found.append(in_threads(base, folder, 2, told))
+        found.append(start_all(base, folder, 2, told))
         return found[0]
 
     own = LoraServers(2, start, 60.0)
@@ -111,3 +133,18 @@ def test_requests_over_servers_survive_their_loss(base: Base, tmp_path: Path) ->
             small.add(REQUESTS[0])
         gen.add(request("later", prompt(6), ref=REFS[0]))
         assert outputs(gen)[0]["later"] == expected["a"] and "ready" not in {info.state for info in own.states()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_did_not_get_its_last_terms_is_undone(base: Base, tmp_path: Path) -> None:
+    """A stream waits for terms in place of the host, which learns of the loss when the step has gone on without
+    them."""
+    save_adapters("mixtral", base, tmp_path)
+    expected = {id: tokens for id, (tokens, _) in collect(make(base, tmp_path, 512)[0], REQUESTS).items()}
+    answers = iter([1000, 5])  # the second server has the last layer, with two messages a step
+    ends = lambda end: Silent(end, next(answers))
+    with once(base, tmp_path, partial(in_threads, deadline=1.0, mailboxes=True, ends=ends)) as (own, found):
+        gen, _ = make(base, tmp_path, 512, own)
+        for one in REQUESTS:
+            gen.add(one)
+        assert outputs(gen) == (expected, {}) and found[0].why == "LoRA server 1 did not answer in time"

@@ -28,23 +28,10 @@ from tests.support.families import tiny_family
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
 from tests.support.generation import prompt, request
 from tests.support.local_link import local_pair
-from tests.support.lora_servers import BOTH, REFS, save_adapters
+from tests.support.lora_servers import BOTH, REFS, save_adapters, server_pid
 
 STEPS = 40
 """Of the job: it still trains when servers are killed."""
-
-
-def server_pid() -> int:
-    """The youngest LoRA server that this process started."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"lora_server.process" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-        except OSError:  # it has ended meanwhile
-            continue
-    return max(found)
 
 
 class Engine:
@@ -131,7 +118,7 @@ async def test_requests_go_on_when_a_server_is_killed_or_hangs(tmp_path: Path) -
 async def test_servers_that_do_not_start_refuse_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator gets the reason, whatever it is, and not an engine that waits."""
     monkeypatch.setattr("coserve.engine.lora_server.running.spawn_child", lambda *_: 1 / 0)
-    servers = make_servers(wrap_base(tiny_family("mixtral"), name="mixtral"), Config(lora_server=1))
+    servers = make_servers(wrap_base(tiny_family("mixtral"), name="mixtral"), Config(lora_server=1), 64)
     assert servers is not None
     with closing(servers), pytest.raises(StartupError, match="division by zero"):
         servers.wait()
@@ -141,16 +128,16 @@ def test_bases_and_settings_that_cannot_have_servers_are_refused() -> None:
     with pytest.raises(ConfigError, match="lora_server"):
         Config(lora_server=1, tp=2)
     mixture = wrap_base(tiny_family("mixtral"), name="mixtral")
-    assert make_servers(mixture, Config()) is None
+    assert make_servers(mixture, Config(), 64) is None
     with pytest.raises(ConfigError, match="at most 2"):
-        make_servers(mixture, Config(lora_server=3))
+        make_servers(mixture, Config(lora_server=3), 64)
     with pytest.raises(ConfigError, match="at most 4"):
-        make_servers(mixture, Config(lora_server=8, lora_server_ep=2))
+        make_servers(mixture, Config(lora_server=8, lora_server_ep=2), 64)
     with pytest.raises(ConfigError, match="lora_server_ep"):
-        make_servers(mixture, Config(lora_server=32, lora_server_ep=32))
+        make_servers(mixture, Config(lora_server=32, lora_server_ep=32), 64)
     with pytest.raises(ConfigError, match="a divisor"):
         Config(lora_server=4, lora_server_ep=3)
     with pytest.raises(UnsupportedBase, match="no experts"):
-        make_servers(wrap_base(tiny_family("llama"), name="llama"), Config(lora_server=1))
+        make_servers(wrap_base(tiny_family("llama"), name="llama"), Config(lora_server=1), 64)
     with pytest.raises(UnsupportedBase, match="recurrent"):
-        make_servers(wrap_base(tiny_family("qwen3_5_moe"), name="qwen3_5_moe"), Config(lora_server=1))
+        make_servers(wrap_base(tiny_family("qwen3_5_moe"), name="qwen3_5_moe"), Config(lora_server=1), 64)

@@ -49,25 +49,29 @@ def without_experts(weights: LoraWeights, slot: int) -> LoraWeights:
 
 
 @pytest.mark.parametrize(
-    ("family", "servers", "ep"),
+    ("family", "servers", "ep", "mailboxes"),
     [
-        ("qwen3_moe", 1, 1),
-        ("qwen3_moe", 3, 3),
-        ("mixtral", 2, 1),
-        ("mixtral", 2, 2),
-        ("gpt_oss", 2, 1),
-        ("gpt_oss", 4, 2),
+        ("qwen3_moe", 1, 1, False),
+        ("qwen3_moe", 1, 1, True),
+        ("qwen3_moe", 3, 3, False),
+        ("mixtral", 2, 1, False),
+        ("mixtral", 2, 2, True),
+        ("gpt_oss", 2, 1, False),
+        ("gpt_oss", 4, 2, True),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_terms_of_servers_equal_the_coupled_path(family: str, servers: int, ep: int, tmp_path: Path) -> None:
+def test_terms_of_servers_equal_the_coupled_path(
+    family: str, servers: int, ep: int, mailboxes: bool, tmp_path: Path
+) -> None:
     """However layers and experts are divided. Two adapters of different ranks and a sequence without one; then one
     adapter apart, the other one coupled; then a single token, so that some servers have none of its experts."""
     base = wrap_base(tiny_family(family), name=family)
     adapters = save_adapters(family, base, tmp_path)
     segments, sequences = Segments((0, 11, 20, 27, 32), (0, -1, 1, 0)), [tokens_of(n, seed=n) for n in (11, 9, 7, 5)]
     expected = packed(base, sequences, LoraBatch(segments, tuple(adapters), GROUPED))
-    own = LoraServers(servers, lambda start, told: in_threads(base, tmp_path, servers, told, ep=ep), 60.0)
+    make = lambda start, told: in_threads(base, tmp_path, servers, told, ep=ep, mailboxes=mailboxes)
+    own = LoraServers(servers, make, 60.0)
     with closing(own):
         own.wait()
         for load in [own.load(ref, None) for ref in REFS]:

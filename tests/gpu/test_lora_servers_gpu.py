@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,20 +21,23 @@ from coserve.model.base import load_base
 from tests.support.families import tiny_family
 from tests.support.generation import prompt, request
 from tests.support.local_link import local_pair
-from tests.support.lora_servers import REFS, save_adapters
+from tests.support.lora_servers import REFS, save_adapters, server_pid
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
-async def served(folder: Path, data: Path, servers: int, ep: int = 1) -> tuple[list[list[int]], set[int]]:
-    """The tokens of each adapter's request and one without, in fp32, and the adapters that servers held."""
+async def served(
+    folder: Path, data: Path, servers: int, ep: int = 1, at_token: Callable[[int], None] = lambda _: None
+) -> tuple[list[list[int]], set[int], int]:
+    """The tokens of each adapter's request and one without, in fp32, the adapters that servers held, and their starts.
+    `at_token` is called with the number of tokens of the first request so far."""
     base = load_base(str(folder), device="cuda:0", dtype="float32")
     own = {"data_dir": data, "device": "cuda", "compile": "off", "policy": "slack", "kv_tokens": 512}
-    config = Config(**own, lora_server=servers, lora_server_ep=ep)
+    config = Config(**own, lora_server=servers, lora_server_ep=ep, lora_server_timeout=8.0)
     ours, theirs = local_pair()
     engine, _ = build_engine(base, config, theirs)
     running = asyncio.create_task(engine.run())
-    found, held = list[list[int]](), set[int]()
+    found, held, starts = list[list[int]](), set[int](), 0
     for place, ref in enumerate([*REFS, None]):
         ours.send(request(str(place), prompt(6), ref=ref))
         found.append([])
@@ -39,13 +46,17 @@ async def served(folder: Path, data: Path, servers: int, ep: int = 1) -> tuple[l
             assert not isinstance(message, RequestFailed), message
             if isinstance(message, EngineStats):
                 held |= {info.adapters for info in message.lora_servers}
+                starts = max([starts, *(info.starts for info in message.lora_servers)])
+                assert not any("host memory" in trouble for trouble in message.troubles), message.troubles
             if isinstance(message, Tokens):
                 found[-1].extend(message.tokens)
+                if not place:
+                    at_token(len(found[-1]))
                 if message.finished:
                     break
     ours.send(Shutdown())
     await running
-    return found, held
+    return found, held, starts
 
 
 @pytest.mark.parametrize(("servers", "ep"), [(1, 1), (2, 2), (2, 1)])
@@ -53,9 +64,32 @@ async def served(folder: Path, data: Path, servers: int, ep: int = 1) -> tuple[l
 async def test_servers_on_other_gpus_compute_the_coupled_tokens(servers: int, ep: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() <= servers:
         pytest.skip(f"needs {servers + 1} GPUs")
-    tiny_family("mixtral").save_pretrained(tmp_path / "base")
-    base = load_base(str(tmp_path / "base"), device="cpu", dtype="float32")
-    save_adapters("mixtral", base, tmp_path / "data")
-    expected, none = await served(tmp_path / "base", tmp_path / "data", 0)
-    found, held = await served(tmp_path / "base", tmp_path / "data", servers, ep)
+    save(tmp_path)
+    expected, none, _ = await served(tmp_path / "base", tmp_path / "data", 0)
+    found, held, _ = await served(tmp_path / "base", tmp_path / "data", servers, ep)
     assert found == expected and not none and max(held) > 0
+
+
+@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.filterwarnings("ignore")
+async def test_a_gpu_that_waits_for_a_server_goes_on_when_it_is_lost(killed: bool, tmp_path: Path) -> None:
+    """The server stops in a step, so that the engine's GPU waits; then it is killed, or found by the timeout."""
+    save(tmp_path)
+    expected, _, _ = await served(tmp_path / "base", tmp_path / "data", 0)
+
+    def stop(tokens: int) -> None:
+        if tokens == 3:
+            pid = server_pid()
+            os.kill(pid, signal.SIGSTOP)
+            if killed:
+                threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+
+    found, held, starts = await served(tmp_path / "base", tmp_path / "data", 1, at_token=stop)
+    assert found == expected and max(held) > 0 and starts > 1
+
+
+def save(folder: Path) -> None:
+    """A base and its adapters."""
+    tiny_family("mixtral").save_pretrained(folder / "base")
+    base = load_base(str(folder / "base"), device="cpu", dtype="float32")
+    save_adapters("mixtral", base, folder / "data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,18 +16,20 @@ import torch
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.types import AdapterRef
+from coserve.engine.lora_server.ipc import mailbox_sizes
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.reading import PairsReader
 from coserve.engine.lora_server.running import Answered, RunningServers, Server
 from coserve.engine.lora_server.server import LoraServer, ReadPairs
 from coserve.engine.lora_server.terms import HeldPairs
-from coserve.engine.lora_server.transport import GlooTransport, gloo_group
+from coserve.engine.lora_server.transport import GlooTransport, Transport, gloo_group
 from coserve.lora.store.files import load_adapter
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
+from tests.support.host_stream import mailbox_ends
 from tests.support.lora_reference import save_peft
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
@@ -56,24 +59,40 @@ def in_threads(
     ep: int = 1,
     readers: Callable[[ReadPairs], ReadPairs] = lambda read: read,
     deadline: float = 60.0,
+    mailboxes: bool = False,
+    ends: Callable[[Transport], Transport] = lambda end: end,
 ) -> RunningServers:
-    """Servers as threads of this process; gloo connects them as it connects processes. `readers` wraps how they read
-    adapters. `deadline`: seconds that a message may take; a thread that ends leaves its group open."""
-    found, ranks = list[Server](), ThreadPoolExecutor(servers + 1)
-    groups = [ranks.submit(gloo_group, str(folder / "ranks"), rank, servers + 1, 60.0) for rank in range(servers + 1)]
+    """Servers as threads of this process; gloo connects them as it connects processes, or mailboxes do, in host memory.
+    `readers` wraps how they read adapters, and `ends` their ends of transports. `deadline`: seconds that a message may
+    take; a thread that ends leaves its group open."""
+    found = list[Server]()
+    pairs = _mailboxes(base, servers) if mailboxes else _gloo(base, folder, servers, deadline)
     for index in range(servers):
         ours, theirs = socket.socketpair()
         part = part_of(base.spec, index, servers, ep)
         read = readers(PairsReader(part, base.spec, DataFolder(folder), base.device))
         channel = Channel[AnyFromServer, AnyToServer](theirs, msgspec.msgpack.Decoder(AnyToServer))
-        transport = GlooTransport(groups[index + 1].result(), 0, base.device, deadline)
-        server = LoraServer(channel, transport, HeldPairs(part.sites, 8, base.device), read, 1)
+        server = LoraServer(channel, ends(pairs[index][1]), HeldPairs(part.sites, 8, base.device), read, 1)
         Thread(target=run, args=(server, channel), daemon=True).start()
         own = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
         found.append(Server(Ended(ours), own, part))
-    transports = [GlooTransport(groups[0].result(), index + 1, base.device, deadline) for index in range(servers)]
-    ranks.shutdown()
-    return RunningServers(1, found, transports, told)
+    return RunningServers(1, found, [ours for ours, _ in pairs], told, deadline)
+
+
+def _gloo(base: Base, folder: Path, servers: int, deadline: float) -> list[tuple[Transport, Transport]]:
+    """The engine's end and the server's, for each server."""
+    with ThreadPoolExecutor(servers + 1) as ranks:
+        engine, *others = ranks.map(
+            lambda rank: gloo_group(str(folder / "ranks"), rank, servers + 1, 60.0), range(servers + 1)
+        )
+    return [
+        (GlooTransport(engine, rank, base.device, deadline), GlooTransport(other, 0, base.device, deadline))
+        for rank, other in enumerate(others, 1)
+    ]
+
+
+def _mailboxes(base: Base, servers: int) -> list[tuple[Transport, Transport]]:
+    return [mailbox_ends(*mailbox_sizes(base.spec, 64)) for _ in range(servers)]
 
 
 def run(server: LoraServer, channel: Channel[AnyFromServer, AnyToServer]) -> None:
@@ -89,3 +108,16 @@ def save_adapters(family: str, base: Base, folder: Path) -> list[LoraWeights]:
         save_peft(tiny_family(family), path, seed=rank, r=rank, target_modules=modules, target_parameters=parameters)
         found.append(load_adapter(path, base.spec, device="cpu", dtype=torch.float32))
     return found
+
+
+def server_pid() -> int:
+    """The youngest LoRA server that this process started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"lora_server.process" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # it has ended meanwhile
+            continue
+    return max(found)

@@ -2,27 +2,80 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 
 from coserve.core.ranks import JOIN_SECONDS
+from coserve.engine.lora_server.gpu_driver import IpcUnavailable
+from coserve.engine.lora_server.ipc import IpcTransport, open_mailbox
 from coserve.engine.lora_server.messages import StartServer
-from coserve.engine.lora_server.transport import GlooTransport, Transport, gloo_group
+from coserve.engine.lora_server.transport import GlooTransport, TensorSpec, Transport, gloo_group
 
 SLOTS = 1024
 """Most adapters that the servers hold at once."""
 ENGINE = 0
 """The engine's rank in the group; server i is rank i + 1."""
+TRIAL = 1
+"""Number of the first message over a mailbox, which is sent back as it came."""
+TRIAL_SPEC = TensorSpec((1 << 16,), torch.int32)
 
 
 def connect(settings: StartServer) -> Transport:
-    """Connect a server to its engine, which may still wait for other servers."""
-    group = gloo_group(settings.rendezvous, settings.index + 1, settings.servers + 1, JOIN_SECONDS)
-    return GlooTransport(group, ENGINE, torch.device(settings.device), settings.deadline)
+    """Connect a server to its engine, which may still wait for other servers. Raises `IpcUnavailable`."""
+    device = torch.device(settings.device)
+    if settings.mailbox is None:
+        group = gloo_group(settings.rendezvous, settings.index + 1, settings.servers + 1, JOIN_SECONDS)
+        return GlooTransport(group, ENGINE, device, settings.deadline)
+    transport = open_mailbox(settings.mailbox, device)
+    (found,) = transport.receive(TRIAL, [TRIAL_SPEC])
+    _check_trial(found)
+    transport.send(TRIAL, [found])
+    return transport
 
 
 def connect_all(rendezvous: str, servers: int, device: torch.device, deadline: float) -> list[Transport]:
-    """Connect an engine to its servers, each of which calls `connect`; return the transports in the servers' order.
-    Raises `RuntimeError` if a server does not connect within `deadline` seconds. This is also the timeout of each
-    message."""
+    """Connect an engine to its servers by gloo, each of which calls `connect`; return the transports in the servers'
+    order. Raises `RuntimeError` if a server does not connect within `deadline` seconds. This is also the timeout of
+    each message."""
     group = gloo_group(rendezvous, ENGINE, servers + 1, deadline)
     return [GlooTransport(group, index + 1, device, deadline) for index in range(servers)]
+
+
+def try_mailboxes(
+    transports: Sequence[IpcTransport], device: torch.device, deadline: float, connected: Callable[[], None]
+) -> None:
+    """Exchange a message over each mailbox with a server that calls `connect`. `connected` waits until all have: it
+    raises if one cannot. Raises `IpcUnavailable` if what comes back is wrong, or does not within `deadline` seconds."""
+    torch.cuda.set_device(device.index or 0)  # of this thread
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        for transport in transports:
+            transport.send(TRIAL, [_trial(device)])
+        connected()
+        for transport in transports:
+            (found,) = transport.receive(TRIAL, [TRIAL_SPEC])
+            with within(deadline, transport.release):
+                _check_trial(found)
+
+
+@contextmanager
+def within(seconds: float, late: Callable[[], None]) -> Iterator[None]:
+    """Call `late`, on another thread, if the block takes longer."""
+    timer = threading.Timer(seconds, late)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _trial(device: torch.device) -> torch.Tensor:
+    return torch.arange(1, TRIAL_SPEC.shape[0] + 1, dtype=TRIAL_SPEC.dtype, device=device)
+
+
+def _check_trial(found: torch.Tensor) -> None:
+    if not torch.equal(found.cpu(), _trial(torch.device("cpu"))):
+        raise IpcUnavailable("a message between two GPUs has arrived wrong, or too late")

@@ -16,6 +16,18 @@ class ToServer(Struct, frozen=True, tag=True, kw_only=True):
     """Base of the engine's messages."""
 
 
+class Mailbox(Struct, frozen=True, kw_only=True):
+    """Memory on the engine's GPU through which it and a server exchange messages: see `ipc`."""
+
+    handle: bytes
+    """The driver's, of the memory."""
+    there: int
+    back: int
+    """Bytes of its two parts."""
+    page: int
+    """File descriptor, inherited, of the page with the numbers of messages."""
+
+
 class StartServer(ToServer, frozen=True, kw_only=True):
     """The first message: the settings of one server."""
 
@@ -35,6 +47,8 @@ class StartServer(ToServer, frozen=True, kw_only=True):
     device: str
     threads: int
     logs: LogSettings
+    mailbox: Mailbox | None = None
+    """None: messages go over gloo."""
 
 
 class LoadPairs(ToServer, frozen=True, kw_only=True):
@@ -92,6 +106,9 @@ class ServerReady(FromServer, frozen=True, kw_only=True):
 
 class ServerConnected(FromServer, frozen=True, kw_only=True):
     """The server has connected, and does not need the rendezvous file any more."""
+
+    refused: str = ""
+    """Why it cannot use its mailbox; it ends then."""
 
 
 class PairsLoaded(FromServer, frozen=True, kw_only=True):

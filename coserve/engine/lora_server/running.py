@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -20,7 +23,9 @@ from coserve.core.errors import LoraServerLost
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.processes import spawn_child
-from coserve.engine.lora_server.connect import connect_all
+from coserve.engine.lora_server.connect import TRIAL, connect_all, try_mailboxes, within
+from coserve.engine.lora_server.gpu_driver import IpcUnavailable
+from coserve.engine.lora_server.ipc import IpcTransport, Mailboxes
 from coserve.engine.lora_server.messages import (
     AnyFromServer,
     AnyToServer,
@@ -65,11 +70,19 @@ class RunningServers:
     """All servers of one start. A loss of one is the loss of all: each has a part of every adapter."""
 
     def __init__(
-        self, start: int, servers: Sequence[Server], transports: Sequence[Transport], answered: Answered
+        self,
+        start: int,
+        servers: Sequence[Server],
+        transports: Sequence[Transport],
+        answered: Answered,
+        patience: float,
+        note: str = "",
     ) -> None:
         """`start`: number of the start; `transports`: one to each server. `answered` is called with a server's index
-        and its answer, on other threads."""
+        and its answer, on other threads. `patience`: seconds that a GPU may wait for a server; `note`: for the
+        operator, on how they are connected."""
         self.servers, self._transports, self.start, self._answered = servers, transports, start, answered
+        self.note = note
         self._lost = threading.Event()
         self.why = ""
         """Why the servers were lost; empty before."""
@@ -77,13 +90,14 @@ class RunningServers:
         for index, server in enumerate(servers):
             for site in server.part.sites:
                 self._holders.setdefault(site, []).append((index, server.part))
-        self._steps, self._numbers = itertools.count(1), itertools.count(1)
-        self._listeners = [
+        self._steps, self._numbers = itertools.count(1), itertools.count(TRIAL + 1)
+        self._threads = [
             threading.Thread(target=self._listen, args=(index, server), name="lora-server", daemon=True)
             for index, server in enumerate(servers)
         ]
-        for listener in self._listeners:
-            listener.start()
+        self._threads.append(threading.Thread(target=self._watch, args=(patience,), name="lora-watch", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     @property
     def lost(self) -> bool:
@@ -107,10 +121,13 @@ class RunningServers:
             self.lose(f"LoRA server {index} ended")
 
     def end(self) -> None:
-        """Kill the processes, and wait for their ends."""
+        """Kill the processes, and wait for their ends. What waits for them goes on, with garbage: the servers must be
+        lost."""
         _kill(self.servers)
-        for listener in self._listeners:
-            listener.join()
+        for transport in self._transports:
+            transport.release()
+        for thread in self._threads:
+            thread.join()
 
     def step(self, segments: Segments, slots: Sequence[int], device: torch.device) -> RemoteStep | None:
         """See `RemoteExperts`."""
@@ -133,8 +150,13 @@ class RunningServers:
     def exchange(self, index: int, message: Exchange, tensors: tuple[Tensor, Tensor], found: TensorSpec) -> Pending:
         """Send a server inputs of a parameter, and return a function that waits for its terms."""
         transport = self._transports[index]
-        self.send(index, message)
         self._check()
+        try:
+            transport.send(message.number, tensors)
+        except ConnectionError as error:
+            self.lose(f"LoRA server {index} ended")
+            raise LoraServerLost(self.why) from error
+        self.send(index, message)  # last: a server that knows of a message waits for it
 
         def wait() -> Tensor:
             try:
@@ -143,11 +165,6 @@ class RunningServers:
                 self.lose(f"LoRA server {index} ended, or did not answer in time")
                 raise LoraServerLost(self.why) from error
 
-        try:
-            transport.send(message.number, tensors)
-        except ConnectionError as error:
-            self.lose(f"LoRA server {index} ended")
-            raise LoraServerLost(self.why) from error
         return wait
 
     def holders(self, site: str) -> list[tuple[int, ServerPart]]:
@@ -173,36 +190,48 @@ class RunningServers:
                     self._answered(index, message)
         self.lose(f"LoRA server {index} ended")
 
+    def _watch(self, patience: float) -> None:
+        """Give the servers up if a GPU waits for one too long; on a thread."""
+        pause = patience
+        while not self._lost.wait(pause):
+            pause = patience
+            for index, transport in enumerate(self._transports):
+                since = transport.waiting
+                if since is not None:
+                    pause = min(pause, since + patience - time.monotonic())
+                    if pause <= 0:
+                        self.lose(f"LoRA server {index} did not answer in time")
+
 
 class RemoteStep:
     """Implements `RemoteTerms`. M = N K choices of experts, S of them of one server's experts."""
 
     def __init__(self, running: RunningServers, step: int, tokens_N: Tensor) -> None:
         self._running, self._step, self.tokens_N = running, step, tokens_N
-        self._own: list[tuple[int, Tensor]] = []
-        """Servers that have chosen experts of the layer, and the indices of these choices (S), ascending."""
+        self._own: list[tuple[int, int, Tensor | None]] = []
+        """Servers that have chosen experts of the layer, the number of these choices (S), and their indices (S),
+        ascending; None: all M."""
 
     def gate_up(self, site: str, x_ND: Tensor, chosen_NK: Tensor) -> Pending:
         running, waiting, self._own = self._running, list[Pending](), []
         holders, choices = running.holders(site), chosen_NK.numel()
         outputs = holders[0][1].sites[site].out_features
-        if len(holders) == 1:
-            shares = [(holders[0][0], chosen_NK.long(), torch.arange(choices, device=x_ND.device))]
-        else:
+        if len(holders) > 1:
             chosen_NK = chosen_NK.cpu()  # the number of a server's choices goes into its message
-            shares = [(index, *_share(chosen_NK, part)) for index, part in holders]
-        for index, local_NK, own_S in shares:
-            if len(own_S):
-                message = self._message(site, chosen_NK.shape[1], len(own_S), down=False)
-                found = TensorSpec((len(own_S), outputs), x_ND.dtype)
+        for index, part in holders:
+            local_NK, own_S = (chosen_NK.long(), None) if len(holders) == 1 else _share(chosen_NK, part)
+            rows = choices if own_S is None else len(own_S)
+            if rows:
+                message = self._message(site, chosen_NK.shape[1], rows, down=False)
+                found = TensorSpec((rows, outputs), x_ND.dtype)
                 waiting.append(running.exchange(index, message, (x_ND, local_NK), found))
-                self._own.append((index, own_S.to(x_ND.device)))
+                self._own.append((index, rows, None if own_S is None else own_S.to(x_ND.device)))
 
         def wait() -> Tensor:
             if len(waiting) == 1:
                 return waiting[0]().view(*chosen_NK.shape, outputs)
             y_MO = x_ND.new_empty(choices, outputs)
-            for (_, own_S), terms in zip(self._own, waiting, strict=True):
+            for (_, _, own_S), terms in zip(self._own, waiting, strict=True):
                 y_MO[own_S] = terms()
             return y_MO.view(*chosen_NK.shape, outputs)
 
@@ -212,9 +241,10 @@ class RemoteStep:
         running, waiting = self._running, list[Pending]()
         h_MI, weights_M = h_NKI.flatten(0, 1), weights_NK.float().view(-1)
         found = TensorSpec((len(h_NKI), running.holders(site)[0][1].sites[site].out_features), h_NKI.dtype)
-        for index, own_S in self._own:
-            message = self._message(site, weights_NK.shape[1], len(own_S), down=True)
-            waiting.append(running.exchange(index, message, (h_MI[own_S], weights_M[own_S]), found))
+        for index, rows, own_S in self._own:
+            message = self._message(site, weights_NK.shape[1], rows, down=True)
+            own = (h_MI, weights_M) if own_S is None else (h_MI[own_S], weights_M[own_S])
+            waiting.append(running.exchange(index, message, own, found))
 
         def wait() -> Tensor:
             y_ND, *others = [terms() for terms in waiting]
@@ -237,23 +267,37 @@ def _share(chosen_NK: Tensor, part: ServerPart) -> tuple[Tensor, Tensor]:
     return local_NK.where(own_NK, part.experts), own_NK.view(-1).nonzero()[:, 0]
 
 
-def start_servers(settings: Sequence[StartServer], answered: Answered) -> RunningServers:
-    """Start servers and connect to them; blocks. The calling thread must live as long as they do. Raises `RuntimeError`
-    or `PeerLost` if one does not come up."""
-    servers = list[Server]()
+def start_servers(
+    settings: Sequence[StartServer], answered: Answered, mailboxes: Mailboxes | None = None, note: str = ""
+) -> RunningServers:
+    """Start servers and connect to them, over `mailboxes` or by gloo; blocks. `note`: see `RunningServers`. The calling
+    thread must live as long as they do. Raises `RuntimeError` or `PeerLost` if one does not come up, and
+    `IpcUnavailable`."""
+    servers, ends = list[Server](), list[IpcTransport]()
+    device, deadline = torch.device(settings[0].spec.device), settings[0].deadline
     try:
         with tempfile.TemporaryDirectory() as folder:
-            rendezvous = f"{folder}/servers"
             for own in settings:
-                servers.append(_spawn(msgspec.structs.replace(own, rendezvous=rendezvous)))
+                own = msgspec.structs.replace(own, rendezvous=f"{folder}/servers")
+                if mailboxes is not None:
+                    end, mailbox = mailboxes.offer(own.index)
+                    ends.append(end)
+                    own = msgspec.structs.replace(own, mailbox=mailbox)
+                servers.append(_spawn(own))
             _expect(servers, ServerReady)
-            device, deadline = torch.device(settings[0].spec.device), settings[0].deadline
-            transports = connect_all(rendezvous, len(servers), device, deadline)
+            transports: Sequence[Transport] = ends
             # A slow server still reads the rendezvous file when the engine has connected to all.
-            _expect(servers, ServerConnected)
-        return RunningServers(settings[0].start, servers, transports, answered)
+            if mailboxes is None:
+                transports = connect_all(f"{folder}/servers", len(servers), device, deadline)
+                _expect(servers, ServerConnected)
+            else:
+                with within(deadline, partial(_kill, servers)):
+                    try_mailboxes(ends, device, deadline, partial(_expect, servers, ServerConnected))
+        return RunningServers(settings[0].start, servers, transports, answered, deadline, note)
     except BaseException:
         _kill(servers)
+        for end in ends:
+            end.release()
         for server in servers:
             server.channel.close()
         raise
@@ -263,6 +307,8 @@ def _expect(servers: Sequence[Server], kind: type[ServerReady | ServerConnected]
     for server in servers:
         message = server.channel.receive()
         assert isinstance(message, kind), f"expected {kind.__name__}, got {message}"
+        if isinstance(message, ServerConnected) and message.refused:
+            raise IpcUnavailable(message.refused)
 
 
 def _kill(servers: Sequence[Server]) -> None:
@@ -273,12 +319,16 @@ def _kill(servers: Sequence[Server]) -> None:
 
 def _spawn(settings: StartServer) -> Server:
     ours, theirs = socket.socketpair()
+    page = () if settings.mailbox is None else (settings.mailbox.page,)
     with theirs:
         try:
-            process = spawn_child("coserve.engine.lora_server.process", theirs)
+            process = spawn_child("coserve.engine.lora_server.process", theirs, *page)
         except BaseException:
             ours.close()
             raise
+        finally:
+            for file in page:
+                os.close(file)
     channel = EngineChannel(ours, msgspec.msgpack.Decoder(AnyFromServer))
     channel.send(settings)
     return Server(process, channel, part_of(settings.spec, settings.index, settings.servers, settings.ep))

@@ -16,6 +16,7 @@ from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.connect import SLOTS, connect
+from coserve.engine.lora_server.gpu_driver import IpcUnavailable
 from coserve.engine.lora_server.messages import (
     AnyFromServer,
     AnyToServer,
@@ -56,7 +57,11 @@ def serve(channel: ServerChannel) -> None:
         pairs = HeldPairs(part.sites, SLOTS, device)
         read = PairsReader(part, message.spec, DataFolder(Path(message.data_dir)), device)
         channel.send(ServerReady())
-        transport = connect(message)
+        try:
+            transport = connect(message)
+        except IpcUnavailable as error:
+            channel.send(ServerConnected(refused=str(error)))
+            return
         channel.send(ServerConnected())
         server = LoraServer(channel, transport, pairs, read, message.start, use)
         server.run(getattr(torch, message.spec.dtype))

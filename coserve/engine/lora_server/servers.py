@@ -173,11 +173,13 @@ class LoraServers:
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Notes on lost servers, and on adapters that they could not take."""
+        """Notes on lost servers, on adapters that they could not take, and on how they are connected."""
         with self._changed:
             refused = [f"{ref}: {held.refused}" for ref, held in self._held.items() if held.refused]
         notes = [f"LoRA servers do not hold {len(refused)} adapters, such as {refused[0]}"] if refused else []
-        if self._running is None:
+        if (running := self._running) is not None:
+            notes += [running.note] if running.note else []
+        else:
             notes.append("the LoRA servers are started again; until then the engine computes experts' adapters itself")
         return tuple(notes)
 

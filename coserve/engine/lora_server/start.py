@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from coserve.config import Config
 from coserve.core.errors import ConfigError, UnsupportedBase
+from coserve.core.link.link import PeerLost
 from coserve.core.types import AdapterDigests, AdapterRef
+from coserve.engine.lora_server.gpu_driver import IpcUnavailable
+from coserve.engine.lora_server.ipc import Mailboxes
 from coserve.engine.lora_server.messages import StartServer
 from coserve.engine.lora_server.running import Answered, RunningServers, start_servers
 from coserve.engine.lora_server.servers import LoraServers
@@ -17,10 +22,13 @@ from coserve.lora.store.store import Load
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
 
+log = logging.getLogger(__name__)
 
-def make_servers(base: Base, config: Config) -> LoraServers | None:
-    """Begin to start the servers; None: the settings ask for none. Raises `UnsupportedBase` and `ConfigError` for a
-    base and GPUs that cannot have them."""
+
+def make_servers(base: Base, config: Config, step_tokens: int) -> LoraServers | None:
+    """Begin to start the servers; None: the settings ask for none. `step_tokens`: the most tokens of a step. On a GPU
+    it takes memory for their mailboxes, which the memory plan then finds in use. Raises `UnsupportedBase` and
+    `ConfigError` for a base and GPUs that cannot have them."""
     count = config.lora_server
     if not count:
         return None
@@ -39,7 +47,11 @@ def make_servers(base: Base, config: Config) -> LoraServers | None:
         raise ConfigError(f"lora_server: expected {count + 1} GPUs, one of them for the base, found {found}")
     threads = max(1, torch.get_num_threads())
 
+    mailboxes, note = _mailboxes(base, count, step_tokens) if cuda else (None, "")
+    usable = mailboxes is not None
+
     def start(number: int, answered: Answered) -> RunningServers:
+        nonlocal usable, note
         settings = [
             StartServer(
                 index=index,
@@ -56,9 +68,31 @@ def make_servers(base: Base, config: Config) -> LoraServers | None:
             )
             for index in range(count)
         ]
-        return start_servers(settings, answered)
+        try:
+            return start_servers(settings, answered, mailboxes if usable else None, note)
+        except (IpcUnavailable, PeerLost) as error:
+            if not usable or number > 1:  # mailboxes have worked before: try again
+                raise
+            usable, note = False, _note(error)
+            return start_servers(settings, answered, note=note)
 
     return LoraServers(count, start, config.lora_server_timeout)
+
+
+def _mailboxes(base: Base, servers: int, tokens: int) -> tuple[Mailboxes | None, str]:
+    """Return mailboxes on the engine's GPU, or None and a note."""
+    try:
+        return Mailboxes(base.device, base.spec, servers, tokens), ""
+    except IpcUnavailable as error:
+        return None, _note(error)
+
+
+def _note(error: Exception) -> str:
+    """Return a note on the slower way, and log it."""
+    why = str(error) or "a server ended when it was tried"
+    note = f"LoRA servers are reached through host memory, which is slower: {why}"
+    log.warning("%s", note)
+    return note
 
 
 class ServersCopies(NoMirror):

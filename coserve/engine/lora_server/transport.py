@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,17 +25,32 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class Transport(Protocol):
     """One end of a connection. Both ends know number, shapes and dtypes of a message before it is received: these go
-    over the socket."""
+    over the socket. The engine sends first, each message is answered, by the same number, and numbers increase."""
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         """Send a message without waiting for the peer. Raises `ConnectionError` if it is gone."""
         ...
 
     def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
-        """Receive the message of this number. Raises `ConnectionError` if the peer is gone or does not send in time."""
+        """Receive the message of this number. Raises `ConnectionError` if the peer is gone or does not send in time;
+        if the GPU's stream waits in place of the host, see `waiting`."""
+        ...
+
+    @property
+    def waiting(self) -> float | None:
+        """Return the time (monotonic) since which a GPU may wait for the answer to the last message; None: it is there,
+        or `receive` waits itself."""
+        ...
+
+    def release(self) -> None:
+        """Let the GPU go on, although answers are missing: it reads garbage. The peer's process must have ended."""
         ...
 
 
@@ -64,6 +80,13 @@ class GlooTransport:
             with _connection():
                 self._group.recv([tensor], self._peer, _tag(number, place)).wait(self._deadline)
         return [tensor.to(self._device) for tensor in found]
+
+    @property
+    def waiting(self) -> None:
+        return None
+
+    def release(self) -> None:
+        """See `Transport`: no GPU waits."""
 
 
 @contextmanager

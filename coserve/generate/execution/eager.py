@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coserve.core.errors import LoraServerLost
 from coserve.core.types import AdapterRef
 from coserve.generate.execution.interface import StepInput, StepResult
 from coserve.generate.execution.packing import PackedStep, by_adapter, pack
@@ -68,7 +69,18 @@ class EagerExecutor:
         return False
 
     def _step(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> EagerStep:
-        return EagerStep([own.sequence for own in packed.sequences], lambda: self._run(packed, adapters))
+        return EagerStep([own.sequence for own in packed.sequences], lambda: self._checked(packed, adapters))
+
+    def _checked(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> StepResult:
+        """Run a step. Raises `LoraServerLost` if LoRA servers were lost meanwhile: a GPU does not wait for them."""
+        losses = 0 if self._remote is None else self._remote.losses
+        found = self._run(packed, adapters)
+        if self._remote is not None:
+            if self._base.device.type == "cuda":
+                torch.cuda.current_stream(self._base.device).synchronize()  # a step without results has not waited
+            if self._remote.losses != losses:
+                raise LoraServerLost("LoRA servers were lost during the step")
+        return found
 
     def _run(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> StepResult:
         rows = [own.sampling for own in packed.sequences if own.sampling is not None]

@@ -60,6 +60,11 @@ class RemoteTerms(Protocol):
 class RemoteExperts(Protocol):
     """The LoRA servers of an engine."""
 
+    @property
+    def losses(self) -> int:
+        """How often servers were lost so far. A step during which they were may have wrong terms."""
+        ...
+
     def step(self, segments: Segments, slots: Sequence[int], device: torch.device) -> RemoteTerms | None:
         """Begin a step. `slots`: each adapter's slot at the servers, -1: it is not there. None: no token needs them."""
         ...

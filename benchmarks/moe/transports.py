@@ -1,0 +1,206 @@
+"""The time of one exchange between an engine and a LoRA server, over a mailbox on the GPUs (`ipc`) and by gloo through
+host memory, as the engine sends it: the socket's message, the tensors there, the terms back. Nothing is computed.
+
+`python -m benchmarks.moe.ping_pong --transports --out R`
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from functools import partial
+
+import msgspec
+import torch
+
+from benchmarks.common.results import Results
+from coserve.core.link.channel import Channel
+from coserve.core.link.link import PeerLost
+from coserve.core.logs.setup import LogSettings
+from coserve.core.processes import obey_parent, spawn_child
+from coserve.core.types import BaseSpec, SiteSpec
+from coserve.engine.lora_server.connect import TRIAL, connect, connect_all, try_mailboxes, within
+from coserve.engine.lora_server.ipc import Mailboxes
+from coserve.engine.lora_server.messages import (
+    AnyFromServer,
+    AnyToServer,
+    BeginStep,
+    Exchange,
+    ServerConnected,
+    StartServer,
+)
+from coserve.engine.lora_server.transport import TensorSpec, Transport
+from coserve.workloads.provisioning.servers import MoeShape
+
+GATE_UP, DOWN = "gate_up", "down"
+REPEATS, WARM = 5, 2
+MOST_ROUNDS = 48
+"""Pairs of exchanges in a repeat: as many as a step of Qwen3-30B-A3B has."""
+DEADLINE = 60.0
+
+
+def make_spec(shape: MoeShape, device: str) -> BaseSpec:
+    """A base of one layer with these experts."""
+    up = SiteSpec(shape.hidden, 2 * shape.inner, 0, experts=shape.experts, chosen=shape.chosen)
+    down = SiteSpec(shape.inner, shape.hidden, 0, experts=shape.experts, chosen=shape.chosen)
+    return BaseSpec(
+        name="shape",
+        fingerprint="",
+        family="",
+        dtype="bfloat16",
+        device=device,
+        layers=1,
+        hidden=shape.hidden,
+        vocab=1,
+        context=1,
+        eos_token_ids=(),
+        sites={},
+        default_targets=(),
+        experts={GATE_UP: up, DOWN: down},
+    )
+
+
+def measure_transports(results: Results, shape: MoeShape, tokens: Sequence[int], *, tiny: bool) -> None:
+    """Write `infini.exchange_us.WAY.tN`: microseconds of one exchange, a mean of those of gate and up and of down."""
+    for way in ("gloo",) if tiny else ("ipc", "gloo"):
+        try:
+            _measure(way, results, shape, tokens, tiny=tiny)
+        except Exception as error:  # noqa: BLE001 - the other way is still to measure
+            failed = {"error": f"{type(error).__name__}: {error}"[:1000]}
+            results.put(f"infini.failed.{way}", 1, "failures", None, about=failed)
+
+
+def _measure(way: str, results: Results, shape: MoeShape, tokens: Sequence[int], *, tiny: bool) -> None:
+    own, theirs = ("cpu", "cpu") if tiny else ("cuda:0", "cuda:1")
+    spec, device = make_spec(shape, own), torch.device(own)
+    boxes = Mailboxes(device, spec, 1, max(tokens)) if way == "ipc" else None
+    end, mailbox = (None, None) if boxes is None else boxes.offer(0)
+    ours, other = socket.socketpair()
+    with tempfile.TemporaryDirectory() as folder, other:
+        files = () if mailbox is None else (mailbox.page,)
+        process = spawn_child("benchmarks.moe.transports", other, *files)
+        for file in files:
+            os.close(file)
+        try:
+            channel = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
+            start = StartServer(
+                index=0,
+                servers=1,
+                ep=1,
+                start=1,
+                rendezvous=f"{folder}/servers",
+                deadline=DEADLINE,
+                spec=spec,
+                data_dir="",
+                device=theirs,
+                threads=1,
+                logs=LogSettings(),
+                mailbox=mailbox,
+            )
+            with closing(channel), within(200.0, process.kill):
+                channel.send(start)
+                if end is None:
+                    (transport,) = connect_all(start.rendezvous, 1, device, DEADLINE)
+                    _connected(channel)
+                else:
+                    try_mailboxes([end], device, DEADLINE, partial(_connected, channel))
+                    transport = end
+                numbers = iter(range(TRIAL + 1, 1 << 30))
+                for count in tokens:
+                    whole, host = _time(transport, channel, shape, count, device, lambda: next(numbers))
+                    about = {"tokens": count, "host_us": host, "repeats_us": whole}
+                    value = sorted(whole)[len(whole) // 2]
+                    results.put(f"infini.exchange_us.{way}.t{count}", value, "us", None, about=about)
+        finally:
+            process.kill()
+            process.wait()
+            if end is not None:
+                end.release()
+
+
+def _connected(channel: Channel[AnyToServer, AnyFromServer]) -> None:
+    message = channel.receive()
+    if not isinstance(message, ServerConnected) or message.refused:
+        raise RuntimeError(f"expected a connected server, got {message}")
+
+
+def _time(
+    transport: Transport,
+    channel: Channel[AnyToServer, AnyFromServer],
+    shape: MoeShape,
+    tokens: int,
+    device: torch.device,
+    number: Callable[[], int],
+) -> tuple[list[float], list[float]]:
+    """Return microseconds of an exchange, and those after which the engine's host goes on, of each repeat."""
+    rows = tokens * shape.chosen
+    x_ND = torch.zeros(tokens, shape.hidden, dtype=torch.bfloat16, device=device)
+    chosen_NK = torch.zeros(tokens, shape.chosen, dtype=torch.int64, device=device)
+    h_SI = torch.zeros(rows, shape.inner, dtype=torch.bfloat16, device=device)
+    weights_S = torch.zeros(rows, device=device)
+    y_SO, y_ND = TensorSpec((rows, 2 * shape.inner), x_ND.dtype), TensorSpec((tokens, shape.hidden), x_ND.dtype)
+    rounds = max(2, min(MOST_ROUNDS, 12288 // tokens))
+    whole, host = list[float](), list[float]()
+    for _ in range(WARM + REPEATS):
+        channel.send(BeginStep(start=1, step=1, version=1, bounds=(0, tokens), slots=(0,)))
+        _synchronize(device)
+        began = time.perf_counter()
+        for _ in range(rounds):
+            for down, sent, back in ((False, (x_ND, chosen_NK), y_SO), (True, (h_SI, weights_S), y_ND)):
+                own = number()
+                transport.send(own, sent)
+                site = DOWN if down else GATE_UP
+                channel.send(Exchange(step=1, number=own, site=site, chosen=shape.chosen, rows=rows, down=down))
+                transport.receive(own, [back])
+        host.append(round(1e6 * (time.perf_counter() - began) / (2 * rounds), 2))
+        _synchronize(device)
+        whole.append(round(1e6 * (time.perf_counter() - began) / (2 * rounds), 2))
+    return whole[WARM:], host[WARM:]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """The server's process: answers with zeros."""
+    obey_parent()
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    channel = Channel[AnyFromServer, AnyToServer](sock, msgspec.msgpack.Decoder(AnyToServer))
+    start = channel.receive()
+    assert isinstance(start, StartServer), f"expected the settings, got {start}"
+    device, item = torch.device(start.device), torch.bfloat16
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    transport = connect(start)
+    channel.send(ServerConnected())
+    sites, tokens, terms = start.spec.experts, 0, dict[bool, torch.Tensor]()
+    with suppress(PeerLost):
+        while True:
+            match channel.receive():
+                case BeginStep() as step:
+                    tokens = step.bounds[-1]
+                    terms = {
+                        True: torch.zeros(tokens, sites[DOWN].out_features, dtype=item, device=device),
+                        False: torch.zeros(
+                            tokens * sites[GATE_UP].chosen, sites[GATE_UP].out_features, dtype=item, device=device
+                        ),
+                    }
+                case Exchange() as own:
+                    inputs = sites[own.site].in_features
+                    if own.down:
+                        specs = [TensorSpec((own.rows, inputs), item), TensorSpec((own.rows,), torch.float32)]
+                    else:
+                        specs = [TensorSpec((tokens, inputs), item), TensorSpec((tokens, own.chosen), torch.int64)]
+                    transport.receive(own.number, specs)
+                    transport.send(own.number, [terms[own.down]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Calls of NVIDIA's driver that torch does not wrap (CUDA driver API): memory that another process opens, and words in
+host memory that a stream writes and waits for."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Protocol
+
+import torch
+
+LIBRARY = "libcuda.so.1"
+LAZY_PEER_ACCESS = 1
+"""`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`."""
+PORTABLE_MAPPED = 3
+"""`CU_MEMHOSTREGISTER_PORTABLE` and `CU_MEMHOSTREGISTER_DEVICEMAP`."""
+AT_LEAST = 0
+"""`CU_STREAM_WAIT_VALUE_GEQ`: the difference, as a signed 32-bit number, is not negative."""
+FENCE = 0
+"""`CU_STREAM_WRITE_VALUE_DEFAULT`: whoever sees the word sees all writes of the stream before it."""
+
+
+class IpcUnavailable(RuntimeError):
+    """GPUs of this host cannot exchange messages between processes."""
+
+
+class StreamOps(Protocol):
+    """Operations on a GPU's current stream: they run in order with the kernels there, and never block the host. All
+    addresses are the device's; sizes are in bytes."""
+
+    def copy(self, to: int, source: int, size: int) -> None: ...
+
+    def write(self, word: int, value: int) -> None:
+        """Write a 32-bit word once all before it is done."""
+        ...
+
+    def wait(self, word: int, value: int) -> None:
+        """Hold the stream until a 32-bit word is `value` or up to 2³¹ - 1 past it; counts wrap around."""
+        ...
+
+
+class _Handle(ctypes.Structure):
+    """`CUipcMemHandle`, passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class GpuDriver:
+    """Implements `StreamOps`. Raises `IpcUnavailable` if the driver lacks a function, or if a call fails."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.zeros((), device=device)  # creates the primary context, in which all calls run
+        self._index = device.index or 0
+        try:
+            library: Any = ctypes.CDLL(LIBRARY)
+        except OSError as error:
+            raise IpcUnavailable(f"there is no CUDA driver ({LIBRARY})") from error
+        address, size, word, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_void_p
+        out = ctypes.POINTER(ctypes.c_uint64)
+
+        def function(name: str, *types: object) -> Any:  # noqa: ANN401 - a C function
+            found = getattr(library, name, None)
+            if found is None:
+                raise IpcUnavailable(f"the CUDA driver has no {name}")
+            found.argtypes, found.restype = types, ctypes.c_int
+            return found
+
+        self._text = function("cuGetErrorString", ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+        self._allocate = function("cuMemAlloc_v2", out, size)
+        self._export = function("cuIpcGetMemHandle", ctypes.POINTER(_Handle), address)
+        self._open = function("cuIpcOpenMemHandle_v2", out, _Handle, ctypes.c_uint)
+        self._register = function("cuMemHostRegister_v2", pointer, size, ctypes.c_uint)
+        self._mapped = function("cuMemHostGetDevicePointer_v2", out, pointer, ctypes.c_uint)
+        self._copy = function("cuMemcpyDtoDAsync_v2", address, address, size, pointer)
+        self._write = function("cuStreamWriteValue32_v2", pointer, address, word, ctypes.c_uint)
+        self._wait = function("cuStreamWaitValue32_v2", pointer, address, word, ctypes.c_uint)
+
+    def allocate(self, size: int) -> tuple[int, bytes]:
+        """Allocate memory for the life of the process, apart from torch's, whose blocks cannot all be opened by
+        others. Return its address, and the handle by which another process opens it."""
+        found, handle = ctypes.c_uint64(), _Handle()
+        self._check("cuMemAlloc", self._allocate(ctypes.byref(found), size))
+        self._check("cuIpcGetMemHandle", self._export(ctypes.byref(handle), found.value))
+        return found.value, bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """Open another process's memory, on any GPU that this one can access; return its address here."""
+        found = ctypes.c_uint64()
+        own = _Handle.from_buffer_copy(handle)
+        self._check("cuIpcOpenMemHandle", self._open(ctypes.byref(found), own, LAZY_PEER_ACCESS))
+        return found.value
+
+    def register(self, address: int, size: int) -> int:
+        """Let the GPU access host memory; return its address on the device."""
+        found = ctypes.c_uint64()
+        self._check("cuMemHostRegister", self._register(address, size, PORTABLE_MAPPED))
+        self._check("cuMemHostGetDevicePointer", self._mapped(ctypes.byref(found), address, 0))
+        return found.value
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        self._check("cuMemcpyDtoDAsync", self._copy(to, source, size, self._stream()))
+
+    def write(self, word: int, value: int) -> None:
+        self._check("cuStreamWriteValue32", self._write(self._stream(), word, value, FENCE))
+
+    def wait(self, word: int, value: int) -> None:
+        self._check("cuStreamWaitValue32", self._wait(self._stream(), word, value, AT_LEAST))
+
+    def _stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._index)
+
+    def _check(self, name: str, code: int) -> None:
+        if code:
+            text = ctypes.c_char_p()
+            self._text(code, ctypes.byref(text))
+            raise IpcUnavailable(f"{name}: {(text.value or b'').decode() or code}")

@@ -1,0 +1,175 @@
+"""The transport between GPUs of one host: an engine's mailbox, which a LoRA server opens (CUDA IPC).
+
+The mailbox lies on the engine's GPU and has two parts, one for the message to the server and one for its answer. The
+server copies out of it and into it, over NVLink; the engine never touches a server's memory, so a server that dies
+takes nothing away. Two words in host memory, which both processes and both GPUs see, hold the numbers of the last
+message and of the last answer. The sender's stream writes a number behind its copies, and the receiver's stream waits
+for it before its own. So no host waits for a GPU, and no kernel waits for another one; and the engine's host can end a
+wait, if the server is gone, by writing a number itself.
+
+One message is answered before the next: a part is free again without a further word. The engine's stream waits for an
+answer before it sends once more, so the server has taken the message before, and the engine its answer.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from coserve.core.types import BaseSpec
+from coserve.engine.lora_server.gpu_driver import GpuDriver, StreamOps
+from coserve.engine.lora_server.messages import Mailbox
+from coserve.engine.lora_server.transport import TensorSpec
+from coserve.memory.buffer import aligned
+
+TO_SERVER, TO_ENGINE, PAGE = 0, 64, 4096
+"""Offsets of the two words in their page, on cache lines of their own, and the page's bytes."""
+MASK, HALF, BEYOND = (1 << 32) - 1, 1 << 31, 1 << 20
+"""Words count modulo 2³²; a word is at most `HALF` - 1 past a number that it has reached. A wait is ended by a number
+that is `BEYOND` the last one."""
+
+
+def reached(word: int, number: int) -> bool:
+    """Return whether a word has come to a message's number, as a stream that waits for it decides."""
+    return (word - number) & MASK < HALF
+
+
+def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where a message's tensors lie, one after the other, and its bytes in all."""
+    *starts, total = accumulate(map(aligned, sizes), initial=0)
+    return starts, total
+
+
+class SharedPage:
+    """A page of host memory that two processes and their GPUs share, zeros at first."""
+
+    def __init__(self, file: int) -> None:
+        """`file`: descriptor of the page's file."""
+        self._bytes = mmap.mmap(file, PAGE)
+        self._words = memoryview(self._bytes).cast("I")
+        self.address = torch.frombuffer(self._bytes, dtype=torch.uint8).data_ptr()
+
+    def read(self, offset: int) -> int:
+        return self._words[offset // 4]
+
+    def write(self, offset: int, value: int) -> None:
+        self._words[offset // 4] = value
+
+
+@dataclass(frozen=True)
+class Part:
+    """Half of a mailbox: its address on this process's GPU, its bytes, and the offset of its word."""
+
+    address: int
+    size: int
+    word: int
+
+
+class IpcTransport:
+    """Implements `Transport`. `receive` does not wait: the stream does, so what comes is right only if the server is
+    not lost by the time it is read."""
+
+    def __init__(
+        self, ops: StreamOps, page: SharedPage, words: int, device: torch.device, sends: Part, receives: Part
+    ) -> None:
+        """`words`: the page's address on the device; `sends`, `receives`: the mailbox, as this end uses it."""
+        self._ops, self._page, self._words, self._device = ops, page, words, device
+        self._sends, self._receives = sends, receives
+        self._sent = self._received = 0
+        """Numbers of the last messages."""
+        self._since = 0.0
+
+    def send(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """See `Transport`. Raises `ValueError` if the mailbox is too small."""
+        starts, total = layout([tensor.nbytes for tensor in tensors])
+        if total > self._sends.size:
+            raise ValueError(f"expected a message of at most {self._sends.size} bytes, got {total}")
+        if self._receives.word == TO_ENGINE and self._received != self._sent:
+            # The engine has given up an exchange, by an error of its own: the server may still read its message.
+            self._ops.wait(self._words + TO_ENGINE, self._sent)
+        for start, tensor in zip(starts, map(Tensor.contiguous, tensors), strict=True):
+            self._ops.copy(self._sends.address + start, tensor.data_ptr(), tensor.nbytes)
+        self._sent, self._since = number & MASK, time.monotonic()
+        self._ops.write(self._words + self._sends.word, self._sent)
+
+    def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        """See `Transport`; the tensors are copies, in one allocation."""
+        starts, total = layout([spec.bytes for spec in specs])
+        found = torch.empty(total, dtype=torch.uint8, device=self._device)
+        self._ops.wait(self._words + self._receives.word, number & MASK)
+        self._ops.copy(found.data_ptr(), self._receives.address, total)
+        self._received = number & MASK
+        return [
+            found[start : start + spec.bytes].view(spec.dtype).view(spec.shape)
+            for start, spec in zip(starts, specs, strict=True)
+        ]
+
+    @property
+    def waiting(self) -> float | None:
+        return None if reached(self._page.read(self._receives.word), self._sent) else self._since
+
+    def release(self) -> None:
+        self._page.write(self._receives.word, (self._sent + BEYOND) & MASK)
+
+
+class Mailboxes:
+    """An engine's mailboxes, one for each server; they last as long as the process, whoever opens them."""
+
+    def __init__(self, device: torch.device, spec: BaseSpec, servers: int, tokens: int) -> None:
+        """Allocate them, for steps of up to `tokens` tokens. Raises `IpcUnavailable`, also without memory."""
+        self._driver, self._device = GpuDriver(device), device
+        self._there, self._back = mailbox_sizes(spec, tokens)
+        self._own = [self._driver.allocate(self._there + self._back) for _ in range(servers)]
+        self._ends = list[IpcTransport]()
+        """All that were offered: streams may still write to the page of a lost server's."""
+
+    def offer(self, index: int) -> tuple[IpcTransport, Mailbox]:
+        """Return the engine's end for a server that is about to start, and what the server needs. The caller closes
+        `Mailbox.page` once the server has inherited it. Raises `IpcUnavailable`."""
+        address, handle = self._own[index]
+        file = os.memfd_create("lora-server")
+        os.truncate(file, PAGE)
+        mailbox = Mailbox(handle=handle, there=self._there, back=self._back, page=file)
+        self._ends.append(_end(self._driver, self._device, address, mailbox))
+        return self._ends[-1], mailbox
+
+
+def open_mailbox(mailbox: Mailbox, device: torch.device) -> IpcTransport:
+    """Return a server's end of a mailbox. Raises `IpcUnavailable`."""
+    driver = GpuDriver(device)
+    found = _end(driver, device, driver.open(mailbox.handle), mailbox, server=True)
+    os.close(mailbox.page)
+    return found
+
+
+def _end(
+    driver: GpuDriver, device: torch.device, address: int, mailbox: Mailbox, *, server: bool = False
+) -> IpcTransport:
+    page = SharedPage(mailbox.page)
+    words = driver.register(page.address, PAGE)
+    there = Part(address, mailbox.there, TO_SERVER)
+    back = Part(address + mailbox.there, mailbox.back, TO_ENGINE)
+    parts = (back, there) if server else (there, back)
+    return IpcTransport(driver, page, words, device, *parts)
+
+
+def mailbox_sizes(spec: BaseSpec, tokens: int) -> tuple[int, int]:
+    """Return the bytes of the longest message to a server and of its longest answer, for so many tokens.
+
+    There: inputs of gate and up with the experts' numbers, or inputs of down with the router's weights; back: the terms
+    (see `Exchange`). One server may have all chosen experts.
+    """
+    item, there, back = getattr(torch, spec.dtype).itemsize, 0, 0
+    for site in spec.experts.values():
+        rows = tokens * site.chosen
+        sent = (tokens * site.in_features * item, 8 * rows), (rows * site.in_features * item, 4 * rows)
+        there = max(there, *(layout(sizes)[1] for sizes in sent))
+        back = max(back, layout([rows * site.out_features * item])[1])
+    return there, back

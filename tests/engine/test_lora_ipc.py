@@ -1,0 +1,119 @@
+"""The mailbox between an engine and a LoRA server: messages of any size arrive as they were sent, one after the other.
+On GPUs: `tests/gpu/test_lora_ipc_gpu.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coserve.engine.lora_server.ipc import BEYOND, layout, mailbox_sizes, reached
+from coserve.engine.lora_server.transport import TensorSpec
+from coserve.memory.buffer import ALIGNMENT
+from coserve.model.base import wrap_base
+from tests.support.families import tiny_family
+from tests.support.host_stream import mailbox_ends
+
+DTYPES = (torch.bfloat16, torch.float32, torch.int64)
+SIZE = 1 << 14
+SPECS = st.builds(TensorSpec, st.tuples(st.integers(1, 30), st.integers(1, 8)), st.sampled_from(DTYPES))
+MESSAGES = st.lists(SPECS, min_size=1, max_size=3)
+
+
+def drawn(specs: Sequence[TensorSpec], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-99, 99, spec.shape, generator=generator).to(spec.dtype) for spec in specs]
+
+
+@given(st.lists(st.tuples(MESSAGES, MESSAGES), min_size=1, max_size=6), st.sampled_from([1, 77, (1 << 32) - 3]))
+def test_messages_arrive_as_they_were_sent(sizes: list[tuple[list[TensorSpec], list[TensorSpec]]], first: int) -> None:
+    """Both ways; also where the numbers pass the end of a word."""
+    ours, theirs = mailbox_ends(SIZE, SIZE)
+    if first > 1:  # as if so many had been there
+        ours.send(first - 1, drawn(sizes[0][0], 0))
+        theirs.receive(first - 1, sizes[0][0])
+        theirs.send(first - 1, drawn(sizes[0][1], 0))
+        ours.receive(first - 1, sizes[0][1])
+
+    def answer() -> list[list[Tensor]]:
+        found = []
+        for number, (there, back) in enumerate(sizes, first):
+            found.append(theirs.receive(number, there))
+            theirs.send(number, drawn(back, -number))
+        return found
+
+    with ThreadPoolExecutor(1) as other:
+        answers = other.submit(answer)
+        for number, (there, back) in enumerate(sizes, first):
+            ours.send(number, drawn(there, number))
+            assert [*map(torch.equal, ours.receive(number, back), drawn(back, -number))] == [True] * len(back)
+            assert ours.waiting is None
+        for number, found in enumerate(answers.result(), first):
+            assert all(map(torch.equal, found, drawn(sizes[number - first][0], number)))
+
+
+@given(st.lists(st.integers(0, 5000), max_size=6))
+def test_tensors_of_a_message_do_not_overlap(sizes: list[int]) -> None:
+    starts, total = layout(sizes)
+    assert all(start % ALIGNMENT == 0 for start in starts)
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    assert all(end <= start for end, (_, start) in zip(ends, pairwise([*starts, total]), strict=False))
+    assert all(end <= total for end in ends)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_a_mailbox_has_room_for_a_whole_step(family: str) -> None:
+    """Of inputs, of numbers or weights, and of terms, for each parameter of experts, and no more than that."""
+    spec = wrap_base(tiny_family(family), name=family).spec
+    there, back = mailbox_sizes(spec, 40)
+    messages, answers = [], []
+    for site in spec.experts.values():
+        rows = 40 * site.chosen
+        messages.append(layout([4 * 40 * site.in_features, 8 * rows])[1])
+        messages.append(layout([4 * rows * site.in_features, 4 * rows])[1])
+        answers.append(layout([4 * rows * site.out_features])[1])
+    assert (there, back) == (max(messages), max(answers))
+
+
+def test_a_message_that_is_too_long_is_refused_and_the_next_one_goes() -> None:
+    ours, theirs = mailbox_ends(256, 128)
+    with pytest.raises(ValueError, match="at most 256 bytes, got 384"):
+        ours.send(1, [torch.zeros(300, dtype=torch.uint8)])
+    ours.send(2, [torch.arange(8)])
+    assert torch.equal(theirs.receive(2, [TensorSpec((8,), torch.int64)])[0], torch.arange(8))
+
+
+def test_an_exchange_that_was_given_up_is_answered_before_the_next_one() -> None:
+    """The engine may fail between a message and its answer: the server still reads the message."""
+    ours, theirs = mailbox_ends(256, 256)
+    spec, one, two = TensorSpec((8,), torch.int64), torch.arange(8), torch.arange(8, 16)
+    ours.send(1, [one])
+    with ThreadPoolExecutor(1) as other:
+        sent = other.submit(ours.send, 2, [two])
+        (found,) = theirs.receive(1, [spec])
+        assert torch.equal(found, one) and not sent.done()
+        theirs.send(1, [found])
+        sent.result()
+        assert torch.equal(theirs.receive(2, [spec])[0], two)
+
+
+def test_the_host_can_end_a_wait() -> None:
+    """Of any number that the engine may still wait for, also where numbers pass the end of a word."""
+    ours, _ = mailbox_ends(256, 256)
+    assert ours.waiting is None
+    ours.send(1, [torch.arange(8)])
+    assert ours.waiting is not None
+    with ThreadPoolExecutor(1) as other:
+        found = other.submit(ours.receive, 1, [TensorSpec((8,), torch.int64)])
+        ours.release()
+        found.result()
+    assert ours.waiting is None
+    for number in (1, 5, (1 << 32) - 1, (1 << 31) + 3):
+        released = number + BEYOND & (1 << 32) - 1
+        assert all(reached(released, number + more & (1 << 32) - 1) for more in range(0, BEYOND, 9999))

@@ -1,0 +1,125 @@
+"""A mailbox between two GPUs: messages both ways while both are busy, and a peer that ends while the GPU waits."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from coserve.core.link.channel import Channel
+from coserve.core.logs.setup import LogSettings
+from coserve.core.processes import spawn_child
+from coserve.engine.lora_server.connect import TRIAL, try_mailboxes, within
+from coserve.engine.lora_server.ipc import IpcTransport, Mailboxes, mailbox_sizes
+from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, Exchange, ServerConnected, StartServer
+from coserve.engine.lora_server.transport import TensorSpec
+from coserve.model.base import wrap_base
+from tests.support.families import tiny_family
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+DEVICE = torch.device("cuda:0")
+TOKENS = 1 << 14
+
+EngineChannel = Channel[AnyToServer, AnyFromServer]
+
+
+@contextmanager
+def peer() -> Iterator[tuple[IpcTransport, EngineChannel, subprocess.Popen[bytes], int]]:
+    """The engine's end, the socket and the process of a peer on the second GPU, and the longest message's bytes."""
+    spec = wrap_base(tiny_family("mixtral"), name="mixtral").spec
+    end, mailbox = Mailboxes(DEVICE, spec, 1, TOKENS).offer(0)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = spawn_child("tests.support.ipc_peer", theirs, mailbox.page)
+    os.close(mailbox.page)
+    start = StartServer(
+        index=0,
+        servers=1,
+        ep=1,
+        start=1,
+        rendezvous="",
+        deadline=60.0,
+        spec=spec,
+        data_dir=str(Path()),
+        device="cuda:1",
+        threads=1,
+        logs=LogSettings(),
+        mailbox=mailbox,
+    )
+    try:
+        with closing(EngineChannel(ours, msgspec.msgpack.Decoder(AnyFromServer))) as channel:
+            channel.send(start)
+
+            def connected() -> None:
+                assert channel.receive() == ServerConnected()
+
+            with within(120.0, process.kill):
+                try_mailboxes([end], DEVICE, 60.0, connected)
+            yield end, channel, process, min(mailbox_sizes(spec, TOKENS))
+    finally:
+        process.kill()
+        process.wait()
+        end.release()
+        torch.cuda.synchronize(DEVICE)
+
+
+def send(end: IpcTransport, channel: EngineChannel, number: int, x: torch.Tensor) -> None:
+    end.send(number, [x])
+    channel.send(Exchange(step=1, number=number, site="", chosen=1, rows=len(x), down=False))
+
+
+def test_messages_of_any_size_arrive_while_both_gpus_are_busy() -> None:
+    chance, kept, busy = random.Random(7), [], torch.zeros(2048, 2048, device=DEVICE)
+    with peer() as (end, channel, _, most):
+        for number in range(TRIAL + 1, 600):
+            rows = chance.choice([1, chance.randrange(1, 4096), chance.randrange(1, most // 4 + 1), most // 4])
+            x = torch.full((rows,), number, dtype=torch.int32, device=DEVICE)
+            x[chance.randrange(rows)] = -number
+            send(end, channel, number, x)
+            if number % 5 == 0:
+                busy = busy @ busy
+            (found,) = end.receive(number, [TensorSpec((rows,), torch.int32)])
+            kept.append(torch.equal(found, x + 1) if number % 50 == 0 else (found == x + 1).all())
+        assert all(map(bool, kept)) and end.waiting is None
+
+
+def test_an_exchange_that_was_given_up_does_not_spoil_the_next_one() -> None:
+    with peer() as (end, channel, _, most):
+        wrong = 0
+        for number in range(TRIAL + 1, 200):
+            x = torch.full((most // 4 - number,), number, dtype=torch.int32, device=DEVICE)
+            send(end, channel, number, x)
+            if number % 2:
+                (found,) = end.receive(number, [TensorSpec((len(x),), torch.int32)])
+                wrong += (found != number + 1).sum()
+        assert not int(wrong)
+
+
+def test_a_stream_goes_on_when_its_peer_has_ended() -> None:
+    """Without a message from the GPU that ended, and without a fault."""
+    with peer() as (end, channel, process, _):
+        x = torch.zeros(1 << 10, dtype=torch.int32, device=DEVICE)
+        end.send(2, [x])
+        channel.send(Exchange(step=1, number=2, site="", chosen=1, rows=0, down=False))
+        end.receive(2, [TensorSpec((1 << 10,), torch.int32)])
+        after = torch.cuda.Event()
+        after.record()
+        with within(2.0, partial(_end, process, end)):
+            assert end.waiting is not None and not after.query()
+            torch.cuda.synchronize(DEVICE)
+        assert torch.equal(x + 1, torch.ones_like(x))
+
+
+def _end(process: subprocess.Popen[bytes], end: IpcTransport) -> None:
+    process.kill()
+    process.wait()
+    end.release()

@@ -1,0 +1,45 @@
+"""A process that sends messages back over a mailbox, with 1 added, while its GPU is busy: `python -m
+tests.support.ipc_peer FD`. After a message of no rows it is silent."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from contextlib import suppress
+
+import msgspec
+import torch
+
+from coserve.core.link.channel import Channel
+from coserve.core.link.link import PeerLost
+from coserve.core.processes import obey_parent
+from coserve.engine.lora_server.connect import connect
+from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, Exchange, ServerConnected, StartServer
+from coserve.engine.lora_server.transport import TensorSpec
+
+
+def main() -> None:
+    obey_parent()
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    channel = Channel[AnyFromServer, AnyToServer](sock, msgspec.msgpack.Decoder(AnyToServer))
+    start = channel.receive()
+    assert isinstance(start, StartServer)
+    torch.cuda.set_device(torch.device(start.device))
+    transport = connect(start)
+    channel.send(ServerConnected())
+    busy = torch.zeros(2048, 2048, device=start.device)
+    with suppress(PeerLost):
+        while True:
+            message = channel.receive()
+            assert isinstance(message, Exchange)
+            if not message.rows:
+                time.sleep(60.0)
+            (found,) = transport.receive(message.number, [TensorSpec((message.rows,), torch.int32)])
+            if message.number % 3 == 0:
+                busy = busy @ busy
+            transport.send(message.number, [found + 1])
+
+
+if __name__ == "__main__":
+    main()
