@@ -56,16 +56,15 @@ class PackedRecurrence:
         return self._recur(given)
 
     def _kernels_for(self, given: RecurrenceInputs) -> ChunkedRecurrence | None:
-        """Return the kernels, or None if they do not support these inputs. fp32 is excluded, because compiling for it
-        takes minutes."""
-        if not (self.by_kernels and given.v.is_cuda) or given.decay.dim() == 3 or given.k.dtype == torch.float32:
+        """Return the kernels, or None if they do not support these inputs."""
+        if not (self.by_kernels and given.v.is_cuda):
             return None
-        from coserve.kernels.recurrent.chunked.recurrence import MOST_KEYS, ChunkedRecurrence  # needs Triton
+        from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence, supports  # needs Triton
 
-        if given.k.shape[2] > MOST_KEYS:
+        if not supports(given):
             return None
         if given.v.device not in self._kernels:
-            self._kernels[given.v.device] = ChunkedRecurrence(self._bounds, given.v.device)
+            self._kernels[given.v.device] = ChunkedRecurrence.of_bounds(self._bounds, given.v.device)
         return self._kernels[given.v.device]
 
     def _recur(self, given: RecurrenceInputs) -> Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +24,14 @@ STEPS = (
     [TokenRun(1, 6, (), 2), TokenRun(1, 5, (), 0)],
     [TokenRun(1, 0, (), 1), TokenRun(1, 7, (), 2), TokenRun(1, 3, (), 3)],
 )
+LONG_STEPS = (
+    [TokenRun(70, 0, (), 2), TokenRun(1, 0, (), 0), TokenRun(21, 0, (), 3)],
+    [TokenRun(5, 70, (), 2), TokenRun(129, 1, (), 0), TokenRun(1, 21, (), 3), TokenRun(20, 0, (), 1)],
+    [TokenRun(1, 75, (), 2), TokenRun(1, 130, (), 0), TokenRun(64, 22, (), 3), TokenRun(65, 20, (), 1)],
+    [TokenRun(3, 0, (), 1), TokenRun(1, 131, (), 0)],
+)
+"""Runs of `CHUNKED_FROM` tokens and more are computed in chunks."""
+CHUNKED_FROM = 20
 PADDING = 3
 OTHER_SHAPES = {
     "other": RecurShape(32, 2, by_value=True, stream=True, early=True, registers=128, tokens=4, channels=8),
@@ -40,17 +52,26 @@ def _step(
         return torch.randn(*sizes, generator=generator).to(DEVICE, dtype)
 
     generator = torch.Generator().manual_seed(seed)
-    x, weight, bias = random(64, shape.channels)[:rows], random(shape.channels, shape.taps), random(shape.channels)
-    heads, keys, groups = shape.heads, shape.keys, 2
-    q, k = random(64, 2, groups, keys)[:rows].unbind(1)  # cut from one tensor, as from a convolution's output
-    v = random(64, heads, shape.values)[:rows]
-    decay = -random(64, *((heads, keys) if by_key else (heads,))).abs()[:rows]
-    share = random(64, heads).sigmoid()[:rows] if beta else None
-    params = RecurrenceParams(0.4, normalize=beta)
+    x, weight, bias = random(192, shape.channels)[:rows], random(shape.channels, shape.taps), random(shape.channels)
+    given = _inputs(shape, rows, beta=beta, by_key=by_key, dtype=dtype, seed=seed + 100)
     return [
         recurrence.convolve(0, x, weight, bias if by_key else None, None if by_key else "silu"),
-        recurrence.recur(0, RecurrenceInputs(q, k, v, decay, share, params)),
+        recurrence.recur(0, given),
     ]
+
+
+def _inputs(
+    shape: StateShape, rows: int, *, beta: bool, by_key: bool, dtype: torch.dtype, seed: int
+) -> RecurrenceInputs:
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(192, *sizes, generator=generator).to(DEVICE, dtype)[:rows]
+
+    generator = torch.Generator().manual_seed(seed)
+    heads, keys, groups = shape.heads, shape.keys, 2
+    q, k = random(2, groups, keys).unbind(1)  # cut from one tensor, as from a convolution's output
+    v, decay = random(heads, shape.values), -random(*((heads, keys) if by_key else (heads,))).abs() / 8
+    share = random(heads).sigmoid() if beta else None
+    return RecurrenceInputs(q, k, v, decay, share, RecurrenceParams(0.4, normalize=beta))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,15 +102,68 @@ def test_heads_of_a_real_size(launched: RecurShape | None) -> None:
     _compare(shape, launched, torch.bfloat16, beta=True, by_key=False)
 
 
-def _compare(shape: StateShape, launched: RecurShape | None, dtype: torch.dtype, *, beta: bool, by_key: bool) -> None:
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+def test_long_runs_are_computed_in_chunks(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the states in their slots and back, beside runs that are computed token by token. Decays by key never are
+    in chunks."""
+    monkeypatch.setattr(FusedRecurrence, "chunked_from", CHUNKED_FROM)
+    shape, beta, by_key = CASES[case]
+    large = {"heads": 8, "keys": 128, "values": 128} if dtype == torch.bfloat16 and not by_key else {"heads": 2}
+    shape = replace(shape, **large)
+    _compare(shape, None, dtype, beta=beta, by_key=by_key, steps=LONG_STEPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+def test_a_prompt_cut_anywhere_leaves_the_same_state(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FusedRecurrence, "chunked_from", CHUNKED_FROM)
+    shape, tokens = StateShape(20, 4, heads=2, keys=16, values=24), 150
+    found = []
+    for cuts in ((0, tokens), (0, 1, tokens), (0, 64, tokens), (0, 19, 40, 127, tokens)):
+        states = StatePool({0: shape}, slots=1, dtype=dtype, device=torch.device(DEVICE))
+        fused = FusedRecurrence(states.layers, tokens=tokens, sequences=2, device=torch.device(DEVICE))
+        outputs = []
+        for start, end in pairwise(cuts):
+            fused.load([TokenRun(end - start, start, (), 0)])
+            given = _inputs(shape, tokens, beta=True, by_key=False, dtype=dtype, seed=0)
+            outputs.append(fused.recur(0, given.rows(lambda x, start=start, end=end: x[start:end])))
+        found.append((torch.cat(outputs), states.layers[0].recurrent[0]))
+    for got in found[1:]:
+        for one, right in zip(got, found[0], strict=True):
+            _near(one, right, dtype)
+
+
+def test_neighbours_of_a_long_run_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FusedRecurrence, "chunked_from", CHUNKED_FROM)
+    shape, run = StateShape(20, 4, heads=2, keys=16, values=24), TokenRun(75, 0, (), 0)
+    given, found = _inputs(shape, 130, beta=True, by_key=False, dtype=torch.float32, seed=0), []
+    for runs in ([run], [run, TokenRun(1, 0, (), 1), TokenRun(54, 0, (), 2)]):
+        states = StatePool({0: shape}, slots=3, dtype=torch.float32, device=torch.device(DEVICE))
+        fused = FusedRecurrence(states.layers, tokens=130, sequences=4, device=torch.device(DEVICE))
+        fused.load(runs)
+        found.append((fused.recur(0, given)[:75], states.layers[0].recurrent[0]))
+    for alone, beside in zip(*found, strict=True):
+        assert torch.equal(alone, beside)
+
+
+def _compare(
+    shape: StateShape,
+    launched: RecurShape | None,
+    dtype: torch.dtype,
+    *,
+    beta: bool,
+    by_key: bool,
+    steps: Sequence[list[TokenRun]] = STEPS,
+) -> None:
     own, expected = (StatePool({0: shape}, slots=4, dtype=dtype, device=torch.device(DEVICE)) for _ in range(2))
     for states in (own, expected):  # an earlier sequence's state does not reach the next one
         states.layers[0].recurrent[:4] = 7
         states.layers[0].conv[:4] = 7
     device = torch.device(DEVICE)
-    every = FusedRecurrence(own.layers, tokens=16, sequences=5, device=device, shape=launched)
+    most, check = max(sum(run.tokens for run in runs) for runs in steps) + PADDING, _check if steps is STEPS else _near
+    every = FusedRecurrence(own.layers, tokens=most, sequences=5, device=device, shape=launched)
     decodes = FusedRecurrence(own.layers, tokens=8, sequences=8, device=device, decodes=True, shape=launched)
-    for seed, runs in enumerate(STEPS):
+    for seed, runs in enumerate(steps):
         rows = sum(run.tokens for run in runs)
         fused = decodes if rows == len(runs) else every
         fused.load(runs)
@@ -97,15 +171,21 @@ def _compare(shape: StateShape, launched: RecurShape | None, dtype: torch.dtype,
         sizes = {"beta": beta, "by_key": by_key, "dtype": dtype, "seed": seed}
         found = _step(fused, shape, rows + PADDING, **sizes)
         for got, want in zip(found, _step(plain, shape, rows, **sizes), strict=True):
-            _check(got[:rows], want, dtype)
+            check(got[:rows], want, dtype)
         assert not found[1][rows:].any()
         for slot in {run.slot for run in runs} | {4}:
-            _check(own.layers[0].conv[slot], expected.layers[0].conv[slot], dtype)
-            _check(own.layers[0].recurrent[slot], expected.layers[0].recurrent[slot], dtype)
+            check(own.layers[0].conv[slot], expected.layers[0].conv[slot], dtype)
+            check(own.layers[0].recurrent[slot], expected.layers[0].recurrent[slot], dtype)
 
 
 def _check(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def _near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Sums in another order, whose inputs are rounded: close as a whole."""
+    difference = torch.linalg.vector_norm(got.float() - want.float())
+    assert float(difference) <= TOLERANCE[dtype] * float(torch.linalg.vector_norm(want.float()))
 
 
 def test_a_recurrence_in_chunks_is_that_token_by_token() -> None:

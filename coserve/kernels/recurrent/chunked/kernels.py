@@ -10,7 +10,8 @@ i >= j, and S the state before the chunk, in the notation of Gated DeltaNet (Yan
     out = exp(g) q S + ((q k^T) D) new                                      (Z, V)
     S of the next chunk = exp(g_last) S + (exp(g_last - g) k)^T new         (K, V)
 
-Queries and keys come normalised and scaled. Products round their inputs to the keys' dtype.
+Queries and keys come normalised and scaled (`prepare`). Products round their inputs to the keys' dtype. Empty chunks
+and sequences are padding.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -27,6 +28,12 @@ def dot(a, b, like_ptr):
     """a @ b in fp32, both rounded to the dtype of what `like_ptr` points to."""
     own = like_ptr.dtype.element_ty
     return tl.dot(a.to(own), b.to(own), input_precision="ieee")
+
+
+@triton.jit
+def precise(a, b):
+    """a @ b of fp32 matrices, in TF32 where the GPU has it: 11 bits, where bfloat16 has 8."""
+    return tl.dot(a, b, input_precision="tf32")
 
 
 @triton.jit
@@ -68,6 +75,35 @@ def between(g, strict: tl.constexpr, Z: tl.constexpr):
 
 
 @triton.jit
+def prepare(
+    q_ptr,
+    k_ptr,
+    from_q_ptr,
+    from_k_ptr,
+    T,
+    q_stride,
+    k_stride,
+    scale,
+    G,
+    K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Grid (token blocks, G): q and k (T, G, K), normalised and scaled, from tensors with strides between tokens."""
+    t, group, c = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, BK)
+    here, t = (t < T)[:, None] & (c < K)[None, :], t.to(tl.int64)[:, None]
+    q = tl.load(from_q_ptr + t * q_stride + group * K + c[None, :], mask=here, other=0.0).to(tl.float32)
+    k = tl.load(from_k_ptr + t * k_stride + group * K + c[None, :], mask=here, other=0.0).to(tl.float32)
+    if NORMALIZE:
+        q *= tl.rsqrt(tl.sum(q * q, 1) + 1e-6)[:, None]
+        k *= tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
+    at = (t * G + group) * K + c[None, :]
+    tl.store(q_ptr + at, (q * scale).to(q_ptr.dtype.element_ty), mask=here)
+    tl.store(k_ptr + at, k.to(k_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
 def solve(
     inverse_ptr,
     u_ptr,
@@ -81,22 +117,35 @@ def solve(
     G,
     K,
     V,
+    PART: tl.constexpr,
     Z: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Grid (chunks, heads): inverse (N, H, Z, Z), u (T, H, V), w (T, H, K)."""
+    """Grid (chunks, heads): inverse (N, H, Z, Z), u (T, H, V), w (T, H, K). The inverses of diagonal blocks of PART
+    rows are found row by row, all at once; products double the blocks until there is one."""
     n, h = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(chunks_ptr + 2 * n), tl.load(chunks_ptr + 2 * n + 1)
+    if start >= end:
+        return
     i = tl.arange(0, Z)
-    t = tl.load(chunks_ptr + 2 * n) + i
-    here = t < tl.load(chunks_ptr + 2 * n + 1)
+    t = start + i
+    here = t < end
     g, beta = tl.cumsum(head(decay_ptr, t, here, h, H), 0), head(beta_ptr, t, here, h, H)
     k = rows(k_ptr, t, here, h // (H // G), G, K, 0, BK)
-    x = -dot(k, tl.trans(k), k_ptr) * beta[:, None] * between(g, True, Z)
-    for row in range(1, Z):  # forward substitution: rows above already hold the inverse, less its diagonal
-        own = tl.sum(tl.where(i[:, None] == row, x, 0.0), 0)
-        x = tl.where(i[:, None] == row, (own + tl.sum(own[:, None] * x, 0))[None, :], x)
+    left = -dot(k, tl.trans(k), k_ptr) * beta[:, None] * between(g, True, Z)
+    own_part = (i // PART)[:, None] == (i // PART)[None, :]
+    x = tl.where(own_part, left, 0.0)
+    for row in range(1, PART):  # forward substitution: rows above already hold the inverse, less its diagonal
+        own = tl.sum(tl.where(i[:, None] % PART == row, x, 0.0), 0)
+        new = (own + tl.sum(own[:, None] * x, 0))[None, :]
+        x = tl.where(own_part & (i[:, None] % PART == row), new, x)
     x += tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for double in tl.static_range(6):
+        if (PART << double) < Z:  # of two neighbouring blocks, the inverse below the first
+            part = i // (PART << double)
+            below = (part[:, None] == part[None, :] + 1) & (part[None, :] % 2 == 0)
+            x += precise(x, precise(tl.where(below, left, 0.0), x))
     at = ((n.to(tl.int64) * H + h) * Z + i[:, None]) * Z + i[None, :]
     tl.store(inverse_ptr + at, x.to(inverse_ptr.dtype.element_ty))
     w = dot(x, k.to(tl.float32) * (beta * tl.exp(g))[:, None], k_ptr)
@@ -114,6 +163,9 @@ def scan(
     u_ptr,
     w_ptr,
     decay_ptr,
+    slots_ptr,
+    from_ptr,
+    to_ptr,
     chunks_ptr,
     first_ptr,
     H,
@@ -121,21 +173,28 @@ def scan(
     K,
     V,
     DELTA: tl.constexpr,
+    SLOTS: tl.constexpr,
     Z: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
     """Grid (sequences, heads, value blocks): the states before each chunk (N, H, K, V), and new (T, H, V), which is
-    not written without DELTA."""
+    not written without DELTA. States begin at zero or, with SLOTS, in slot from[b] of (slots, H, K, V), fp32, and end
+    in slot to[b]."""
     b, h, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BV
-    state = tl.zeros((BK, BV), dtype=tl.float32)
     begin, end = tl.load(first_ptr + b), tl.load(first_ptr + b + 1)
+    start = tl.load(chunks_ptr + 2 * begin, mask=end > begin, other=0)
+    stop = tl.load(chunks_ptr + 2 * end - 1, mask=end > begin, other=0)
+    if SLOTS:
+        at, there = block(tl.load(from_ptr + b), h, H, K, V, first, BK, BV)
+        state = tl.load(slots_ptr + at, mask=there & (end > begin), other=0.0)
+    else:
+        state = tl.zeros((BK, BV), dtype=tl.float32)
     for step in range(end - begin):
-        n = begin + step
-        at, there = block(n, h, H, K, V, first, BK, BV)
+        at, there = block(begin + step, h, H, K, V, first, BK, BV)
         tl.store(states_ptr + at, state.to(states_ptr.dtype.element_ty), mask=there)
-        t = tl.load(chunks_ptr + 2 * n) + tl.arange(0, Z)
-        here = t < tl.load(chunks_ptr + 2 * n + 1)
+        t = start + step * Z + tl.arange(0, Z)
+        here = t < stop
         decay = head(decay_ptr, t, here, h, H)
         g, last = tl.cumsum(decay, 0), tl.sum(decay, 0)
         new = rows(u_ptr, t, here, h, H, V, first, BV).to(tl.float32)
@@ -144,6 +203,9 @@ def scan(
             put_rows(new_ptr, new, t, here, h, H, V, first, BV)
         k = rows(k_ptr, t, here, h // (H // G), G, K, 0, BK).to(tl.float32) * tl.exp(last - g)[:, None]
         state = state * tl.exp(last) + dot(tl.trans(k), new, k_ptr)
+    if SLOTS:
+        at, there = block(tl.load(to_ptr + b), h, H, K, V, first, BK, BV)
+        tl.store(slots_ptr + at, state, mask=there & (end > begin))
 
 
 @triton.jit
@@ -165,8 +227,11 @@ def output(
 ):
     """Grid (chunks, heads, value blocks): out (T, H, V)."""
     n, h, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BV
-    t = tl.load(chunks_ptr + 2 * n) + tl.arange(0, Z)
-    here = t < tl.load(chunks_ptr + 2 * n + 1)
+    start, end = tl.load(chunks_ptr + 2 * n), tl.load(chunks_ptr + 2 * n + 1)
+    if start >= end:
+        return
+    t = start + tl.arange(0, Z)
+    here = t < end
     g = tl.cumsum(head(decay_ptr, t, here, h, H), 0)
     q = rows(q_ptr, t, here, h // (H // G), G, K, 0, BK)
     k = rows(k_ptr, t, here, h // (H // G), G, K, 0, BK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -14,14 +15,59 @@ from coserve.kernels.gpu.device import to_device
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.recurrent.chunked.backward_kernels import inputs_back, scan_back, solve_back
-from coserve.kernels.recurrent.chunked.kernels import output, scan, solve
-from coserve.kernels.recurrent.interface import RecurrenceInputs
+from coserve.kernels.recurrent.chunked.kernels import output, prepare, scan, solve
+from coserve.kernels.recurrent.interface import RecurrenceInputs, RecurrenceParams
 from coserve.kernels.recurrent.reference import CHUNK
 
 MOST_KEYS = 128
 """Largest key size K: a program holds whole keys of a chunk."""
 VALUES = 64
-"""Most values of a state in a program."""
+"""Most values of a state in a program of the other kernels."""
+TOKENS = 16
+"""Tokens of a program that normalises queries and keys."""
+
+
+@dataclass(frozen=True)
+class ChunkShape:
+    """Launch shape of the kernels. Sums may differ in the last bits."""
+
+    values: int = VALUES
+    """Most values of a state in a program of `scan`; a power of 2."""
+    warps: int = 4
+    """Warps of `scan`."""
+    stages: int = 1
+    """Pipeline stages of `scan`: chunks that are loaded or computed at the same time."""
+    part: int = CHUNK
+    """Rows of a chunk's system that are solved one after another: see `solve`; a power of 2."""
+    outputs: int = VALUES
+    """Most values in a program of `output`; a power of 2."""
+
+
+class SlotStates(NamedTuple):
+    """States of B sequences, from which a batch begins and which it replaces."""
+
+    slots: Tensor
+    """(slots, H, K, V), fp32."""
+    sources: Tensor
+    """Each sequence's slot before the batch: (B) int32."""
+    to: Tensor
+    """Each sequence's slot after it: (B) int32. Two sequences do not share one, nor read another's."""
+
+
+def supports(given: RecurrenceInputs) -> bool:
+    """Whether the kernels compute these inputs. On a GPU fp32 is excluded, because compiling for it takes minutes."""
+    return (
+        given.decay.dim() == 2
+        and given.k.shape[2] <= MOST_KEYS
+        and not (given.k.is_cuda and given.k.dtype == torch.float32)
+    )
+
+
+def cut(spans: Sequence[tuple[int, int]], chunk: int = CHUNK) -> tuple[list[int], list[int]]:
+    """Cut non-empty spans of rows into chunks: first row and end of each chunk, one after another, and each span's
+    first chunk, followed by the number of chunks."""
+    rows = [row for start, end in spans for at in range(start, end, chunk) for row in (at, min(at + chunk, end))]
+    return rows, [0, *accumulate(cdiv(end - start, chunk) for start, end in spans)]
 
 
 class _Forward(NamedTuple):
@@ -38,34 +84,43 @@ class _Forward(NamedTuple):
 
 
 class ChunkedRecurrence:
-    """The recurrences of one batch, in its layers. Queries and keys come normalised and scaled (`normalized`)."""
+    """The recurrences of one batch, in its layers."""
 
-    def __init__(self, bounds: Sequence[int], device: torch.device, chunk: int = CHUNK) -> None:
+    def __init__(self, chunks: Tensor, first: Tensor, chunk: int = CHUNK, shape: ChunkShape = ChunkShape()) -> None:
+        """`chunks` (N, 2), `first` (B + 1): int32 on the device, see `chunked.kernels`; they may change between calls.
+        `chunk`: Z."""
+        self._chunks, self._first, self._chunk, self._shape = chunks, first, chunk, shape
+        self._count, self._sequences = len(chunks), len(first) - 1
+
+    @classmethod
+    def of_bounds(cls, bounds: Sequence[int], device: torch.device, chunk: int = CHUNK) -> ChunkedRecurrence:
         """`bounds`: see `PackedRecurrence`."""
-        spans = [(start, end) for start, end in pairwise(bounds) if end > start]
-        chunks = [(at, min(at + chunk, end)) for start, end in spans for at in range(start, end, chunk)]
-        first = [0, *accumulate(cdiv(end - start, chunk) for start, end in spans)]
-        rows = [row for one in (*chunks, *[(0, 0)] * (len(chunks) % 2)) for row in one]  # keeps `first` aligned
-        table = to_device(torch.tensor([*rows, *first], dtype=torch.int32), device)
-        self._chunks, self._first = torch.split(table, [len(rows), len(first)])
-        self._count, self._sequences, self._chunk = len(chunks), len(spans), chunk
+        rows, first = cut([(start, end) for start, end in pairwise(bounds) if end > start], chunk)
+        padded = [*rows, *[0] * (len(rows) % 4)]  # keeps `first` aligned
+        table = to_device(torch.tensor([*padded, *first], dtype=torch.int32), device)
+        return cls(table[: len(rows)].view(-1, 2), table[len(padded) :], chunk)
 
-    def recur(self, given: RecurrenceInputs) -> Tensor:
-        """Compute `Recurrence.recur`: (T, H, V), in the values' dtype."""
+    def recur(self, given: RecurrenceInputs, out_THV: Tensor | None = None, states: SlotStates | None = None) -> Tensor:
+        """Compute `Recurrence.recur`: (T, H, V), in the values' dtype.
+
+        `out_THV`: where to; rows outside the chunks are not written. `states`: None: they begin at zero and are not
+        kept.
+        """
         batch = _Batch(given, self._chunk)
-        kept, out_THV = self._forward(batch), torch.empty_like(batch.v)
-        grid = self._count, batch.heads, batch.value_blocks
-        batch.launch(output, grid, out_THV, batch.q, batch.k, kept.new, kept.states, batch.decay, self._chunks)
+        kept, out_THV = self._forward(batch, states), torch.empty_like(batch.v) if out_THV is None else out_THV
+        blocks, block_v = batch.value_blocks(self._shape.outputs)
+        tensors = out_THV, batch.q, batch.k, kept.new, kept.states, batch.decay, self._chunks
+        batch.launch(output, (self._count, batch.heads, blocks), *tensors, BV=block_v)
         return out_THV
 
     def gradients(self, given: RecurrenceInputs, dout_THV: Tensor) -> list[Tensor]:
         """Return the gradients of q, k, v, the decay and, if there is one, beta, given that of `recur`'s output.
-        Computes the forward again."""
+        Computes the forward again. The inputs are `normalized`."""
         batch, dout, chunks = _Batch(given, self._chunk), dout_THV.contiguous(), self._chunks
         kept, q, k, v, decay, beta = self._forward(batch), batch.q, batch.k, batch.v, batch.decay, batch.beta
         delta, (tokens, groups, keys) = beta is not None, k.shape
         dstates, dnew = torch.empty_like(kept.states), torch.empty_like(kept.new)
-        of_values = self._sequences, batch.heads, batch.value_blocks
+        of_values = self._sequences, batch.heads, batch.value_blocks(VALUES)[0]
         tensors = dstates, dnew, dout, q, k, kept.w, decay, chunks, self._first
         batch.launch(scan_back, of_values, *tensors, warps=8, DELTA=delta)
         summed = torch.float32 if groups < batch.heads else q.dtype
@@ -85,7 +140,7 @@ class ChunkedRecurrence:
             dq, dk = (x.view(tokens, groups, -1, keys).sum(2).to(q.dtype) for x in (dq, dk))
         return [dq, dk, dv, ddecay, *dbeta]
 
-    def _forward(self, batch: _Batch) -> _Forward:
+    def _forward(self, batch: _Batch, slots: SlotStates | None = None) -> _Forward:
         """Compute all but the outputs."""
         k, v, heads, chunk = batch.k, batch.v, batch.heads, self._chunk
         (tokens, _, keys), values = k.shape, v.shape[2]
@@ -94,24 +149,32 @@ class ChunkedRecurrence:
             u, new = (k.new_empty(v.shape) for _ in range(2))
             w, inverse = k.new_empty(tokens, heads, keys), k.new_empty(self._count, heads, chunk, chunk)
             grid = self._count, heads
-            batch.launch(solve, grid, inverse, u, w, k, v, batch.decay, batch.beta, self._chunks)
+            part = min(self._shape.part, chunk)
+            batch.launch(solve, grid, inverse, u, w, k, v, batch.decay, batch.beta, self._chunks, PART=part)
         states = k.new_empty(self._count, heads, keys, values)
-        tensors = states, new, k, u, w, batch.decay, self._chunks, self._first
-        of_values = self._sequences, heads, batch.value_blocks
-        batch.launch(scan, of_values, *tensors, DELTA=inverse is not None)
+        kept = (batch.decay, self._first, self._first) if slots is None else slots
+        tensors = states, new, k, u, w, batch.decay, *kept, self._chunks, self._first
+        shape, (blocks, block_v) = self._shape, batch.value_blocks(self._shape.values)
+        flags = {"DELTA": inverse is not None, "SLOTS": slots is not None, "BV": block_v}
+        of_values = self._sequences, heads, blocks
+        batch.launch(scan, of_values, *tensors, warps=shape.warps, stages=shape.stages, **flags)
         return _Forward(states, new, w, inverse)
 
 
 class _Batch:
-    """The inputs, contiguous, and the sizes that kernels take."""
+    """The inputs, contiguous and `normalized`, and the sizes that kernels take."""
 
     def __init__(self, given: RecurrenceInputs, chunk: int) -> None:
+        given = given if given.params == RecurrenceParams() else _prepared(given)
         self.q, self.k, self.v, self.decay, self.beta, _ = given.rows(Tensor.contiguous)
         (_, groups, keys), (_, self.heads, values) = self.k.shape, self.v.shape
         self._sizes = self.heads, groups, keys, values
-        block_v = max(16, min(VALUES, next_power_of_2(values)))
-        self.value_blocks = cdiv(values, block_v)
-        self._blocks = {"Z": chunk, "BK": max(16, next_power_of_2(keys)), "BV": block_v}
+        self._blocks = {"Z": chunk, "BK": max(16, next_power_of_2(keys)), "BV": self.value_blocks(VALUES)[1]}
+
+    def value_blocks(self, most: int) -> tuple[int, int]:
+        """Return the number of blocks of at most `most` values, and their size."""
+        size = max(16, min(most, next_power_of_2(self._sizes[3])))
+        return cdiv(self._sizes[3], size), size
 
     def launch(
         self,
@@ -119,7 +182,20 @@ class _Batch:
         grid: tuple[int, ...],
         *tensors: Tensor | None,
         warps: int = 4,
-        **flags: bool,
+        stages: int = 1,
+        **flags: bool | int,
     ) -> None:
         """Launch a kernel on these tensors, followed by the sizes."""
-        launch(kernel, grid, *tensors, *self._sizes, **flags, **self._blocks, num_warps=warps, num_stages=1)
+        launch(kernel, grid, *tensors, *self._sizes, **(self._blocks | flags), num_warps=warps, num_stages=stages)
+
+
+def _prepared(given: RecurrenceInputs) -> RecurrenceInputs:
+    """Compute `normalized` in one kernel, for inference."""
+    tokens, groups, keys = given.k.shape
+    from_q, from_k = (x if x[0].is_contiguous() else x.contiguous() for x in given[:2])
+    q, k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (from_q, from_k))
+    sizes = tokens, from_q.stride(0), from_k.stride(0), given.params.scale, groups
+    blocks = {"BT": TOKENS, "BK": next_power_of_2(keys)}
+    grid, normalize = (cdiv(tokens, TOKENS), groups), given.params.normalize
+    launch(prepare, grid, q, k, from_q, from_k, *sizes, K=keys, NORMALIZE=normalize, **blocks)
+    return given._replace(q=q, k=k, params=RecurrenceParams())

@@ -14,6 +14,8 @@ from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.gpu.device import device_info, interpreted
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
+from coserve.kernels.recurrent.chunked.long_runs import LongRuns
+from coserve.kernels.recurrent.chunked.recurrence import supports
 from coserve.kernels.recurrent.fused.kernels import convolve, keep_inputs, recur
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.slots import LayerStates
@@ -53,8 +55,11 @@ FEW_SEQUENCES = 8
 
 class FusedRecurrence:
     """Implements `StaticRecurrence` for steps of up to `tokens` tokens of `sequences` sequences: see
-    `kernels.recurrent.fused.kernels`. Prompts are computed token by token; a program holds the part of a head's state
-    that belongs to some of its values."""
+    `kernels.recurrent.fused.kernels`. Runs are computed token by token, or in chunks where they are long (`LongRuns`);
+    a program holds the part of a head's state that belongs to some of its values."""
+
+    chunked_from: int | None = None
+    """Fewest tokens of a run that is computed in chunks; None: no run is."""
 
     def __init__(
         self,
@@ -70,24 +75,27 @@ class FusedRecurrence:
         self._states, self._tokens, self._sequences = states, tokens, sequences
         self._shape = shape or (FEW if sequences <= FEW_SEQUENCES else MANY)
         self._blank = next(iter(states.values())).conv.shape[0] - 2
-        self._decodes = decodes
-        self._host = np.zeros(2 * tokens + 4 * sequences + 1, dtype=np.int32)
+        self._decodes, least = decodes, self.chunked_from
+        self._long = None
+        if least is not None and tokens >= least and not decodes:
+            self._long = LongRuns(tokens, sequences, least, device)
+        self._host = np.zeros(2 * tokens + 5 * sequences + 1, dtype=np.int32)
         self._table = torch.zeros(len(self._host), dtype=torch.int32, device=device)
-        self._sizes = [tokens, tokens, *[sequences] * 3, sequences + 1]
-        self._first, self._source, self._starts, self._from, self._to, self._ends = torch.split(
+        self._sizes = [tokens, tokens, *[sequences] * 4, sequences + 1]
+        self._first, self._source, self._starts, self._singly, self._from, self._to, self._ends = torch.split(
             self._table, self._sizes
         )
         self.load(())
 
     def load(self, runs: Sequence[TokenRun]) -> None:
-        """See `StaticRecurrence.load`. One copy to the device."""
+        """See `StaticRecurrence.load`. One copy to the device, and one for long runs."""
         assert len(runs) <= self._sequences, f"expected at most {self._sequences} sequences, got {len(runs)}"
         assert all(run.slot >= 0 for run in runs), "expected sequences with slots"
         lengths = [run.tokens for run in runs]
         bounds = [0, *accumulate(lengths)]
         assert bounds[-1] <= self._tokens, f"expected at most {self._tokens} tokens, got {bounds[-1]}"
         assert not self._decodes or len(runs) == bounds[-1], "expected sequences of one token"
-        first, source, starts, sources, to, ends = np.split(self._host, np.cumsum(self._sizes[:-1]))
+        first, source, starts, singly, sources, to, ends = np.split(self._host, np.cumsum(self._sizes[:-1]))
         slots = [run.slot if run.position else self._blank for run in runs]
         first[:], source[:] = np.arange(self._tokens), self._blank  # padding begins with itself
         first[: bounds[-1]] = np.repeat(np.array(bounds[:-1], np.int32), lengths)
@@ -96,6 +104,11 @@ class FusedRecurrence:
         starts[: len(runs)], ends[: len(runs)] = bounds[:-1], bounds[1:]
         ends[-1] = bounds[-1]
         sources[: len(runs)], to[: len(runs)] = slots, [run.slot for run in runs]
+        singly[:] = starts
+        if self._long is not None:
+            long = [i for i, length in enumerate(lengths) if length >= self._long.least]
+            singly[long] = ends[long]  # to `recur` they are empty
+            self._long.load([(bounds[i], bounds[i + 1]) for i in long], sources[long].tolist(), to[long].tolist())
         host = torch.from_numpy(self._host)
         # A pinned copy of its own, which torch keeps until the copy has ended, since the next `load` may come earlier.
         self._table.copy_(host.pin_memory() if self._table.is_cuda else host, non_blocking=True)
@@ -160,6 +173,7 @@ class FusedRecurrence:
         blocks = min(shape.blocks, next_power_of_2(values) // block_v) if self._decodes else 1
         grid = self._sequences, heads, cdiv(values, block_v * blocks)
         out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
+        states, long = self._states[layer].recurrent, self._long if supports(given) else None
         launch(
             recur,
             grid[::-1] if shape.by_value else grid,
@@ -169,8 +183,8 @@ class FusedRecurrence:
             v_THV,
             decay,
             decay if beta is None else beta,
-            self._states[layer].recurrent,
-            self._starts,
+            states,
+            self._starts if long is None else self._singly,
             self._ends,
             self._from,
             self._to,
@@ -197,4 +211,6 @@ class FusedRecurrence:
             maxnreg=shape.registers,
             **({} if interpreted() else {"launch_pdl": early}),
         )
+        if long is not None:
+            long.recur(given, out_THV, states)
         return out_THV
