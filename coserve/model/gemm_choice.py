@@ -23,6 +23,9 @@ L2_BYTES = 200 << 20
 """Larger than any GPU's L2 cache. GEMMs are measured over this many bytes of weights, because a step reads all weights
 from HBM."""
 
+ROW_WEIGHTS = 0
+"""`GemmChoice.row_weights`."""
+
 MEASURED = 8
 """Most weights of one shape that a measurement cycles through."""
 
@@ -46,6 +49,8 @@ class GemmChoice:
     """Block sizes of our skinny GEMM for up to 64 rows, by most rows, inputs and total outputs."""
     counters: Tensor | None = None
     """Scratch from `skinny.make_counters`."""
+    row_weights: int = ROW_WEIGHTS
+    """Most elements of weights whose only row goes through them together with its LoRA terms (`launch_row`)."""
 
     def linear(
         self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, *, before_shrink: bool = False
@@ -56,6 +61,12 @@ class GemmChoice:
         """
         found = self._own(x_TD, weight_OD, bias_O, None, before_shrink)
         return GemmOutput(functional.linear(x_TD, weight_OD, bias_O), None) if found is None else found
+
+    def in_one_launch(self, weight_OD: Tensor) -> bool:
+        """Whether one row is faster with its LoRA terms in one launch than with launches of their own: at small weights
+        for which our GEMV is the fastest."""
+        outputs, inputs = weight_OD.shape
+        return (inputs, outputs) in self.gemv and inputs * outputs <= self.row_weights
 
     def quantized_linear(self, x_TD: Tensor, weights: QuantizedWeight, *, before_shrink: bool = False) -> GemmOutput:
         """Compute `linear` with quantised weights. Our kernels read FP8 weights; `fp8.rounds` tells whether they round
