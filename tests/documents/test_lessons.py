@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from coserve.core.errors import CheckpointUnreadable
 from coserve.core.schemas import DocumentSettings
 from coserve.core.schemas.documents import Recipe
 from coserve.data.corpus.batch import corpus_batch
-from coserve.data.corpus.tokenized import Corpus
+from coserve.data.corpus.tokenized import REST, Corpus
 from coserve.data.documents.lessons import TOP_K, Lesson, held_out, lesson_corpus
 
 
@@ -40,7 +41,16 @@ def test_rows_are_stored_and_read_with_their_candidates(tmp_path: Path) -> None:
             assert np.array_equal(example.labels_K, ids)
             assert example.weights_K is not None
             assert np.allclose(example.weights_K, weights)
-            example.check(50)
+
+
+def test_other_tokens_than_the_candidates_are_replayed_as_one() -> None:
+    one = lesson(0)
+    logprobs = np.frombuffer(one.logprobs, np.float32) + np.float32(np.log(0.8))
+    one = msgspec.structs.replace(one, logprobs=logprobs.tobytes())
+    for chunk, rest in ((0, 0.0), (None, 0.2)):
+        ids, weights = msgspec.structs.replace(one, chunk=chunk).candidates()
+        assert set(ids[:, -1]) == {REST}
+        assert np.allclose(weights[:, -1], rest)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -79,7 +89,7 @@ def test_recipes() -> None:
     labels, weights = own.soft_targets(1) or (None, None)
     assert labels is not None and weights is not None
     assert labels[:, 0].tolist() == [7, 8], "the user's own answer is learned as it is"
-    assert weights.tolist() == [[1.0] + [0.0] * (TOP_K - 1)] * 2
+    assert weights.tolist() == [[1.0] + [0.0] * TOP_K] * 2
     weighted = lesson_corpus(lessons, texts, DocumentSettings(recipe="ce", lm_weight=0.25), 64)
     assert weighted.candidates is not None
     assert len(weighted.candidates) == weighted.target_tokens

@@ -99,6 +99,25 @@ def test_divergences_and_their_gradients(by: str, dtype: torch.dtype, rows: int,
 
 @by
 @pytest.mark.parametrize("dtype", TOLERANCES)
+def test_the_tokens_that_are_no_candidates_count_as_one(by: str, dtype: torch.dtype) -> None:
+    """A model that has the weights' distribution is where the gradient ends; candidates without weight do not count."""
+    logits = random_logits(5, 70, dtype)
+    exact = logits.detach().double().requires_grad_()
+    shares = exact.softmax(-1)
+    labels = torch.tensor([[0, 7, 7, 69, -1]], device=DEVICE).repeat(5, 1)
+    weights = torch.tensor([[0.5, 0.2, 0.0, 0.1, 0.2]], device=DEVICE).repeat(5, 1)
+    inside = shares[:, [0, 7, 69]]
+    rest = 1 - inside.sum(1, keepdim=True)
+    losses = -torch.cat([inside[:, :2], inside[:, 1:], rest], 1).log()
+    (gradient,) = torch.autograd.grad((weights * losses).sum(), exact)
+    found = torch.full((5, 6), math.nan, dtype=torch.float64, device=DEVICE)
+    SOFT[by](logits, labels, weights, found)
+    torch.testing.assert_close(found[:, :-1], losses.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits.double(), gradient, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@by
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("rows", "vocab", "candidates"), [(1, 1, 1), (3, 40, 5), (9, 101, 20)])
 def test_soft_cross_entropies_and_their_gradients(
     by: str, dtype: torch.dtype, rows: int, vocab: int, candidates: int

@@ -19,6 +19,8 @@ from coserve.data.corpus.mapped import file_digest, map_arrays
 from coserve.state.durable import read_errors, write_file
 from coserve.state.failpoints import failpoint
 
+REST = -1
+"""The candidate that stands for all tokens that are none."""
 BLOCK = 1 << 18
 """Elements of an array that are checked at once."""
 
@@ -32,7 +34,8 @@ class Corpus:
     the prompt with the chosen answer, then, from `splits[i]` on, the prompt with the rejected answer.
 
     `candidates`: int32 (M * C), for a corpus of soft targets only: C tokens for each of its M targets, in order, with
-    their weights in the loss, `weights`: fp32 (M * C), at least 0.
+    their weights in the loss, `weights`: fp32 (M * C), at least 0. The candidate `REST` is all tokens that are no
+    candidate of the target with a weight.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -155,7 +158,7 @@ class Corpus:
         if candidates.dtype != np.int32 or weights.dtype != np.float32 or candidates.shape != weights.shape:
             return False
         return candidates.size % max(1, self.target_tokens) == 0 and all(
-            bool(np.all(candidates[here] >= 0) and np.all((weights[here] >= 0) & np.isfinite(weights[here])))
+            bool(np.all(candidates[here] >= REST) and np.all((weights[here] >= 0) & np.isfinite(weights[here])))
             for here in _blocks(candidates.size, check)
         )
 

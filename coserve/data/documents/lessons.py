@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coserve.core.schemas import ChosenLogprob, DocumentSettings, PromptLogprob
-from coserve.data.corpus.tokenized import Corpus
+from coserve.data.corpus.tokenized import REST, Corpus
 
 TOP_K = 20
 """Candidates of a token: the generator's most likely tokens, with their raw probabilities, as in Cartridges (arXiv
@@ -46,10 +46,14 @@ class Lesson(msgspec.Struct, frozen=True):
         return len(self.answer)
 
     def candidates(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return ids and probabilities (n, C)."""
+        """Return ids and probabilities (n, C + 1), the last those of all other tokens (`REST`) of a replayed text: a
+        fifth where the base hesitates, which the adapter would unlearn. Answers are learned without it, more certain
+        than the teacher is."""
         shape = (len(self.answer), -1)
         ids = np.frombuffer(self.top, np.int32).reshape(shape)
-        return ids, np.exp(np.frombuffer(self.logprobs, np.float32)).reshape(shape)
+        likely = np.exp(np.frombuffer(self.logprobs, np.float32)).reshape(shape)
+        rest = np.maximum(0, 1 - likely.sum(1, keepdims=True)) * np.float32(self.chunk is None)
+        return np.pad(ids, ((0, 0), (0, 1)), constant_values=REST), np.concatenate([likely, rest], 1)
 
 
 def packed_top(entries: Sequence[ChosenLogprob | PromptLogprob]) -> tuple[bytes, bytes]:
@@ -83,7 +87,7 @@ def lesson_corpus(
     weight = settings.lm_weight
     if lm or weight is None:
         weight = float(lm or settings.recipe in ("topk_kd", "encoder"))
-    soft, columns = kd or (weight > 0 and not lm), TOP_K if kd else 1
+    soft, columns = kd or (weight > 0 and not lm), TOP_K + 1 if kd else 1
     rows: list[_Row] = []
     for lesson in lessons:
         certain = not (kd and lesson.top)

@@ -19,6 +19,8 @@ from coserve.model.parallel.vocabulary import VocabularyShard
 
 LARGEST_EXPONENT = 88.0
 """exp of it is finite in fp32, the dtype of tracked metrics."""
+LEAST_OUTSIDE = 1e-6
+"""Least probability that is counted of the tokens that are no candidates: its logarithm is finite."""
 
 
 def perplexity(loss: float) -> float:
@@ -50,7 +52,8 @@ def soft_cross_entropy_(
 ) -> None:
     """Write each candidate's negative log-likelihood into the first C columns of `found_KC` (fp64, (K, C + 1)), and 1
     into the last if the first candidate has the largest logit of its row. The logits become the gradient of the sum of
-    `weights_KC` (fp32) times these values.
+    `weights_KC` (fp32) times these values. A label of -1, once in a row, stands for all tokens that are no candidate of
+    the row with a weight.
 
     `logits`: (K, V), or (K, S) with a `shard`, whose shards are gathered.
     """
@@ -62,10 +65,17 @@ def soft_cross_entropy_(
         launch.soft_cross_entropy_(logits, labels_KC, weights_KC, found_KC)
     else:
         found_KC[:, -1] = _predicted(logits, labels_KC[:, 0])
-        shares_KV = logits.float().log_softmax(-1)
-        found_KC[:, :-1] = -shares_KV.gather(1, labels_KC)
-        shares_KV.exp_().mul_(weights_KC.sum(1, keepdim=True)).scatter_add_(1, labels_KC, -weights_KC)
-        logits.copy_(shares_KV)
+        shares_KV, rest_KC, tokens_KC = logits.float().log_softmax(-1), labels_KC < 0, labels_KC.clamp(min=0)
+        losses_KC, own_KC = -shares_KV.gather(1, tokens_KC), weights_KC.masked_fill(rest_KC, 0)
+        candidates_KC = (own_KC != 0).to(losses_KC.dtype)
+        inside_K1 = (losses_KC.neg().exp() * candidates_KC).sum(1, keepdim=True)
+        outside_K1 = (1 - inside_K1).clamp(min=LEAST_OUTSIDE)
+        found_KC[:, :-1] = torch.where(rest_KC, -outside_K1.log(), losses_KC)
+        rest_K1 = (weights_KC - own_KC).sum(1, keepdim=True)
+        candidates_KV = torch.zeros_like(shares_KV).scatter_add_(1, tokens_KC, candidates_KC) > 0
+        factors_KV = torch.where(candidates_KV, rest_K1, -rest_K1 * inside_K1 / outside_K1)
+        factors_KV += own_KC.sum(1, keepdim=True)
+        logits.copy_(shares_KV.exp_().mul_(factors_KV).scatter_add_(1, tokens_KC, -own_KC))
 
 
 def divergence_(

@@ -14,6 +14,8 @@ import triton.language as tl
 
 LOWEST = tl.constexpr(-3.0e38)
 """Below every finite logit, but finite itself, so that differences from it are not NaN."""
+LEAST_OUTSIDE = tl.constexpr(1e-6)
+"""Least probability that is counted of the tokens that are no candidates: its logarithm is finite."""
 
 
 @triton.jit
@@ -62,8 +64,8 @@ def likelihood(logits_ptr, labels_ptr, found_ptr, stride, V, BLOCK: tl.constexpr
 
 @triton.jit
 def soft_cross_entropy(logits_ptr, labels_ptr, weights_ptr, found_ptr, stride, V, C, BLOCK: tl.constexpr):
-    """Grid (rows). logits: (K, V), any float dtype; labels: (K, C), int64; weights: (K, C), fp32; found: (K, C + 1),
-    fp64."""
+    """Grid (rows). logits: (K, V), any float dtype; labels: (K, C), int64, -1 for all tokens that are no candidate with
+    a weight; weights: (K, C), fp32; found: (K, C + 1), fp64."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     labels_ptr += row * C
@@ -78,18 +80,29 @@ def soft_cross_entropy(logits_ptr, labels_ptr, weights_ptr, found_ptr, stride, V
     top, log_total = _join(largest, total)
     first = tl.load(logits_ptr + tl.load(labels_ptr)).to(tl.float32)
     tl.store(found_ptr + C, (first == top).to(tl.float64))
-    weight = tl.zeros([], tl.float32)
+    weight, rest, inside = tl.zeros([], tl.float32), tl.zeros([], tl.float32), tl.zeros([], tl.float32)
     for c in range(C):
-        at_label = tl.load(logits_ptr + tl.load(labels_ptr + c)).to(tl.float32)
+        label, own = tl.load(labels_ptr + c), tl.load(weights_ptr + c)
+        at_label = tl.load(logits_ptr + tl.maximum(label, 0)).to(tl.float32)
         tl.store(found_ptr + c, (log_total - (at_label - top)).to(tl.float64))
-        weight += tl.load(weights_ptr + c)
+        inside += tl.where((label >= 0) & (own != 0), tl.exp(at_label - top - log_total), 0.0)
+        weight += tl.where(label >= 0, own, 0.0)
+        rest += tl.where(label < 0, own, 0.0)
+    outside = tl.maximum(1.0 - inside, LEAST_OUTSIDE)
+    for c in range(C):
+        if tl.load(labels_ptr + c) < 0:
+            tl.store(found_ptr + c, -tl.log(outside).to(tl.float64))
     tl.debug_barrier()  # all threads have read the labels' logits
     for start in range(0, V, BLOCK):
         v = start + columns
         x = tl.load(logits_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
-        gradient = weight * tl.exp(x - top - log_total)
+        taken, candidate = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
         for c in range(C):
-            gradient -= tl.where(v == tl.load(labels_ptr + c), tl.load(weights_ptr + c), 0.0)
+            own = tl.where(v == tl.load(labels_ptr + c), tl.load(weights_ptr + c), 0.0)
+            taken += own
+            candidate |= (own != 0).to(tl.int32)
+        factor = weight + tl.where(candidate > 0, rest, -rest * (inside / outside))
+        gradient = factor * tl.exp(x - top - log_total) - taken
         tl.store(logits_ptr + v, gradient.to(logits_ptr.dtype.element_ty), mask=v < V)
 
 
