@@ -21,7 +21,6 @@ PUSH_SHAPES = {
     "push_8192": PushShape(8192),
     "push_8192_split": PushShape(8192, pushers=512, adders=512),
     "two_shot_push": PushShape(8192, pushers=512, adders=256, copiers=256),
-    "two_shot_push_few": PushShape(8192, pushers=256, adders=128, copiers=128),
     "two_shot_push_16384": PushShape(16384, pushers=256, adders=192, copiers=192),
 }
 IN_GRAPH, REPLAYS = 10, 7

@@ -22,13 +22,17 @@ log = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL, _LARGE = PushShape(2048), PushShape(8192, pushers=512, adders=512)
-TWO_SHOT = PushShape(8192, pushers=512, adders=256, copiers=256)
-PUSHED = {2: ((1 << 20, _SMALL), (32 << 20, _LARGE)), 4: ((1 << 20, _SMALL),), 8: ((1 << 18, _SMALL),)}
+_TWO_SHOT = PushShape(16384, pushers=256, adders=192, copiers=192)
+PUSHED = {
+    2: ((1 << 20, _SMALL), (32 << 20, _LARGE)),
+    4: ((1 << 19, _SMALL), (32 << 20, _TWO_SHOT)),
+    8: ((1 << 18, _SMALL),),
+}
 """(Largest message, kernel shape) of the one-kernel all-reduces, by number of ranks.
 
-Each takes 2 · (N - 1) times the largest message in memory. On two GPUs these are the fastest, and faster than NCCL at
-all sizes (`bdlora.json`, all_reduce_us). On four and eight, where a rank sends its data N - 1 times, they are not
-measured.
+A one-shot sum takes 2 · (N - 1) times the largest message in memory, a two-shot one 3.5 times on four ranks. On two and
+four GPUs these are the fastest, and faster than NCCL at nearly all sizes (`bdlora.json`, all_reduce_us). CUDA graphs of
+training should have none of NCCL's kernels, with which a launch costs the host 1.2 ms. On eight they are not measured.
 """
 
 MULTIPLE = 16
