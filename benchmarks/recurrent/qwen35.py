@@ -1,6 +1,6 @@
 """Qwen3.5-9B's shape with random weights on one GPU: decode, a prompt, and fine-tuning.
 
-    python -m benchmarks.recurrent.qwen35 --out benchmarks/results [--only kernels,decode,prefill,profile,finetune,peft]
+    python -m benchmarks.recurrent.qwen35 --out benchmarks/results [--only kernels,prompts,decode,prefill,...]
     TRITON_INTERPRET=1 python -m benchmarks.recurrent.qwen35 --tiny --out /tmp/tried
 
 Decode runs through the engine, with compiled layers and CUDA graphs. Its floor is the time to read the weights once
@@ -8,7 +8,8 @@ and to read and write each sequence's states once, at `--bandwidth`. Fine-tuning
 adapter of rank 16 on all linear modules of the layers, compiled as the daemon does by default. `peft` is the same
 adapter in PEFT and transformers, whose recurrence is flash-linear-attention's where it is installed. `profile` lists
 the kernels of a decode step of 64 sequences; `kernels` times some of them by each of their launch shapes
-(`benchmarks.recurrent.kernels`).
+(`benchmarks.recurrent.kernels`). `prefill` computes prompts token by token and in chunks, and `prompts` times the
+kernels of both (`benchmarks.recurrent.prompts`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.ets.figure_5_1_trainer import trained_jobs
 from benchmarks.finetuning.with_peft import chunked_loss
 from benchmarks.peers.trainer import adapted
 from benchmarks.recurrent.kernels import measure_kernels
+from benchmarks.recurrent.prompts import measure_prefill, measure_recurrence
 from benchmarks.serving.case import SEED, Bench, Load, Shape, hardware
 from benchmarks.serving.idle import measure
 from coserve.memory.kv import KvCache
@@ -71,7 +73,7 @@ def floor_seconds(base: Base, sequences: int, bandwidth: float) -> float:
 
 
 async def serve(bench: Bench, results: Results, wanted: set[str], bandwidth: float, *, tiny: bool) -> None:
-    """Output tokens a second of decodes, and prompt tokens a second."""
+    """Output tokens a second of decodes, and the kernels of a step."""
     async with bench.serving():
         for sequences in (1, 4) if tiny else (1, 64):
             if "decode" not in wanted:
@@ -92,14 +94,6 @@ async def serve(bench: Bench, results: Results, wanted: set[str], bandwidth: flo
             idle = await measure(bench, load, kernels=True)
             shown = idle.about() | {"idle": idle.idle, "kernels": [" ".join(map(str, one)) for one in idle.kernels]}
             results.put(f"models.qwen35.decode_step_ms.b{load.requests}", idle.step_ms_unprofiled, "ms", about=shown)
-        if "prefill" in wanted:
-            load = Load(4, 12 if tiny else 4096, 1)
-            await bench.serve(load.make_requests("warm prompts", bench.shape.vocab))
-            found = [
-                load.requests * load.prompt / await bench.serve(load.make_requests(f"prompts{i}", bench.shape.vocab))
-                for i in range(REPEATS)
-            ]
-            results.put("models.qwen35.prefill_tok_s", round(statistics.median(found), 1), "prompt tok/s", None, found)
 
 
 def finetune(base: Base, shape: Shape, results: Results, *, tiny: bool) -> None:
@@ -177,14 +171,18 @@ def main() -> None:
     )
     if "kernels" in wanted:
         measure_kernels(results, torch.device(shape.device), options.bandwidth, tiny=options.tiny)
-    if not wanted - {"kernels"}:
+    if "prompts" in wanted:
+        measure_recurrence(results, torch.device(shape.device), options.bandwidth, tiny=options.tiny)
+    if not wanted - {"kernels", "prompts"}:
         return
     base = wrap_base(make_model(shape), name="qwen3.5-9b-random")
     if "peft" in wanted:
         with_peft(base.spec.default_targets, shape, results, tiny=options.tiny)
     if "finetune" in wanted:
         finetune(base, shape, results, tiny=options.tiny)
-    if wanted & {"decode", "prefill", "profile"}:
+    if "prefill" in wanted:
+        measure_prefill(base, shape, results, tiny=options.tiny)
+    if wanted & {"decode", "profile"}:
         kv = KvCache.for_base(base, shape.kv_tokens, PAGE_TOKENS, sequences=shape.max_running)
         bench = Bench(base, shape, kv=kv)
         print(f"compiled and captured in {bench.capture():.1f} s", flush=True)

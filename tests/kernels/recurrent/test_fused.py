@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.gpu.capture import captured
 from coserve.kernels.recurrent.fused.steps import FEW, MANY, FusedRecurrence, RecurShape
 from coserve.kernels.recurrent.interface import Recurrence, RecurrenceInputs, RecurrenceParams, StateShape
 from coserve.kernels.recurrent.packed import PackedRecurrence
@@ -144,6 +145,32 @@ def test_neighbours_of_a_long_run_change_no_bit(monkeypatch: pytest.MonkeyPatch)
         found.append((fused.recur(0, given)[:75], states.layers[0].recurrent[0]))
     for alone, beside in zip(*found, strict=True):
         assert torch.equal(alone, beside)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_steps_of_any_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With long runs or without: the bits of steps that are not captured, and states of other slots as they were."""
+    monkeypatch.setattr(FusedRecurrence, "chunked_from", CHUNKED_FROM)
+    shape, device = StateShape(20, 4, heads=4, keys=128, values=128), torch.device(DEVICE)
+    given = _inputs(shape, 192, beta=True, by_key=False, dtype=torch.bfloat16, seed=0)
+    states = StatePool({0: shape}, slots=4, dtype=torch.bfloat16, device=device)
+    slots = states.layers[0].recurrent
+    steps = [FusedRecurrence(states.layers, tokens=192, sequences=4, device=device) for _ in range(2)]
+    steps[0].recur(0, given)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with captured(graph):
+        out = steps[0].recur(0, given)
+    for lengths in ([70, 1, 100], [192], [1, 1], [19, 64, 65, 20]):
+        found = []
+        for step in steps:
+            slots[:4] = 1
+            step.load([TokenRun(length, 1, (), i) for i, length in enumerate(lengths)])
+            if step is steps[0]:
+                graph.replay()
+            found.append(((out if step is steps[0] else step.recur(0, given)).clone(), slots[:4].clone()))
+        for replayed, launched in zip(*found, strict=True):
+            assert torch.equal(replayed, launched)
+        assert (slots[len(lengths) : 4] == 1).all()
 
 
 def _compare(

@@ -1,0 +1,154 @@
+"""Prompts of Qwen3.5-9B's shape, their recurrence token by token and in chunks: `--only prompts` and `--only prefill`.
+
+`prompt_us.SxT.tokens`, `.chunks`       a layer's recurrence of S sequences of T tokens, in microseconds of its kernels:
+                                        by the fused kernel, and in chunks by serving's launch shape. Beside it, the
+                                        kernels of each shape and the distance of its outputs from the fused kernel's
+                                        (`error`). `floor`: inputs, outputs and states moved once at `--bandwidth`
+`prefill_tok_s.tokens.T`, `.chunks.T`   prompt tokens a second of one prompt of T tokens, through the engine
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+
+import torch
+import triton
+from torch._C._autograd import DeviceType
+
+from benchmarks.common.results import Results
+from benchmarks.recurrent.kernels import GROUPS, HEADS, SIZE
+from benchmarks.serving.case import Bench, Load, Shape
+from coserve.generate.execution.start import INDUCTOR
+from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.recurrent.chunked.long_runs import PROMPTS, LongRuns
+from coserve.kernels.recurrent.chunked.recurrence import ChunkShape
+from coserve.kernels.recurrent.fused.steps import FusedRecurrence
+from coserve.kernels.recurrent.interface import RecurrenceInputs, RecurrenceParams
+from coserve.kernels.recurrent.slots import LayerStates
+from coserve.memory.kv import KvCache
+from coserve.model.base import Base
+from coserve.model.fused import FusedBase
+
+CHUNKED_FROM = 64
+WAYS = {"tokens": None, "chunks": CHUNKED_FROM}
+"""The fewest tokens of a run that is computed in chunks."""
+STEPS = ((2048, 1), (2048, 8), (512, 1))
+"""Tokens of a step, and its sequences."""
+SHAPES = (
+    ChunkShape(),
+    replace(PROMPTS, part=64),
+    replace(PROMPTS, stages=2),
+    replace(PROMPTS, stages=3),
+    replace(PROMPTS, warps=8),
+    replace(PROMPTS, values=16, stages=2),
+    replace(PROMPTS, values=64, stages=2),
+    replace(PROMPTS, values=64, warps=8, stages=2),
+    replace(PROMPTS, outputs=128, part=8),
+)
+CALLS, REPEATS, WARM = 5, 5, 6
+
+
+def measure_recurrence(results: Results, device: torch.device, bandwidth: float, *, tiny: bool) -> None:
+    """Put a row for each step and way; for the first step, with the times of other launch shapes."""
+    for tokens, sequences in ((40, 2),) if tiny else STEPS:
+        length, name = tokens // sequences, f"models.qwen35.prompt_us.{sequences}x{tokens // sequences}"
+        given, states, runs = _drawn(tokens, sequences, device, tiny=tiny)
+        heads, groups, size = given.v.shape[1], given.k.shape[1], given.v.shape[2]
+        moved = 4 * (groups + heads) * size * tokens + 6 * heads * tokens + 8 * sequences * heads * size * size
+        floor: dict[str, object] = {"floor": round(1e6 * moved / bandwidth, 2)}
+        fused = FusedRecurrence({0: states}, tokens=tokens, sequences=sequences, device=device)
+        fused.load(runs)
+        right, out = fused.recur(0, given).float(), torch.zeros_like(given.v)
+        singly = _kernel_us(partial(fused.recur, 0, given), tiny=tiny)
+        results.put(f"{name}.tokens", round(sum(singly.values()), 1), "us", about=floor)
+        slots, times = [run.slot for run in runs], dict[str, dict[str, float]]()
+        for shape in (PROMPTS, *(SHAPES if (tokens, sequences) == STEPS[0] else ())):
+            chunked = LongRuns(tokens, sequences, min(length, CHUNKED_FROM), device, shape)
+            chunked.load([(start, start + length) for start in range(0, tokens, length)], slots, slots)
+            states.recurrent.zero_()
+            try:
+                chunked.recur(given, out, states.recurrent)
+            except triton.runtime.errors.OutOfResources:
+                continue
+            error = float(torch.linalg.vector_norm(out.float() - right) / torch.linalg.vector_norm(right))
+            found = _kernel_us(partial(chunked.recur, given, out, states.recurrent), tiny=tiny)
+            times[_name(shape)] = {one: round(us, 1) for one, us in found.items()} | {"error": round(error, 5)}
+            print(name, _name(shape), f"{sum(found.values()):.1f} us", times[_name(shape)], flush=True)
+        value = sum(us for one, us in times[_name(PROMPTS)].items() if one != "error")
+        results.put(f"{name}.chunks", round(value, 1), "us", about=floor | times)
+
+
+def _name(shape: ChunkShape) -> str:
+    """Return what differs from the shape of serving."""
+    own = asdict(PROMPTS)
+    return " ".join(f"{name}={value}" for name, value in asdict(shape).items() if value != own[name]) or "serving"
+
+
+def _drawn(
+    tokens: int, sequences: int, device: torch.device, *, tiny: bool
+) -> tuple[RecurrenceInputs, LayerStates, list[TokenRun]]:
+    """Return a layer's inputs, cut from a convolution's output, its states, and the runs of a step."""
+    heads, groups, size = (4, 2, 8) if tiny else (HEADS, GROUPS, SIZE)
+    dtype = torch.float32 if tiny else torch.bfloat16
+    made = torch.randn(tokens, (2 * groups + heads) * size, device=device, dtype=dtype)
+    q, k, v = torch.split(made, [groups * size, groups * size, heads * size], 1)
+    decay = -torch.rand(tokens, heads, device=device) / 8
+    beta = torch.randn(tokens, heads, device=device, dtype=dtype).sigmoid()
+    given = RecurrenceInputs(
+        q.view(-1, groups, size),
+        k.view(-1, groups, size),
+        v.view(-1, heads, size),
+        decay,
+        beta,
+        RecurrenceParams(size**-0.5, normalize=True),
+    )
+    conv = torch.zeros(sequences + 2, 3, made.shape[1], device=device, dtype=dtype)
+    states = LayerStates(conv, torch.zeros(sequences + 2, heads, size, size, device=device))
+    return given, states, [TokenRun(tokens // sequences, 1, (), slot) for slot in range(sequences)]
+
+
+def _kernel_us(run: Callable[[], object], *, tiny: bool) -> dict[str, float]:
+    """Microseconds a call of each kernel."""
+    if tiny:
+        began = time.perf_counter()
+        run()
+        return {"all": 1e6 * (time.perf_counter() - began)}
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(CALLS):
+            run()
+        torch.cuda.synchronize()
+    found = defaultdict[str, float](float)
+    for event in profiler.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            found[event.name[:40]] += event.time_range.elapsed_us() / CALLS
+    return dict(found)
+
+
+def measure_prefill(base: Base, shape: Shape, results: Results, *, tiny: bool) -> None:
+    """Prompts one at a time, each way; both have their layers compiled, and CUDA graphs of the steps."""
+    fused = FusedBase(base, compiled=False) if tiny else FusedBase(base, options=INDUCTOR)
+    for way, least in WAYS.items():
+        FusedRecurrence.chunked_from = least
+        kv = KvCache.for_base(base, shape.kv_tokens, 16, sequences=shape.max_running)
+        asyncio.run(_prefill(Bench(base, shape, kv=kv, fused=fused), way, results, tiny=tiny))
+    FusedRecurrence.chunked_from = None
+
+
+async def _prefill(bench: Bench, way: str, results: Results, *, tiny: bool) -> None:
+    async with bench.serving():
+        for length in (32, 96) if tiny else (2048, 8192):
+            load, vocab = Load(1, length, 1), bench.shape.vocab
+            for i in range(1 if tiny else WARM):  # the graph of a step is captured when some have missed it
+                await bench.serve(load.make_requests(f"{way} warm {length}/{i}", vocab))
+            found = [
+                length / await bench.serve(load.make_requests(f"{way} {length}/{i}", vocab)) for i in range(REPEATS)
+            ]
+            key = f"models.qwen35.prefill_tok_s.{way}.{length}"
+            results.put(key, round(statistics.median(found), 1), "prompt tok/s", None, found)
