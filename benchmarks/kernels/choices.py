@@ -141,12 +141,11 @@ def beside_part(results: Results) -> None:
             for layer in stack.sets
         ]
         counters = skinny.make_counters(max(len(weight) for weight in weights), cases.DEVICE)
-        shapes = {
-            weight.shape: skinny.fastest(
-                [FrozenWeight(w, None, (len(w),)) for w in weights if w.shape == weight.shape], counters, rows
-            )
-            for weight in weights[: len(MODELS[0].groups)]
-        }
+        shapes = dict[torch.Size, skinny.Shape | None]()
+        for weight in weights[: len(MODELS[0].groups)]:
+            alike = [FrozenWeight(w, None, (len(w),)) for w in weights if w.shape == weight.shape]
+            best, lost_us = skinny.fastest(alike, counters, rows)
+            shapes[weight.shape] = best if lost_us < 0 else None
         tile = 16 if adapters == 1 else 8
         host = cut(cases.batch(sorted(i % adapters for i in range(rows)), 1), stack.ranks, tile)
         static = StepTiles(tile, len(host.tiles), len(host.items), rows, cases.DEVICE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,10 @@ from coserve.kernels.quantized.weights import Nf4Weight, QuantizedWeight
 L2_BYTES = 200 << 20
 """Larger than any GPU's L2 cache. GEMMs are measured over this many bytes of weights, because a step reads all weights
 from HBM."""
+
+BESIDE_US = {1: 2.0, 2: 4.0, 3: 4.0}
+"""Microseconds by which our skinny GEMM may be slower than torch's GEMM before a LoRA shrink, which only ours overlaps,
+by the number of sites. Measured at the shapes of one of four GPUs, 64 rows: it saves 2.0 at o, 5.7 at q, k and v."""
 
 ROW_WEIGHTS = 0
 """`GemmChoice.row_weights`."""
@@ -49,6 +54,8 @@ class GemmChoice:
     """Block sizes of our skinny GEMM for up to 64 rows, by most rows, inputs and total outputs."""
     counters: Tensor | None = None
     """Scratch from `skinny.make_counters`."""
+    beside: Mapping[tuple[int, int, int], Shape] = field(default_factory=dict)
+    """Block sizes of our skinny GEMM where only a LoRA shrink that overlaps it makes up for its time."""
     row_weights: int = ROW_WEIGHTS
     """Most elements of weights whose only row goes through them together with its LoRA terms (`launch_row`)."""
 
@@ -83,7 +90,9 @@ class GemmChoice:
         (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
         if self.counters is not None and x_TD.stride(1) == 1 and (rows > 1 or before_shrink):
             most = skinny.rows_of(rows)
-            if most and (shape := self.skinny.get((most, inputs, outputs))):
+            kind = most or 0, inputs, outputs
+            shape = self.skinny.get(kind) or (self.beside.get(kind) if before_shrink else None)
+            if shape is not None:
                 rounded = scale_O is not None and fp8.rounds(x_TD)
                 own = skinny.skinny_gemm(x_TD, weight_OD, bias_O, self.counters, shape, scale_O, rounded=rounded)
                 return GemmOutput(*own)
@@ -115,16 +124,14 @@ def measure_gemms(
         return GemmChoice()
     counters = _counters(kinds, device)
     one_row = {_shape(found): gemv.fastest(found) for found in kinds.values()} if 1 in rows else {}
-    more_rows = {
-        (most, *_shape(found)): skinny.fastest(found, counters, most)
-        for found in kinds.values()
-        for most in skinny.ROWS
-        if most in rows
-    }
+    more_rows: dict[tuple[int, int, int], Shape] = {}
+    beside: dict[tuple[int, int, int], Shape] = {}
+    for found, most in itertools.product(kinds.values(), (most for most in skinny.ROWS if most in rows)):
+        best, lost_us = skinny.fastest(found, counters, most)
+        if best is not None and lost_us < BESIDE_US.get(len(found[0].sizes), 0.0):
+            (more_rows if lost_us < 0 else beside)[most, *_shape(found)] = best
     return GemmChoice(
-        {kind: shape for kind, shape in one_row.items() if shape is not None},
-        {kind: shape for kind, shape in more_rows.items() if shape is not None},
-        counters,
+        {kind: shape for kind, shape in one_row.items() if shape is not None}, more_rows, counters, beside
     )
 
 
@@ -136,6 +143,7 @@ class SavedGemms(msgspec.Struct, frozen=True):
     """For each kind, its inputs and each site's outputs."""
     gemv: list[tuple[tuple[int, int], tuple[int, int]]]
     skinny: list[tuple[tuple[int, int, int], Shape]]
+    beside: list[tuple[tuple[int, int, int], Shape]]
 
 
 def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[FrozenWeight], rows: Sequence[int]) -> None:
@@ -145,6 +153,7 @@ def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[FrozenWeight], r
         kinds=[list(kind) for kind in _kinds(inputs)],
         gemv=list(choice.gemv.items()),
         skinny=list(choice.skinny.items()),
+        beside=list(choice.beside.items()),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -160,6 +169,7 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[FrozenWeight], device: to
     kinds = _kinds(inputs)
     one_row: dict[tuple[int, int], tuple[int, int]] = {}
     more_rows: dict[tuple[int, int, int], Shape] = {}
+    beside: dict[tuple[int, int, int], Shape] = {}
     wide, fits = {_shape(found) for found in kinds.values()}, False
     for path in paths:
         try:
@@ -170,16 +180,17 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[FrozenWeight], device: to
             shape in (*skinny.SHAPES, *skinny.WIDE_SHAPES, *skinny.ROUNDED_SHAPES)
             and rows in skinny.ROWS
             and (inputs_, outputs) in wide
-            for (rows, inputs_, outputs), shape in saved.skinny
+            for (rows, inputs_, outputs), shape in (*saved.skinny, *saved.beside)
         )
         if not known or {tuple(kind) for kind in saved.kinds} != kinds.keys():
             continue
         fits = True
         one_row |= dict(saved.gemv)
         more_rows |= dict(saved.skinny)
+        beside |= dict(saved.beside)
     if not fits:
         return None
-    return GemmChoice(one_row, more_rows, _counters(kinds, device)) if kinds else GemmChoice()
+    return GemmChoice(one_row, more_rows, _counters(kinds, device), beside) if kinds else GemmChoice()
 
 
 def _kinds(inputs: Iterable[FrozenWeight]) -> dict[tuple[int, ...], list[FrozenWeight]]:

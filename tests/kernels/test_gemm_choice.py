@@ -66,6 +66,30 @@ def test_a_row_before_a_shrink_goes_by_the_skinny_gemm(rows: int, before_shrink:
     assert (found.workspace is not None) == (before_shrink or rows > 1)
 
 
+@pytest.mark.parametrize("rows", [1, 9])
+def test_a_slower_skinny_gemm_is_for_a_shrink_beside_it(rows: int) -> None:
+    x, weight = torch.randn(rows, 256), torch.randn(96, 256)
+    shapes = {(16, 256, 96): skinny.Shape(32, 128, 1, 4, 2)}
+    choice = GemmChoice(counters=skinny.make_counters(96, CPU), beside=shapes)
+    for before_shrink in (False, True):
+        found = choice.linear(x, weight, None, before_shrink=before_shrink)
+        torch.testing.assert_close(found.y, torch.nn.functional.linear(x, weight), rtol=1e-4, atol=1e-4)
+        assert (found.workspace is not None) == before_shrink
+
+
+def test_how_much_slower_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacked = [FrozenWeight(torch.zeros(sum(sizes), inputs), None, sizes) for inputs, sizes in WEIGHTS]
+    lost_us = {(4096, 768): 3.0, (2048, 512): 3.0, (4096, 2048): -1.0}
+    shape = skinny.SHAPES[0]
+
+    def fastest(weights: list[FrozenWeight], *_: object) -> tuple[skinny.Shape, float]:
+        return shape, lost_us[weights[0].in_features, sum(weights[0].sizes)]
+
+    monkeypatch.setattr(skinny, "fastest", fastest)
+    found = measure_gemms(stacked, CPU, (16,))
+    assert (found.skinny, found.beside) == ({(16, 4096, 2048): shape}, {(16, 4096, 768): shape})
+
+
 def test_small_weights_whose_gemv_is_the_fastest_go_with_their_terms_in_one_launch() -> None:
     choice = GemmChoice({(4096, 1536): (2, 4), (4096, 28672): (2, 4)}, row_weights=8 << 20)
     served = [(4096, 1536), (4096, 28672), (1024, 4096)]
