@@ -38,18 +38,18 @@ from coserve.model.fused import FusedBase
 CHUNKED_FROM = 64
 WAYS = {"tokens": None, "chunks": CHUNKED_FROM}
 """The fewest tokens of a run that is computed in chunks."""
-STEPS = ((2048, 1), (2048, 8), (512, 1))
+STEPS = ((2048, 1), (2048, 8), (512, 1), (64, 1))
 """Tokens of a step, and its sequences."""
 SHAPES = (
     ChunkShape(),
     replace(PROMPTS, part=64),
-    replace(PROMPTS, stages=2),
+    replace(PROMPTS, part=8, outputs=128),
+    replace(PROMPTS, stages=1),
     replace(PROMPTS, stages=3),
     replace(PROMPTS, warps=8),
-    replace(PROMPTS, values=16, stages=2),
-    replace(PROMPTS, values=64, stages=2),
-    replace(PROMPTS, values=64, warps=8, stages=2),
-    replace(PROMPTS, outputs=128, part=8),
+    replace(PROMPTS, values=16),
+    replace(PROMPTS, values=64),
+    replace(PROMPTS, values=64, warps=8),
 )
 CALLS, REPEATS, WARM = 5, 5, 6
 

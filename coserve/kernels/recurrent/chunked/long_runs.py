@@ -13,7 +13,7 @@ from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence, Chun
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.reference import CHUNK
 
-PROMPTS = ChunkShape(values=32, part=16)
+PROMPTS = ChunkShape(values=32, stages=2, part=16)
 """Not measured yet: `benchmarks.recurrent.prompts`."""
 
 
