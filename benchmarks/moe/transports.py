@@ -119,8 +119,8 @@ def _measure(way: str, results: Results, shape: MoeShape, tokens: Sequence[int],
         finally:
             process.kill()
             process.wait()
-            if end is not None:
-                end.release()
+            if boxes is not None:
+                boxes.close()
 
 
 def _connected(channel: Channel[AnyToServer, AnyFromServer]) -> None:

@@ -3,9 +3,12 @@ On GPUs: `tests/gpu/test_lora_ipc_gpu.py`."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.engine.lora_server.ipc import BEYOND, layout, mailbox_sizes, reached
+from coserve.engine.lora_server.gpu_driver import IpcUnavailable
+from coserve.engine.lora_server.ipc import BEYOND, PAGE, Mailboxes, layout, mailbox_sizes, open_mailbox, reached
 from coserve.engine.lora_server.transport import TensorSpec
 from coserve.memory.buffer import ALIGNMENT
 from coserve.model.base import wrap_base
+from tests.support.fake_driver import FakeDriver
 from tests.support.families import tiny_family
 from tests.support.host_stream import mailbox_ends
 
@@ -117,3 +122,46 @@ def test_the_host_can_end_a_wait() -> None:
     for number in (1, 5, (1 << 32) - 1, (1 << 31) + 3):
         released = number + BEYOND & (1 << 32) - 1
         assert all(reached(released, number + more & (1 << 32) - 1) for more in range(0, BEYOND, 9999))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    found = FakeDriver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: found)
+    return found
+
+
+def mailboxes() -> Mailboxes:
+    return Mailboxes(torch.device("cpu"), wrap_base(tiny_family("mixtral"), name="mixtral").spec, 1, 8)
+
+
+def test_mailboxes_may_be_offered_and_opened_on_any_thread(driver: FakeDriver) -> None:
+    """An engine makes them on one thread, and starts servers on another, on which no kernel has run."""
+    boxes = mailboxes()
+    with ThreadPoolExecutor(1) as other:
+        _, mailbox = other.submit(boxes.offer, 0).result()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(open_mailbox, mailbox, torch.device("cpu")).result()
+        assert len(driver.registered) == 2
+        other.submit(boxes.close).result()
+
+
+def test_pages_of_several_starts_and_of_several_engines_are_registered_once(driver: FakeDriver) -> None:
+    """A page that is unmapped while it is registered would have the driver refuse another one at its address."""
+    for _ in range(4):
+        boxes = mailboxes()
+        for start in range(1, 4):
+            _, mailbox = boxes.offer(0)
+            os.close(mailbox.page)
+            assert [*driver.registered.values()] == [PAGE] * start
+        boxes.close()
+        assert not driver.registered and not driver.allocated
+
+
+def test_a_page_that_cannot_be_registered_leaves_no_file_open(driver: FakeDriver) -> None:
+    boxes = mailboxes()
+    driver.registered[0] = 1 << 62
+    files = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(IpcUnavailable, match="cuMemHostRegister: 712"):
+        boxes.offer(0)
+    assert len([*Path("/proc/self/fd").iterdir()]) == files

@@ -71,7 +71,8 @@ def test_terms_of_servers_equal_the_coupled_path(
     segments, sequences = Segments((0, 11, 20, 27, 32), (0, -1, 1, 0)), [tokens_of(n, seed=n) for n in (11, 9, 7, 5)]
     expected = packed(base, sequences, LoraBatch(segments, tuple(adapters), GROUPED))
     make = lambda start, told: in_threads(base, tmp_path, servers, told, ep=ep, mailboxes=mailboxes)
-    own = LoraServers(servers, make, 60.0)
+    gone = Event()
+    own = LoraServers(servers, make, 60.0, gone.set)
     with closing(own):
         own.wait()
         for load in [own.load(ref, None) for ref in REFS]:
@@ -91,7 +92,8 @@ def test_terms_of_servers_equal_the_coupled_path(
         left = packed(base, sequences, LoraBatch(segments, tuple(replace(w, remote=-1) for w in apart), GROUPED))
         assert (left[0] - expected[0]).abs().max() > 0.1, "terms that are left out would not be seen"
         own.dropped(REFS[0])
-        assert own.slot(REFS[0]) == -1 and own.slot(REFS[1]) == slots[1]
+        assert own.slot(REFS[0]) == -1 and own.slot(REFS[1]) == slots[1] and not gone.is_set()
+    assert gone.is_set()
 
 
 @pytest.mark.filterwarnings("ignore")

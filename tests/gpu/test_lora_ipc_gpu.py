@@ -36,7 +36,8 @@ EngineChannel = Channel[AnyToServer, AnyFromServer]
 def peer() -> Iterator[tuple[IpcTransport, EngineChannel, subprocess.Popen[bytes], int]]:
     """The engine's end, the socket and the process of a peer on the second GPU, and the longest message's bytes."""
     spec = wrap_base(tiny_family("mixtral"), name="mixtral").spec
-    end, mailbox = Mailboxes(DEVICE, spec, 1, TOKENS).offer(0)
+    boxes = Mailboxes(DEVICE, spec, 1, TOKENS)
+    end, mailbox = boxes.offer(0)
     ours, theirs = socket.socketpair()
     with theirs:
         process = spawn_child("tests.support.ipc_peer", theirs, mailbox.page)
@@ -68,8 +69,7 @@ def peer() -> Iterator[tuple[IpcTransport, EngineChannel, subprocess.Popen[bytes
     finally:
         process.kill()
         process.wait()
-        end.release()
-        torch.cuda.synchronize(DEVICE)
+        boxes.close()
 
 
 def send(end: IpcTransport, channel: EngineChannel, number: int, x: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ host memory that a stream writes and waits for."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -45,11 +46,14 @@ class _Handle(ctypes.Structure):
 
 
 class GpuDriver:
-    """Implements `StreamOps`. Raises `IpcUnavailable` if the driver lacks a function, or if a call fails."""
+    """Implements `StreamOps`. Raises `IpcUnavailable` if the driver lacks a function, or if a call fails. Memory may be
+    taken on any thread; it is the process's until `close`."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.zeros((), device=device)  # creates the primary context, in which all calls run
+        torch.zeros((), device=device)  # torch comes first, so that the context is its own
         self._index = device.index or 0
+        self._taken = list[tuple[str, Callable[[int], int], int]]()
+        """Allocated and registered addresses, and what gives them back."""
         try:
             library: Any = ctypes.CDLL(LIBRARY)
         except OSError as error:
@@ -65,36 +69,61 @@ class GpuDriver:
             return found
 
         self._text = function("cuGetErrorString", ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+        self._enter = function("cuCtxSetCurrent", pointer)
+        self._finish = function("cuCtxSynchronize")
         self._allocate = function("cuMemAlloc_v2", out, size)
+        self._free = function("cuMemFree_v2", address)
         self._export = function("cuIpcGetMemHandle", ctypes.POINTER(_Handle), address)
         self._open = function("cuIpcOpenMemHandle_v2", out, _Handle, ctypes.c_uint)
         self._register = function("cuMemHostRegister_v2", pointer, size, ctypes.c_uint)
+        self._unregister = function("cuMemHostUnregister", address)
         self._mapped = function("cuMemHostGetDevicePointer_v2", out, pointer, ctypes.c_uint)
         self._copy = function("cuMemcpyDtoDAsync_v2", address, address, size, pointer)
         self._write = function("cuStreamWriteValue32_v2", pointer, address, word, ctypes.c_uint)
         self._wait = function("cuStreamWaitValue32_v2", pointer, address, word, ctypes.c_uint)
+        retain = function("cuDevicePrimaryCtxRetain", ctypes.POINTER(pointer), ctypes.c_int)
+        self._context = ctypes.c_void_p()
+        self._check("cuDevicePrimaryCtxRetain", retain(ctypes.byref(self._context), self._index))
+
+    def enter(self) -> None:
+        """Make the device's context current on this thread. A thread begins without one, and torch gives it one only
+        with the first kernel: `torch.cuda.set_device` does nothing for the device that is current anyway."""
+        self._check("cuCtxSetCurrent", self._enter(self._context))
 
     def allocate(self, size: int) -> tuple[int, bytes]:
-        """Allocate memory for the life of the process, apart from torch's, whose blocks cannot all be opened by
-        others. Return its address, and the handle by which another process opens it."""
+        """Allocate memory apart from torch's, whose blocks cannot all be opened by others. Return its address, and the
+        handle by which another process opens it."""
+        self.enter()
         found, handle = ctypes.c_uint64(), _Handle()
         self._check("cuMemAlloc", self._allocate(ctypes.byref(found), size))
+        self._taken.append(("cuMemFree", self._free, found.value))
         self._check("cuIpcGetMemHandle", self._export(ctypes.byref(handle), found.value))
         return found.value, bytes(handle)
 
     def open(self, handle: bytes) -> int:
         """Open another process's memory, on any GPU that this one can access; return its address here."""
+        self.enter()
         found = ctypes.c_uint64()
         own = _Handle.from_buffer_copy(handle)
         self._check("cuIpcOpenMemHandle", self._open(ctypes.byref(found), own, LAZY_PEER_ACCESS))
         return found.value
 
     def register(self, address: int, size: int) -> int:
-        """Let the GPU access host memory; return its address on the device."""
+        """Let the GPU access host memory, which must stay mapped until `close`; return its address on the device."""
+        self.enter()
         found = ctypes.c_uint64()
         self._check("cuMemHostRegister", self._register(address, size, PORTABLE_MAPPED))
+        self._taken.append(("cuMemHostUnregister", self._unregister, address))
         self._check("cuMemHostGetDevicePointer", self._mapped(ctypes.byref(found), address, 0))
         return found.value
+
+    def close(self) -> None:
+        """Give all memory back, once the GPU has come to the end of its streams: none of them may wait for a peer."""
+        self.enter()
+        self._check("cuCtxSynchronize", self._finish())
+        while self._taken:
+            name, give_back, address = self._taken.pop()
+            self._check(name, give_back(address))
 
     def copy(self, to: int, source: int, size: int) -> None:
         self._check("cuMemcpyDtoDAsync", self._copy(to, source, size, self._stream()))

@@ -96,7 +96,7 @@ class IpcTransport:
             self._ops.wait(self._words + TO_ENGINE, self._sent)
         for start, tensor in zip(starts, map(Tensor.contiguous, tensors), strict=True):
             self._ops.copy(self._sends.address + start, tensor.data_ptr(), tensor.nbytes)
-        self._sent, self._since = number & MASK, time.monotonic()
+        self._since, self._sent = time.monotonic(), number & MASK  # in this order: another thread reads both
         self._ops.write(self._words + self._sends.word, self._sent)
 
     def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
@@ -120,7 +120,7 @@ class IpcTransport:
 
 
 class Mailboxes:
-    """An engine's mailboxes, one for each server; they last as long as the process, whoever opens them."""
+    """An engine's mailboxes, one for each server, whoever opens it; they last until `close`."""
 
     def __init__(self, device: torch.device, spec: BaseSpec, servers: int, tokens: int) -> None:
         """Allocate them, for steps of up to `tokens` tokens. Raises `IpcUnavailable`, also without memory."""
@@ -128,17 +128,29 @@ class Mailboxes:
         self._there, self._back = mailbox_sizes(spec, tokens)
         self._own = [self._driver.allocate(self._there + self._back) for _ in range(servers)]
         self._ends = list[IpcTransport]()
-        """All that were offered: streams may still write to the page of a lost server's."""
+        """All that were offered: streams may still write to the page of a lost server's, and a page that is registered
+        must not be unmapped: the next one may get its address, and would be refused."""
 
     def offer(self, index: int) -> tuple[IpcTransport, Mailbox]:
         """Return the engine's end for a server that is about to start, and what the server needs. The caller closes
         `Mailbox.page` once the server has inherited it. Raises `IpcUnavailable`."""
         address, handle = self._own[index]
         file = os.memfd_create("lora-server")
-        os.truncate(file, PAGE)
-        mailbox = Mailbox(handle=handle, there=self._there, back=self._back, page=file)
-        self._ends.append(_end(self._driver, self._device, address, mailbox))
+        try:
+            os.truncate(file, PAGE)
+            mailbox = Mailbox(handle=handle, there=self._there, back=self._back, page=file)
+            self._ends.append(_end(self._driver, self._device, address, mailbox))
+        except BaseException:
+            os.close(file)
+            raise
         return self._ends[-1], mailbox
+
+    def close(self) -> None:
+        """Give their memory back, once all servers have ended and no step will run. Raises `IpcUnavailable`."""
+        for end in self._ends:
+            end.release()
+        self._driver.close()
+        self._ends.clear()
 
 
 def open_mailbox(mailbox: Mailbox, device: torch.device) -> IpcTransport:

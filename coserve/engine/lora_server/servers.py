@@ -46,9 +46,16 @@ class LoraServers:
     """Implements `RemoteExperts`, and `RemotePairs` of the store. A thread of its own starts the servers; all methods
     may be called on any thread."""
 
-    def __init__(self, count: int, start: Callable[[int, Answered], RunningServers], patience: float) -> None:
+    def __init__(
+        self,
+        count: int,
+        start: Callable[[int, Answered], RunningServers],
+        patience: float,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
         """`start`: starts `count` servers; its first argument is the number of the start, from 1. `patience`: seconds
-        that `load` waits for servers once the engine has read an adapter."""
+        that `load` waits for servers once the engine has read an adapter. `ended` is called, on the thread of `start`,
+        when none will be started any more and the last ones have ended."""
         self._count, self._start, self._patience = count, start, patience
         self._changed, self._starts, self._losses = threading.Condition(), 0, 0
         self._running: RunningServers | None = None
@@ -59,7 +66,7 @@ class LoraServers:
         self._failure: Exception | None = None
         self._tell: Callable[[], None] = lambda: None
         self._ended = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="lora-servers", daemon=True)
+        self._keeper = threading.Thread(target=self._keep, args=(ended,), name="lora-servers", daemon=True)
         self._keeper.start()
 
     def notify(self, changed: Callable[[], None]) -> None:
@@ -82,8 +89,15 @@ class LoraServers:
             running.lose("the engine stops")
             self._keeper.join()
 
-    def _keep(self) -> None:
-        """Start the servers, and start them again whenever they are lost; on a thread."""
+    def _keep(self, ended: Callable[[], None]) -> None:
+        """Keep the servers running; on a thread."""
+        try:
+            self._start_again()
+        finally:
+            ended()
+
+    def _start_again(self) -> None:
+        """Start the servers, and start them again whenever they are lost."""
         pause, longest = PAUSES
         while not self._ended.is_set():
             self._starts += 1

@@ -24,10 +24,14 @@ from coserve.model.lora import LoraWeights
 
 log = logging.getLogger(__name__)
 
+MAILBOXES = False
+"""Whether GPUs exchange messages over mailboxes, else by gloo: not before tests/gpu/test_lora_servers_gpu.py has passed
+with them."""
+
 
 def make_servers(base: Base, config: Config, step_tokens: int) -> LoraServers | None:
-    """Begin to start the servers; None: the settings ask for none. `step_tokens`: the most tokens of a step. On a GPU
-    it takes memory for their mailboxes, which the memory plan then finds in use. Raises `UnsupportedBase` and
+    """Begin to start the servers; None: the settings ask for none. `step_tokens`: the most tokens of a step.
+    Mailboxes take memory of a GPU, which the memory plan then finds in use. Raises `UnsupportedBase` and
     `ConfigError` for a base and GPUs that cannot have them."""
     count = config.lora_server
     if not count:
@@ -47,7 +51,7 @@ def make_servers(base: Base, config: Config, step_tokens: int) -> LoraServers | 
         raise ConfigError(f"lora_server: expected {count + 1} GPUs, one of them for the base, found {found}")
     threads = max(1, torch.get_num_threads())
 
-    mailboxes, note = _mailboxes(base, count, step_tokens) if cuda else (None, "")
+    mailboxes, note = _mailboxes(base, count, step_tokens) if cuda and MAILBOXES else (None, "")
     usable = mailboxes is not None
 
     def start(number: int, answered: Answered) -> RunningServers:
@@ -76,7 +80,7 @@ def make_servers(base: Base, config: Config, step_tokens: int) -> LoraServers | 
             usable, note = False, _note(error)
             return start_servers(settings, answered, note=note)
 
-    return LoraServers(count, start, config.lora_server_timeout)
+    return LoraServers(count, start, config.lora_server_timeout, mailboxes.close if mailboxes else lambda: None)
 
 
 def _mailboxes(base: Base, servers: int, tokens: int) -> tuple[Mailboxes | None, str]:

@@ -1,0 +1,83 @@
+"""NVIDIA's driver of a GPU whose memory is the host's, as strict as the real one about threads and memory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+CONTEXT = 77
+UNKNOWN, NO_CONTEXT, ALREADY_MAPPED, NOT_MAPPED = 1, 201, 712, 713
+Number = ctypes.POINTER(ctypes.c_uint64)
+
+
+class Function:
+    """A function of the library; it takes what the caller would give to C."""
+
+    argtypes: Sequence[object] = ()
+    restype: object = None
+
+    def __init__(self, body: Callable[..., int]) -> None:
+        self._body = body
+
+    def __call__(self, *arguments: object) -> int:
+        return self._body(*arguments)
+
+
+class FakeDriver:
+    """In place of `ctypes.CDLL` of the driver. `registered`: bytes of host memory by address, as long as the GPU may
+    access them; `allocated`: the GPU's memory."""
+
+    def __init__(self) -> None:
+        self.registered, self.allocated = dict[int, int](), dict[int, ctypes.Array[ctypes.c_char]]()
+        self._thread = threading.local()
+        needs_none = {"cuGetErrorString", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"}
+        bodies: dict[str, Callable[..., int]] = {
+            "cuGetErrorString": lambda code, text: _write(text, 0),
+            "cuDevicePrimaryCtxRetain": lambda found, _: _write(found, CONTEXT),
+            "cuCtxSetCurrent": self._enter,
+            "cuCtxSynchronize": lambda: 0,
+            "cuMemAlloc_v2": self._allocate,
+            "cuMemFree_v2": lambda address: 0 if self.allocated.pop(address, None) else UNKNOWN,
+            "cuIpcGetMemHandle": lambda handle, address: _write(handle, address),
+            "cuIpcOpenMemHandle_v2": lambda found, handle, _: _write(
+                found, int.from_bytes(bytes(handle)[:8], "little")
+            ),
+            "cuMemHostRegister_v2": self._register,
+            "cuMemHostUnregister": lambda address: 0 if self.registered.pop(address, None) else NOT_MAPPED,
+            "cuMemHostGetDevicePointer_v2": lambda found, address, _: _write(found, address),
+        }
+        self._functions = {
+            name: Function(body if name in needs_none else self._checked(body)) for name, body in bodies.items()
+        }
+
+    def __getattr__(self, name: str) -> Function:
+        return self._functions.get(name) or Function(lambda *_: UNKNOWN)
+
+    def _checked(self, body: Callable[..., int]) -> Callable[..., int]:
+        return lambda *arguments: body(*arguments) if getattr(self._thread, "context", 0) == CONTEXT else NO_CONTEXT
+
+    def _enter(self, context: ctypes.c_void_p) -> int:
+        self._thread.context = context.value
+        return 0
+
+    def _allocate(self, found: object, size: int) -> int:
+        memory = ctypes.create_string_buffer(size)
+        self.allocated[ctypes.addressof(memory)] = memory
+        return _write(found, ctypes.addressof(memory))
+
+    def _register(self, address: int, size: int, _: int) -> int:
+        if any(address < first + length and first < address + size for first, length in self.registered.items()):
+            return ALREADY_MAPPED
+        self.registered[address] = size
+        return 0
+
+
+def _number(handle: ctypes.Structure) -> int:
+    return int.from_bytes(bytes(handle)[:8], sys.byteorder)
+
+
+def _write(to: object, value: int) -> int:
+    ctypes.cast(to, Number)[0] = value  # type: ignore[arg-type]
+    return 0
