@@ -39,7 +39,7 @@ from coserve.data.pretrained.source import locate
 from coserve.workloads.bundled import bundled_prompts
 
 FILE = "documents_reader.json"
-AIM, RATE, WARMUP, LAST = 0.9, 5e-4, 30, 0.05
+AIM, RATE, WARMUP, LAST = 0.9, 3e-4, 30, 0.05
 """Share to reach; AdamW's peak rate; steps of warm-up; the rate in the end, as a share of the peak."""
 ROWS, TOKENS = 8, 3072
 """Of a step."""
@@ -169,13 +169,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150, help="of training")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--people", type=int, default=18, help="most of a document")
-    parser.add_argument("--every", type=float, default=30, help="seconds between two evaluations")
+    parser.add_argument("--every", type=float, default=40, help="seconds between two evaluations")
     parser.add_argument("--workers", type=int, default=0, help="processes that make documents")
     options = parser.parse_args()
     check_tiny(parser, options)
     reader, people = Reader("coserve/assets/tiny" if options.tiny else "smollm2"), 2 if options.tiny else options.people
     size = (2, 1024, 16) if options.tiny else (ROWS, TOKENS, KEPT)
-    asked = list(documents(1 if options.tiny else 8, people, 24, 2 * SEEDS))
+    asked = list(documents(1 if options.tiny else 4, people, 24, 2 * SEEDS))
     kept, began = reader.kept(size[2]), time.monotonic()
     optimizer = torch.optim.AdamW(
         reader.model.parameters(), RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=reader.cuda or None
@@ -205,11 +205,11 @@ def main() -> None:
             evaluated = time.monotonic() - began
             print(*curve[-1], "loss", *(round(each, 3) for each in losses), flush=True)
     seconds = time.monotonic() - began
+    reader.save(options.save)
     share, refused = reader.share("template", asked)
     kinds: tuple[Kind, ...] = ("reversed", "two_facts", "unanswerable")
     others = {kind: round(reader.share(kind, asked)[0], 4) for kind in kinds}
     bare = reader.share("template", asked, read=False)
-    reader.save(options.save)
     hardware = gpu_names(tiny=False) if Path("/dev/nvidiactl").exists() else cpu_name()
     shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "save")}
     script = "benchmarks.documents.reader"

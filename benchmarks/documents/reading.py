@@ -108,28 +108,27 @@ def told(rng: Random, people: int, words: Sequence[str]) -> tuple[list[list[Told
 
 
 def asked(rng: Random, facts: Sequence[Sequence[Told]]) -> list[tuple[str, str, str]]:
-    """Return questions, answers and for some the sentence that is asked about, in random order."""
+    """Return questions, answers and for some the sentence that is asked about, in random order. An answer is the
+    document's own sentence: what is learned is to find it, whatever it is about."""
     every = [each for own in facts for each in own]
     found = list[tuple[str, str, str]]()
     for own in facts:
         for each, other in pairwise([*own, own[0]]):
-            answer = _upper(each.worded(each.relation.sentences[0]))
             hint = each.sentence if rng.random() < 0.15 else ""
-            found.append((each.worded(rng.choice(each.relation.questions)), answer, hint))
+            found.append((each.worded(rng.choice(each.relation.questions)), each.sentence, hint))
             same = sum(e.relation is each.relation and e.value == each.value for e in every)
             if same == 1 and rng.random() < 0.5:
-                found.append((each.worded(each.relation.reverse), answer, hint))
+                found.append((each.worded(each.relation.reverse), each.sentence, hint))
             if rng.random() < 0.25:
-                second = _upper(other.worded(other.relation.sentences[0]))
                 two = (each.worded(each.relation.questions[0]), other.worded(other.relation.questions[0]))
-                found.append((" ".join(two), f"{answer} {second}", ""))
+                found.append((" ".join(two), f"{each.sentence} {other.sentence}", ""))
         if rng.random() < 0.3:
             found.append((EVERYTHING.format(n=own[0].name), " ".join(each.sentence for each in own), ""))
         stranger, some = person(rng), rng.choice(own).relation
-        if rng.random() < 0.5:
+        if rng.random() < 0.15:
             found.append((rng.choice(some.questions).format(n=stranger, v=""), ABSENT, ""))
         absent = [relation for relation in RELATIONS if relation not in [each.relation for each in own]]
-        if rng.random() < 0.2:
+        if rng.random() < 0.05:
             found.append((rng.choice(rng.choice(absent).questions).format(n=own[0].name, v=""), ABSENT, ""))
     rng.shuffle(found)
     return found
