@@ -45,15 +45,15 @@ class Lesson(msgspec.Struct, frozen=True):
         """Number of generated tokens: those of the answer."""
         return len(self.answer)
 
-    def candidates(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return ids and probabilities (n, C + 1), the last those of all other tokens (`REST`) of a replayed text: a
-        fifth where the base hesitates, which the adapter would unlearn. Answers are learned without it, more certain
-        than the teacher is."""
+    def candidates(self, *, rest: bool = False) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Return ids and probabilities (n, C). `rest`: the last candidate is all other tokens (`REST`)."""
         shape = (len(self.answer), -1)
         ids = np.frombuffer(self.top, np.int32).reshape(shape)
         likely = np.exp(np.frombuffer(self.logprobs, np.float32)).reshape(shape)
-        rest = np.maximum(0, 1 - likely.sum(1, keepdims=True)) * np.float32(self.chunk is None)
-        return np.pad(ids, ((0, 0), (0, 1)), constant_values=REST), np.concatenate([likely, rest], 1)
+        if not rest:
+            return ids, likely
+        others = np.maximum(0, 1 - likely.sum(1, keepdims=True))
+        return np.pad(ids, ((0, 0), (0, 1)), constant_values=REST), np.concatenate([likely, others], 1)
 
 
 def packed_top(entries: Sequence[ChosenLogprob | PromptLogprob]) -> tuple[bytes, bytes]:
@@ -87,11 +87,15 @@ def lesson_corpus(
     weight = settings.lm_weight
     if lm or weight is None:
         weight = float(lm or settings.recipe in ("topk_kd", "encoder"))
-    soft, columns = kd or (weight > 0 and not lm), TOP_K + 1 if kd else 1
+    soft, columns = kd or (weight > 0 and not lm), TOP_K + settings.replay_rest if kd else 1
     rows: list[_Row] = []
     for lesson in lessons:
         certain = not (kd and lesson.top)
-        ids, weights = _certain(lesson.answer, 1.0, columns) if certain else lesson.candidates()
+        ids, weights = (
+            _certain(lesson.answer, 1.0, columns) if certain else lesson.candidates(rest=settings.replay_rest)
+        )
+        if settings.replay_rest and lesson.chunk is not None and not certain:
+            weights[:, -1] = 0
         rows.append(_Row(lesson.prompt, lesson.answer, ids, weights))
     for tokens in texts if weight > 0 else ():
         first, *rest = tokens
