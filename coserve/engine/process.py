@@ -28,6 +28,9 @@ def main() -> None:
     with fast_imports():
         from coserve.engine.worker import serve  # imports torch, which takes seconds; the warm-up starts meanwhile
 
+        if warm_up is not None:
+            import torch._inductor.compile_fx  # noqa: F401 - layers are compiled soon
+
     serve(config, int(sys.argv[1]), warm_up, rank)
 
 

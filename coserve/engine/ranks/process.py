@@ -25,6 +25,9 @@ def main() -> None:
     with fast_imports():
         from coserve.engine.ranks.serve import follow  # imports torch, which takes seconds: heartbeats have begun
 
+        if warm_up is not None:
+            import torch._inductor.compile_fx  # noqa: F401 - layers are compiled soon
+
     follow(config, rank, warm_up)
 
 

@@ -24,6 +24,8 @@ def main() -> None:
     os.nice(NICENESS)
     os.environ.setdefault(NVML_CHECK, "1")
     with fast_imports():
+        import torch._inductor.compile_fx  # noqa: F401 - before the fork
+
         from coserve.engine.warming.worker import work
 
     with socket.socket(fileno=int(sys.argv[1])) as sock:

@@ -8,6 +8,8 @@ and activations); the others prescribe what is saved.
 Unlike torch.compile's autograd functions, the two are called directly for any layer of the kind: neither autograd nor
 guards are involved. The conditions of guards are covered by the layer's kind (`training.kinds`) and by a condition on
 the number of tokens (`fits`).
+
+Functions import inductor, which takes more than a second: an engine without a GPU never needs it.
 """
 
 from __future__ import annotations
@@ -17,15 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
-import torch._functorch.config as partition_options
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
-from torch._functorch.aot_autograd import aot_export_joint_simple
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils.checkpoint import CheckpointPolicy
@@ -60,6 +56,8 @@ def inductor(
     graph: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool
 ) -> Callable[[list[object]], Sequence[Tensor]]:
     """Compile with inductor; the `Compile` for production."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
     compiled = compile_fx_inner(graph, inputs, is_backward=is_backward)
     return cast("Callable[[list[object]], Sequence[Tensor]]", compiled)
 
@@ -143,6 +141,8 @@ def trace_layer(run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: i
     fail on every thread, as fx marks the whole process as tracing. Raises `UnsupportedBase` if the layer cannot be
     traced so.
     """
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes)
     fakes = [_fake(mode, tensor, tokens, place) for place, tensor in enumerate(tensors)]
@@ -160,6 +160,9 @@ def trace_layer(run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: i
 
 def _cut(joint: fx.GraphModule, kept: Kept) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut `joint` into a forward and a backward that save no more than `kept` says. `joint` is not changed."""
+    import torch._functorch.config as partition_options
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     own = fx.GraphModule(joint, _copied(joint.graph))
     if kept is Kept.ATTENTION:
         _mark_all_but_attention(own.graph)
@@ -200,6 +203,9 @@ def _again(backward: fx.GraphModule) -> Again:
 
 def _joint(run: Callable[..., Tensor], fakes: Sequence[FakeTensor]) -> fx.GraphModule:
     """Trace forward and backward as one graph: (inputs, output's gradient) -> (output, inputs' gradients)."""
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._inductor.decomposition import select_decomp_table
+
     joint = aot_export_joint_simple(
         lambda *inputs: (run(*inputs),), tuple(fakes), trace_joint=True, decompositions=select_decomp_table()
     )

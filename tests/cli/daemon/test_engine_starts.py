@@ -116,10 +116,12 @@ async def test_ranks_are_not_started_before_recovery(made: list[Engine], tmp_pat
 
 
 SCRIPT = """
-import asyncio, logging, os, time
+import asyncio, logging, os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from coserve.core.errors import EngineFault
 from coserve.engine.worker import run_to_exit
+
+assert "torch._inductor.compile_fx" not in sys.modules, "a second for engines that compile no layers"
 
 async def work(error):
     asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), time.sleep, 3600)
