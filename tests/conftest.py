@@ -27,7 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("TEST_TURN", str(datetime.now(UTC).timetuple().tm_yday))
 from tests.support.examples import marks_on_days  # which reads it
 
-settings.register_profile("coserve", deadline=None, max_examples=30)
+settings.register_profile("coserve", deadline=None, max_examples=20)
 settings.register_profile("fast", settings.get_profile("coserve"), max_examples=10)
 settings.register_profile("long", settings.get_profile("coserve"), max_examples=100)
 settings.load_profile("coserve")
@@ -94,7 +94,7 @@ def two(shared_ranks: Callable[[], Ranks]) -> Ranks:
     ],
 )
 def ranks(request: pytest.FixtureRequest, shared_ranks: Callable[[], Ranks]) -> Iterator[Ranks]:
-    """Two ranks; in slow tests four on one of three days, in long ones eight, too."""
+    """Two ranks; in slow tests four on one of six days, in long ones eight, too."""
     if request.param == 2:
         yield shared_ranks()
         return

@@ -9,12 +9,12 @@ import subprocess
 from pathlib import Path
 
 import msgspec
-import pytest
 from transformers import TrainingArguments
 
 from coserve.cli.finetuning.settings import FLAGS
 from coserve.core.training.settings import TrainingRequest
 from tests.support.daemon_process import DaemonProcess
+from tests.support.examples import on_days
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "guide" / "fine-tune.md").read_text()
@@ -60,7 +60,7 @@ def test_the_other_names_are_those_of_transformers_and_trl() -> None:
     assert {name for _, _, _, others, _ in table() for name in names(others)} <= known
 
 
-@pytest.mark.slow
+@on_days(3)
 def test_the_commands_run_as_printed(tmp_path: Path) -> None:
     (tmp_path / "coserve").symlink_to(ROOT / "coserve")
     block = re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0].replace("\\\n", " ")

@@ -16,6 +16,7 @@ from coserve.core.schemas import FinetuneRequest
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import LoraRequest
 from tests.support.daemon_process import DaemonProcess
+from tests.support.examples import marks_on_days
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -77,7 +78,12 @@ def daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("guide", "daemon"),
-    [("first-adapter", 1), ("from-openai", 1), ("latency-targets", 1), ("several-gpus", 2)],
+    [
+        ("first-adapter", 1),
+        pytest.param("from-openai", 1, marks=marks_on_days(0)),
+        pytest.param("latency-targets", 1, marks=marks_on_days(2)),
+        pytest.param("several-gpus", 2, marks=marks_on_days(5)),
+    ],
     indirect=["daemon"],
 )
 def test_what_a_guide_shows_runs_from_top_to_bottom(guide: str, daemon: DaemonProcess, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ TARGETS = {
 TOP_SITE = {"gpt2": "transformer.h.1.mlp.c_proj", "llama": "model.layers.1.mlp.down_proj"}
 
 
-@pytest.fixture(scope="module", params=[GPT2, pytest.param(LLAMA, marks=marks_on_days(0))], ids=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=[GPT2, pytest.param(LLAMA, marks=marks_on_days(3))], ids=["gpt2", "llama"])
 def base(request: pytest.FixtureRequest) -> Iterator[Measured]:
     yield from measured(request.param)
 

@@ -175,7 +175,7 @@ OLD_SITE = Path(sys.prefix) / "openai1"
 """`make test-all` installs the older client there, beside the one that other tests use."""
 
 
-@on_days(0)
+@on_days(3)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_openai_of_version_1(api: Api) -> None:
     if not OLD_SITE.exists():
@@ -196,7 +196,7 @@ async def test_openai_of_version_1(api: Api) -> None:
     assert set(told) == {CALL} and (name, called) == ("Weather", ASKED.model_dump())
 
 
-@on_days(2)
+@on_days(5)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_guidellm(api: Api, tmp_path: Path) -> None:
     pytest.importorskip("guidellm")

@@ -35,7 +35,9 @@ async def test_a_job_records_what_coserve_eval_finds(
     api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with AsyncClient(f"http://127.0.0.1:{api.port}") as client:
-        handle = await client.finetune("a", [ROW], lora={"r": 4}, training=LEARN["training"], test={"path": "test.csv"})
+        handle = await client.finetune(
+            "a", [ROW], lora={"r": 4}, training=LEARN["training"], test={"path": "test.csv", "max_tokens": 8}
+        )
         job = await handle.wait()
     assert job.test is not None, job.notes
     assert job.test.adapter.rows == job.test.base.rows == 1
@@ -46,7 +48,7 @@ async def test_a_job_records_what_coserve_eval_finds(
     assert not api.folder.job(job.id).exists()
     data, url = tmp_path / "rows.jsonl", f"http://127.0.0.1:{api.port}"
     data.write_text(json.dumps(ROW))
-    assert await asyncio.to_thread(run, ["eval", "a", str(data), "--json", "--url", url]) == 0
+    assert await asyncio.to_thread(run, ["eval", "a", str(data), "--max-tokens", "8", "--json", "--url", url]) == 0
     found = json.loads(capsys.readouterr().out)
     for name, mine in (("a", job.test.adapter), ("base", job.test.base)):
         assert found[name]["loss"] == pytest.approx(mine.loss, rel=1e-3)
@@ -71,9 +73,10 @@ async def test_the_command_uploads_rows_to_test_and_texts_have_no_match(
         path.write_text("question,answer,team\nToday we, sighted land.,crew\n")
     assert await asyncio.to_thread(run, [*command, *named, "--url", url]) == 0
     assert "% of answers right (base loss " in capsys.readouterr().out
-    assert await asyncio.to_thread(run, ["eval", "b", str(test), *named, "--json", "--url", url]) == 0
+    measure = ["eval", "b", str(test), "--max-tokens", "4", "--url", url]
+    assert await asyncio.to_thread(run, [*measure, *named, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["b"]["rows"] == 1
-    assert await asyncio.to_thread(run, ["eval", "b", str(test), "--url", url]) == 1
+    assert await asyncio.to_thread(run, measure) == 1
     assert "--columns prompt=question" in capsys.readouterr().err
     test.write_text("[1]")
     assert await asyncio.to_thread(run, [*command, "--url", url]) == 2

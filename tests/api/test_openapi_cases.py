@@ -13,7 +13,7 @@ from tests.support.examples import on_days
 pytest.importorskip("schemathesis")
 
 
-@on_days(1)
+@on_days(4)
 def test_random_requests_get_answers_that_the_file_describes(tmp_path: Path) -> None:
     with daemon(tmp_path) as url:
         report, statuses = run(url, 2, tmp_path, make_records(url, tmp_path), phases="fuzzing")

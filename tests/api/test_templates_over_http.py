@@ -6,9 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.api_server import Api, serve_api, with_template
+from tests.support.examples import on_days
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% if m.content == 'half' %}{{ '%c' % 55296 }}"
@@ -49,7 +48,7 @@ async def test_text_that_is_none_and_text_without_end(tmp_path: Path) -> None:
             await check(api, content, "exceeds its limits: 512 MiB of memory")
 
 
-@pytest.mark.slow
+@on_days(4)
 async def test_a_template_without_end_does_not_stop_other_requests(tmp_path: Path) -> None:
     async with serve_api(tmp_path / "data", tokens=with_template(TEMPLATE)) as api:
         endless = asyncio.create_task(api.call("POST", "/generate", json=chat("long")))

@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_in_the_table_alone() -> None:
     assert table(rows).splitlines()[2] == "| 8x512 | does not fit |  | 9000, 20.0 GiB | 8000 |"
 
 
-@on_days(2)
+@on_days(3)
 def test_the_script_runs(tmp_path: Path) -> None:
     only = "coserve/8x512,peft/8x512,peft/8x512.recompute,8jobs1x512,costs"
     command = [sys.executable, "-m", "benchmarks.finetuning.measure", "--tiny", "--out", str(tmp_path), "--only", only]

@@ -50,7 +50,7 @@ def test_results_of_several_processes_are_one() -> None:
         merged([parts[0], {"run": {"commit": "y"}}])
 
 
-@on_days(0)
+@on_days(3)
 def test_a_run_without_a_gpu() -> None:
     found = measure(Namespace(tiny=True, mixes=1, seconds=600.0, seed=0, own_layers=True, commit="x"))
     assert found["summary"]["oom"] == 0

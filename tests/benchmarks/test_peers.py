@@ -276,7 +276,7 @@ def test_a_trace_of_other_ranks_is_refused(tmp_path: Path) -> None:
         make_adapters(tmp_path, SMALL.config, open_workload({"rank": (8,), "duration": 1.0}).scenario)
 
 
-@on_days(2)
+@on_days(5)
 async def test_a_trainer_that_fails_ends(tmp_path: Path) -> None:
     path = tmp_path / "small.jsonl"
     save_trace(small_trace(), path)

@@ -94,7 +94,7 @@ def test_recomputation_keeps_only_inputs_of_layers() -> None:
     assert recomputed.forward - recomputed.weights < 0.5 * (kept.forward - kept.weights)
 
 
-@on_days(1)
+@on_days(4)
 def test_the_papers_trends() -> None:
     """Section 4.2.3 on a small GPT-2: M_no_grad and M_act are lines; M_backward of full fine-tuning is the gradients
     where the batch is small, and falls until activations outweigh them; LoRA has next to none, and saves little of a

@@ -155,7 +155,7 @@ def test_fake_tensors_take_what_real_ones_take(kind: Kind) -> None:
     assert fake_one == pytest.approx(real, rel=0.005)
 
 
-@on_days(2)
+@on_days(5)
 def test_what_libraries_keep_is_not_the_adapters() -> None:
     """A GPU's libraries allocate workspaces in the first pass, before an adapter is made: here 4 MiB."""
     config = tiny_model("llama").config

@@ -28,6 +28,7 @@ def test_an_engine_that_is_killed_goes_on_from_the_last_checkpoint(restarted: Re
 openai = pytest.importorskip("openai")
 
 
+@pytest.mark.slow
 def test_files_outlive_the_daemon(model: Path, tmp_path: Path) -> None:
     data, content = tmp_path / "data", "\n".join(map(json.dumps, ROWS)).encode()
     with DaemonProcess(model, data, failpoints="file.before_rename=kill-group@2") as daemon:
@@ -90,7 +91,7 @@ def test_a_waiting_job_outlives_the_daemon(model: Path, tmp_path: Path, rule: st
 SAMPLING = {"sample_prompts": ["The quick", "The line"], "sample_steps": 2, "sample_max_tokens": 8}
 
 
-@on_days(0)
+@on_days(1)
 def test_samples_of_a_killed_daemon_are_made_once(model: Path, reference: Reference, tmp_path: Path) -> None:
     """At step 2, before which there is no checkpoint, and at step 4."""
     data = tmp_path / "data"

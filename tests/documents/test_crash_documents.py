@@ -37,7 +37,7 @@ def kept(folder: Path) -> dict[str, list[Json]]:
     return found
 
 
-@on_days(1)
+@on_days(4)
 def test_a_job_goes_on_after_a_death_in_each_phase(tmp_path: Path) -> None:
     data = tmp_path / "data"
     job: Json | None = None

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 def test_they_end_with_a_worker_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None

@@ -81,6 +81,7 @@ class Engine:
                 return message.lora_servers[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 async def test_requests_go_on_when_a_server_is_killed_or_hangs(tmp_path: Path) -> None:
     base = wrap_base(tiny_family("mixtral"), name="mixtral")

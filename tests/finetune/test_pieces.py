@@ -20,6 +20,7 @@ from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.corpora import read_rows, stage
+from tests.support.examples import examples
 
 LINES = st.sampled_from(
     [
@@ -32,7 +33,7 @@ LINES = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(LINES, max_size=12), st.integers(1, 40), st.booleans(), st.booleans())
 def test_lines_belong_to_the_piece_they_begin_in(lines: list[bytes], size: int, marked: bool, ended: bool) -> None:
     content = (b"\xef\xbb\xbf" if marked else b"") + b"".join(lines) + (b"" if ended else b'{"text": "end"}')

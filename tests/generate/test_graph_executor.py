@@ -186,8 +186,10 @@ def test_slots_follow_the_adapters(base: Base, fused: FusedBase) -> None:
 
 @pytest.mark.parametrize(("rank", "suffixes", "captured"), [(4, ("q_proj",), 1), (24, ("",), 6)])
 def test_graphs_that_steps_can_do_without_are_captured_at_a_slower_pace(
-    base: Base, fused: FusedBase, rank: int, suffixes: tuple[str, ...], captured: int
+    rank: int, suffixes: tuple[str, ...], captured: int
 ) -> None:
+    base = wrap_base(tiny_model("llama", num_hidden_layers=1), name="llama", eos_token_ids=())
+    fused = FusedBase(base, compiled=False)
     kv = KvCache.for_base(base, 2048, 16)
     executor = graphs(fused, kv, capture=Capture.BETWEEN_STEPS, max_running=16, step_tokens=32)
     executor.warm_up()

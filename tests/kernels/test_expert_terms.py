@@ -48,9 +48,13 @@ def wanted(y_SO: Tensor, x_SD: Tensor, slots_T: Tensor, rows: ExpertRows, pairs:
 
 
 @pytest.mark.parametrize(
-    "tiling", [DECODING, replace(DECODING, steps=1, inputs=64), replace(DECODING, rows=16, steps=None, early=False)]
+    ("tiling", "inputs", "outputs"),
+    [
+        (DECODING, 200, 72),
+        (replace(DECODING, steps=1, inputs=64), 96, 300),
+        (replace(DECODING, rows=16, steps=None, early=False), 200, 72),
+    ],
 )
-@pytest.mark.parametrize(("inputs", "outputs"), [(200, 72), (96, 300)])
 def test_terms_equal_those_of_each_row(tiling: Tiling, inputs: int, outputs: int) -> None:
     """Pairs of one row and of more than a tile, rows of no adapter, of an empty slot and of another GPU's expert,
     ranks of no whole vector and above a block, inputs that fill no split, rows that are part of wider ones."""

@@ -80,7 +80,7 @@ def test_gradients_are_those_of_autograd(family: str) -> None:
     assert "recurrent layers" in graphs.notes[0] and graphs.padded_size(7) == 7, "no graphs, no padding for them"
 
 
-@on_days(2)
+@on_days(4)
 @pytest.mark.filterwarnings("ignore")
 def test_rows_of_a_batch_learn_what_they_learn_alone() -> None:
     """With the real compiler."""

@@ -18,7 +18,7 @@ SLOW = (pytest.mark.slow,)
 
 def examples(most: int, *, fast: int | None = None) -> int:
     """`most` examples of Hypothesis, or the loaded profile's share of them: a tenth in `make test`, whose profile is
-    "fast", three tenths in `make test-all`.
+    "fast", a fifth in `make test-all`.
 
     In `make test` `fast` of them, if that is given.
     """
@@ -35,12 +35,14 @@ def sample(cases: Iterable[Any], *fast: Any) -> list[Any]:
 
 
 def in_turns(
-    cases: Collection[Any], fast: Collection[Any] = (), *, always: Collection[Any] = (), days: int = 3
+    cases: Collection[Any], fast: Collection[Any] = (), *, always: Collection[Any] = (), days: int = 0
 ) -> list[Any]:
     """Values for `parametrize`, slow but for `fast`: `make test-all` runs these, those of `always`, and each other on
-    one of so many days; `make test-long` runs all."""
+    one of so many days, by default of as many as there are others, but 3 at least and 6 at most; `make test-long` runs
+    all."""
     assert {*fast, *always} <= set(cases), "a case that is none"
     turns = count(TURN)
+    days = days or max(3, min(6, len(cases) - len({*fast, *always})))
 
     def marks(key: Any) -> Sequence[pytest.MarkDecorator]:
         if key in fast:
@@ -50,7 +52,7 @@ def in_turns(
     return _values(cases, marks)
 
 
-def on_days(turn: int, days: int = 3) -> Callable[[Test], Test]:
+def on_days(turn: int, days: int = 6) -> Callable[[Test], Test]:
     """Decorator of a slow test that `make test-all` runs on one of so many days."""
 
     def mark(test: Test) -> Test:
@@ -61,7 +63,7 @@ def on_days(turn: int, days: int = 3) -> Callable[[Test], Test]:
     return mark
 
 
-def marks_on_days(turn: int, days: int = 3) -> list[pytest.MarkDecorator]:
+def marks_on_days(turn: int, days: int = 6) -> list[pytest.MarkDecorator]:
     """`pytestmark` of a module whose tests are slow and run on one of so many days."""
     return [pytest.mark.slow, *(() if (TURN + turn) % days == 0 else (pytest.mark.long,))]
 

@@ -20,7 +20,7 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.examples import marks_on_days
 
 pytestmark = [
-    *marks_on_days(0),
+    *marks_on_days(3),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

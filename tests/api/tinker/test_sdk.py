@@ -23,6 +23,7 @@ from tinker import types
 from coserve.client import Client
 from coserve.core.names import CHECKPOINT_TENSORS
 from tests.support.daemon_process import DaemonProcess
+from tests.support.examples import in_turns
 from tests.support.model_folder import make_model_folder
 
 pytestmark = [
@@ -150,7 +151,7 @@ def test_samplers_are_the_weights_that_train(service: tinker.ServiceClient, trai
     assert [len(row) for row in found.sequences[0].topk_logprobs] == [2] * len(found.sequences[0].tokens)
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
+@pytest.mark.parametrize("loss", in_turns(["importance_sampling", "ppo"], days=2))
 def test_an_rl_loop_finds_its_reward(training: tinker.TrainingClient, daemon: DaemonProcess, loss: str) -> None:
     """As the cookbook's `rl_loop`: groups of samples, advantages from their mean; the first step is on the policy. The
     reward: tokens on one side of the embedding."""

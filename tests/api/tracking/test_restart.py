@@ -16,7 +16,7 @@ from tests.support.model_folder import make_model_folder
 pytest.importorskip("tensorboardX")
 
 
-@on_days(2)
+@on_days(5)
 def test_a_killed_daemon_leaves_a_curve_that_goes_on(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "model")
     options = ("--tracker", "tensorboard")

@@ -72,6 +72,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     return cert, key
 
 
+@pytest.mark.slow
 def test_sigterm_over_https(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cert, key = certificate(tmp_path)
     options = ("--tls-cert", str(cert), "--tls-key", str(key), "--log-format", "json")

@@ -30,7 +30,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import load_base
 from tests.support.crash_oracle import curve_of, job_request
 from tests.support.daemon_process import DaemonProcess, Died, Json
-from tests.support.examples import TURN, in_turns
+from tests.support.examples import TURN, in_turns, on_days
 from tests.support.executors import eager
 from tests.support.families import tiny_family
 from tests.support.generation import collect, request
@@ -194,7 +194,7 @@ def test_a_rank_that_is_lost_ends_its_requests_and_all_ranks_are_started_again(
     assert len(curve_of(told)) > 30, "steps that ran twice had the same loss"
 
 
-@pytest.mark.slow
+@on_days(1)
 async def test_a_base_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     tiny_family("llama", hidden_size=48, num_attention_heads=12, num_key_value_heads=3).save_pretrained(
         tmp_path / "odd"

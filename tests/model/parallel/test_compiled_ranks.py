@@ -114,7 +114,7 @@ def test_a_job_of_other_layers(two: Ranks, tmp_path: Path, family: str) -> None:
         assert found.norms == pytest.approx(expected.norms, rel=1e-3)
 
 
-@pytest.mark.parametrize("family", in_turns(["llama", "phi"], days=2))
+@pytest.mark.parametrize("family", in_turns(["llama", "phi"], days=4))
 def test_a_rank_compiles_its_layers_without_the_others(tmp_path: Path, family: str) -> None:
     """With the real compiler, as a warm-up does; what it compiled is compared with the layer."""
     tiny_family(family).save_pretrained(tmp_path)
