@@ -19,7 +19,7 @@ from coserve.state.recover import recover
 from coserve.state.registry.registry import Registry
 from tests.support.api_server import Api, serve_api
 from tests.support.cutting import Cutter
-from tests.support.examples import TURN, sample
+from tests.support.examples import TURN, by_day
 from tests.support.fake_engine import write_peft
 
 MOST_AWAITS = 80
@@ -146,7 +146,7 @@ async def test_conversions_with_a_job(api: Api, late: bool) -> None:
     await at_every_await(api, late, call, check, every=6)  # processes convert and prepare
 
 
-@pytest.mark.parametrize("how", sample(["path", "upload"], "upload"))
+@pytest.mark.parametrize("how", by_day(["path", "upload"], "upload"))
 async def test_imports(api: Api, late: bool, how: str) -> None:
     """The one that comes next gets its own files, whatever became of the first."""
     root = api.config.data_root
@@ -165,7 +165,7 @@ async def test_imports(api: Api, late: bool, how: str) -> None:
     await at_every_await(api, late, call, check)
 
 
-@pytest.mark.parametrize("how", sample(["json", "upload"], "json"))
+@pytest.mark.parametrize("how", by_day(["json", "upload"], "json"))
 async def test_submissions(api: Api, late: bool, how: str, tmp_path: Path) -> None:
     """A job is there and the engine knows of it, or there is none: its key then makes one, and only one."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))

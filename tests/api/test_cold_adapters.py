@@ -20,7 +20,7 @@ from coserve.core.types import AdapterRef
 from coserve.lora.files.packed_header import PACKED_FILE
 from coserve.lora.store.files import save_adapter
 from tests.support.api_server import Api
-from tests.support.examples import sample
+from tests.support.examples import by_day
 from tests.support.real_server import bundled_base, loud_adapter, serve_real
 
 ADAPTERS = 5
@@ -58,7 +58,7 @@ async def test_each_gets_its_own_adapters_text(api: Api) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", sample(["adapter_model.safetensors", "adapter_config.json"], "adapter_model.safetensors")
+    "file", by_day(["adapter_model.safetensors", "adapter_config.json"], "adapter_model.safetensors")
 )
 async def test_files_that_are_not_the_registered_ones_fail_their_requests_alone(api: Api, file: str) -> None:
     alone = await ask(api, "a1")

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from coserve.lora.store.files import save_adapter
 from coserve.model.lora import LoraWeights
 from tests.support.api_server import Api, tokenizer
-from tests.support.examples import sample
+from tests.support.examples import by_day, in_turns
 from tests.support.real_server import bundled_base, loud_adapter, serve_real
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def check(found: list[Score], expected: list[Score]) -> None:
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-3)
 
 
-@pytest.mark.parametrize("name", sample(["bundled", "poet"], "poet"))
+@pytest.mark.parametrize("name", by_day(["bundled", "poet"], "poet"))
 async def test_scores_equal_direct_scoring(real: Api, name: str) -> None:
     pairs = [encode_pair(*pair) for pair in PAIRS]
     body = {
@@ -166,7 +166,7 @@ async def test_prompts_as_long_as_the_context(real: Api) -> None:
     assert found[0] == pytest.approx(expected, abs=1e-3 * context / 10)  # a sum of a thousand
 
 
-@pytest.mark.parametrize("name", sample(["bundled", "poet"], "poet"))
+@pytest.mark.parametrize("name", by_day(["bundled", "poet"], "poet"))
 async def test_texts_are_the_models_own(real: Api, name: str) -> None:
     ids = tokenizer().encode("Once upon a time")
     expected = model(name).generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
@@ -206,12 +206,12 @@ async def off_the_loop(call: Callable[[], Any]) -> Any:
     return await asyncio.to_thread(call)
 
 
-@pytest.mark.slow  # the harness is installed by `make test-all`
-@pytest.mark.filterwarnings("ignore")  # of the harness's own making
-@pytest.mark.parametrize(
-    ("name", "settings"), [("bundled", {}), ("poet", {"num_concurrent": 3}), ("poet@1", {"batch_size": 4})]
-)
-async def test_lm_evaluation_harness(real: Api, name: str, settings: dict[str, int]) -> None:
+HARNESSED: dict[str, dict[str, int]] = {"bundled": {}, "poet": {"num_concurrent": 3}, "poet@1": {"batch_size": 4}}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the harness's own making, which is installed by `make test-all`
+@pytest.mark.parametrize("name", in_turns(HARNESSED.keys()))
+async def test_lm_evaluation_harness(real: Api, name: str) -> None:
     harness = pytest.importorskip("lm_eval.models.openai_completions", exc_type=ImportError)
     instance = pytest.importorskip("lm_eval.api.instance").Instance
 
@@ -224,7 +224,7 @@ async def test_lm_evaluation_harness(real: Api, name: str, settings: dict[str, i
             model=name,
             max_length=1024,
             max_retries=1,
-            **settings,
+            **HARNESSED[name],
         )
         assert lm.tokenizer_backend == "remote"
         options = {"until": ["."], "max_gen_toks": 8, "temperature": 0.0, "do_sample": False}

@@ -10,7 +10,7 @@ import pytest
 from coserve.core.link.generation import Generate
 from tests.support.api_server import Api
 from tests.support.crash_oracle import ROWS, curve_of, digest
-from tests.support.examples import sample
+from tests.support.examples import by_day
 from tests.support.real_server import serve_real
 
 PROMPTS: list[Any] = ["The quick", [{"role": "user", "content": "Hello"}]]
@@ -118,7 +118,7 @@ async def refused(api: Api, body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("temperature", sample([0.0, 1.0], 1.0))
+@pytest.mark.parametrize("temperature", by_day([0.0, 1.0], 1.0))
 async def test_the_same_job_has_the_same_samples(tmp_path: Path, temperature: float) -> None:
     async with serve_real(tmp_path) as api:
         first, second = [

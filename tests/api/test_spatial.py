@@ -15,7 +15,7 @@ from coserve.queues.policies.choice import make_policy
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.spatial import Spatial
 from tests.support.api_server import Api
-from tests.support.examples import sample
+from tests.support.examples import by_day
 from tests.support.held_device import HeldDevice
 from tests.support.real_server import serve_real
 
@@ -33,7 +33,7 @@ async def ask(api: Api, prompt: str) -> object:
     return answer["choices"][0]["token_ids"]
 
 
-@pytest.mark.parametrize("beside", sample(["spatial", "overlap"], "overlap"))
+@pytest.mark.parametrize("beside", by_day(["spatial", "overlap"], "overlap"))
 async def test_jobs_and_requests_get_what_they_get_in_turns(tmp_path: Path, beside: str) -> None:
     prompts = [f"Once upon a time there were {n}" for n in ("two", "three", "four", "five")]
     device, found = HeldDevice(seconds=0.002), []

@@ -15,7 +15,7 @@ from coserve.core.types import AdapterRef, BaseSpec
 from coserve.state.failpoints import armed
 from coserve.state.retries import Backoff
 from tests.support.api_server import Api, serve_api
-from tests.support.examples import sample
+from tests.support.examples import by_day
 from tests.support.fake_engine import write_peft
 from tests.support.real_server import serve_real
 
@@ -36,7 +36,7 @@ OPEN = [f"adapter.open={number}" for number in ("EMFILE", "ENFILE", "EIO", "EAGA
 READ = "adapter.read=EIO"
 
 
-@pytest.mark.parametrize("rule", sample([*OPEN, READ], "adapter.open=EMFILE", READ))
+@pytest.mark.parametrize("rule", by_day([*OPEN, READ], "adapter.open=EMFILE", READ))
 async def test_a_finished_job_is_published_once_its_files_can_be_read(api: Api, rule: str) -> None:
     with armed(f"{rule}@1;{rule}@2;{rule}@4") as state:
         _, job = await api.call("POST", "/finetune", json=JOB)

@@ -18,7 +18,7 @@ from tests.support.real_server import serve_real
 OPTIONS = "--duration 600 --rate 2 --adapters 2 --rank 4 --max-tokens 8 --finetune-rows 8 --steps 1000"
 
 
-@pytest.mark.parametrize("ending", in_turns([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM], days=2))
+@pytest.mark.parametrize("ending", in_turns([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 async def test_a_run_that_is_ended_cleans_up_and_reports_what_it_has(tmp_path: Path, ending: signal.Signals) -> None:
     async with serve_real(tmp_path / "data") as api:
         url = f"http://127.0.0.1:{api.port}"

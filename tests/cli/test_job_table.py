@@ -22,7 +22,7 @@ from coserve.core.schemas import ErrorInfo, Job, JobEvent, JobList, Preparing
 from coserve.core.step_metrics import Rewards
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
-from tests.support.examples import sample
+from tests.support.examples import by_day
 from tests.support.fake_engine import metrics
 from tests.support.records import make_metrics
 from tests.support.sdk import job
@@ -181,7 +181,7 @@ def test_of_a_job_that_trains_the_steps_so_far_and_each_once() -> None:
     assert collect_steps(msgspec.structs.replace(running, step=0), events) == []
 
 
-@pytest.mark.parametrize("accuracy", sample([False, True], True))  # not known of a job of an earlier release
+@pytest.mark.parametrize("accuracy", by_day([False, True], True))  # not known of a job of an earlier release
 def test_a_picture_of_a_job_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accuracy: bool) -> None:
     info = msgspec.structs.replace(job(JobState.SUCCEEDED), step=2)
     first = event(1, 1)

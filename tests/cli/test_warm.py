@@ -21,7 +21,7 @@ from coserve.config import Config
 from coserve.core.errors import StartupError
 from coserve.engine.warmup import launch
 from coserve.engine.warmup.key import shape_key
-from tests.support.examples import sample
+from tests.support.examples import by_day
 
 INTERRUPTED = """
 import subprocess, sys
@@ -128,7 +128,7 @@ def test_without_a_gpu_it_ends_in_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", sample([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
+@pytest.mark.parametrize("number", by_day([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_a_stop_ends_the_compiling_processes(number: int) -> None:
     warm = subprocess.Popen(
         [sys.executable, "-P", "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

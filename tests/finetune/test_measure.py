@@ -18,7 +18,7 @@ from coserve.lora.store.packing import packed_bytes
 from coserve.memory.plan import GIB, Work
 from coserve.memory.profile import fit, load_profile
 from coserve.model.base import Base, wrap_base
-from tests.support.examples import sample
+from tests.support.examples import by_day
 from tests.support.live_bytes import LiveBytes
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import tiny_model
@@ -105,7 +105,7 @@ def test_nothing_of_before_is_freed_while_memory_is_measured() -> None:
     assert gc.isenabled(), "the collector rests for good"
 
 
-@pytest.mark.parametrize("recompute", sample([False, True], True))
+@pytest.mark.parametrize("recompute", by_day([False, True], True))
 def test_memory_grows_as_lines_say(recompute: bool) -> None:
     """By torch's own storages on the CPU: what a job keeps does not grow, what a micro-batch takes is a line."""
     base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())

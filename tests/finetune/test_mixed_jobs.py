@@ -29,7 +29,7 @@ from coserve.lora.files.record import record_adapter
 from coserve.model.base import Base
 from coserve.model.layers import LayerCut
 from coserve.queues.finetune import JobQueue
-from tests.support.examples import sample
+from tests.support.examples import by_day
 from tests.support.finetuning import Bench, alive, job_spec, metrics_of, random_corpus, tiny_base, train_together
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED
 from tests.support.memory_faults import out_of_memory_at
@@ -229,7 +229,7 @@ def test_each_that_still_fits_joins_in_the_order_of_turns() -> None:
     assert companions(Size(90, 1), others, BatchLimits(80)) == []
 
 
-@pytest.mark.parametrize("at", sample([1, 2, 4, 7], 7))
+@pytest.mark.parametrize("at", by_day([1, 2, 4, 7], 7))
 def test_one_that_is_cancelled_or_paused_leaves_the_others_as_they_are(alone: Alone, tmp_path: Path, at: int) -> None:
     """At any micro-step of a shared batch; the paused one resumes from its last finished step."""
     expected = alone.train(VARIED)
@@ -304,7 +304,7 @@ def _with(made: tuple[Corpus, JobSpec], **changes: object) -> tuple[Corpus, JobS
 POINTS = ((training_pass, "pack_jobs"), (LayerCut, "layer"), (LayerCut, "head"), (torch.autograd, "grad"))
 
 
-@pytest.mark.parametrize("call", sample([0, 2, 4, 6], 4))
+@pytest.mark.parametrize("call", by_day([0, 2, 4, 6], 4))
 def test_a_shared_batch_without_memory_is_tried_again_in_smaller_ones(alone: Alone, tmp_path: Path, call: int) -> None:
     expected, bench = alone.train(VARIED), started(VARIED, tmp_path)
     notes = list[tuple[str, ...]]()

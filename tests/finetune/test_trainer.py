@@ -29,7 +29,7 @@ from coserve.lora.store.files import load_adapter
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.state.failpoints import armed
-from tests.support.examples import sample
+from tests.support.examples import by_day
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, packed
@@ -75,7 +75,7 @@ def test_a_job_learns_and_publishes(base: Base, tmp_path: Path) -> None:
     assert all(not pair.a_RD.requires_grad for pair in served.sites.values())
 
 
-@pytest.mark.parametrize("micro_steps", sample([1, 3, 7], 3))
+@pytest.mark.parametrize("micro_steps", by_day([1, 3, 7], 3))
 def test_slices_change_nothing(base: Base, tmp_path: Path, micro_steps: int) -> None:
     whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
     expected = whole.train(whole.place(CORPUS, job_spec(CORPUS, validation_split=0.3, eval_steps=2)))
@@ -139,7 +139,7 @@ CUTS = [("plain", 17), ("dropout", 17), ("bd-lora", 17)]
 MORE_CUTS = [("plain", 1), ("dropout", 9), ("neftune", 5), ("neftune", 32), ("validation", 17), ("validation", 32)]
 
 
-@pytest.mark.parametrize("case", sample([*CUTS, *MORE_CUTS], *CUTS), ids=str)
+@pytest.mark.parametrize("case", by_day([*CUTS, *MORE_CUTS], *CUTS), ids=str)
 def test_a_resumed_job_ends_as_the_uninterrupted_one(base: Base, tmp_path: Path, case: tuple[str, int]) -> None:
     """Cut after any number of micro-steps, in the middle of an epoch, of a micro-batch or of an evaluation."""
     changes, cut_at = RESUMED[case[0]], case[1]
@@ -187,7 +187,8 @@ def test_checkpoints_are_few_and_not_repeated(base: Base, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "damage", sample(["truncate", "garbage", "missing", "state", "other_job", "other_rank"], "truncate", "other_rank")
+    "damage",
+    by_day(["truncate", "garbage", "missing", "state", "other_job", "other_rank"], "truncate", "other_rank"),
 )
 def test_a_damaged_checkpoint_is_left_aside(base: Base, tmp_path: Path, damage: str) -> None:
     whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
@@ -476,7 +477,8 @@ def test_a_full_disk_costs_a_checkpoint_not_the_job(base: Base, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "point", sample(["adapter.temp_write", "adapter.before_rename", "adapter.publish"], "adapter.before_rename")
+    "point",
+    by_day(["adapter.temp_write", "adapter.before_rename", "adapter.publish"], "adapter.before_rename"),
 )
 @pytest.mark.parametrize(("error", "said"), [("ENOSPC", "waiting for space"), ("EIO", "waiting for the disk")])
 def test_a_disk_that_refuses_the_adapter_is_asked_again(

@@ -22,7 +22,7 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
-from tests.support.examples import in_turns, sample
+from tests.support.examples import by_day, in_turns
 from tests.support.executors import eager
 from tests.support.generation import adapter, prompt
 from tests.support.lengths import OneMoreToken
@@ -144,7 +144,7 @@ def sampled(base: Base, refs: list[AdapterRef]) -> list[Generate]:
     ]
 
 
-@pytest.mark.parametrize("family", sample(["gpt2", "gemma2"], "gpt2"))
+@pytest.mark.parametrize("family", by_day(["gpt2", "gemma2"], "gpt2"))
 def test_neighbours_chunks_and_preemptions_change_no_bit(family: str) -> None:
     """Tokens and log-probabilities: a request with an adapter, or none, alone and in any company."""
     base = base_of(family)
@@ -292,7 +292,7 @@ def test_a_bad_request_is_refused_and_the_others_go_on(bad: Generate, error: typ
     assert rest == alone(base, good).tokens[1:]
 
 
-@pytest.mark.parametrize("lora_backend", sample([REFERENCE, NAIVE, GROUPED], GROUPED))
+@pytest.mark.parametrize("lora_backend", by_day([REFERENCE, NAIVE, GROUPED], GROUPED))
 def test_logits_that_are_not_finite_fail_their_own_request_only(lora_backend: LoraBackend) -> None:
     """The weights are finite, as an import checks; what they add to the layers is not."""
     base = base_of("llama")

@@ -31,7 +31,7 @@ from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
-from tests.support.examples import examples, sample
+from tests.support.examples import by_day, examples
 from tests.support.executors import graphs
 from tests.support.generation import adapter, collect, prompt, request
 from tests.support.lengths import OneMoreToken
@@ -85,7 +85,7 @@ def generator(
     )
 
 
-@pytest.mark.parametrize("family", sample(["llama", "mistral", "gemma2"], "gemma2"))
+@pytest.mark.parametrize("family", by_day(["llama", "mistral", "gemma2"], "gemma2"))
 def test_texts_are_those_of_packed_steps(family: str, steps: StepRecorder) -> None:
     """In chunks beside decodes, of one token, beginning as another began (prefix hits), in windows."""
     fused, begun = fused_base(family), prompt(30)
@@ -223,7 +223,7 @@ class Step:
     seed=st.integers(0, 1000),
     adapters=st.sampled_from(["none", "decode tiles", "prefill tiles"]),
 )
-@pytest.mark.parametrize("family", sample(["llama", "mistral"]))
+@pytest.mark.parametrize("family", by_day(["llama", "mistral"]))
 def test_padding_changes_neither_pages_nor_logits(
     family: str, mix: list[tuple[int, int]], seed: int, adapters: str
 ) -> None:

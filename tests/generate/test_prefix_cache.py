@@ -23,7 +23,7 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
-from tests.support.examples import examples, sample
+from tests.support.examples import by_day, examples
 from tests.support.executors import eager
 from tests.support.lengths import OneMoreToken
 from tests.support.lora_backends import GROUPED
@@ -105,7 +105,7 @@ def shared_with_first(requests: list[Generate]) -> int:
     return total
 
 
-@pytest.mark.parametrize("family", sample(["gpt2", "gemma2", "gemma3"], "gemma2"))
+@pytest.mark.parametrize("family", by_day(["gpt2", "gemma2", "gemma3"], "gemma2"))
 def test_a_hit_changes_no_bit(family: str) -> None:
     """Windows and softcaps too; one after another, side by side and in chunks, with an adapter and without."""
     base = wrap_base(tiny_model(family), name=family, eos_token_ids=())

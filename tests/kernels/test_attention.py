@@ -19,7 +19,7 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.attention.torch_paged.paged import PagedAttention
 from coserve.kernels.attention.torch_paged.tiles import KEY_BLOCK
 from tests.support.attention_cases import spread
-from tests.support.examples import examples, sample
+from tests.support.examples import by_day, examples
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def test_paged_equals_the_reference(kind: Kind, page_tokens: int) -> None:
         torch.testing.assert_close(torch.cat(got[s]).double(), reference(kind, *inputs[s]), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("threads", sample([2, 3], 3), indirect=True)
+@pytest.mark.parametrize("threads", by_day([2, 3], 3), indirect=True)
 @pytest.mark.parametrize("name", ["plain", "wide_groups", "all"])
 def test_threads_do_not_change_a_bit(name: str, threads: int) -> None:
     kind, length = KINDS[name], KEY_BLOCK + 13
@@ -208,7 +208,7 @@ def test_threads_do_not_change_a_bit(name: str, threads: int) -> None:
         assert torch.equal(in_chunks(kind, length, cuts), whole), cuts
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, "plain", "all", "pages_apart"))
+@pytest.mark.parametrize("kind", by_day(KINDS, "plain", "all", "pages_apart"))
 def test_chunks_do_not_change_a_bit(kind: Kind) -> None:
     length = 2 * KEY_BLOCK + 13
     whole = in_chunks(kind, length, [])
@@ -217,7 +217,7 @@ def test_chunks_do_not_change_a_bit(kind: Kind) -> None:
     assert torch.equal(in_chunks(kind, length, [33], page_tokens=5), whole)
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, "plain", "all", "pages_apart"))
+@pytest.mark.parametrize("kind", by_day(KINDS, "plain", "all", "pages_apart"))
 def test_a_cache_in_fp8_rounds_keys_and_values_alone(kind: Kind) -> None:
     """In chunks of any size, what a token sees is rounded, its own key and value, too."""
     length = KEY_BLOCK + 13

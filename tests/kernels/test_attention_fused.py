@@ -16,7 +16,7 @@ from coserve.kernels.attention.triton_paged.plan import decode_items, items_for,
 from coserve.kernels.attention.triton_paged.step import FusedPagedAttention
 from coserve.kernels.gpu.device import H200
 from tests.support.attention_cases import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE, Case, Kind, on_gpu, worst
-from tests.support.examples import examples, sample
+from tests.support.examples import by_day, examples
 
 PROCESSORS = H200.multiprocessors
 
@@ -40,7 +40,7 @@ def attend(attention: FusedPagedAttention | FusedStaticAttention, case: Case, *q
     return attention.attend(0, *(qkv or (case.q_HTD, case.k_KTD, case.v_KTD)), case.kind.params(case.device))
 
 
-@pytest.mark.parametrize("step", [*sample(QUICK | SLOW, *QUICK), *on_gpu(STEPS)])
+@pytest.mark.parametrize("step", [*by_day(QUICK | SLOW, *QUICK), *on_gpu(STEPS)])
 def test_a_step(step: tuple[Kind, list[tuple[int, int]], torch.dtype]) -> None:
     *_, dtype = step
     case = Case(*step, DEVICE)
@@ -84,7 +84,7 @@ def test_keys_and_values_are_rounded_to_fp8_as_torch_rounds(runs: str) -> None:
 BUFFERS = {"all": (KINDS["all"], torch.float32), "pages_apart": (KINDS["pages_apart"], torch.float16)}
 
 
-@pytest.mark.parametrize("buffers", [*sample(BUFFERS, "all"), *on_gpu({name: (kind,) for name, kind in KINDS.items()})])
+@pytest.mark.parametrize("buffers", [*by_day(BUFFERS, "all"), *on_gpu({name: (kind,) for name, kind in KINDS.items()})])
 def test_fixed_buffers_serve_other_sequences(buffers: tuple[Kind, torch.dtype]) -> None:
     """Batches of other sizes and lengths through one object, padding included."""
     kind, dtype = buffers

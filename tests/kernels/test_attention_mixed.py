@@ -13,7 +13,7 @@ from coserve.kernels.attention.interface import MixedCapacity, Pages, TokenRun, 
 from coserve.kernels.attention.torch_paged.paged import GatheredMixedAttention
 from coserve.kernels.attention.triton_paged.mixed_steps import FusedMixedAttention, placed, plan_layers
 from tests.support.attention_cases import CHUNKS, DECODES, DEVICE, FAR, KINDS, TOLERANCE, Case, Kind, on_gpu, worst
-from tests.support.examples import examples, sample
+from tests.support.examples import by_day, examples
 
 CAPACITY = MixedCapacity(tokens=128, sequences=9, chunks=5, context=1700)
 FARTHEST = [(0, 1), (1500, 2), (520, 3)]
@@ -44,7 +44,7 @@ INTERPRETED = {name: (KINDS[name], torch.float32) for name in ("all", "group_of_
 
 
 @pytest.mark.parametrize(
-    "case", [*sample(INTERPRETED, "all"), *on_gpu({name: (kind,) for name, kind in KINDS.items()})]
+    "case", [*by_day(INTERPRETED, "all"), *on_gpu({name: (kind,) for name, kind in KINDS.items()})]
 )
 def test_one_form_serves_steps_of_any_mix(case: tuple[Kind, torch.dtype]) -> None:
     kind, dtype = case

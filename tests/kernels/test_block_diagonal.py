@@ -17,7 +17,7 @@ from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segmented.tiles import cut, upload
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
-from tests.support.examples import examples, sample
+from tests.support.examples import by_day, examples
 from tests.support.lora_grids import (
     Grid,
     adding,
@@ -101,7 +101,7 @@ def test_prefill_and_gradients_of_sites_together(run: int) -> None:
     check_group(backend, SITES, DEVICE)
 
 
-@pytest.mark.parametrize("lengths", sample({"decode": (2, 1, 3, 1, 2), "prefill": (3, 70, 1, 2, 1)}, "prefill"))
+@pytest.mark.parametrize("lengths", by_day({"decode": (2, 1, 3, 1, 2), "prefill": (3, 70, 1, 2, 1)}, "prefill"))
 def test_slots_hold_both_kinds(lengths: tuple[int, ...]) -> None:
     """A table that serving keeps: dense pairs and others, in any slot, in one launch."""
     grids = [Grid(g.name, lengths, g.adapters, g.ranks, 96, g.outputs, g.a_blocks, g.b_blocks) for g in SITES]

@@ -14,7 +14,7 @@ from coserve.kernels.lora.segmented.gradients import gradients
 from coserve.kernels.lora.segmented.plan import DECODE_ROWS
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, MainGrads
-from tests.support.examples import sample
+from tests.support.examples import by_day
 from tests.support.launches import kinds
 
 GROUPS = ((4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (14336, (4096,)))
@@ -62,7 +62,7 @@ class Recorder:
 
 @pytest.mark.parametrize(
     "case",
-    sample({"small": (SMALL, 16), "8b": (GROUPS, 16), "rank 64": (GROUPS, 64), "rank 8": (GROUPS, 8)}, "small"),
+    by_day({"small": (SMALL, 16), "8b": (GROUPS, 16), "rank 64": (GROUPS, 64), "rank 8": (GROUPS, 8)}, "small"),
 )
 def test_every_size_of_a_micro_batch_is_covered(case: tuple[Sizes, int], monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(*case, monkeypatch)

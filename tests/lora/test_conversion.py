@@ -18,7 +18,7 @@ from coserve.lora.files.record import record_adapter
 from coserve.lora.store.files import load_adapter
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
-from tests.support.examples import sample
+from tests.support.examples import by_day
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, packed, save_peft, tokens_of
 from tests.support.tiny_models import tiny_model
@@ -73,7 +73,7 @@ def nearest(update: torch.Tensor, blocks: int, rank: int, *, rows: bool) -> torc
     return torch.cat(shards, 0 if rows else 1)
 
 
-@pytest.mark.parametrize("settings", sample({"plain": PLAIN, "bd": BLOCKS}, "plain"))
+@pytest.mark.parametrize("settings", by_day({"plain": PLAIN, "bd": BLOCKS}, "plain"))
 @pytest.mark.parametrize(("blocks", "rank"), [(2, 4), (4, 4), (2, 2), (1, 2)])
 def test_each_shard_is_the_nearest_of_its_rank(
     base: Base, tmp_path: Path, settings: dict[str, object], blocks: int, rank: int

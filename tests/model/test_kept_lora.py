@@ -10,7 +10,7 @@ from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.lora.segments import Segments
 from coserve.model.lora import KeptLora, LoraBatch
-from tests.support.examples import sample
+from tests.support.examples import by_day
 from tests.support.finetuning import CPU, random_corpus, started, tiny_base
 from tests.support.lora_backends import SEGMENTED
 
@@ -33,7 +33,7 @@ def sums_after_a_change(kept: KeptLora | None, rank: int) -> list[torch.Tensor]:
     return [each.clone() for each in found]
 
 
-@pytest.mark.parametrize("rank", sample([8, 5], 5))  # of rank 5, kernels read copies
+@pytest.mark.parametrize("rank", by_day([8, 5], 5))  # of rank 5, kernels read copies
 def test_a_batch_with_kept_tables_has_the_weights_of_its_own_time(rank: int) -> None:
     expected = sums_after_a_change(None, rank)
     for own, right in zip(sums_after_a_change(KeptLora(), rank), expected, strict=True):

@@ -52,6 +52,11 @@ def in_turns(
     return _values(cases, marks)
 
 
+def by_day(cases: Collection[Any], *fast: Any) -> list[Any]:
+    """As `sample`, but `make test-all` runs each of the slow ones on one of several days, as `in_turns` says."""
+    return in_turns(cases, fast)
+
+
 def on_days(turn: int, days: int = 6) -> Callable[[Test], Test]:
     """Decorator of a slow test that `make test-all` runs on one of so many days."""
 

@@ -14,7 +14,7 @@ from coserve.kernels.lora import reference
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
-from tests.support.examples import sample
+from tests.support.examples import by_day
 
 Add = Callable[[Tensor, Tensor, Segments, Sequence[LoraPair | None]], Tensor]
 
@@ -122,7 +122,7 @@ SLOW = ("skewed", "adapter_comes_back", "bd_odd_a", "bd_both_kinds")
 def interpreted() -> list[Any]:
     """Of `GRIDS` and `BD_GRIDS` for `parametrize` what a kernel gets wrong first; with bfloat16 a GPU runs all."""
     named = {grid.name: grid for grid in (*GRIDS, *BD_GRIDS)}
-    return sample({name: named[name] for name in (*AWKWARD, *SLOW)}, *AWKWARD)
+    return by_day({name: named[name] for name in (*AWKWARD, *SLOW)}, *AWKWARD)
 
 
 @dataclass(frozen=True)

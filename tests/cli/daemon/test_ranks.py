@@ -161,7 +161,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("case", in_turns(LOSSES, days=4))
+@pytest.mark.parametrize("case", in_turns(LOSSES, days=8))
 def test_a_rank_that_is_lost_ends_its_requests_and_all_ranks_are_started_again(
     daemon: DaemonProcess, expected: list[list[int]], case: tuple[int, int, str]
 ) -> None:
