@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ NAME = 90
 def profiled(work: Callable[[], object], steps: int, *, host: bool) -> dict[str, Any]:
     """Runs `work`, which does `steps` equal steps, under the profiler. Milliseconds and counts are of one step.
 
-    `busy_ms`: in which a kernel ran; kernels that run at once count once. With `host` also operations by their own time
-    on the host, which the profiler lengthens.
+    `busy_ms`: in which a kernel ran; kernels that run at once count once: `on_path` has the share of each by which it
+    moves the end of all work on, so that waiting beside others counts nothing; `idle`: what lies between kernels. With
+    `host` also operations by their own time on the host, which the profiler lengthens.
     """
     activities = [torch.profiler.ProfilerActivity.CUDA]
     if host:
@@ -31,17 +32,21 @@ def profiled(work: Callable[[], object], steps: int, *, host: bool) -> dict[str,
         work()
         torch.cuda.synchronize()
         wall = time.perf_counter() - began
-    spans, kernels = list[tuple[float, float]](), defaultdict[str, list[float]](list)
+    spans, kernels = list[tuple[float, float, str]](), defaultdict[str, list[float]](list)
     for event in profiler.events() or ():
         if event.device_type == DeviceType.CUDA:
             span = event.time_range
-            spans.append((span.start, span.end))
+            spans.append((span.start, span.end, event.name[:NAME]))
             kernels[event.name[:NAME]].append(span.end - span.start)
-    found = {"steps": steps, "step_ms": 1e3 * wall / steps, "busy_ms": _covered(spans) / 1e3 / steps}
+    path, idle = on_path(spans)
+    busy = sum(us for us, _ in path.values())
+    found = {"steps": steps, "step_ms": 1e3 * wall / steps, "busy_ms": busy / 1e3 / steps}
     found |= {"kernels": len(spans) / steps}
     return {
         **{name: round(value, 4) for name, value in found.items()},
         "by_kernel": _rows({name: (sum(times), len(times)) for name, times in kernels.items()}, steps),
+        "on_path": _rows(path, steps),
+        "idle": _rows(idle, steps),
     } | ({"by_operation": _rows(_operations(profiler), steps)} if host else {})
 
 
@@ -55,10 +60,26 @@ def _rows(found: dict[str, tuple[float, int]], steps: int) -> list[list[Any]]:
     return [[name, round(us / 1e3 / steps, 4), round(calls / steps, 2)] for name, (us, calls) in largest]
 
 
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union."""
-    total, end = 0.0, float("-inf")
-    for first, last in sorted(spans):
-        total += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return total
+Spent = dict[str, tuple[float, int]]
+"""Microseconds and count by name."""
+
+
+def on_path(spans: Sequence[tuple[float, float, str]]) -> tuple[Spent, Spent]:
+    """Return by how much each kernel moves the end of all work on, and the gaps between kernels, `one -> next`.
+
+    `spans`: first and last microsecond, and name.
+    """
+    path, idle = Spent(), Spent()
+
+    def add(to: Spent, name: str, us: float) -> None:
+        spent, count = to.get(name, (0.0, 0))
+        to[name] = spent + us, count + 1
+
+    end, before = float("-inf"), ""
+    for first, last, name in sorted(spans):
+        if before and first > end:
+            add(idle, f"{before[: NAME // 2]} -> {name[: NAME // 2]}", first - end)
+        add(path, name, max(0.0, last - max(first, end)))
+        if last > end:
+            end, before = last, name
+    return path, idle

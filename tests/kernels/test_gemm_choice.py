@@ -86,7 +86,8 @@ def test_how_much_slower_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         return shape, lost_us[weights[0].in_features, sum(weights[0].sizes)]
 
     monkeypatch.setattr(skinny, "fastest", fastest)
-    found = measure_gemms(stacked, CPU, (16,))
+    assert not measure_gemms(stacked, CPU, (16,)).beside
+    found = measure_gemms(stacked, CPU, (16,), {1: 2.0, 2: 4.0, 3: 4.0})
     assert (found.skinny, found.beside) == ({(16, 4096, 2048): shape}, {(16, 4096, 768): shape})
 
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL, _LARGE = PushShape(2048), PushShape(8192, pushers=512, adders=512)
-_TWO_SHOT = PushShape(16384, pushers=256, adders=192, copiers=192)
+_TWO_SHOT = PushShape(8192, pushers=512, adders=256, copiers=256)
 PUSHED = {
     2: ((1 << 20, _SMALL), (32 << 20, _LARGE)),
     4: ((1 << 19, _SMALL), (32 << 20, _TWO_SHOT)),

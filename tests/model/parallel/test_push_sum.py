@@ -117,7 +117,7 @@ def test_a_warm_up_launches_each_kernel_that_sums_need(monkeypatch: pytest.Monke
                 torch.empty(size, dtype=torch.int32) for size in (shape.flags(ranks, blocks), shape.counts(blocks))
             )
             least = ranks * shape.block_bytes // dtype.itemsize
-            for numbers in (least if shape.copiers else MULTIPLE, 16384 * ranks, most // dtype.itemsize):
+            for numbers in (least if shape.copiers else MULTIPLE, 8192 * ranks, most // dtype.itemsize):
                 x = torch.empty(numbers, dtype=dtype)
                 for addend in (None, torch.empty_like(x)):
                     out = torch.empty_like(x)
