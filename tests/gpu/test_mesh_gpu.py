@@ -1,4 +1,4 @@
-"""Collectives of two GPUs: NCCL and the one-shot kernel, in CUDA graphs too, and the logits of a base that they
+"""Collectives of two and four GPUs: NCCL and our kernels, in CUDA graphs too, and the logits of a base that two
 hold."""
 
 from __future__ import annotations
@@ -29,15 +29,24 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.fixture(params=[2, 4])
+def some(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    with Ranks(request.param, cuda=True) as ranks:
+        yield ranks
+
+
 def _all_reduces(mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
-    """Sums of both paths, eager and replayed from a graph with other inputs, and what they should be."""
+    """Sums of all paths, eager and replayed from a graph with other inputs, and what they should be."""
     found = list[tuple[Tensor, Tensor]]()
+    whole = mesh.size * (mesh.size + 1) / 2
     assert isinstance(mesh, GroupMesh)
     for kind in (torch.bfloat16, torch.float32):
         for rows in (1, 3, 64, 1024):
             x = torch.full((rows, 4096), 1.0 + mesh.rank, dtype=kind, device="cuda")
-            found.append((mesh.all_reduce(x.clone()), torch.full_like(x, 3.0)))
-            found.append((mesh.all_reduce(x.clone(), torch.full_like(x, 10.0)), torch.full_like(x, 13.0)))
+            found.append((mesh.all_reduce(x.clone()), torch.full_like(x, whole)))
+            found.append((mesh.all_reduce(x.clone(), torch.full_like(x, 10.0)), torch.full_like(x, whole + 10.0)))
             graph, static = torch.cuda.CUDAGraph(), x.clone()
             mesh.all_reduce(static.clone())
             torch.cuda.synchronize()
@@ -49,15 +58,15 @@ def _all_reduces(mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
                 static.copy_(x * factor)
                 graph.replay()
                 torch.cuda.synchronize()
-                found.append((out.clone(), torch.full_like(x, 3.0 * factor)))
-                found.append((more.clone(), torch.full_like(x, 3.0 * factor + 10.0)))
-                parts = [torch.full_like(x, (1.0 + rank) * factor) for rank in range(2)]
+                found.append((out.clone(), torch.full_like(x, whole * factor)))
+                found.append((more.clone(), torch.full_like(x, whole * factor + 10.0)))
+                parts = [torch.full_like(x, (1.0 + rank) * factor) for rank in range(mesh.size)]
                 found.append((gathered.clone(), torch.cat(parts, 1)))
     return [(got.cpu(), expected.cpu()) for got, expected in found]
 
 
-def test_sums_are_right_eager_and_in_graphs(two: Ranks) -> None:
-    for pairs in two.run(_all_reduces):
+def test_sums_are_right_eager_and_in_graphs(some: Ranks) -> None:
+    for pairs in some.run(_all_reduces):
         for got, expected in pairs:
             assert torch.equal(got, expected)
 
