@@ -17,6 +17,7 @@ import pytest
 import coserve
 from coserve.client import JobHandle
 from tests.support.daemon_process import DaemonProcess
+from tests.support.examples import on_days
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -55,7 +56,7 @@ def test_the_make_commands_are_targets() -> None:
         assert f"\n{command.split()[1]}:" in makefile
 
 
-@pytest.mark.slow
+@on_days(4)
 @pytest.mark.timeout(1800)
 def test_the_shell_commands_run_as_printed(daemon: DaemonProcess, tmp_path: Path) -> None:
     """In one shell, whose path has no `coserve` until the first line; only port and duration are others."""

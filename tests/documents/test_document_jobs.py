@@ -17,6 +17,7 @@ from coserve.client import AsyncClient
 from coserve.core.errors import InvalidRequest, NotLearned
 from tests.support.api_server import Api
 from tests.support.documents import ASKED, SMALL, TEXT
+from tests.support.examples import in_turns
 from tests.support.real_server import serve_real
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -64,18 +65,19 @@ async def test_a_document_goes_through_its_phases_and_is_served(api: Api) -> Non
     assert second["document"]["evaluation"]["other"]["nll"] > 0
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        ASKED | {"recipe": "ce", "lm_weight": 0.1},
-        ASKED | {"recipe": "lm"},
-        {"generator": "none"},
-        {"text": None, "path": "bridge.md", "generator": "adapter:asker"}
-        | {"chunk_tokens": 64, "questions_per_chunk": 2},
-        {"questions": [{"question": "How long is it?", "answer": "412 metres"}, {"question": "What colour is it?"}]},
-    ],
-    ids=["ce", "lm", "none", "path and adapter", "own questions"],
-)
+RECIPES: dict[str, dict[str, Any]] = {
+    "ce": ASKED | {"recipe": "ce", "lm_weight": 0.1},
+    "lm": ASKED | {"recipe": "lm"},
+    "none": {"generator": "none"},
+    "path and adapter": {"text": None, "path": "bridge.md", "generator": "adapter:asker"}
+    | {"chunk_tokens": 64, "questions_per_chunk": 2},
+    "own questions": {
+        "questions": [{"question": "How long is it?", "answer": "412 metres"}, {"question": "What colour is it?"}]
+    },
+}
+
+
+@pytest.mark.parametrize("document", in_turns(RECIPES, ["none"], days=2))
 async def test_recipes_and_generators(api: Api, document: dict[str, Any]) -> None:
     if document.get("generator") == "adapter:asker":
         _, made = await api.call(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.crash_oracle import job_request
 from tests.support.daemon_process import DaemonProcess
+from tests.support.examples import in_turns
 
 
 def engine_pid(daemon: DaemonProcess) -> int:
@@ -27,26 +28,30 @@ def check_restarted(daemon: DaemonProcess, why: str, restarts: int) -> None:
     assert any(why in entry["message"] for entry in daemon.entries())
 
 
-@pytest.mark.slow
-def test_one_that_is_stopped_while_it_starts_or_works_or_that_makes_no_progress(model: Path, tmp_path: Path) -> None:
-    """One that makes no progress: its process runs, as with a device that never ends a step."""
+@pytest.mark.parametrize("when", in_turns(["starts", "works", "makes no progress"]))
+def test_one_that_hangs_is_started_again(model: Path, tmp_path: Path, when: str) -> None:
+    """Its process is stopped; or it runs, as with a device that never ends a step."""
     options = ("--log-format", "json", "--engine-timeout", "12")
     hangs = "generate.mid_stream=delay:600s@9"  # the ninth step of an engine: no check generates so much
     with DaemonProcess(model, tmp_path / "data", options=options, failpoints=hangs) as daemon:
-        os.kill(engine_pid(daemon), signal.SIGSTOP)
+        if when == "starts":
+            os.kill(engine_pid(daemon), signal.SIGSTOP)
         daemon.wait_ready()
         daemon.logged("engine ready")
-        check_restarted(daemon, "while it started: its process did not run for 6 s", 1)
-        status, job = daemon.call("POST", "/finetune", job_request("adapter"))
-        assert status == 202, job
-        events = daemon.events("GET", f"/finetune/{job['id']}/events")
-        next(one for one in events if one["type"] == "metrics")
-        os.kill(engine_pid(daemon), signal.SIGSTOP)
-        status, answer = daemon.call("POST", "/generate", {"prompt": "Today we"})
-        assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
-        assert list(events)[-1]["state"] == "succeeded"
-        check_restarted(daemon, "of service: its process did not run for 6 s", 2)
-        body = {"prompt": "Today we", "max_tokens": 200, "ignore_eos": True, "stream": True}
-        *_, last = daemon.events("POST", "/generate", body)
-        assert last["error"]["code"] == "engine_unavailable"
-        check_restarted(daemon, "it said nothing for 12 s, though it had work", 3)
+        if when == "starts":
+            check_restarted(daemon, "while it started: its process did not run for 6 s", 1)
+        elif when == "works":
+            status, job = daemon.call("POST", "/finetune", job_request("adapter"))
+            assert status == 202, job
+            events = daemon.events("GET", f"/finetune/{job['id']}/events")
+            next(one for one in events if one["type"] == "metrics")
+            os.kill(engine_pid(daemon), signal.SIGSTOP)
+            status, answer = daemon.call("POST", "/generate", {"prompt": "Today we"})
+            assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+            assert list(events)[-1]["state"] == "succeeded"
+            check_restarted(daemon, "of service: its process did not run for 6 s", 1)
+        else:
+            body = {"prompt": "Today we", "max_tokens": 200, "ignore_eos": True, "stream": True}
+            *_, last = daemon.events("POST", "/generate", body)
+            assert last["error"]["code"] == "engine_unavailable"
+            check_restarted(daemon, "it said nothing for 12 s, though it had work", 1)

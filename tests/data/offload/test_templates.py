@@ -13,7 +13,7 @@ from coserve.data.pretrained.sandbox import SECONDS
 from tests.support import tasks
 from tests.support.api_server import tokenizer
 from tests.support.chat_templates import GPT_OSS
-from tests.support.examples import in_turns, sample
+from tests.support.examples import in_turns, on_days, sample
 
 ENDLESS = {
     "power": "{{ 9 ** 999999999 }}",
@@ -64,7 +64,7 @@ async def test_a_hostile_template_ends_with_a_typed_error(pool: HelperPool, sour
     assert await pool.run(tasks.render, Source("ok")) == b"ok"
 
 
-@pytest.mark.slow
+@on_days(2)
 async def test_processor_time_is_counted_for_each_rendering(pool: HelperPool) -> None:
     """Not for the process, and not while it waits for a processor."""
     first = await pool.run(tasks.pid, Source(""))

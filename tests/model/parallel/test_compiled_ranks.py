@@ -14,7 +14,7 @@ from coserve.model.parallel.mesh import LoneRank, Mesh
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.trace import interpreted
 from tests.support import sharded
-from tests.support.examples import in_turns
+from tests.support.examples import in_turns, marks_on_days
 from tests.support.families import tiny_family
 from tests.support.ranks import Ranks
 from tests.support.sharded import KINDS, Kind, Trained, load, train
@@ -75,7 +75,9 @@ def compiled(ranks: Ranks, folder: str, strategy: str, kind: Kind, steps: int = 
     return ranks.run(train, folder, strategy, kind, 0, steps, None, "segmented", 0.0, True)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("nfs", KINDS[0]), ("bd", KINDS[1])])
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("nfs", KINDS[0]), pytest.param("bd", KINDS[1], marks=marks_on_days(1, 2))]
+)
 def test_a_job_has_the_losses_and_the_weights_of_one_process(
     two: Ranks, folder: str, strategy: str, kind: Kind
 ) -> None:
