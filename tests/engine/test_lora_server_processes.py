@@ -13,72 +13,20 @@ import pytest
 
 from coserve.config import Config
 from coserve.core.errors import ConfigError, StartupError, UnsupportedBase
-from coserve.core.health import LoraServerInfo
 from coserve.core.link.engine import Shutdown
-from coserve.core.link.generation import RequestFailed, Tokens
-from coserve.core.link.jobs import JobFailed, JobProgress, JobSucceeded, StartJob
-from coserve.core.link.link import FromEngine, Link, ToEngine
-from coserve.core.link.stats import EngineStats
-from coserve.core.types import AdapterRef
+from coserve.core.link.jobs import StartJob
 from coserve.engine.lora_server.start import make_servers
 from coserve.engine.worker import build_engine
 from coserve.model.base import wrap_base
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
-from tests.support.generation import prompt, request
 from tests.support.local_link import local_pair
+from tests.support.lora_engine import Engine
 from tests.support.lora_servers import BOTH, REFS, save_adapters, server_pid
 
 STEPS = 40
 """Of the job: it still trains when servers are killed."""
-
-
-class Engine:
-    """The API process's end of an engine."""
-
-    def __init__(self, link: Link[ToEngine, FromEngine], running: asyncio.Task[None]) -> None:
-        self._link, self._running, self._requests = link, running, 0
-        self._jobs = list[FromEngine]()
-        """What jobs have told."""
-
-    async def _receive(self) -> FromEngine:
-        """Raises what ended the engine."""
-        message = asyncio.create_task(self._link.receive())
-        await asyncio.wait({message, self._running}, return_when=asyncio.FIRST_COMPLETED)
-        if not message.done():
-            self._running.result()
-        if isinstance(await message, JobProgress | JobSucceeded | JobFailed):
-            self._jobs.append(await message)
-        return await message
-
-    async def losses(self) -> list[float]:
-        """Wait for the end of the job, and return the losses of its steps."""
-        while not self._jobs or isinstance(self._jobs[-1], JobProgress):
-            await self._receive()
-        assert isinstance(self._jobs[-1], JobSucceeded), self._jobs[-1]
-        return [metrics.loss for metrics in metrics_of(self._jobs)]
-
-    async def tokens(self, ref: AdapterRef | None, at: Callable[[int], None] = lambda _: None) -> list[int]:
-        """The tokens of a request; `at` is called with the number of tokens so far."""
-        self._requests += 1
-        self._link.send(request(str(self._requests), prompt(6), ref=ref))
-        found = list[int]()
-        while True:
-            message = await self._receive()
-            assert not isinstance(message, RequestFailed), message
-            if isinstance(message, Tokens):
-                found.extend(message.tokens)
-                if message.finished:
-                    return found
-                at(len(found))
-
-    async def server(self, ready: Callable[[LoraServerInfo], bool]) -> LoraServerInfo:
-        """Wait until the server is so."""
-        while True:
-            message = await self._receive()
-            if isinstance(message, EngineStats) and ready(message.lora_servers[0]):
-                return message.lora_servers[0]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import random
 import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,10 +35,12 @@ EngineChannel = Channel[AnyToServer, AnyFromServer]
 
 @contextmanager
 def peer() -> Iterator[tuple[IpcTransport, EngineChannel, subprocess.Popen[bytes], int]]:
-    """The engine's end, the socket and the process of a peer on the second GPU, and the longest message's bytes."""
+    """The engine's end, the socket and the process of a peer on the second GPU, and the longest message's bytes. The
+    mailbox is offered on a thread of its own, as an engine does."""
     spec = wrap_base(tiny_family("mixtral"), name="mixtral").spec
     boxes = Mailboxes(DEVICE, spec, 1, TOKENS)
-    end, mailbox = boxes.offer(0)
+    with ThreadPoolExecutor(1) as other:
+        end, mailbox = other.submit(boxes.offer, 0).result()
     ours, theirs = socket.socketpair()
     with theirs:
         process = spawn_child("tests.support.ipc_peer", theirs, mailbox.page)

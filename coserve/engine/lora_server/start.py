@@ -24,15 +24,12 @@ from coserve.model.lora import LoraWeights
 
 log = logging.getLogger(__name__)
 
-MAILBOXES = False
-"""Whether GPUs exchange messages over mailboxes, else by gloo: not before tests/gpu/test_lora_servers_gpu.py has passed
-with them."""
 
-
-def make_servers(base: Base, config: Config, step_tokens: int) -> LoraServers | None:
+def make_servers(base: Base, config: Config, step_tokens: int, *, by_mailboxes: bool = False) -> LoraServers | None:
     """Begin to start the servers; None: the settings ask for none. `step_tokens`: the most tokens of a step.
-    Mailboxes take memory of a GPU, which the memory plan then finds in use. Raises `UnsupportedBase` and
-    `ConfigError` for a base and GPUs that cannot have them."""
+    `by_mailboxes`: GPUs exchange messages over mailboxes where they can, else by gloo; no default before
+    tests/gpu/test_lora_servers_gpu.py has passed with them. They take memory of the GPU, which the memory plan then
+    finds in use. Raises `UnsupportedBase` and `ConfigError` for a base and GPUs that cannot have servers."""
     count = config.lora_server
     if not count:
         return None
@@ -51,7 +48,7 @@ def make_servers(base: Base, config: Config, step_tokens: int) -> LoraServers | 
         raise ConfigError(f"lora_server: expected {count + 1} GPUs, one of them for the base, found {found}")
     threads = max(1, torch.get_num_threads())
 
-    mailboxes, note = _mailboxes(base, count, step_tokens) if cuda and MAILBOXES else (None, "")
+    mailboxes, note = _mailboxes(base, count, step_tokens) if cuda and by_mailboxes else (None, "")
     usable = mailboxes is not None
 
     def start(number: int, answered: Answered) -> RunningServers:
