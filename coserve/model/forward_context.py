@@ -17,7 +17,6 @@ from torch import Tensor
 
 from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.lora.interface import PreparedLora
-from coserve.kernels.lora.shrinks import Shrinks
 from coserve.kernels.lora.types import SiteGroup
 from coserve.kernels.quantized.weights import QuantizedWeight
 from coserve.kernels.recurrent.interface import Recurrence, RecurrenceInputs
@@ -44,8 +43,6 @@ class Fused:
     """The names of each layer's parameters of experts, gate and up first."""
     mesh: Mesh = field(default_factory=Mesh)
     """The ranks over which experts' outputs are summed."""
-    shrinks: Shrinks | None = None
-    """Given in a forward of one row."""
 
 
 class TrainingSeams(Protocol):

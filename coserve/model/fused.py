@@ -23,7 +23,6 @@ from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.interface import PreparedLora
-from coserve.kernels.lora.shrinks import Shrinks
 from coserve.kernels.lora.types import FrozenWeight, SiteGroup
 from coserve.kernels.quantized.weights import QuantizedWeight
 from coserve.model import probe
@@ -76,15 +75,8 @@ def _linear(
     assert fused is not None, NOT_FUSED
     sites, x_TD = fused.groups[current.layer][group], x.reshape(-1, x.shape[-1])
     lora, shard = context.lora, fused.summed.get(sites)
-    changed = lora is not None and lora.changes(sites)
-    y_O = None
-    if lora is not None and changed and fused.shrinks is not None and fused.gemms.in_one_launch(weight):
-        y_O = lora.linear_row(sites, x_TD[0], weight, bias, sizes, fused.shrinks)
-    if y_O is None:
-        output = fused.gemms.linear(x_TD, weight, bias, before_shrink=changed)
-        y_TO = _added(output, x_TD, sizes, fused.groups[current.layer][group:], lora)
-    else:
-        y_TO = y_O[None]
+    output = fused.gemms.linear(x_TD, weight, bias, before_shrink=lora is not None and lora.changes(sites))
+    y_TO = _added(output, x_TD, sizes, fused.groups[current.layer][group:], lora)
     if shard is not None:
         y_TO = shard.sum(y_TO, None if residual is None else residual.reshape(y_TO.shape))
     else:
@@ -214,7 +206,6 @@ class FusedBase:
             unique = {f: torch.compile(f, backend=made, dynamic=True, fullgraph=True) for f in dict.fromkeys(forwards)}
             forwards = [unique[forward] for forward in forwards]
         self._layers = Layers(base.layers, forwards)
-        self._shrinks = Shrinks(base.device)
         self._stubs = [self._stub(index) for index in range(len(base.layers))]
 
     def _rewriting(self, backend: Backend) -> Backend:
@@ -258,11 +249,7 @@ class FusedBase:
         """Compute `Base.forward`, never padded. `lora` is prepared for `groups`. `gather`: see `Base.run`. `ends`: what
         adapters change at the model's ends."""
         mesh = self._mesh
-        shrinks = None
-        if lora is not None and tokens_T.shape[0] == 1:
-            shrinks = self._shrinks
-            shrinks.begin()
-        fused = Fused(attention, self.gemms, self.groups, self._summed, self._quantized, self._experts, mesh, shrinks)
+        fused = Fused(attention, self.gemms, self.groups, self._summed, self._quantized, self._experts, mesh)
         context = ForwardContext(lora, fused=fused, ends=ends)
         self._layers.begin(tokens_T.shape[0])
         with running(context), self._patched():

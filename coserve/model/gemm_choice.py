@@ -28,9 +28,6 @@ BESIDE_US: Mapping[int, float] = {}
 """Microseconds by which our skinny GEMM may be slower than torch's GEMM before a LoRA shrink, which only ours overlaps,
 by the number of sites. {1: 2.0, 2: 4.0, 3: 4.0} is what it saves on one of four GPUs; no step was measured with it."""
 
-ROW_WEIGHTS = 0
-"""`GemmChoice.row_weights`. Up to 8 << 20 it is faster on one of four GPUs; no step was measured with it."""
-
 MEASURED = 8
 """Most weights of one shape that a measurement cycles through."""
 
@@ -56,8 +53,6 @@ class GemmChoice:
     """Scratch from `skinny.make_counters`."""
     beside: Mapping[tuple[int, int, int], Shape] = field(default_factory=dict)
     """Block sizes of our skinny GEMM where only a LoRA shrink that overlaps it makes up for its time."""
-    row_weights: int = ROW_WEIGHTS
-    """Most elements of weights whose only row goes through them together with its LoRA terms (`launch_row`)."""
 
     def linear(
         self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, *, before_shrink: bool = False
@@ -68,12 +63,6 @@ class GemmChoice:
         """
         found = self._own(x_TD, weight_OD, bias_O, None, before_shrink)
         return GemmOutput(functional.linear(x_TD, weight_OD, bias_O), None) if found is None else found
-
-    def in_one_launch(self, weight_OD: Tensor) -> bool:
-        """Whether one row is faster with its LoRA terms in one launch than with launches of their own: at small weights
-        for which our GEMV is the fastest."""
-        outputs, inputs = weight_OD.shape
-        return (inputs, outputs) in self.gemv and inputs * outputs <= self.row_weights
 
     def quantized_linear(self, x_TD: Tensor, weights: QuantizedWeight, *, before_shrink: bool = False) -> GemmOutput:
         """Compute `linear` with quantised weights. Our kernels read FP8 weights; `fp8.rounds` tells whether they round

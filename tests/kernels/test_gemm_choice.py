@@ -91,13 +91,6 @@ def test_how_much_slower_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.skinny, found.beside) == ({(16, 4096, 2048): shape}, {(16, 4096, 768): shape})
 
 
-def test_small_weights_whose_gemv_is_the_fastest_go_with_their_terms_in_one_launch() -> None:
-    choice = GemmChoice({(4096, 1536): (2, 4), (4096, 28672): (2, 4)}, row_weights=8 << 20)
-    served = [(4096, 1536), (4096, 28672), (1024, 4096)]
-    found = [choice.in_one_launch(torch.empty(outputs, inputs, device="meta")) for inputs, outputs in served]
-    assert found == [True, False, False]
-
-
 def test_a_row_before_a_shrink_goes_by_the_gemv_where_the_skinny_gemm_is_slow() -> None:
     x, weight = torch.randn(1, 256), torch.randn(96, 256)
     found = GemmChoice({(256, 96): (2, 4)}).linear(x, weight, None, before_shrink=True)

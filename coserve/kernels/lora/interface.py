@@ -12,7 +12,6 @@ from coserve.core.errors import ConfigError
 from coserve.kernels.gpu.device import interpreted
 from coserve.kernels.lora.experts.interface import ExpertLora, RemoteTerms
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.shrinks import Shrinks
 from coserve.kernels.lora.types import FrozenWeight, LoraPair, SiteGroup
 
 Adapters = Sequence[Mapping[str, LoraPair]]
@@ -62,21 +61,6 @@ class PreparedLora(ABC):
         for y, added in zip(ys, self.add(group, ys, x_TD), strict=True):
             if added is not y:
                 y.copy_(added)
-
-    def linear_row(
-        self,
-        group: SiteGroup,
-        x_D: Tensor,
-        weight_OD: Tensor,
-        bias_O: Tensor | None,
-        sizes: Sequence[int],
-        shrinks: Shrinks,
-    ) -> Tensor | None:
-        """Return the outputs (O) of a step's only row at the sites of these `sizes`, terms included, by one launch.
-
-        None if it does not serve them: then the product and `add_` do.
-        """
-        return None
 
     def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: FrozenWeight) -> tuple[Tensor, ...]:
         """Return each site's `x Wᵀ + bias` plus its terms: (T, O_i) each. Differentiable as `add` is, not in the

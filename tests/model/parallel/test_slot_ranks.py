@@ -96,13 +96,13 @@ def _logits(
 
 
 def _one_row(mesh: Mesh, folder: str, one_shot: bool) -> dict[int, Found]:
-    """Of one row with each of the adapters, through the GEMV; local ones in one launch with it."""
+    """Of one row with each of the adapters, through the GEMV."""
     if one_shot:
         assert isinstance(mesh, GroupMesh)
         mesh = OneShotMesh(mesh.group)
     fused, slots, placed = _placed(load(folder, mesh, "slora"))
     kinds = [(own.weight.shape[1], own.weight.shape[0]) for own in fused.stacked]
-    fused.gemms = GemmChoice(gemv=dict.fromkeys(kinds, (2, 4)), row_weights=1 << 20)
+    fused.gemms = GemmChoice(gemv=dict.fromkeys(kinds, (2, 4)))
     found = dict[int, Found]()
     for adapter in ONE_ROW:
         lora = _lora(slots, Segments((0, 1), (placed[adapter],)), "static decode")

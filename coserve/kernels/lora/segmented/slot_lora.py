@@ -10,14 +10,13 @@ from torch import Tensor
 
 from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.interface import PreparedLora
-from coserve.kernels.lora.segmented import launch_row, terms
+from coserve.kernels.lora.segmented import terms
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
 from coserve.kernels.lora.segmented.launch_decode import decode
 from coserve.kernels.lora.segmented.launch_prefill import prefill_expand, prefill_shrink
 from coserve.kernels.lora.segmented.launch_scale import scale_rows
 from coserve.kernels.lora.segmented.plan import TilePlan
 from coserve.kernels.lora.segmented.tiles import HostTiles
-from coserve.kernels.lora.shrinks import Shrinks
 from coserve.kernels.lora.types import SiteGroup
 
 Biases = Mapping[SiteGroup, Sequence[Tensor | None]]
@@ -53,20 +52,6 @@ class SlotLora(PreparedLora):
         self._add(group, ys, x_TD, overlapped=overlapped)
         if self._biases is not None:
             scale_rows(ys, self.plan.tiles, self._tables[group], self._biases[group])
-
-    def linear_row(
-        self,
-        group: SiteGroup,
-        x_D: Tensor,
-        weight_OD: Tensor,
-        bias_O: Tensor | None,
-        sizes: Sequence[int],
-        shrinks: Shrinks,
-    ) -> Tensor | None:
-        table = self._tables[group]
-        if self._biases is not None or not launch_row.serves(sizes, self.plan, table):
-            return None
-        return launch_row.linear_row(x_D, weight_OD, bias_O, sizes, shrinks, self.plan, table)
 
     def _add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool) -> None:
         """Add the terms; DoRA's scaling follows later."""
@@ -118,17 +103,6 @@ class ShardedSlotLora(SlotLora):
 
     def changes(self, group: SiteGroup) -> bool:
         return super().changes(group) and group in self._exchanges
-
-    def linear_row(
-        self,
-        group: SiteGroup,
-        x_D: Tensor,
-        weight_OD: Tensor,
-        bias_O: Tensor | None,
-        sizes: Sequence[int],
-        shrinks: Shrinks,
-    ) -> None:
-        """None: shrinks are exchanged between two launches."""
 
     def _add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool) -> None:
         table, exchange = self._tables[group], self._exchanges[group]
