@@ -115,6 +115,10 @@ async def test_files_that_are_no_batch(tmp_path: Path) -> None:
             ("invalid_json_line", 5),
             ("line_too_long", 6),
         ]
+        assert [problem.message for problem in failed.errors.data if problem.code == "invalid_json_line"] == [
+            "the body is not JSON: it ends too early",
+            "expected a field 'method', got none",
+        ]
         assert failed.output_file_id is None
         with pytest.raises(openai.BadRequestError):
             await client.batches.cancel(failed.id)

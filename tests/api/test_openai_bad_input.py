@@ -145,6 +145,16 @@ async def test_bodies_over_the_limit_and_wrong_methods(api: Api) -> None:
     _, answer = await api.call("GET", "/v1/models/nope")
     assert answer["error"]["message"] == "model: no adapter 'nope'; GET /v1/models lists the base and its adapters"
     await api.refused(404, "not_found", "GET", "/nothing")  # no path of OpenAI's: our own shape
+    for path, said in (
+        ("/rerank", "reranking is not implemented"),
+        ("/v2/rerank", "reranking is not implemented"),
+        ("/score", "scores of pairs of texts are not implemented"),
+        ("/sleep", "sleep mode is not implemented"),
+        ("/load", "there is no such path; did you mean '/metrics'?"),
+        ("/responses", "there is no such path; did you mean '/v1/responses'?"),
+    ):
+        _, answer = await api.call("POST", path, data=b"{}")
+        assert answer["error"]["message"] == said
     _, answer = await api.call("POST", "/chat/completions", data=b"{}")
     assert answer["error"]["message"] == "there is no such path; did you mean '/v1/chat/completions'?"
 

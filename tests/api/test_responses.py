@@ -13,7 +13,7 @@ from coserve.api.openai.responses.schemas import ResponseRequest
 from coserve.api.openai.schemas import ChatAnswer, ChatChoice, ChatCompletion, ChatFinish
 from coserve.core.schemas import Usage
 from tests.support.api_server import Api, serve_api, tokenizer, with_template
-from tests.support.chat_templates import QWEN3
+from tests.support.chat_templates import GPT_OSS, QWEN3
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -155,6 +155,14 @@ async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> 
         assert caught.value.param == param, caught.value
     with pytest.raises(openai.NotFoundError, match="stored responses"):
         await client.responses.retrieve("resp_1")
+
+
+async def test_the_effort_reaches_a_template_that_reads_it(api: Api, tmp_path: Path) -> None:
+    asked = {"input": "x", "reasoning": {"effort": "high", "summary": "auto"}}
+    assert (await api.call("POST", "/v1/responses", json=asked))[0] == 200  # Qwen 3's template reads none
+    async with serve_api(tmp_path / "harmony", tokens=with_template(GPT_OSS), context=1024) as harmony:
+        assert (await harmony.call("POST", "/v1/responses", json=asked))[0] == 200
+        assert "Reasoning: high" in await prompt(harmony)
 
 
 async def test_a_stream_that_fails_says_so(api: Api, client: AsyncOpenAI) -> None:

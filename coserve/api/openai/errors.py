@@ -39,7 +39,11 @@ _FEATURES = {
     "videos": "videos are",
 }
 """Features of OpenAI and vLLM that are missing here, by the first part of their path under `/v1`."""
-_MEANT = {"jobs": "/finetune", "lora": "/adapters", "loras": "/adapters", "ping": "/health"}
+_FEATURES_OF_VLLM = {name: _FEATURES[name] for name in ("classify", "pooling", "rerank", "score")} | dict.fromkeys(
+    ("sleep", "wake_up", "is_sleeping"), "sleep mode is"
+)
+"""Features that vLLM also has at paths without `/v1`."""
+_MEANT = {"jobs": "/finetune", "load": "/metrics", "lora": "/adapters", "loras": "/adapters", "ping": "/health"}
 """Our equivalents of other servers' paths, by the first part of their path."""
 
 
@@ -86,10 +90,10 @@ def is_openai(path: str) -> bool:
 
 
 def no_such_path(path: str, known: Iterable[str]) -> NotFound:
-    """Return the error for a path without a route; under `/v1` it names the missing feature. `known`: paths of the
+    """Return the error for a path without a route; it names a missing feature of OpenAI or vLLM. `known`: paths of the
     routes, one of which may be meant, such as that with `/v1` in front."""
-    first = path.removeprefix(PREFIX).strip("/").partition("/")[0]
-    feature = _FEATURES.get(first) if is_openai(path) else None
+    first = path.removeprefix(PREFIX).removeprefix("/v2").strip("/").partition("/")[0]
+    feature = (_FEATURES if is_openai(path) else _FEATURES_OF_VLLM).get(first)
     if feature is not None:
         return NotFound(f"{feature} not implemented")
     meant = f"; did you mean {_MEANT[first]!r}?" if first in _MEANT else near_miss(path[:80], known)

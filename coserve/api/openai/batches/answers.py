@@ -24,7 +24,7 @@ def batch_answers(api: OpenAIApi, bodies: BodyReader) -> dict[str, Answer]:
     """Return the function that answers a body, by endpoint."""
 
     async def respond(body: ResponseRequest) -> Response:
-        return response(body, await api.answer_chat(chat_of(body)))
+        return response(body, await api.answer_chat(chat_of(body, api.chat_template)))
 
     return {
         "/v1/chat/completions": _answer(bodies, ChatRequest, api.answer_chat),

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from coserve.api.http.parsing import decode_last
 from coserve.api.openai.batches.schemas import Answered, BatchAnswer, BatchLine, BatchResult
 from coserve.api.openai.batches.store import ERRORS, OUTPUT, BatchProblem, BatchRecord, BatchStatus, BatchStore
 from coserve.api.openai.errors import openai_error
@@ -185,8 +186,8 @@ class BatchRunner:
                         wrong("line_too_long", f"expected at most {MAX_LINE} bytes, got {len(raw)}", number)
                     elif raw.strip():
                         try:
-                            line = msgspec.json.decode(raw, type=BatchLine)
-                        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+                            line = decode_last(raw, BatchLine)
+                        except CoserveError as error:
                             wrong("invalid_json_line", str(error)[:500], number)
                         else:
                             if line.url != record.endpoint:

@@ -23,7 +23,7 @@ class ResponsesApi:
 
     async def create_response(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, ResponseRequest, dialect=True)
-        chat = chat_of(body)
+        chat = chat_of(body, self._api.chat_template)
         if not body.stream:
             return json_response(response(body, await self._api.answer_chat(chat)))
         stream = EventStream(request, write_timeout=self._write_timeout)

@@ -25,8 +25,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
 
-def chat_of(body: ResponseRequest) -> ChatRequest:
-    """Return the chat that the request asks for. Raises `InvalidRequest`."""
+def chat_of(body: ResponseRequest, template: str | None) -> ChatRequest:
+    """Return the chat that the request asks for. `template`: the base's chat template. Raises `InvalidRequest`."""
     for name, values in NEUTRAL.items():
         refuse_unless_neutral(name, getattr(body, name), values)
     wants_logprobs = LOGPROBS in (body.include or ())
@@ -44,11 +44,18 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
         logprobs=wants_logprobs,
         top_logprobs=body.top_logprobs,
         seed=body.seed,
+        reasoning_effort=_effort(body, template),
         slo_class=body.slo_class,
         service_tier=body.service_tier,
         stream=body.stream,
         stream_options=StreamOptions(include_usage=True) if body.stream else None,
     )
+
+
+def _effort(body: ResponseRequest, template: str | None) -> str | None:
+    """Return the effort for a template that reads it; others ignore it, since agents send one to every model."""
+    effort = (body.reasoning or {}).get("effort")
+    return effort if isinstance(effort, str) and "reasoning_effort" in (template or "") else None
 
 
 def _messages(body: ResponseRequest) -> list[ChatMessage]:

@@ -81,8 +81,8 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    reasoning: Any = None
-    """`effort` and `summary` are ignored."""
+    reasoning: dict[str, Any] | None = None
+    """`effort`: passed to a chat template that reads `reasoning_effort`, such as gpt-oss's. Ignored otherwise."""
     stream_options: Any = None
     truncation: Any = None
     background: Any = None
