@@ -14,7 +14,7 @@ from coserve.model.parallel.mesh import LoneRank, Mesh
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.trace import interpreted
 from tests.support import sharded
-from tests.support.examples import in_turns, marks_on_days
+from tests.support.examples import in_turns, marks_on_days, on_days
 from tests.support.families import tiny_family
 from tests.support.ranks import Ranks
 from tests.support.sharded import KINDS, Kind, Trained, load, train
@@ -84,7 +84,7 @@ def test_a_job_has_the_losses_and_the_weights_of_one_process(
     check_job(two, folder, strategy, kind)
 
 
-@pytest.mark.slow
+@on_days(3)
 def test_a_job_with_fully_sharded_pairs_has_the_losses_and_the_weights_of_one_process(
     ranks: Ranks, folder: str
 ) -> None:
