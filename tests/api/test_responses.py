@@ -149,6 +149,8 @@ async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> 
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format.schema"),
         ({"input": []}, "input"),
+        ({"input": "word " * 2000}, "input"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(**({"model": "fake", "input": "x"} | asked))  # type: ignore[call-overload]

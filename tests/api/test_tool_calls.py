@@ -406,6 +406,18 @@ async def test_the_setting_goes_before_the_template(tmp_path: Path) -> None:
     assert len(call["id"]) == 9
 
 
+async def test_a_wrong_choice_of_tools_says_what_it_is(tmp_path: Path) -> None:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3), context=4096) as api:
+        for tools, choice, said in (
+            (TOOLS, "sometimes", "expected auto, none, required or a function's name, got 'sometimes'"),
+            ([{"type": "x"}], "required", "[0].type: expected one of function"),
+            ([{"type": "function"}], "required", "expected a field 'function', got none"),
+        ):
+            asked: Any = {"messages": CHAT, "tools": tools, "tool_choice": choice}
+            _, refused = await api.call("POST", "/v1/chat/completions", json=asked)
+            assert said in refused["error"]["message"]
+
+
 async def test_tools_that_the_template_leaves_out_are_refused(tmp_path: Path) -> None:
     async with serve_api(tmp_path, tokens=with_template(PHI_3), context=4096) as api:
         asked: Any = {"messages": CHAT, "tools": TOOLS}

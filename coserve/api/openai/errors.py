@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from coserve.api.http.responses import ErrorFormat, error_info
@@ -58,15 +58,15 @@ def _type(error: CoserveError) -> str:
     return "invalid_request_error" if error.status < 500 else "server_error"
 
 
-def openai_error(error: CoserveError) -> OpenAIError:
-    """Return the error as `{"error": {"message", "type", "param", "code"}}`."""
+def openai_error(error: CoserveError, params: Mapping[str, str] = _PARAMS) -> OpenAIError:
+    """Return the error as `{"error": {"message", "type", "param", "code"}}`. `params`: the dialect's field names."""
     info = error_info(error)
     message, code = info.message, info.code
     if isinstance(error, AdapterNotFound):
         message, code = f"{message}; GET {PREFIX}/models lists the base and its adapters", "model_not_found"
     elif isinstance(error, PromptTooLong):
         message, code = _too_long(error), "context_length_exceeded"
-    param = None if info.field is None else _PARAMS.get(info.field, info.field)
+    param = None if info.field is None else params.get(info.field, info.field)
     message = str(CoserveError(message, field=param))  # with the field in front, like all messages
     return OpenAIError(error=OpenAIErrorInfo(message=message, type=_type(error), param=param, code=code))
 

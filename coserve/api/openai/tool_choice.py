@@ -11,6 +11,7 @@ from coserve.api.http.body_types import is_empty
 from coserve.api.openai.schemas import ChatRequest
 from coserve.core.errors import InvalidRequest
 from coserve.core.schemas.output_format import JsonSchema
+from coserve.core.validation import explain
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -80,14 +81,17 @@ def _tools(body: ChatRequest) -> list[_Tool]:
     try:
         return msgspec.convert(body.tools or [], list[_Tool])
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"expected functions with a name and parameters: {error}", field="tools") from error
+        wrong = explain(error, body.tools, list[_Tool])
+        raise InvalidRequest(f"expected functions with a name and parameters: {wrong}", field="tools") from error
 
 
 def _chosen_name(choice: object) -> str:
     try:
         return msgspec.convert(choice, _Tool).function.name
     except msgspec.ValidationError as error:
-        raise InvalidRequest("expected auto, none, required or a function's name", field="tool_choice") from error
+        got = repr(choice)[:80]
+        message = f"expected auto, none, required or a function's name, got {got}"
+        raise InvalidRequest(message, field="tool_choice") from error
 
 
 def _call_of(function: _Function) -> JsonSchema:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
-from coserve.api.http.responses import json_response
+from coserve.api.http.responses import ErrorFormat, json_response
 from coserve.api.http.route import BODY_ERRORS, BUSY, Route
 from coserve.api.http.sse import EventStream
 from coserve.api.openai.errors import openai_error, openai_route
@@ -13,6 +13,20 @@ from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.responses.answers import ResponseEvents, response
 from coserve.api.openai.responses.requests import chat_of
 from coserve.api.openai.responses.schemas import Response, ResponseEvent, ResponseRequest
+from coserve.api.openai.schemas import OpenAIError
+from coserve.core.errors import CoserveError
+
+_PARAMS = {
+    "adapter": "model",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
+"""Names of the fields that errors of the chat name."""
+
+
+def _error(error: CoserveError) -> OpenAIError:
+    return openai_error(error, _PARAMS)
 
 
 class ResponsesApi:
@@ -28,7 +42,7 @@ class ResponsesApi:
             return json_response(response(body, await self._api.answer_chat(chat)))
         stream = EventStream(request, write_timeout=self._write_timeout)
         await stream.send_all(
-            ResponseEvents(body).of(self._api.chat_chunks(chat)), openai_error, event_of=lambda event: event.type
+            ResponseEvents(body).of(self._api.chat_chunks(chat)), _error, event_of=lambda event: event.type
         )
         return await stream.close()
 
@@ -43,6 +57,7 @@ def response_routes(api: ResponsesApi) -> tuple[Route, ...]:
             body=ResponseRequest,
             response=Response,
             events=ResponseEvent,
+            error_formats=(ErrorFormat(OpenAIError, _error),),
             errors=(404, 422, *BODY_ERRORS, BUSY),
         ),
     )
