@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
-from coserve.engine.lora_server.ipc import BEYOND, PAGE, Mailboxes, layout, mailbox_sizes, open_mailbox, reached
+from coserve.engine.lora_server.ipc import (
+    BEYOND,
+    PAGE,
+    TRIAL_SPEC,
+    Mailboxes,
+    layout,
+    mailbox_sizes,
+    open_mailbox,
+    reached,
+)
 from coserve.engine.lora_server.transport import TensorSpec
 from coserve.memory.buffer import ALIGNMENT
 from coserve.model.base import wrap_base
@@ -74,16 +83,24 @@ def test_tensors_of_a_message_do_not_overlap(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_a_mailbox_has_room_for_a_whole_step(family: str) -> None:
-    """Of inputs, of numbers or weights, and of terms, for each parameter of experts, and no more than that."""
+    """Of inputs with numbers or weights, and of terms, for each parameter of experts, and no more than that."""
     spec = wrap_base(tiny_family(family), name=family).spec
-    there, back = mailbox_sizes(spec, 40)
+    there, back = mailbox_sizes(spec, 4000)
     messages, answers = [], []
     for site in spec.experts.values():
-        rows = 40 * site.chosen
-        messages.append(layout([4 * 40 * site.in_features, 8 * rows])[1])
-        messages.append(layout([4 * rows * site.in_features, 4 * rows])[1])
-        answers.append(layout([4 * rows * site.out_features])[1])
+        tokens, rows = 4000, 4000 * site.chosen
+        inputs, outputs, number = (tokens, rows, 8) if site.halves else (rows, tokens, 4)
+        messages.append(layout([4 * inputs * site.in_features, number * rows])[1])
+        answers.append(layout([4 * outputs * site.out_features])[1])
     assert (there, back) == (max(messages), max(answers))
+
+
+def test_the_trial_fits_into_the_mailbox_of_a_tiny_base() -> None:
+    spec, trial = wrap_base(tiny_family("mixtral"), name="mixtral").spec, drawn([TRIAL_SPEC], 0)
+    ours, theirs = mailbox_ends(*mailbox_sizes(spec, 1))
+    ours.send(1, trial)
+    theirs.send(1, theirs.receive(1, [TRIAL_SPEC]))
+    assert torch.equal(ours.receive(1, [TRIAL_SPEC])[0], trial[0])
 
 
 def test_a_message_that_is_too_long_is_refused_and_the_next_one_goes() -> None:
@@ -165,3 +182,10 @@ def test_a_page_that_cannot_be_registered_leaves_no_file_open(driver: FakeDriver
     with pytest.raises(IpcUnavailable, match="cuMemHostRegister: 712"):
         boxes.offer(0)
     assert len([*Path("/proc/self/fd").iterdir()]) == files
+
+
+def test_memory_that_other_processes_cannot_open_is_given_back(driver: FakeDriver) -> None:
+    driver.exports = False
+    with pytest.raises(IpcUnavailable, match="cuIpcGetMemHandle"):
+        mailboxes()
+    assert not driver.allocated

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -27,7 +26,9 @@ class Function:
 
 class FakeDriver:
     """In place of `ctypes.CDLL` of the driver. `registered`: bytes of host memory by address, as long as the GPU may
-    access them; `allocated`: the GPU's memory."""
+    access them; `allocated`: the GPU's memory; `exports`: whether other processes can open it."""
+
+    exports = True
 
     def __init__(self) -> None:
         self.registered, self.allocated = dict[int, int](), dict[int, ctypes.Array[ctypes.c_char]]()
@@ -40,7 +41,7 @@ class FakeDriver:
             "cuCtxSynchronize": lambda: 0,
             "cuMemAlloc_v2": self._allocate,
             "cuMemFree_v2": lambda address: 0 if self.allocated.pop(address, None) else UNKNOWN,
-            "cuIpcGetMemHandle": lambda handle, address: _write(handle, address),
+            "cuIpcGetMemHandle": lambda handle, address: _write(handle, address) if self.exports else UNKNOWN,
             "cuIpcOpenMemHandle_v2": lambda found, handle, _: _write(
                 found, int.from_bytes(bytes(handle)[:8], "little")
             ),
@@ -72,10 +73,6 @@ class FakeDriver:
             return ALREADY_MAPPED
         self.registered[address] = size
         return 0
-
-
-def _number(handle: ctypes.Structure) -> int:
-    return int.from_bytes(bytes(handle)[:8], sys.byteorder)
 
 
 def _write(to: object, value: int) -> int:

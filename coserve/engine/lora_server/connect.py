@@ -10,17 +10,16 @@ import torch
 
 from coserve.core.ranks import JOIN_SECONDS
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
-from coserve.engine.lora_server.ipc import IpcTransport, open_mailbox
+from coserve.engine.lora_server.ipc import TRIAL_SPEC, IpcTransport, open_mailbox
 from coserve.engine.lora_server.messages import StartServer
-from coserve.engine.lora_server.transport import GlooTransport, TensorSpec, Transport, gloo_group
+from coserve.engine.lora_server.transport import GlooTransport, Transport, gloo_group
 
 SLOTS = 1024
 """Most adapters that the servers hold at once."""
 ENGINE = 0
 """The engine's rank in the group; server i is rank i + 1."""
 TRIAL = 1
-"""Number of the first message over a mailbox, which is sent back as it came."""
-TRIAL_SPEC = TensorSpec((1 << 16,), torch.int32)
+"""Number of the first message over a mailbox (`TRIAL_SPEC`)."""
 
 
 def connect(settings: StartServer) -> Transport:

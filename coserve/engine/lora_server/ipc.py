@@ -34,6 +34,8 @@ TO_SERVER, TO_ENGINE, PAGE = 0, 64, 4096
 MASK, HALF, BEYOND = (1 << 32) - 1, 1 << 31, 1 << 20
 """Words count modulo 2³²; a word is at most `HALF` - 1 past a number that it has reached. A wait is ended by a number
 that is `BEYOND` the last one."""
+TRIAL_SPEC = TensorSpec((1 << 16,), torch.int32)
+"""The first message, which is sent back as it came."""
 
 
 def reached(word: int, number: int) -> bool:
@@ -126,7 +128,11 @@ class Mailboxes:
         """Allocate them, for steps of up to `tokens` tokens. Raises `IpcUnavailable`, also without memory."""
         self._driver, self._device = GpuDriver(device), device
         self._there, self._back = mailbox_sizes(spec, tokens)
-        self._own = [self._driver.allocate(self._there + self._back) for _ in range(servers)]
+        try:
+            self._own = [self._driver.allocate(self._there + self._back) for _ in range(servers)]
+        except BaseException:
+            self._driver.close()
+            raise
         self._ends = list[IpcTransport]()
         """All that were offered: streams may still write to the page of a lost server's, and a page that is registered
         must not be unmapped: the next one may get its address, and would be refused."""
@@ -176,12 +182,13 @@ def mailbox_sizes(spec: BaseSpec, tokens: int) -> tuple[int, int]:
     """Return the bytes of the longest message to a server and of its longest answer, for so many tokens.
 
     There: inputs of gate and up with the experts' numbers, or inputs of down with the router's weights; back: the terms
-    (see `Exchange`). One server may have all chosen experts.
+    (see `Exchange`). One server may have all chosen experts. `TRIAL_SPEC` fits, however few tokens there are.
     """
-    item, there, back = getattr(torch, spec.dtype).itemsize, 0, 0
-    for site in spec.experts.values():
-        rows = tokens * site.chosen
-        sent = (tokens * site.in_features * item, 8 * rows), (rows * site.in_features * item, 4 * rows)
+    item, there, back = getattr(torch, spec.dtype).itemsize, TRIAL_SPEC.bytes, TRIAL_SPEC.bytes
+    sites = iter(spec.experts.values())  # of each layer gate and up first, then down
+    for up, down in zip(sites, sites, strict=True):
+        rows = tokens * up.chosen
+        sent = (tokens * up.in_features * item, 8 * rows), (rows * down.in_features * item, 4 * rows)
         there = max(there, *(layout(sizes)[1] for sizes in sent))
-        back = max(back, layout([rows * site.out_features * item])[1])
+        back = max(back, *(layout([size * item])[1] for size in (rows * up.out_features, tokens * down.out_features)))
     return there, back
