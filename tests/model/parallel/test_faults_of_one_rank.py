@@ -23,7 +23,7 @@ from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.compiled_layers import CompiledLayers, CompiledPass
 from coserve.model.training.running_pass import RunningPass
 from coserve.model.training.trace import interpreted
-from tests.support.examples import on_days
+from tests.support.examples import marks_on_days, on_days
 from tests.support.finetuning import Bench, job_spec, random_corpus
 from tests.support.layer_graphs import RepeatingRecorder
 from tests.support.lora_backends import GROUPED, SEGMENTED
@@ -189,9 +189,12 @@ def test_an_update_that_fails_on_one_rank_ends_the_job(two: Ranks, base: str, tm
     assert [(one.code, one.retry) for one in found.verdicts] == [(JobOutOfMemory.code, False)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("points", "code"), [("capture", CAPTURE_FAILED), ("memory of a capture", JobOutOfMemory.code)]
+    ("points", "code"),
+    [
+        pytest.param("capture", CAPTURE_FAILED, marks=marks_on_days(0, 2)),
+        pytest.param("memory of a capture", JobOutOfMemory.code, marks=marks_on_days(1, 2)),
+    ],
 )
 def test_a_capture_that_fails_on_one_rank_costs_the_step_and_the_graphs_of_all(
     two: Ranks, base: str, tmp_path: Path, points: str, code: str
