@@ -75,7 +75,7 @@ async def test_a_key_is_shown_once_and_kept_as_a_hash(shared: Api) -> None:
     assert status == 200 and (found["project"], found["scopes"], found["name"]) == ("acme", ["generate"], "an app")
     assert secret not in json.dumps(listed)
     stored = b"".join(path.read_bytes() for path in shared.folder.root.glob("registry*"))
-    assert secret.rpartition("-")[2].encode() not in stored
+    assert secret.partition(f"{id}-")[2].encode() not in stored
     for wrong in (secret[:-1], f"csk-{id}-", f"csk-{id}", secret.replace(id, "0" * len(id)), "csk--"):
         assert (await ask(shared, wrong, "POST", "/generate", json={"prompt": "x"}))[0] == 401
 
