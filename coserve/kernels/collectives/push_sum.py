@@ -1,4 +1,4 @@
-"""An all-reduce in one kernel: each rank writes its data into the other ranks' memory, then adds up what the others
+"""All-reduces in one kernel: each rank writes its data into the other ranks' memory, then adds up what the others
 wrote into its own.
 
 A program pushes (writes) a block of x to all other ranks, and sets a flag after it. The same or another program waits
@@ -39,7 +39,7 @@ multiprocessor."""
 
 @dataclass(frozen=True)
 class PushShape:
-    """How a message is cut into blocks, and which programs push and add up."""
+    """How a message is cut into blocks, and which programs push, add up and copy."""
 
     block_bytes: int
     pushers: int = 0
@@ -89,22 +89,11 @@ def push_sum(
     used = triton.cdiv(x.numel(), block)
     assert used <= blocks, f"expected at most {blocks * block} numbers, got {x.numel()}"
     tensors = [x, out, own.view(x.dtype), buffers, flags, flags_of_ranks, counts, x if addend is None else addend]
+    launch, adders = _launch, dict[str, int]()
     if shape.copiers:
         assert used >= ranks and blocks % ranks == 0, f"expected a block for each of {ranks} ranks, got {used}"
-        _launch_two_shot(
-            (shape.programs(used), 1, 1),
-            tensors,
-            (x.numel(), blocks),
-            RANK=rank,
-            RANKS=ranks,
-            BLOCK=block,
-            ADDS=addend is not None,
-            PUSHERS=shape.pushers,
-            ADDERS=shape.adders,
-            num_warps=WARPS,
-        )
-        return
-    _launch(
+        launch, adders = _launch_two_shot, {"ADDERS": shape.adders}
+    launch(
         (shape.programs(used), 1, 1),
         tensors,
         (x.numel(), blocks),
@@ -113,5 +102,6 @@ def push_sum(
         BLOCK=block,
         ADDS=addend is not None,
         PUSHERS=shape.pushers,
+        **adders,
         num_warps=WARPS,
     )

@@ -49,7 +49,7 @@ def soft_cross_entropy_(
     (K, C + 1)), and into the last 1 where the first candidate has the row's largest logit, else 0.
 
     The logits become the gradient of the sum of `weights_KC` (fp32) times these values. `labels_KC`: int64; -1, once in
-    a row, stands for all tokens that are no candidate of the row with a weight; no other label is then twice in it.
+    a row, stands for all tokens that are no candidate of the row with a weight; no other label is then twice with one.
     """
     rows, candidates = labels_KC.shape
     assert logits_KV.stride(1) == 1 and rows == logits_KV.shape[0], "expected the logits of a row side by side"

@@ -1,4 +1,4 @@
-"""A mesh with a one-kernel all-reduce for messages of up to some megabytes, in memory that the GPUs of one host share,
+"""A mesh with one-kernel all-reduces for messages of up to some megabytes, in memory that the GPUs of one host share,
 and NCCL for larger ones. It never uses NVLink multicast."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PUSHED = {
 """(Largest message, kernel shape) of the one-kernel all-reduces, by number of ranks.
 
 A one-shot sum takes 2 · (N - 1) times the largest message in memory, a two-shot one 3.5 times on four ranks. On two and
-four GPUs these are the fastest, and faster than NCCL at nearly all sizes (`bdlora.json`, all_reduce_us). CUDA graphs of
-training should have none of NCCL's kernels, with which a launch costs the host 1.2 ms. On eight they are not measured.
+four GPUs these are faster than NCCL at nearly all sizes (`bdlora.json`, all_reduce_us), and a CUDA graph with NCCL's
+kernels costs the host 1.2 ms a launch. On eight they are not measured.
 """
 
 MULTIPLE = 16
@@ -170,18 +170,8 @@ class PushSum:
         All are contiguous, aligned, of one floating dtype, and have up to `most` bytes. Before the first call, all
         ranks must have made their `PushSum`, so that flags are zero. Allocates nothing.
         """
-        push_sum(
-            x,
-            out,
-            self._own,
-            self._buffers,
-            self._flags,
-            self._flags_of_ranks,
-            self._counts,
-            self._rank,
-            self._shape,
-            addend,
-        )
+        memory = self._own, self._buffers, self._flags, self._flags_of_ranks, self._counts
+        push_sum(x, out, *memory, self._rank, self._shape, addend)
 
 
 def _shared_bytes(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def chat_of(body: ResponseRequest, template: str | None) -> ChatRequest:
 
 
 def _effort(body: ResponseRequest, template: str | None) -> str | None:
-    """Return the effort for a template that reads it; others ignore it, since agents send one to every model."""
+    """Return the effort for a template that reads it; others ignore it, since some clients send one to every model."""
     effort = (body.reasoning or {}).get("effort")
     return effort if isinstance(effort, str) and "reasoning_effort" in (template or "") else None
 

@@ -22,7 +22,7 @@ from coserve.kernels.recurrent.reference import CHUNK
 MOST_KEYS = 128
 """Largest key size K: a program holds whole keys of a chunk."""
 VALUES = 64
-"""Most values of a state in a program of the other kernels."""
+"""Most values of a state in a program, but for what a `ChunkShape` says."""
 TOKENS = 16
 """Tokens of a program that normalises queries and keys."""
 
