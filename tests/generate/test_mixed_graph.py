@@ -15,6 +15,7 @@ from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS
 from coserve.generate.execution.graph_sizes import (
     DECODE_KERNEL_TOKENS,
+    MANY_ADAPTERS_TOKENS,
     MIXED_TOKENS,
     mixed_capacities,
     mixed_tile_capacities,
@@ -173,19 +174,19 @@ def worst(tokens: int, sequences: int, rows: int) -> list[int]:
     return lengths
 
 
-@given(st.integers(1, 5000), st.integers(1, 300), st.sampled_from([0, 768]))
-def test_capacities_for_every_step(step_tokens: int, sequences: int, many: int) -> None:
+@given(st.integers(1, 5000), st.integers(1, 300))
+def test_capacities_for_every_step(step_tokens: int, sequences: int) -> None:
     capacities = mixed_capacities(step_tokens, sequences, 100)
     assert [capacity.tokens for capacity in capacities] == list(MIXED_TOKENS[: len(capacities)])
     assert capacities[-1].tokens >= min(step_tokens, MIXED_TOKENS[-1])
     assert len(capacities) == 1 or capacities[-2].tokens < step_tokens
     for capacity in capacities:
         assert 1 <= capacity.chunks <= capacity.sequences <= min(sequences, capacity.tokens)
-        found = mixed_tile_capacities(capacity.tokens, capacity.sequences, many_adapters_tokens=many)
-        rows = 8 if capacity.tokens <= max(many, DECODE_KERNEL_TOKENS) else 64
+        found = mixed_tile_capacities(capacity.tokens, capacity.sequences)
+        rows = 8 if capacity.tokens <= MANY_ADAPTERS_TOKENS else 64
         tiles = [one.tiles for one in found]
         assert tiles == sorted(set(tiles))
-        assert found[-1].rows == rows and {one.rows for one in found[:-1]} <= {rows, 64 if many else rows}
+        assert found[-1].rows == rows and {one.rows for one in found[:-1]} <= {rows, 64}
         all_apart = sum(-(-length // rows) for length in worst(capacity.tokens, capacity.sequences, rows))
         assert tiles[-1] >= all_apart, "a tile is missing where each has an adapter"
 

@@ -75,11 +75,7 @@ def mixed_capacities(step_tokens: int, sequences: int, context: int) -> tuple[Mi
 
 
 def mixed_tile_capacities(
-    tokens: int,
-    sequences: int,
-    *,
-    decode_kernel_tokens: int = DECODE_KERNEL_TOKENS,
-    many_adapters_tokens: int = MANY_ADAPTERS_TOKENS,
+    tokens: int, sequences: int, *, decode_kernel_tokens: int = DECODE_KERNEL_TOKENS
 ) -> tuple[TileCapacity, ...]:
     """Capacities for the LoRA tiles of mixed steps of up to `tokens` rows and `sequences` sequences, least work first.
 
@@ -90,7 +86,7 @@ def mixed_tile_capacities(
     full = -(-tokens // rows)
     most = min(full + sequences - 1, tokens)
     some = [full + adapters for adapters in MIXED_ADAPTERS if small or full < 2 * adapters]
-    if not small and tokens <= many_adapters_tokens:
+    if not small and tokens <= MANY_ADAPTERS_TOKENS:
         rows_of_many, few = DECODE_ROWS[0], some[: len(some) - 1]
         last = TileCapacity(rows_of_many, min(-(-tokens // rows_of_many) + sequences - 1, tokens))
         return (*(TileCapacity(rows, tiles) for tiles in few if tiles < most), last)
