@@ -63,8 +63,8 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     """Answers of the bare base to general prompts that the adapter learns, too, so that it forgets less: their number
     as a fraction of the questions'."""
     replay_rest: bool = False
-    """Replayed texts keep the probability of the tokens beyond the base's 20 most likely ones, as one; they are left
-    out otherwise, and the adapter unlearns a part of it. Measured on a CPU alone."""
+    """Replayed texts also teach the total probability of all tokens beyond the base's 20 most likely ones, so that the
+    adapter forgets less. Measured on a CPU alone."""
     lm_weight: Annotated[float, Meta(ge=0, le=10)] | None = None
     """Weight of the document's own text in the loss, in addition to the answers. None: 1 with `topk_kd` and `encoder`,
     otherwise 0."""

@@ -20,7 +20,7 @@ from coserve.state.durable import read_errors, write_file
 from coserve.state.failpoints import failpoint
 
 REST = -1
-"""The candidate that stands for all tokens that are none."""
+"""Candidate that stands for all tokens but the target's other candidates that have a weight."""
 BLOCK = 1 << 18
 """Elements of an array that are checked at once."""
 
@@ -34,8 +34,7 @@ class Corpus:
     the prompt with the chosen answer, then, from `splits[i]` on, the prompt with the rejected answer.
 
     `candidates`: int32 (M * C), for a corpus of soft targets only: C tokens for each of its M targets, in order, with
-    their weights in the loss, `weights`: fp32 (M * C), at least 0. The candidate `REST` is all tokens that are no
-    candidate of the target with a weight.
+    their weights in the loss, `weights`: fp32 (M * C), at least 0. A candidate may be `REST`, but not the first one.
     """
 
     tokens: npt.NDArray[np.int32]

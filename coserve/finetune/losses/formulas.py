@@ -20,7 +20,7 @@ from coserve.model.parallel.vocabulary import VocabularyShard
 LARGEST_EXPONENT = 88.0
 """exp of it is finite in fp32, the dtype of tracked metrics."""
 LEAST_OUTSIDE = 1e-6
-"""Least probability that is counted of the tokens that are no candidates: its logarithm is finite."""
+"""Floor of the probability of all tokens outside the candidates, whose logarithm must be finite."""
 
 
 def perplexity(loss: float) -> float:

@@ -15,7 +15,7 @@ import triton.language as tl
 LOWEST = tl.constexpr(-3.0e38)
 """Below every finite logit, but finite itself, so that differences from it are not NaN."""
 LEAST_OUTSIDE = tl.constexpr(1e-6)
-"""Least probability that is counted of the tokens that are no candidates: its logarithm is finite."""
+"""Floor of the probability of all tokens outside the candidates, whose logarithm must be finite."""
 
 
 @triton.jit
