@@ -20,8 +20,12 @@ from coserve.engine.lora_server.gpu_driver import IpcUnavailable
 from coserve.engine.lora_server.ipc import (
     BEYOND,
     PAGE,
+    TO_SERVER,
     TRIAL_SPEC,
+    IpcTransport,
     Mailboxes,
+    Part,
+    SharedPage,
     layout,
     mailbox_sizes,
     open_mailbox,
@@ -109,6 +113,30 @@ def test_a_message_that_is_too_long_is_refused_and_the_next_one_goes() -> None:
         ours.send(1, [torch.zeros(300, dtype=torch.uint8)])
     ours.send(2, [torch.arange(8)])
     assert torch.equal(theirs.receive(2, [TensorSpec((8,), torch.int64)])[0], torch.arange(8))
+
+
+class Sources:
+    """`StreamOps` that notes where copies read."""
+
+    def __init__(self) -> None:
+        self.found = list[int]()
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        self.found.append(source)
+
+    def write(self, word: int, value: int) -> None: ...
+    def wait(self, word: int, value: int) -> None: ...
+
+
+def test_a_tensor_of_the_host_is_sent_from_the_device() -> None:
+    """With several servers for a layer the host has the experts' numbers; the driver copies from a GPU to another."""
+    ops, file = Sources(), os.memfd_create("mailbox")
+    os.truncate(file, PAGE)
+    part = Part(0, 256, TO_SERVER)
+    end = IpcTransport(ops, SharedPage(file), 0, torch.device("meta"), part, part)
+    os.close(file)
+    end.send(1, [torch.arange(8), torch.arange(8, device="meta")])
+    assert ops.found == [0, 0]
 
 
 def test_an_exchange_that_was_given_up_is_answered_before_the_next_one() -> None:

@@ -96,8 +96,9 @@ class IpcTransport:
         if self._receives.word == TO_ENGINE and self._received != self._sent:
             # The engine has given up an exchange, by an error of its own: the server may still read its message.
             self._ops.wait(self._words + TO_ENGINE, self._sent)
-        for start, tensor in zip(starts, map(Tensor.contiguous, tensors), strict=True):
-            self._ops.copy(self._sends.address + start, tensor.data_ptr(), tensor.nbytes)
+        for start, tensor in zip(starts, tensors, strict=True):
+            own = tensor.to(self._device).contiguous()
+            self._ops.copy(self._sends.address + start, own.data_ptr(), own.nbytes)
         self._since, self._sent = time.monotonic(), number & MASK  # in this order: another thread reads both
         self._ops.write(self._words + self._sends.word, self._sent)
 

@@ -35,6 +35,10 @@ def _sizes(shape: PushShape) -> tuple[int, ...]:
     return TWO_SHOT_SIZES if shape.copiers else SIZES
 
 
+def _drawn(number: int, rank: int, size: int) -> Tensor:
+    return torch.randint(-9, 9, (size,), generator=torch.Generator().manual_seed(100 * number + rank))
+
+
 def _sums(mesh: Mesh, folder: str, dtype: torch.dtype, shape: PushShape) -> list[list[float]]:
     ranks, rank = mesh.size, mesh.rank
     own_bytes, flag_bytes = shape.own_bytes(ranks, BLOCKS * BLOCK_BYTES), 4 * shape.flags(ranks, BLOCKS)
@@ -47,24 +51,13 @@ def _sums(mesh: Mesh, folder: str, dtype: torch.dtype, shape: PushShape) -> list
     mesh.all_reduce(torch.zeros(1))
     found, chance = [], random.Random(rank)
     for number, size in enumerate(_sizes(shape)):
-        generator = torch.Generator().manual_seed(100 * number + rank)
-        x = torch.randint(-9, 9, (size * 4 // dtype.itemsize,), generator=generator).to(dtype)
+        x = _drawn(number, rank, size * 4 // dtype.itemsize).to(dtype)
         out = torch.empty_like(x)
         addend = torch.arange(x.numel()).remainder(7).to(dtype) if number % 2 else None
         time.sleep(chance.random() / 20)
         addresses = [torch.tensor([one.data_ptr() for one in each], dtype=torch.int64) for each in (owns, flags)]
-        push_sum(
-            x,
-            out,
-            owns[rank],
-            addresses[0],
-            flags[rank].view(torch.int32),
-            addresses[1],
-            counts,
-            rank,
-            shape,
-            addend,
-        )
+        memory = owns[rank], addresses[0], flags[rank].view(torch.int32), addresses[1], counts
+        push_sum(x, out, *memory, rank, shape, addend)
         found.append(out.tolist())
     return found
 
@@ -77,15 +70,7 @@ def _sums(mesh: Mesh, folder: str, dtype: torch.dtype, shape: PushShape) -> list
 def test_every_rank_has_the_sums(ranks: Ranks, tmp_path: Path, dtype: torch.dtype, shape: PushShape) -> None:
     first, *others = ranks.run(_sums, str(tmp_path), dtype, shape)
     for number, size in enumerate(_sizes(shape)):
-        drawn = [
-            torch.randint(
-                -9,
-                9,
-                (size * 4 // dtype.itemsize,),
-                generator=torch.Generator().manual_seed(100 * number + rank),
-            )
-            for rank in range(1 + len(others))
-        ]
+        drawn = [_drawn(number, rank, size * 4 // dtype.itemsize) for rank in range(1 + len(others))]
         addend = torch.arange(drawn[0].numel()).remainder(7) if number % 2 else 0
         assert first[number] == (torch.stack(drawn).sum(0) + addend).tolist()
     assert all(other == first for other in others)
