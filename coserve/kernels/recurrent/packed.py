@@ -29,9 +29,6 @@ class PackedRecurrence:
     Sequences with equal numbers of chunks are computed together.
     """
 
-    by_kernels = True
-    """Whether a GPU uses the Triton kernels of `chunked`."""
-
     def __init__(self, bounds: Sequence[int]) -> None:
         self._spans = [(start, end) for start, end in pairwise(bounds) if end > start]
         self._bounds, self._rows = bounds, bounds[-1]
@@ -57,7 +54,7 @@ class PackedRecurrence:
 
     def _kernels_for(self, given: RecurrenceInputs) -> ChunkedRecurrence | None:
         """Return the kernels, or None if they do not support these inputs."""
-        if not (self.by_kernels and given.v.is_cuda):
+        if not given.v.is_cuda:
             return None
         from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence, supports  # needs Triton
 
