@@ -93,16 +93,16 @@ def soft_cross_entropy(logits_ptr, labels_ptr, weights_ptr, found_ptr, stride, V
         if tl.load(labels_ptr + c) < 0:
             tl.store(found_ptr + c, -tl.log(outside).to(tl.float64))
     tl.debug_barrier()  # all threads have read the labels' logits
+    odds = rest * (inside / outside)
     for start in range(0, V, BLOCK):
         v = start + columns
         x = tl.load(logits_ptr + v, mask=v < V, other=-float("inf")).to(tl.float32)
-        taken, candidate = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+        gradient = (weight - odds) * tl.exp(x - top - log_total)
         for c in range(C):
-            own = tl.where(v == tl.load(labels_ptr + c), tl.load(weights_ptr + c), 0.0)
-            taken += own
-            candidate |= (own != 0).to(tl.int32)
-        factor = weight + tl.where(candidate > 0, rest, -rest * (inside / outside))
-        gradient = factor * tl.exp(x - top - log_total) - taken
+            own = tl.load(weights_ptr + c)
+            probability = tl.exp(-tl.load(found_ptr + c).to(tl.float32))
+            own -= tl.where(own != 0, (rest + odds) * probability, 0.0)
+            gradient -= tl.where(v == tl.load(labels_ptr + c), own, 0.0)
         tl.store(logits_ptr + v, gradient.to(logits_ptr.dtype.element_ty), mask=v < V)
 
 
