@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from coserve.core.errors import LoraServerLost
+from coserve.core.link.channel import Channel
 from coserve.core.link.generation import RequestFailed
 from coserve.core.types import AdapterDigests, AdapterRef
-from coserve.engine.lora_server.running import Answered, RunningServers
+from coserve.engine.lora_server.gpu_driver import IpcUnavailable
+from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, Exchange
+from coserve.engine.lora_server.placement import part_of
+from coserve.engine.lora_server.running import Answered, RunningServers, Server
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.start import ServersCopies, load_on_servers
-from coserve.engine.lora_server.transport import Transport
+from coserve.engine.lora_server.transport import TensorSpec, Transport
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.generator import Generator
 from coserve.lora.store.files import load_adapter
@@ -30,7 +36,7 @@ from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.generation import collect, prompt, request
 from tests.support.lora_backends import GROUPED
-from tests.support.lora_servers import REFS, in_threads, save_adapters
+from tests.support.lora_servers import REFS, Ended, in_threads, save_adapters
 
 REQUESTS = [request("a", prompt(6), ref=REFS[0]), request("base", prompt(7)), request("b", prompt(5), ref=REFS[1])]
 
@@ -148,3 +154,31 @@ def test_a_step_that_did_not_get_its_last_terms_is_undone(base: Base, tmp_path: 
         for one in REQUESTS:
             gen.add(one)
         assert outputs(gen) == (expected, {}) and found[0].why == "LoRA server 1 did not answer in time"
+
+
+class Unreachable:
+    """An engine's end of a mailbox whose GPU fails."""
+
+    waiting = None
+
+    def send(self, number: int, tensors: Sequence[Tensor]) -> None:
+        raise IpcUnavailable("cuMemcpyDtoDAsync: an illegal memory access")
+
+    def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        raise AssertionError
+
+    def release(self) -> None: ...
+
+
+def test_an_error_of_the_driver_loses_the_servers(base: Base) -> None:
+    """They are started again, where each later step would fail, too."""
+    ours, theirs = socket.socketpair()
+    part = part_of(base.spec, 0, 1, 1)
+    channel = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
+    running = RunningServers(1, [Server(Ended(ours), channel, part)], [Unreachable()], lambda *_: None, 60.0)
+    message = Exchange(step=1, number=1, site=next(iter(part.sites)), chosen=1, rows=1, down=False)
+    with closing(theirs):
+        with pytest.raises(LoraServerLost):
+            running.exchange(0, message, (torch.zeros(1), torch.zeros(1)), TensorSpec((1,), torch.float32))
+        assert running.lost
+        running.end()

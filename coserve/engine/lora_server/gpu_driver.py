@@ -20,7 +20,7 @@ FENCE = 0
 """`CU_STREAM_WRITE_VALUE_DEFAULT`: whoever sees the word sees all writes of the stream before it."""
 
 
-class IpcUnavailable(RuntimeError):
+class IpcUnavailable(ConnectionError):
     """GPUs of this host cannot exchange messages between processes."""
 
 
