@@ -12,7 +12,9 @@ from benchmarks.peers.trainer import TARGETS as LLAMA_TARGETS
 
 RANK = 16
 SEED = 0
-OURS, PEFT, COMPILED = "coserve", "peft", "peft_compiled"
+OURS, PEFT, COMPILED, GRAPHS = "coserve", "peft", "peft_compiled", "peft_graphs"
+PEFT_MODES = {PEFT: None, COMPILED: "default", GRAPHS: "reduce-overhead"}
+"""Modes of `torch.compile` of each side of PEFT; None: not compiled."""
 RECOMPUTED = 28 / 32
 """Layers that coserve computes again in cases with `recompute`: the fewest with which 8 rows of 512 tokens take at most
 21 GiB. PEFT's side computes all of them again."""
@@ -107,7 +109,7 @@ def cases() -> list[tuple[Case, tuple[str, ...]]]:
     every, ours, compiled = (OURS, COMPILED, PEFT), (OURS,), (OURS, COMPILED)
     found: list[tuple[Case, tuple[str, ...]]] = [
         (Case("sizes", 8, 512), every),
-        (Case("sizes", 1, 512), every),
+        (Case("sizes", 1, 512), (*every, GRAPHS)),
         (Case("jobs", 1, 512, jobs=8), ours),
         (Case("sizes", 8, 512, recompute=True), compiled),
         (Case(COSTS, 8, 512), ours),
@@ -146,7 +148,7 @@ def turns(compared: Sequence[str], tokens: frozenset[str]) -> list[Turn]:
             if alike in sides and case.gpt2 == gpt2 and (case in main) == first and chosen(side, case, tokens)
         )
 
-    sides = (OURS, COMPILED, *compared, PEFT)
+    sides = (OURS, COMPILED, GRAPHS, *compared, PEFT)
     found = [Turn(side, of(side, gpt2=False, first=True)) for side in sides]
     found += [Turn(side, of(side, gpt2=False, first=False)) for side in sides]
     found += [Turn(side, of(side, gpt2=True, first=False), gpt2=True) for side in sides]
@@ -162,10 +164,10 @@ def chosen(side: str, case: Case, tokens: frozenset[str]) -> bool:
 def names(compared: Sequence[str]) -> Iterator[str]:
     """What `--only` may name."""
     everything = cases()
-    yield from (OURS, COMPILED, PEFT, *compared, *GROUPS)
+    yield from (OURS, *PEFT_MODES, *compared, *GROUPS)
     for case, _ in everything:
         yield case.name
-    for side in (OURS, COMPILED, PEFT, *compared):
+    for side in (OURS, *PEFT_MODES, *compared):
         for case, _ in everything:
             yield from (f"{side}/{case.name}", f"{side}/{case.group}")
 
@@ -182,8 +184,8 @@ def key(side: str, quantity: str, case: Case) -> str:
 
 def expected_seconds(side: str, case: Case, shape: Shape, steps: int, warm: int) -> float:
     """A rough upper estimate of a case's time, the loading of its base aside."""
-    compiling = 60.0 if side == COMPILED else 15.0
-    passes = warm + steps + (4 if side not in (PEFT, COMPILED) else 1)
+    compiling = 60.0 if PEFT_MODES.get(side) else 15.0
+    passes = warm + steps + (1 if side in PEFT_MODES else 4)
     if case.group == COSTS:
         passes *= 6
     return compiling + passes * case.tokens / shape.speed

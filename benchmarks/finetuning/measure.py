@@ -9,12 +9,12 @@
 A Llama-3-8B shape, and GPT-2 medium's, with random weights in bfloat16; one adapter of rank 16 on all sites; AdamW,
 gradients clipped to a norm of 1; rows of one length, the same in the same order for all sides.
 
-`coserve`        the daemon's trainer (`benchmarks/ets/figure_5_1_trainer.py`) with a job, or several that share
-forwards `coserve@X=Y`    the same with another setting of the daemon (`--compare-set X=Y`, may be repeated; `--set` is
-for all) `peft`           PEFT and transformers as they are
-`peft_compiled`  each decoder layer compiled for the batch's shape, cross-entropy in chunks of 1024 tokens of which only
-the gradient of the
-                 hidden states is kept (`benchmarks/finetuning/with_peft.py`)
+- `coserve`: the daemon's trainer (`benchmarks/ets/figure_5_1_trainer.py`) with a job, or several that share forwards
+- `coserve@X=Y`: the same with another setting of the daemon (`--compare-set X=Y`, may be repeated; `--set` is for all)
+- `peft`: PEFT and transformers as they are
+- `peft_compiled`: each decoder layer compiled for the batch's shape, cross-entropy in chunks of 1024 tokens of which
+  only the gradient of the hidden states is kept (`benchmarks/finetuning/with_peft.py`)
+- `peft_graphs`: the same with torch's CUDA graphs (`mode="reduce-overhead"`), one row of 512 tokens alone
 
 `ROWSxLENGTH` is one job's optimizer step in one forward, `NjobsROWSxLENGTH` the steps of N jobs at once, 16 rows in one
 forward at most. A base is loaded once for all cases of a side that follow one another. Each row is written as soon as
@@ -41,12 +41,11 @@ from benchmarks.ets.figure_5_1_trainer import TooLittleMemory, forget_compiled
 from benchmarks.finetuning import cases as finetuning_cases
 from benchmarks.finetuning.cases import (
     COMPARED,
-    COMPILED,
     COSTS,
     GPT2_MEDIUM,
     LLAMA,
     OURS,
-    PEFT,
+    PEFT_MODES,
     RANK,
     RECOMPUTED,
     SEED,
@@ -146,8 +145,8 @@ class Benchmark:
         if not todo:
             return
         began = time.perf_counter()
-        ours = turn.side not in (PEFT, COMPILED)
-        side = make_base(shape) if ours else PeftSide(shape, compiled=turn.side == COMPILED)
+        ours = turn.side not in PEFT_MODES
+        side = make_base(shape) if ours else PeftSide(shape, PEFT_MODES[turn.side])
         loaded = round(time.perf_counter() - began, 1)
         print(f"{turn.side}: {shape.name} was loaded in {loaded} s", flush=True)
         for case in todo:
@@ -260,7 +259,7 @@ class Benchmark:
 
 def _flop(side: str, shape: Shape, case: Case) -> float:
     """Of a token. coserve computes some layers again, but for their last GEMM; PEFT all."""
-    if side in (PEFT, COMPILED):
+    if side in PEFT_MODES:
         return shape.flop(recompute=case.recompute)
     return shape.flop(recompute=RECOMPUTED * case.recompute, without_last=shape.device == "cuda")
 

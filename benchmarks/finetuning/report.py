@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.common.options import RESULTS
 from benchmarks.common.summary import entry, update_summary
-from benchmarks.finetuning.cases import COMPARED, COMPILED, OURS, PEFT
+from benchmarks.finetuning.cases import COMPARED, OURS, PEFT_MODES
 
 FILE = "finetuning.json"
 
@@ -23,7 +23,7 @@ def published(rows: Rows) -> dict[str, Mapping[str, Any]]:
 
 def table(rows: Rows) -> str:
     """Tokens a second and GiB of each side, in Markdown."""
-    sides = [PEFT, COMPILED, OURS]
+    sides = [*PEFT_MODES, OURS]
     sides += sorted({row["side"] for row in rows.values()} - set(sides))
     found = {(row["case"], row["side"]): row for row in rows.values() if row["unit"] == "tok/s"}
     lines = [f"| | {' | '.join(sides)} |", "|---" * (len(sides) + 1) + "|"]

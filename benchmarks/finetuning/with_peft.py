@@ -69,13 +69,14 @@ def batches(shape: Shape, case: Case) -> Iterator[Tensor]:
 class PeftSide:
     """A base with one adapter, on the device."""
 
-    def __init__(self, shape: Shape, *, compiled: bool) -> None:
+    def __init__(self, shape: Shape, mode: str | None) -> None:
+        """`mode`: of `torch.compile` for each layer, with the loss in chunks; None: transformers as it is."""
         torch.manual_seed(SEED)
         dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
         with torch.device(shape.device):
             base = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
-        self._shape, self._compiled = shape, compiled
-        self._model: Any = adapted(base, RANK, shape.targets, compiled=compiled).train()
+        self._shape, self._compiled = shape, mode is not None
+        self._model: Any = adapted(base, RANK, shape.targets, compiled=self._compiled, mode=mode or "default").train()
         self._learned = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def stepper(self, case: Case) -> Callable[[int], int]:
@@ -93,6 +94,7 @@ class PeftSide:
 
         def train(run: int) -> int:
             ids_BL = next(source)
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             loss = loss_of(self._model, ids_BL)
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self._learned, settings.max_grad_norm)

@@ -80,9 +80,9 @@ def build(model: Path, rank: int, device: str, *, plain: bool) -> Any:  # noqa: 
     return adapted(base, rank, TARGETS, compiled=not plain)
 
 
-def adapted(base: Any, rank: int, targets: Sequence[str], *, compiled: bool) -> Any:  # noqa: ANN401 - as `build` has it
-    """The base in a PEFT model, with one trained adapter. `compiled`: each decoder layer is, for one shape of
-    batches."""
+def adapted(base: Any, rank: int, targets: Sequence[str], *, compiled: bool, mode: str = "default") -> Any:  # noqa: ANN401 - as `build` has it
+    """The base in a PEFT model, with one trained adapter. `compiled`: each decoder layer is, for one shape of batches,
+    in this mode of `torch.compile`."""
     import peft
     from torch import nn
 
@@ -92,7 +92,7 @@ def adapted(base: Any, rank: int, targets: Sequence[str], *, compiled: bool) -> 
     if compiled:
         inner: Any = found.get_base_model()
         for layer in next(each for each in inner.base_model.children() if isinstance(each, nn.ModuleList)):
-            layer.compile(dynamic=False)
+            layer.compile(dynamic=False, mode=mode)
     return found
 
 

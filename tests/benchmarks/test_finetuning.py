@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_in_the_table_alone() -> None:
         "finetune.cut_cost": {"side": OURS, "value": 0.01, "unit": "share"},
     }
     assert set(published(rows)) == {"finetune.tok_s.8x512", "finetune.cut_cost"}
-    assert table(rows).splitlines()[2] == "| 8x512 | does not fit |  | 9000, 20.0 GiB | 8000 |"
+    assert table(rows).splitlines()[2] == "| 8x512 | does not fit |  |  | 9000, 20.0 GiB | 8000 |"
 
 
 @on_days(3)
