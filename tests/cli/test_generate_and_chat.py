@@ -16,6 +16,12 @@ from tests.support.chat_server import ChatServer, serve_chat
 
 Messages = list[dict[str, str]]
 
+TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
 
 def answer(messages: Messages) -> str:
     return messages[-1]["content"].removeprefix("say ") if messages else "one two"
@@ -78,10 +84,18 @@ class Terminal:
     """`coserve chat` on a pseudo-terminal."""
 
     def __init__(self, url: str) -> None:
-        self.pid, self._fd = pty.fork()
-        if self.pid == 0:
-            os.execv(sys.executable, [sys.executable, "-P", "-m", "coserve.cli", "chat", "--url", url])
-        self.seen = ""
+        # Not by `pty.fork`: a fork needs memory for all that the tests before have mapped.
+        self._fd, other = pty.openpty()
+        chat = [sys.executable, "-P", "-m", "coserve.cli", "chat", "--url", url]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", TAKE_TERMINAL, *chat],
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            start_new_session=True,
+        )
+        os.close(other)
+        self.pid, self.seen = self._process.pid, ""
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
@@ -104,7 +118,8 @@ class Terminal:
                 pass
         except OSError:  # the other side is closed
             pass
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self._fd)
+        return self._process.wait()
 
 
 @pytest.mark.timeout(120)
