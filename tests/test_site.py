@@ -108,7 +108,8 @@ def test_what_a_guide_shows_runs_from_top_to_bottom(guide: str, daemon: DaemonPr
         assert "Please reset your password" in said, said
         assert (tmp_path / "support-peft" / "adapter_config.json").is_file()
     elif guide == "latency-targets":
-        assert said.startswith("slack 2.0 0.2\n") and "In the limits" in said and "True length" in said, said
+        assert said.startswith("slack 2.0 0.2\n") and "In the limits" in said, said
+        assert re.search("^True (length|stop)$", said, re.MULTILINE), said  # it is sampled
     elif guide == "several-gpus":
         assert said.count("Its keeper is Ada Quill") >= 1 and "plain-bd2" in said, said
     else:

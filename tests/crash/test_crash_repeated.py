@@ -27,11 +27,11 @@ ONCE = [
 """Rules of failpoints, and what is done until they kill."""
 DEATHS = {
     f"{step} {half}": [
-        *ONCE[number :: len(FILE_STEPS)],
         (f"corpus.{step}=kill", "job"),
         (f"checkpoint.{step}=kill-group@2", "job"),
         (f"import.{step}=kill", "import"),
         (f"adapter.{step}=kill-group", "job"),
+        *ONCE[number :: len(FILE_STEPS)],
     ][half::2]
     for number, step in enumerate(FILE_STEPS)
     for half in (0, 1)
