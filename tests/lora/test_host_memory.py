@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -166,3 +167,23 @@ async def test_random_loads_evictions_cancels_and_failing_reads_mix_nothing_and_
     for thread in {*threading.enumerate()} - threads:  # one that has just read an adapter may still hold its room
         thread.join()
     assert memory.free_bytes == 2 * PAGES * PAGE and store.host_bytes == 0
+
+
+def test_memory_is_not_reserved_before_it_is_used() -> None:
+    """Or a process with much of it could not fork."""
+    size = 200 * (2 << 20)
+    before = _unreserved()
+    memory = HostMemory(size, for_kernels=False)
+    assert _unreserved() - before >= size
+    del memory
+
+
+def _unreserved() -> int:
+    """Bytes of this process's mappings for which no memory is set aside."""
+    found = size = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Size:"):
+            size = int(line.split()[1]) << 10
+        elif line.startswith("VmFlags:") and "nr" in line.split():
+            found += size
+    return found

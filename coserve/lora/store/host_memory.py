@@ -34,6 +34,11 @@ copy may read from two registrations."""
 NO_ROOM = "adapters in use fill host_adapter_bytes: others are read into memory that is pinned for each, which is slow"
 
 
+NO_RESERVE = 0x4000
+"""`MAP_NORESERVE` on Linux, which Python names since 3.13: else a process whose mappings are larger than the machine's
+memory, though hardly used, cannot fork."""
+
+
 class Unread(Protocol):
     """An adapter that is ready to be written into host memory."""
 
@@ -207,6 +212,6 @@ def _ended(event: torch.cuda.Event) -> bool:
 
 def _mapped(size: int) -> mmap.mmap:
     """Memory that is allocated as it is used, in huge pages where the system has them."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
