@@ -106,6 +106,13 @@ def _microseconds(run: Callable[[], None], calls: int, *, tiny: bool) -> float:
     return 1e6 * (time.perf_counter() - began) / calls
 
 
+def cut_inputs(made: Tensor, decay: Tensor, beta: Tensor, groups: int, size: int) -> RecurrenceInputs:
+    """Return a layer's inputs of T tokens, cut from its convolution's output (T, (2 · groups + heads) · size)."""
+    parts = made.view(len(made), -1, size)
+    q, k, v = torch.split(parts, [groups, groups, parts.shape[1] - 2 * groups], 1)
+    return RecurrenceInputs(q, k, v, decay, beta, RecurrenceParams(size**-0.5, normalize=True))
+
+
 def _recurrences(
     sequences: int, device: torch.device, *, tiny: bool
 ) -> tuple[Callable[[RecurShape | None], float], Callable[[RecurShape | None], float]]:
@@ -126,15 +133,7 @@ def _recurrences(
     }
     mixed, made, weight = draw(sequences, channels), draw(sequences, channels), draw(channels, TAPS)
     decay, beta = -torch.rand(sequences, heads, device=device), draw(sequences, heads).sigmoid()
-    q, k, v = torch.split(made, [groups * size, groups * size, heads * size], 1)
-    given = RecurrenceInputs(
-        q.view(-1, groups, size),
-        k.view(-1, groups, size),
-        v.view(-1, heads, size),
-        decay,
-        beta,
-        RecurrenceParams(size**-0.5, normalize=True),
-    )
+    given = cut_inputs(made, decay, beta, groups, size)
     runs = [TokenRun(1, 1, (), slot) for slot in range(sequences)]
 
     def timed(shape: RecurShape | None, call: Callable[[FusedRecurrence, int], object]) -> float:

@@ -22,14 +22,14 @@ import triton
 from torch._C._autograd import DeviceType
 
 from benchmarks.common.results import Results
-from benchmarks.recurrent.kernels import GROUPS, HEADS, SIZE
+from benchmarks.recurrent.kernels import GROUPS, HEADS, SIZE, cut_inputs
 from benchmarks.serving.case import Bench, Load, Shape
 from coserve.generate.execution.start import INDUCTOR
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.recurrent.chunked.long_runs import PROMPTS, LongRuns
 from coserve.kernels.recurrent.chunked.recurrence import ChunkShape
 from coserve.kernels.recurrent.fused.steps import FusedRecurrence
-from coserve.kernels.recurrent.interface import RecurrenceInputs, RecurrenceParams
+from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.slots import LayerStates
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
@@ -97,17 +97,9 @@ def _drawn(
     heads, groups, size = (4, 2, 8) if tiny else (HEADS, GROUPS, SIZE)
     dtype = torch.float32 if tiny else torch.bfloat16
     made = torch.randn(tokens, (2 * groups + heads) * size, device=device, dtype=dtype)
-    q, k, v = torch.split(made, [groups * size, groups * size, heads * size], 1)
     decay = -torch.rand(tokens, heads, device=device) / 8
     beta = torch.randn(tokens, heads, device=device, dtype=dtype).sigmoid()
-    given = RecurrenceInputs(
-        q.view(-1, groups, size),
-        k.view(-1, groups, size),
-        v.view(-1, heads, size),
-        decay,
-        beta,
-        RecurrenceParams(size**-0.5, normalize=True),
-    )
+    given = cut_inputs(made, decay, beta, groups, size)
     conv = torch.zeros(sequences + 2, 3, made.shape[1], device=device, dtype=dtype)
     states = LayerStates(conv, torch.zeros(sequences + 2, heads, size, size, device=device))
     return given, states, [TokenRun(tokens // sequences, 1, (), slot) for slot in range(sequences)]

@@ -66,6 +66,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     for wrong in (
         Corpus(made.tokens, made.target, made.bounds, candidates=made.candidates),
         Corpus(made.tokens, made.target, made.bounds, candidates=-made.candidates - 1, weights=made.weights),
+        Corpus(made.tokens, made.target, made.bounds, candidates=0 * made.candidates + REST, weights=made.weights),
         Corpus(made.tokens, made.target, made.bounds, candidates=made.candidates, weights=-made.weights),
         Corpus(made.tokens, made.target, made.bounds, candidates=made.candidates[1:], weights=made.weights[1:]),
     ):

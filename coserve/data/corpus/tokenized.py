@@ -156,9 +156,15 @@ class Corpus:
             return candidates is None and weights is None
         if candidates.dtype != np.int32 or weights.dtype != np.float32 or candidates.shape != weights.shape:
             return False
-        return candidates.size % max(1, self.target_tokens) == 0 and all(
-            bool(np.all(candidates[here] >= REST) and np.all((weights[here] >= 0) & np.isfinite(weights[here])))
-            for here in _blocks(candidates.size, check)
+        columns, left = divmod(candidates.size, max(1, self.target_tokens))
+        firsts = candidates[:: max(1, columns)]
+        return (
+            left == 0
+            and all(
+                bool(np.all(candidates[here] >= REST) and np.all((weights[here] >= 0) & np.isfinite(weights[here])))
+                for here in _blocks(candidates.size, check)
+            )
+            and all(bool(np.all(firsts[here] >= 0)) for here in _blocks(len(firsts), check))
         )
 
     def _rows_are_valid(self, rows: slice) -> bool:

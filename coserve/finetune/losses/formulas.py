@@ -15,12 +15,11 @@ from torch.nn import functional
 
 from coserve.kernels.gpu.launcher import launches
 from coserve.kernels.losses import launch
+from coserve.kernels.losses.kernels import LEAST_OUTSIDE
 from coserve.model.parallel.vocabulary import VocabularyShard
 
 LARGEST_EXPONENT = 88.0
 """exp of it is finite in fp32, the dtype of tracked metrics."""
-LEAST_OUTSIDE = 1e-6
-"""Floor of the probability of all tokens outside the candidates, whose logarithm must be finite."""
 
 
 def perplexity(loss: float) -> float:
@@ -69,7 +68,7 @@ def soft_cross_entropy_(
         losses_KC, own_KC = -shares_KV.gather(1, tokens_KC), weights_KC.masked_fill(rest_KC, 0)
         candidates_KC = (own_KC != 0).to(losses_KC.dtype)
         inside_K1 = (losses_KC.neg().exp() * candidates_KC).sum(1, keepdim=True)
-        outside_K1 = (1 - inside_K1).clamp(min=LEAST_OUTSIDE)
+        outside_K1 = (1 - inside_K1).clamp(min=LEAST_OUTSIDE.value)
         found_KC[:, :-1] = torch.where(rest_KC, -outside_K1.log(), losses_KC)
         rest_K1 = (weights_KC - own_KC).sum(1, keepdim=True)
         candidates_KV = torch.zeros_like(shares_KV).scatter_add_(1, tokens_KC, candidates_KC) > 0

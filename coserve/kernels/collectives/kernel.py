@@ -64,6 +64,41 @@ def _push(
 
 
 @triton.jit
+def _total(
+    x,
+    own,
+    flags,
+    addend,
+    at,
+    mask,
+    places,
+    place,
+    count,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    """Waits until the other ranks have written a block, and returns its sum over the ranks, plus `addend` if ADDS.
+    `at`: the block's numbers in x; `places`, `place`: blocks that this rank's memory has for each rank, and which of
+    them it is."""
+    half = (count & 1).to(tl.int64) * (RANKS - 1)
+    for other in tl.static_range(RANKS - 1):
+        _wait(flags + other * places + place, count)
+    tl.debug_barrier()
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for rank in tl.static_range(RANKS):  # in the order of ranks: the same bits everywhere
+        if rank == RANK:
+            total += tl.load(x + at, mask=mask).to(tl.float32)
+        else:
+            part = own + ((half + (rank - (rank > RANK))) * places + place) * BLOCK + tl.arange(0, BLOCK)
+            total += tl.load(part, mask=mask, cache_modifier=".cg").to(tl.float32)  # bypasses L1, which may be stale
+    if ADDS:
+        total += tl.load(addend + at, mask=mask).to(tl.float32)
+    return total
+
+
+@triton.jit
 def _add_up(
     x,
     out,
@@ -79,23 +114,10 @@ def _add_up(
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """Waits until the other ranks have written a block, then adds it up."""
+    """Adds up a block that the other ranks write."""
     at = block * BLOCK + tl.arange(0, BLOCK)
     mask = at < numbers
-    half = (count & 1).to(tl.int64) * (RANKS - 1)
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            _wait(flags + (rank - (rank > RANK)) * block_count + block, count)
-    tl.debug_barrier()
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for rank in tl.static_range(RANKS):  # in the order of ranks: the same bits everywhere
-        if rank == RANK:
-            total += tl.load(x + at, mask=mask).to(tl.float32)
-        else:
-            part = own + ((half + (rank - (rank > RANK))) * block_count + block) * BLOCK + tl.arange(0, BLOCK)
-            total += tl.load(part, mask=mask, cache_modifier=".cg").to(tl.float32)  # bypasses L1, which may be stale
-    if ADDS:
-        total += tl.load(addend + at, mask=mask).to(tl.float32)
+    total = _total(x, own, flags, addend, at, mask, block_count, block, count, RANK, RANKS, BLOCK, ADDS)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -190,21 +212,9 @@ def two_shot_sum(
         for index in range(program - PUSHERS, tl.cdiv(used - RANK, RANKS), ADDERS):
             added = index * RANKS + RANK
             number = tl.load(counts + block_count + added) + 1
-            for place in tl.static_range(RANKS - 1):
-                _wait(flags + place * each + index, number)
-            tl.debug_barrier()
             where = added * BLOCK + i
             mask = where < numbers
-            first = (number & 1).to(tl.int64) * (RANKS - 1)
-            total = tl.zeros([BLOCK], dtype=tl.float32)
-            for rank in tl.static_range(RANKS):
-                if rank == RANK:
-                    total += tl.load(x + where, mask=mask).to(tl.float32)
-                else:
-                    part = own + ((first + (rank - (rank > RANK))) * each + index) * BLOCK + i
-                    total += tl.load(part, mask=mask, cache_modifier=".cg").to(tl.float32)
-            if ADDS:
-                total += tl.load(addend + where, mask=mask).to(tl.float32)
+            total = _total(x, own, flags, addend, where, mask, each, index, number, RANK, RANKS, BLOCK, ADDS)
             result = total.to(out.dtype.element_ty)
             tl.store(out + where, result, mask=mask)
             for rank in tl.static_range(RANKS):
