@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 def make_servers(base: Base, config: Config, step_tokens: int, *, by_mailboxes: bool = False) -> LoraServers | None:
     """Begin to start the servers; None: the settings ask for none. `step_tokens`: the most tokens of a step.
-    `by_mailboxes`: GPUs exchange messages over mailboxes where they can, else by gloo; no default before
-    tests/gpu/test_lora_servers_gpu.py has passed with them. They take memory of the GPU, which the memory plan then
-    finds in use. Raises `UnsupportedBase` and `ConfigError` for a base and GPUs that cannot have servers."""
+    `by_mailboxes`: GPUs exchange messages over mailboxes where they can, else by gloo, with a note in `/health`; off
+    until tests/gpu/test_lora_servers_gpu.py passes with them. They take memory of the GPU, which the memory plan finds
+    in use. Raises `UnsupportedBase` and `ConfigError` for a base and GPUs that cannot have servers."""
     count = config.lora_server
     if not count:
         return None
@@ -48,7 +48,11 @@ def make_servers(base: Base, config: Config, step_tokens: int, *, by_mailboxes: 
         raise ConfigError(f"lora_server: expected {count + 1} GPUs, one of them for the base, found {found}")
     threads = max(1, torch.get_num_threads())
 
-    mailboxes, note = _mailboxes(base, count, step_tokens) if cuda and by_mailboxes else (None, "")
+    mailboxes, note = None, ""
+    if cuda and by_mailboxes:
+        mailboxes, note = _mailboxes(base, count, step_tokens)
+    elif cuda:
+        note = _note("mailboxes between GPUs are off")
     usable = mailboxes is not None
 
     def start(number: int, answered: Answered) -> RunningServers:
@@ -88,7 +92,7 @@ def _mailboxes(base: Base, servers: int, tokens: int) -> tuple[Mailboxes | None,
         return None, _note(error)
 
 
-def _note(error: Exception) -> str:
+def _note(error: Exception | str) -> str:
     """Return a note on the slower way, and log it."""
     why = str(error) or "a server ended when it was tried"
     note = f"LoRA servers are reached through host memory, which is slower: {why}"
