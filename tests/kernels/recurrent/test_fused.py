@@ -117,10 +117,10 @@ def test_long_runs_are_computed_in_chunks(case: str, dtype: torch.dtype, monkeyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 def test_a_prompt_cut_anywhere_leaves_the_same_state(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FusedRecurrence, "chunked_from", CHUNKED_FROM)
+    """In chunks, whose sums round otherwise than token by token."""
     shape, tokens = StateShape(20, 4, heads=2, keys=16, values=24), 150
-    found = []
-    for cuts in ((0, tokens), (0, 1, tokens), (0, 64, tokens), (0, 19, 40, 127, tokens)):
+
+    def computed(*cuts: int) -> tuple[Tensor, Tensor]:
         states = StatePool({0: shape}, slots=1, dtype=dtype, device=torch.device(DEVICE))
         fused = FusedRecurrence(states.layers, tokens=tokens, sequences=2, device=torch.device(DEVICE))
         outputs = []
@@ -128,9 +128,14 @@ def test_a_prompt_cut_anywhere_leaves_the_same_state(dtype: torch.dtype, monkeyp
             fused.load([TokenRun(end - start, start, (), 0)])
             given = _inputs(shape, tokens, beta=True, by_key=False, dtype=dtype, seed=0)
             outputs.append(fused.recur(0, given.rows(lambda x, start=start, end=end: x[start:end])))
-        found.append((torch.cat(outputs), states.layers[0].recurrent[0]))
-    for got in found[1:]:
-        for one, right in zip(got, found[0], strict=True):
+        return torch.cat(outputs), states.layers[0].recurrent[0]
+
+    by_token = computed(0, tokens)
+    monkeypatch.setattr(FusedRecurrence, "chunked_from", CHUNKED_FROM)
+    whole = computed(0, tokens)
+    assert not torch.equal(whole[1], by_token[1])
+    for got in (by_token, computed(0, 1, tokens), computed(0, 64, tokens), computed(0, 19, 40, 127, tokens)):
+        for one, right in zip(got, whole, strict=True):
             _near(one, right, dtype)
 
 
