@@ -25,11 +25,11 @@ from coserve.model.lora import LoraWeights
 log = logging.getLogger(__name__)
 
 
-def make_servers(base: Base, config: Config, step_tokens: int, *, by_mailboxes: bool = False) -> LoraServers | None:
+def make_servers(base: Base, config: Config, step_tokens: int, *, by_mailboxes: bool = True) -> LoraServers | None:
     """Begin to start the servers; None: the settings ask for none. `step_tokens`: the most tokens of a step.
-    `by_mailboxes`: GPUs exchange messages over mailboxes where they can, else by gloo, with a note in `/health`; off
-    until tests/gpu/test_lora_servers_gpu.py passes with them. They take memory of the GPU, which the memory plan finds
-    in use. Raises `UnsupportedBase` and `ConfigError` for a base and GPUs that cannot have servers."""
+    `by_mailboxes`: GPUs exchange messages over mailboxes where they can, else by gloo, with a note in `/health`. They
+    take memory of the GPU, which the memory plan finds in use. Raises `UnsupportedBase` and `ConfigError` for a base
+    and GPUs that cannot have servers."""
     count = config.lora_server
     if not count:
         return None
