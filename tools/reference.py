@@ -21,27 +21,24 @@ from prometheus_client.core import Metric
 from typer.main import get_command
 
 from coserve import client
-from coserve.api.access.handlers import AdminApi, admin_routes
-from coserve.api.anthropic.handlers import AnthropicApi, message_routes
+from coserve.api.access.handlers import AdminApi
+from coserve.api.anthropic.handlers import AnthropicApi
 from coserve.api.http.openapi import describe_api
-from coserve.api.http.route import ALWAYS
+from coserve.api.http.route import ALWAYS, routes_of
 from coserve.api.metrics.prometheus import Metrics
 from coserve.api.metrics.vllm_names import vllm_names
-from coserve.api.native.aliases import AliasApi, alias_routes
+from coserve.api.native.aliases import AliasApi
 from coserve.api.native.handlers import NativeApi
-from coserve.api.native.routes import native_routes
-from coserve.api.openai.batches.handlers import BatchesApi, batch_routes
-from coserve.api.openai.files.handlers import FilesApi, file_routes
-from coserve.api.openai.finetuning.handlers import FineTuningApi, finetuning_routes
+from coserve.api.openai.batches.handlers import BatchesApi
+from coserve.api.openai.files.handlers import FilesApi
+from coserve.api.openai.finetuning.handlers import FineTuningApi
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lora import LoraApi
-from coserve.api.openai.responses.handlers import ResponsesApi, response_routes
-from coserve.api.openai.routes import openai_routes
-from coserve.api.sessions.handlers import SessionsApi, session_routes
-from coserve.api.tgi.handlers import TgiApi, tgi_routes
+from coserve.api.openai.responses.handlers import ResponsesApi
+from coserve.api.sessions.handlers import SessionsApi
+from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tinker.handlers import TinkerApi
-from coserve.api.tinker.routes import tinker_routes
-from coserve.api.tokenizer.handlers import TokenizerApi, tokenizer_routes
+from coserve.api.tokenizer.handlers import TokenizerApi
 from coserve.cli.app import app, run
 from coserve.cli.settings_help import default_text, option_line
 from coserve.config import Config, sections
@@ -80,23 +77,17 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def http() -> Iterator[str]:
-    new = object.__new__  # their methods are named in a table of routes, not called
-    groups = {
-        "coserve": (*native_routes(new(NativeApi)), *alias_routes(new(AliasApi))),
-        "Keys, quotas and the log": admin_routes(new(AdminApi)),
-        "OpenAI": (
-            *openai_routes(new(OpenAIApi), new(LoraApi)),
-            *response_routes(new(ResponsesApi)),
-            *batch_routes(new(BatchesApi)),
-            *file_routes(new(FilesApi)),
-            *finetuning_routes(new(FineTuningApi)),
-        ),
-        "Anthropic": message_routes(new(AnthropicApi)),
-        "Training sessions": session_routes(new(SessionsApi)),
-        "Tinker": tinker_routes(new(TinkerApi)),
-        "LoRAX, TGI and huggingface_hub": tgi_routes(new(TgiApi)),
-        "Tokenizer": tokenizer_routes(new(TokenizerApi)),
+    apis: dict[str, tuple[type, ...]] = {
+        "coserve": (NativeApi, AliasApi),
+        "Keys, quotas and the log": (AdminApi,),
+        "OpenAI": (OpenAIApi, LoraApi, ResponsesApi, BatchesApi, FilesApi, FineTuningApi),
+        "Anthropic": (AnthropicApi,),
+        "Training sessions": (SessionsApi,),
+        "Tinker": (TinkerApi,),
+        "LoRAX, TGI and huggingface_hub": (TgiApi,),
+        "Tokenizer": (TokenizerApi,),
     }
+    groups = {title: routes_of(*map(object.__new__, kinds)) for title, kinds in apis.items()}  # no handler is called
     document = describe_api([route for routes in groups.values() for route in routes])
     always = ", ".join(map(str, ALWAYS))
     yield from ("# HTTP API", "", MADE, "", "`GET /openapi.json` of a running daemon is the same for machines.", "")

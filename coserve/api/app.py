@@ -11,8 +11,8 @@ from functools import cache
 import msgspec
 from aiohttp import web
 
-from coserve.api.access.handlers import AdminApi, admin_routes
-from coserve.api.anthropic.handlers import AnthropicApi, message_routes
+from coserve.api.access.handlers import AdminApi
+from coserve.api.anthropic.handlers import AnthropicApi
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.idle_collection import IdleCollection
 from coserve.api.http.limits import STREAMS_TIMEOUT
@@ -22,27 +22,24 @@ from coserve.api.http.route import Route, tagged
 from coserve.api.http.security import Gate, finish_headers, guard
 from coserve.api.http.server import CappedRunner, Connections, keep_waiting
 from coserve.api.http.uploads import UploadReader
-from coserve.api.native.aliases import AliasApi, alias_routes
+from coserve.api.native.aliases import AliasApi
 from coserve.api.native.handlers import NativeApi
-from coserve.api.native.routes import native_routes
 from coserve.api.openai.batches.answers import batch_answers
-from coserve.api.openai.batches.handlers import BatchesApi, batch_routes
+from coserve.api.openai.batches.handlers import BatchesApi
 from coserve.api.openai.batches.runner import BatchRunner
 from coserve.api.openai.batches.store import BatchStore
 from coserve.api.openai.errors import OPENAI_ERRORS, is_openai, no_such_path
-from coserve.api.openai.files.handlers import FilesApi, file_routes
-from coserve.api.openai.finetuning.handlers import FineTuningApi, finetuning_routes
+from coserve.api.openai.files.handlers import FilesApi
+from coserve.api.openai.finetuning.handlers import FineTuningApi
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lora import LoraApi
-from coserve.api.openai.responses.handlers import ResponsesApi, response_routes
-from coserve.api.openai.routes import openai_routes
-from coserve.api.page.handlers import PageApi, page_routes
+from coserve.api.openai.responses.handlers import ResponsesApi
+from coserve.api.page.handlers import PageApi
 from coserve.api.service import Service
-from coserve.api.sessions.handlers import SessionsApi, session_routes
-from coserve.api.tgi.handlers import TgiApi, tgi_routes
+from coserve.api.sessions.handlers import SessionsApi
+from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tinker.handlers import TinkerApi
-from coserve.api.tinker.routes import tinker_routes
-from coserve.api.tokenizer.handlers import MAX_TEXTS, TokenizerApi, tokenizer_routes
+from coserve.api.tokenizer.handlers import MAX_TEXTS, TokenizerApi
 from coserve.config import Config
 from coserve.core.garbage import GarbageCollection
 from coserve.core.logs.access import AccessLogger
@@ -74,23 +71,22 @@ def make_app(
     )
     described = tagged(
         {
-            "coserve": (*native_routes(native), *alias_routes(AliasApi(service, bodies))),
-            "Web page": page_routes(PageApi(service.history, native.pointers)),
-            "LoRAX and TGI": tgi_routes(tgi),
+            "coserve": (native, AliasApi(service, bodies)),
+            "Web page": (PageApi(service.history, native.pointers),),
+            "LoRAX and TGI": (tgi,),
             "OpenAI": (
-                *openai_routes(openai, LoraApi(service, config, bodies, uploads)),
-                *response_routes(ResponsesApi(openai, bodies, write_timeout=config.read_timeout)),
-                *batch_routes(BatchesApi(batches, bodies)),
-                *file_routes(FilesApi(service, uploads)),
-                *finetuning_routes(FineTuningApi(service, bodies)),
+                openai,
+                LoraApi(service, config, bodies, uploads),
+                ResponsesApi(openai, bodies, write_timeout=config.read_timeout),
+                BatchesApi(batches, bodies),
+                FilesApi(service, uploads),
+                FineTuningApi(service, bodies),
             ),
-            "Anthropic": message_routes(
-                AnthropicApi(openai, tokenizer, bodies, write_timeout=config.read_timeout),
-            ),
-            "Training sessions": session_routes(SessionsApi(service, bodies)),
-            "Tinker": tinker_routes(tinker),
-            "Tokenizer": tokenizer_routes(tokenizer),
-            "Administration": admin_routes(AdminApi(service.access, service.engine, bodies)),
+            "Anthropic": (AnthropicApi(openai, tokenizer, bodies, write_timeout=config.read_timeout),),
+            "Training sessions": (SessionsApi(service, bodies),),
+            "Tinker": (tinker,),
+            "Tokenizer": (tokenizer,),
+            "Administration": (AdminApi(service.access, service.engine, bodies),),
         }
     )
 
@@ -139,7 +135,7 @@ def _with_description(described: tuple[Route, ...]) -> tuple[Route, ...]:
 
     routes = (
         *described,
-        Route("GET", "/openapi.json", openapi, "This description", tag="coserve"),
+        Route("GET", "/openapi.json", "This description", openapi, tag="coserve"),
     )  # the document describes its own route, too
     return routes
 

@@ -21,7 +21,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from coserve.api.app import ROUTES, make_app, make_runner
 from coserve.api.engine_client import EngineClient
 from coserve.api.generation.in_flight import MAX_PROMPT_SCORES
-from coserve.api.http.route import ALWAYS
 from coserve.api.jobs.recorder import JobMessage
 from coserve.api.service import Service
 from coserve.api.tokenizer.handlers import MAX_TEXTS
@@ -112,7 +111,7 @@ class Api:
         """`/openapi.json` names this status."""
         for route in self.app[ROUTES]:
             if route.method == method and re.fullmatch(re.sub(r"{\w+}", "[^/]+", route.path), response.url.path):
-                statuses = {route.status, *ALWAYS, *route.errors}
+                statuses = {route.status, *route.statuses}
                 assert response.status in statuses, f"{method} {route.path} describes no {response.status}"
 
     async def refused(self, status: int, code: str, method: str, path: str, **kwargs: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from coserve.api.access.keys import key_view
 from coserve.api.engine_client import EngineClient
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
-from coserve.api.http.route import BODY_ERRORS, BUSY, Route
+from coserve.api.http.route import Route
 from coserve.core.access.schemas import ApiKey, CreateKey, KeyList, LogLevel, NewKey, Quota, QuotaList
 from coserve.core.errors import NotFound
 from coserve.core.names import NAME_RULE, is_name
@@ -23,18 +23,29 @@ class AdminApi:
     def __init__(self, access: Access, engine: EngineClient, bodies: BodyReader) -> None:
         self._access, self._engine, self._bodies = access, engine, bodies
 
+    @Route("POST", "/admin/keys", "Create an API key", body=CreateKey, response=NewKey, status=201, errors=(422, 507))
     async def create_key(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._access.create_key(await self._bodies.read(request, CreateKey)), status=201)
 
+    @Route("GET", "/admin/keys", "List API keys, revoked ones too, oldest first", response=KeyList)
     async def list_keys(self, request: web.Request) -> web.StreamResponse:
         return json_response(KeyList(data=self._access.keys.views()))
 
+    @Route(
+        "DELETE",
+        "/admin/keys/{id}",
+        "Revoke an API key; its requests in progress are cut off",
+        response=ApiKey,
+        errors=(507,),
+    )
     async def revoke_key(self, request: web.Request) -> web.StreamResponse:
         return json_response(key_view(await self._access.revoke_key(request.match_info["id"])))
 
+    @Route("GET", "/admin/quotas", "List the quotas of projects", response=QuotaList)
     async def list_quotas(self, request: web.Request) -> web.StreamResponse:
         return json_response(QuotaList(data=dict(self._access.quotas.all)))
 
+    @Route("PUT", "/admin/quotas/{id}", "Replace the quota of a project", body=Quota, response=Quota, errors=(422, 507))
     async def set_quota(self, request: web.Request) -> web.StreamResponse:
         project = request.match_info["id"]
         if not is_name(project):
@@ -43,52 +54,16 @@ class AdminApi:
         await self._access.set_quota(project, quota)
         return json_response(quota)
 
+    @Route(
+        "PUT",
+        "/admin/log-level",
+        "Change the log level until the daemon ends",
+        body=LogLevel,
+        response=LogLevel,
+        errors=(422,),
+    )
     async def set_log_level(self, request: web.Request) -> web.StreamResponse:
         wanted = await self._bodies.read(request, LogLevel)
         logging.getLogger().setLevel(wanted.level.upper())
         self._engine.set_log_level(wanted.level)
         return json_response(wanted)
-
-
-def admin_routes(api: AdminApi) -> tuple[Route, ...]:
-    body = (422, *BODY_ERRORS, BUSY)
-    return (
-        Route(
-            "POST",
-            "/admin/keys",
-            api.create_key,
-            "Create an API key",
-            body=CreateKey,
-            response=NewKey,
-            status=201,
-            errors=(*body, 507),
-        ),
-        Route("GET", "/admin/keys", api.list_keys, "List API keys, revoked ones too, oldest first", response=KeyList),
-        Route(
-            "DELETE",
-            "/admin/keys/{id}",
-            api.revoke_key,
-            "Revoke an API key; its requests in progress are cut off",
-            response=ApiKey,
-            errors=(404, 507),
-        ),
-        Route("GET", "/admin/quotas", api.list_quotas, "List the quotas of projects", response=QuotaList),
-        Route(
-            "PUT",
-            "/admin/quotas/{id}",
-            api.set_quota,
-            "Replace the quota of a project",
-            body=Quota,
-            response=Quota,
-            errors=(404, *body, 507),
-        ),
-        Route(
-            "PUT",
-            "/admin/log-level",
-            api.set_log_level,
-            "Change the log level until the daemon ends",
-            body=LogLevel,
-            response=LogLevel,
-            errors=body,
-        ),
-    )

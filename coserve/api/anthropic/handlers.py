@@ -20,7 +20,7 @@ from coserve.api.anthropic.schemas import (
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import ErrorFormat, json_response
-from coserve.api.http.route import BODY_ERRORS, BUSY, Route
+from coserve.api.http.route import Route
 from coserve.api.http.sse import EventStream
 from coserve.api.openai.errors import openai_error
 from coserve.api.openai.handlers import OpenAIApi
@@ -59,6 +59,16 @@ class AnthropicApi:
         """`write_timeout`: seconds that a write may wait for the client."""
         self._api, self._tokenizer, self._bodies, self._write_timeout = api, tokenizer, bodies, write_timeout
 
+    @Route(
+        "POST",
+        "/v1/messages",
+        "Answer, as Anthropic's messages do",
+        body=MessagesRequest,
+        response=Message,
+        events=MessageEvent,
+        errors=(404, 422),
+        error_formats=(ANTHROPIC_ERRORS,),
+    )
     async def create_message(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, MessagesRequest, dialect=True)
         chat = chat_of(body, self._api.chat_template)
@@ -69,6 +79,15 @@ class AnthropicApi:
         await stream.send_all(events, anthropic_error, error_event="error", event_of=lambda event: event.type)
         return await stream.close()
 
+    @Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a prompt, as Anthropic's messages do",
+        body=CountTokensRequest,
+        response=TokenCountResponse,
+        errors=(404,),
+        error_formats=(ANTHROPIC_ERRORS,),
+    )
     async def count_message_tokens(self, request: web.Request) -> web.StreamResponse:
         return await self._tokenizer.answer(request, count_tokens)
 
@@ -79,29 +98,3 @@ def count_tokens(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
     adapter_of(request.model, base)
     ids = template_ids(context.tokenizer, template_chat(request, context.tokenizer.chat_template))
     return msgspec.json.encode(TokenCountResponse(input_tokens=len(ids)))
-
-
-def message_routes(api: AnthropicApi) -> tuple[Route, ...]:
-    return (
-        Route(
-            "POST",
-            "/v1/messages",
-            api.create_message,
-            "Answer, as Anthropic's messages do",
-            body=MessagesRequest,
-            response=Message,
-            events=MessageEvent,
-            errors=(404, 422, *BODY_ERRORS, BUSY),
-            error_formats=(ANTHROPIC_ERRORS,),
-        ),
-        Route(
-            "POST",
-            "/v1/messages/count_tokens",
-            api.count_message_tokens,
-            "Count the tokens of a prompt, as Anthropic's messages do",
-            body=CountTokensRequest,
-            response=TokenCountResponse,
-            errors=(404, *BODY_ERRORS, BUSY),
-            error_formats=(ANTHROPIC_ERRORS,),
-        ),
-    )

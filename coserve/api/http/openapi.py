@@ -10,7 +10,7 @@ import msgspec
 
 from coserve import __version__
 from coserve.api.http.field_docs import describe_fields
-from coserve.api.http.route import ALWAYS, BUSY, UNAVAILABLE, Route, Schema
+from coserve.api.http.route import BUSY, UNAVAILABLE, Route, Schema
 from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE
 from coserve.core.names import ADAPTER_SOURCES
 from coserve.core.schemas import STREAM_END
@@ -110,7 +110,7 @@ def _operation(route: Route) -> dict[str, Any]:
         "operationId": route.name,
         "summary": route.summary,
         "responses": {str(route.status): {"description": "Success", "content": _content(route)}}
-        | {str(status): _error(route, status) for status in sorted({*ALWAYS, *route.errors})},
+        | {str(status): _error(route, status) for status in route.statuses},
     }
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}

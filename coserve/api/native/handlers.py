@@ -18,6 +18,7 @@ from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import decode_dialect, decode_json, decode_last, page, ref_from_path
 from coserve.api.http.responses import NATIVE_ERRORS, error_response, json_response
 from coserve.api.http.room import check_copy
+from coserve.api.http.route import PAGE, Route
 from coserve.api.http.sse import EventStream
 from coserve.api.http.uploads import VALIDATION, UploadReader, is_upload
 from coserve.api.jobs.preparation import submission_events
@@ -25,20 +26,31 @@ from coserve.api.jobs.sources import UploadedRows
 from coserve.api.service import Service
 from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.handlers import TgiApi
-from coserve.api.tgi.schemas import TgiRequest
+from coserve.api.tgi.schemas import TgiRequest, TgiResponse, TgiStreamEvent
 from coserve.config import Config
 from coserve.core.errors import InvalidRequest, RequestError
 from coserve.core.health import Health, Warming
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.schemas import (
     STREAM_END,
+    Adapter,
+    AdapterList,
     AdapterUpdate,
+    ConvertedAdapter,
     ConvertRequest,
+    DeletedAdapter,
+    DeletedJob,
     FinetuneRequest,
+    GenerateChunk,
     GenerateRequest,
+    GenerateResponse,
     ImportRequest,
+    Job,
+    JobEvent,
+    JobList,
     Pointers,
     RollbackRequest,
+    SubmissionEvent,
 )
 
 HEARTBEAT = 15.0
@@ -87,6 +99,17 @@ class NativeApi:
 
     # ---- generation
 
+    @Route(
+        "POST",
+        "/generate",
+        "Generate text with the base or one adapter",
+        body=(GenerateRequest, TgiRequest),
+        response=(GenerateResponse, TgiResponse),
+        events=(GenerateChunk, TgiStreamEvent),
+        stream_end=True,
+        errors=(404, 422),
+        error_formats=(NATIVE_ERRORS, TGI_ERRORS),
+    )
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, decode_generate)
         if isinstance(body, RequestError):
@@ -102,6 +125,18 @@ class NativeApi:
 
     # ---- jobs
 
+    @Route(
+        "POST",
+        "/finetune",
+        "Start a fine-tuning job",
+        body=FinetuneRequest,
+        upload=("file", VALIDATION),
+        response=Job,
+        events=SubmissionEvent,
+        status=202,
+        headers=("Idempotency-Key",),
+        errors=(404, 409, 422, 507),
+    )
     async def finetune(self, request: web.Request) -> web.StreamResponse:
         key = request.headers.get("Idempotency-Key")
         if not is_upload(request):
@@ -126,24 +161,22 @@ class NativeApi:
         await stream.send_all(events, NATIVE_ERRORS.make, error_event="error")
         return await stream.close()
 
+    @Route("GET", "/finetune", "List jobs, newest first", response=JobList, query=PAGE, errors=(404,))
     async def list_jobs(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._service.jobs.list(*page(request.query)))
 
+    @Route("GET", "/finetune/{id}", "Show a job", response=Job)
     async def get_job(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._service.jobs.views.get(request.match_info["id"]))
 
-    async def pause_job(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.jobs.pause(request.match_info["id"]))
-
-    async def resume_job(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.jobs.resume(request.match_info["id"]))
-
-    async def cancel_job(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.jobs.cancel(request.match_info["id"]))
-
-    async def delete_job(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.jobs.delete(request.match_info["id"]))
-
+    @Route(
+        "GET",
+        "/finetune/{id}/events",
+        "Follow a job: its past events, then live ones, until its end",
+        events=JobEvent,
+        query=("after",),
+        headers=("Last-Event-ID",),
+    )
     async def job_events(self, request: web.Request) -> web.StreamResponse:
         id, after = request.match_info["id"], _last_event(request)
         stream = EventStream(request, write_timeout=self._config.read_timeout)
@@ -153,8 +186,45 @@ class NativeApi:
             await stream.open()  # nothing more to send: the client had seen all events
         return await stream.close()
 
+    @Route("POST", "/finetune/{id}/pause", "Pause a job", response=Job, errors=(409, 507))
+    async def pause_job(self, request: web.Request) -> web.StreamResponse:
+        return json_response(await self._service.jobs.pause(request.match_info["id"]))
+
+    @Route("POST", "/finetune/{id}/resume", "Resume a job", response=Job, errors=(409, 507))
+    async def resume_job(self, request: web.Request) -> web.StreamResponse:
+        return json_response(await self._service.jobs.resume(request.match_info["id"]))
+
+    @Route("POST", "/finetune/{id}/cancel", "Cancel a job", response=Job, errors=(409, 507))
+    async def cancel_job(self, request: web.Request) -> web.StreamResponse:
+        return json_response(await self._service.jobs.cancel(request.match_info["id"]))
+
+    @Route(
+        "DELETE",
+        "/finetune/{id}",
+        "Delete a job that has ended, and its events; its adapter stays",
+        response=DeletedJob,
+        errors=(409, 507),
+    )
+    async def delete_job(self, request: web.Request) -> web.StreamResponse:
+        return json_response(await self._service.jobs.delete(request.match_info["id"]))
+
     # ---- adapters
 
+    @Route("GET", "/adapters", "List adapters by name", response=AdapterList, query=(*PAGE, *FILTERS))
+    async def list_adapters(self, request: web.Request) -> web.StreamResponse:
+        after, limit = page(request.query, FILTERS)
+        return json_response(await self._service.adapters.list(after, limit, adapter_filter(request.query)))
+
+    @Route(
+        "POST",
+        "/adapters",
+        "Import PEFT files",
+        body=ImportRequest,
+        upload=("file",),
+        response=Adapter,
+        status=201,
+        errors=(409, 422, 507),
+    )
     async def import_adapter(self, request: web.Request) -> web.StreamResponse:
         if not is_upload(request):
             body = await self._bodies.read(request, ImportRequest)
@@ -165,13 +235,11 @@ class NativeApi:
             imported = await self._service.adapters.import_files(settings, folder, partial(check_copy, request))
             return json_response(imported, status=201)
 
-    async def list_adapters(self, request: web.Request) -> web.StreamResponse:
-        after, limit = page(request.query, FILTERS)
-        return json_response(await self._service.adapters.list(after, limit, adapter_filter(request.query)))
-
+    @Route("GET", "/adapters/{id}", "Show an adapter", response=Adapter)
     async def get_adapter(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._service.adapters.get(*ref_from_path(request.match_info["id"])))
 
+    @Route("GET", "/adapters/{id}/download", "Download PEFT files", media="application/x-tar", errors=(422,))
     async def download_adapter(self, request: web.Request) -> web.StreamResponse:
         async with self._service.adapters.archive(*ref_from_path(request.match_info["id"])) as archive:
             response = web.StreamResponse(
@@ -187,13 +255,36 @@ class NativeApi:
             await response.write_eof()
             return response
 
+    @Route(
+        "PATCH",
+        "/adapters/{id}",
+        "Set an adapter's tags, its time to live, or whether a version stays in host memory",
+        body=AdapterUpdate,
+        response=Adapter,
+        errors=(422, 507),
+    )
     async def update_adapter(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, AdapterUpdate)
         return json_response(await self._service.adapters.update(*ref_from_path(request.match_info["id"]), body))
 
+    @Route(
+        "DELETE",
+        "/adapters/{id}",
+        "Delete an adapter: one version of it (`name@version`) or all (`name`)",
+        response=DeletedAdapter,
+        errors=(409, 507),
+    )
     async def delete_adapter(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._service.adapters.delete(*ref_from_path(request.match_info["id"])))
 
+    @Route(
+        "POST",
+        "/adapters/{id}/rollback",
+        "Make an older version of an adapter the current one",
+        body=RollbackRequest,
+        response=Adapter,
+        errors=(507,),
+    )
     async def roll_back_adapter(self, request: web.Request) -> web.StreamResponse:
         name, version = ref_from_path(request.match_info["id"])
         if version is not None:
@@ -201,11 +292,28 @@ class NativeApi:
         body = await self._bodies.read(request, RollbackRequest)
         return json_response(await self._service.adapters.roll_back(name, body.version))
 
+    @Route(
+        "POST",
+        "/adapters/{id}/prefetch",
+        "Read an adapter into memory before a request needs it; the answer does not wait for it",
+        response=Adapter,
+        status=202,
+        errors=(422,),
+    )
     async def prefetch_adapter(self, request: web.Request) -> web.StreamResponse:
         return json_response(
             await self._service.adapters.prefetch(*ref_from_path(request.match_info["id"])), status=202
         )
 
+    @Route(
+        "POST",
+        "/adapters/{id}/convert",
+        "Make a BD-LoRA adapter of a LoRA one, or the reverse",
+        body=ConvertRequest,
+        response=ConvertedAdapter,
+        status=201,
+        errors=(409, 422, 507),
+    )
     async def convert_adapter(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, ConvertRequest)
         name, version = ref_from_path(request.match_info["id"])
@@ -216,13 +324,16 @@ class NativeApi:
     async def pointers(self, request: web.Request) -> web.StreamResponse:
         return json_response(Pointers(version=__version__, docs=DOCS))
 
+    @Route("GET", "/health", "What works", response=Health, starting=Health, public=True)
     async def health(self, request: web.Request) -> web.StreamResponse:
         health = self._service.health()
         return _health_response(health, ready=health.status != "starting")
 
+    @Route("GET", "/health/ready", "Readiness, for load balancers", response=Health, starting=Health, public=True)
     async def ready(self, request: web.Request) -> web.StreamResponse:
         return _health_response(self._service.health(), ready=self._service.ready)
 
+    @Route("GET", "/metrics", "Prometheus metrics", media="text/plain")
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         service = self._service
         service.metrics.jobs(await service.jobs.views.states())

@@ -23,7 +23,7 @@ from coserve.api.http.responses import json_response
 from coserve.api.http.sse import EventStream
 from coserve.api.openai.chat import ChatLogprobsBuilder, chat_completion, chat_events
 from coserve.api.openai.completions import CompletionLogprobsBuilder, completion, completion_events
-from coserve.api.openai.errors import openai_error
+from coserve.api.openai.errors import openai_error, openai_route
 from coserve.api.openai.models import delete_model, get_model, list_models
 from coserve.api.openai.requests import chat_request, completion_requests
 from coserve.api.openai.schemas import (
@@ -32,6 +32,9 @@ from coserve.api.openai.schemas import (
     ChatRequest,
     Completion,
     CompletionRequest,
+    DeletedModel,
+    Model,
+    ModelList,
     SharedParams,
 )
 from coserve.api.openai.tool_choice import with_allowed_tools
@@ -58,12 +61,32 @@ class OpenAIApi:
         """The base's chat template."""
         return self._service.tokenizer.chat_template
 
+    @openai_route(
+        "POST",
+        "/v1/completions",
+        "Generate text, as OpenAI and vLLM do",
+        body=CompletionRequest,
+        response=Completion,
+        events=Completion,
+        stream_end=True,
+        errors=(404, 422),
+    )
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, CompletionRequest, dialect=True)
         if not body.stream:
             return json_response(await self.answer_completion(body))
         return await self._stream(request, self._completion_chunks(body))
 
+    @openai_route(
+        "POST",
+        "/v1/chat/completions",
+        "Continue a chat, as OpenAI and vLLM do",
+        body=ChatRequest,
+        response=ChatCompletion,
+        events=ChatChunk,
+        stream_end=True,
+        errors=(404, 422),
+    )
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, ChatRequest, dialect=True)
         if not body.stream:
@@ -113,12 +136,22 @@ class OpenAIApi:
         parsers = AnswerParsers(self._answer_format(body, native), self._service.tokenizer)
         return body, parsers.format.prepared(native), parsers
 
+    @openai_route("GET", "/v1/models", "List the base and the adapters", response=ModelList)
     async def list_models(self, request: web.Request) -> web.StreamResponse:
         return json_response(await list_models(self._service))
 
+    @openai_route("GET", "/v1/models/{id}", "Show the base or an adapter", response=Model, slashes=True)
     async def get_model(self, request: web.Request) -> web.StreamResponse:
         return json_response(await get_model(self._service, request.match_info["id"]))
 
+    @openai_route(
+        "DELETE",
+        "/v1/models/{id}",
+        "Delete an adapter: one version (`name@version`, or a fine-tuned model) or all (`name`)",
+        response=DeletedModel,
+        slashes=True,
+        errors=(409, 507),
+    )
     async def delete_model(self, request: web.Request) -> web.StreamResponse:
         return json_response(await delete_model(self._service, request.match_info["id"]))
 

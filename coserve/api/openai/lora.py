@@ -13,7 +13,9 @@ from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import local_path
 from coserve.api.http.responses import json_response
 from coserve.api.http.room import check_copy
+from coserve.api.http.route import Route
 from coserve.api.http.uploads import UploadReader, is_upload
+from coserve.api.openai.errors import openai_route
 from coserve.api.openai.schemas import (
     LoadLoraRequest,
     ServedConfig,
@@ -36,6 +38,15 @@ class LoraApi:
     def __init__(self, service: Service, config: Config, bodies: BodyReader, uploads: UploadReader) -> None:
         self._service, self._config, self._bodies, self._uploads = service, config, bodies, uploads
 
+    @openai_route(
+        "POST",
+        "/v1/load_lora_adapter",
+        "Load an adapter, as vLLM does, or one whose tensors are in the body",
+        body=LoadLoraRequest,
+        upload=("file",),
+        media="text/plain",
+        errors=(404, 409, 422, 507),
+    )
     async def load_lora_adapter(self, request: web.Request) -> web.StreamResponse:
         if not is_upload(request):
             body = await self._bodies.read(request, LoadLoraRequest, dialect=True)
@@ -55,12 +66,21 @@ class LoraApi:
             await self._service.adapters.load(source, settings.lora_name, in_place=settings.load_inplace)
         return web.Response(text=f"Success: LoRA adapter '{settings.lora_name}' added successfully.")
 
+    @openai_route(
+        "POST",
+        "/v1/unload_lora_adapter",
+        "Unload an adapter, as vLLM does",
+        body=UnloadLoraRequest,
+        media="text/plain",
+        errors=(404, 409, 507),
+    )
     async def unload_lora_adapter(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, UnloadLoraRequest, dialect=True)
         with _own_field():
             await self._service.adapters.unload(body.lora_name)
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
+    @Route("GET", "/server_info", "What trainers read of vLLM's settings", response=ServerInfo)
     async def server_info(self, request: web.Request) -> web.StreamResponse:
         engine, config = self._service.engine, self._config
         spec = engine.spec
@@ -71,6 +91,13 @@ class LoraApi:
         )
         return json_response(ServerInfo(served))
 
+    @Route(
+        "POST",
+        "/pause",
+        "Let requests run on while a trainer loads an adapter, which needs no pause",
+        media="text/plain",
+        query=("mode",),
+    )
     async def pause(self, request: web.Request) -> web.StreamResponse:
         """Pauses nothing: a request finishes on the version that it began with, so publishing needs no pause. Raises
         `InvalidRequest` for the modes that end requests or wait for them."""
@@ -78,6 +105,7 @@ class LoraApi:
             raise InvalidRequest(f"expected mode=keep, got {mode[:80]!r}: requests are never ended here", field="mode")
         return web.Response(text="requests run on: each finishes on the version of its adapter that it began with")
 
+    @Route("POST", "/resume", "End what `/pause` did: nothing", media="text/plain")
     async def resume(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text="nothing was paused")
 

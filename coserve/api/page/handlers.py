@@ -69,6 +69,13 @@ class PageApi:
         self._history, self._pointers = history, pointers
         self._files = page_files()
 
+    @Route(
+        "GET",
+        "/",
+        "Where to look; the web page if the client accepts HTML and not JSON",
+        response=Pointers,
+        public=True,
+    )
     async def root(self, request: web.Request) -> web.StreamResponse:
         accepted = request.headers.get("Accept", "")
         html = "text/html" in accepted and "application/json" not in accepted
@@ -76,12 +83,21 @@ class PageApi:
         response.headers["Vary"] = "Accept"
         return response
 
+    @Route("GET", "/page/{id}", "A file of the web page", media="application/octet-stream", public=True)
     async def page_file(self, request: web.Request) -> web.StreamResponse:
         return self._respond(request, request.match_info["id"])
 
+    @Route("GET", "/docs", "This description as a page, with an example for each route", media="text/html", public=True)
     async def docs(self, request: web.Request) -> web.StreamResponse:
         return self._respond(request, DOCS)
 
+    @Route(
+        "GET",
+        "/history",
+        "The engine's reports of the last minutes, oldest first",
+        response=History,
+        query=("after",),
+    )
     async def history(self, request: web.Request) -> web.StreamResponse:
         return json_response(self._history.after(_seconds(request.query.get("after", "0"))))
 
@@ -103,42 +119,3 @@ def _seconds(text: str) -> float:
     if not math.isfinite(found):
         raise InvalidRequest(f"expected seconds, got {text[:80]!r}", field="after")
     return found
-
-
-def page_routes(api: PageApi) -> tuple[Route, ...]:
-    """The page itself, its files, and its history."""
-    return (
-        Route(
-            "GET",
-            "/",
-            api.root,
-            "Where to look; the web page if the client accepts HTML and not JSON",
-            response=Pointers,
-            public=True,
-        ),
-        Route(
-            "GET",
-            "/page/{id}",
-            api.page_file,
-            "A file of the web page",
-            media="application/octet-stream",
-            errors=(404,),
-            public=True,
-        ),
-        Route(
-            "GET",
-            "/docs",
-            api.docs,
-            "This description as a page, with an example for each route",
-            media="text/html",
-            public=True,
-        ),
-        Route(
-            "GET",
-            "/history",
-            api.history,
-            "The engine's reports of the last minutes, oldest first",
-            response=History,
-            query=("after",),
-        ),
-    )

@@ -12,8 +12,7 @@ from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
-from coserve.api.http.route import BODY_ERRORS, BUSY, Route, Schema
-from coserve.api.http.security import Handler
+from coserve.api.http.route import Route, Schema
 from coserve.api.service import Service
 from coserve.api.sessions.session import ClientSession
 from coserve.core.errors import CoserveError, InvalidRequest, NotFound
@@ -25,12 +24,25 @@ from coserve.data.corpus.batch import Example, examples_out
 from coserve.state.session_states import read_state
 
 
+def _call_route(name: str, summary: str, body: Schema, response: Schema) -> Route:
+    path = f"/sessions/{{id}}/{name}"
+    return Route("POST", path, summary, body=body, response=response, errors=(410, 507))
+
+
 class SessionsApi:
     """One method per route."""
 
     def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service, self._sessions, self._bodies = service, service.sessions, bodies
 
+    @Route(
+        "POST",
+        "/sessions",
+        "Open a training session, whose steps come from you",
+        body=schemas.SessionRequest,
+        response=schemas.Session,
+        errors=(404, 410, 422),
+    )
     async def open_session(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, schemas.SessionRequest)
         id, lora, seed, state = f"session-{secrets.token_hex(6)}", LoraSettings(), body.seed, None
@@ -50,26 +62,34 @@ class SessionsApi:
             raise
         return json_response(_view(session))
 
+    @Route("GET", "/sessions/{id}", "Show a session", response=schemas.Session)
     async def get_session(self, request: web.Request) -> web.StreamResponse:
         return json_response(_view(self._session(request)))
 
+    @Route("DELETE", "/sessions/{id}", "End a session and free its memory", response=schemas.ClosedSession)
     async def close_session(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         self._sessions.close(session)
         return json_response(schemas.ClosedSession(id=session.spec.id))
 
+    @_call_route(
+        "forward_backward", "Add the gradients of a batch's loss", schemas.ComputeRequest, schemas.ComputeResult
+    )
     async def forward_backward(self, request: web.Request) -> web.StreamResponse:
         return await self._compute(request, learns=True)
 
+    @_call_route("forward", "Compute a batch's loss", schemas.ComputeRequest, schemas.ComputeResult)
     async def forward(self, request: web.Request) -> web.StreamResponse:
         return await self._compute(request, learns=False)
 
+    @_call_route("optim_step", "Update the weights", schemas.OptimStepRequest, schemas.OptimStepResult)
     async def optim_step(self, request: web.Request) -> web.StreamResponse:
         body, session = await self._bodies.read(request, schemas.OptimStepRequest), self._session(request)
         adam = AdamParams(**{name: getattr(body, name) for name in AdamParams.__struct_fields__})
         metrics = (await self._sessions.call(session, Step(adam))).metrics
         return json_response(schemas.OptimStepResult(grad_norm=metrics["grad_norm"], step=int(metrics["step"])))
 
+    @_call_route("save", "Save weights and moments", schemas.SaveStateRequest, schemas.SavedState)
     async def save_session(self, request: web.Request) -> web.StreamResponse:
         body, session = await self._bodies.read(request, schemas.SaveStateRequest), self._session(request)
         state = f"{session.spec.id}/{body.name}"
@@ -77,6 +97,7 @@ class SessionsApi:
             await self._sessions.save_state(session, body.name, state, overwrite=body.overwrite)
         return json_response(schemas.SavedState(state=state))
 
+    @_call_route("publish", "Publish the weights as an adapter", schemas.PublishRequest, schemas.PublishedAdapter)
     async def publish_session(self, request: web.Request) -> web.StreamResponse:
         body, session = await self._bodies.read(request, schemas.PublishRequest), self._session(request)
         with named("adapter"):
@@ -138,57 +159,3 @@ def _call(body: schemas.ComputeRequest, learns: bool) -> tuple[Compute, list[int
 def _result(done: CallDone, counts: list[int]) -> schemas.ComputeResult:
     parts = np.split(np.frombuffer(done.values, np.float32), np.cumsum(counts)[:-1])
     return schemas.ComputeResult(loss=done.metrics["loss:sum"], log_probs=[part.tolist() for part in parts])
-
-
-def session_routes(api: SessionsApi) -> tuple[Route, ...]:
-    calls: tuple[tuple[str, Handler, str, Schema, Schema], ...] = (
-        (
-            "forward_backward",
-            api.forward_backward,
-            "Add the gradients of a batch's loss",
-            schemas.ComputeRequest,
-            schemas.ComputeResult,
-        ),
-        ("forward", api.forward, "Compute a batch's loss", schemas.ComputeRequest, schemas.ComputeResult),
-        ("optim_step", api.optim_step, "Update the weights", schemas.OptimStepRequest, schemas.OptimStepResult),
-        ("save", api.save_session, "Save weights and moments", schemas.SaveStateRequest, schemas.SavedState),
-        (
-            "publish",
-            api.publish_session,
-            "Publish the weights as an adapter",
-            schemas.PublishRequest,
-            schemas.PublishedAdapter,
-        ),
-    )
-    return (
-        Route(
-            "POST",
-            "/sessions",
-            api.open_session,
-            "Open a training session, whose steps come from you",
-            body=schemas.SessionRequest,
-            response=schemas.Session,
-            errors=(*BODY_ERRORS, 404, 410, 422, BUSY),
-        ),
-        Route("GET", "/sessions/{id}", api.get_session, "Show a session", response=schemas.Session, errors=(404,)),
-        Route(
-            "DELETE",
-            "/sessions/{id}",
-            api.close_session,
-            "End a session and free its memory",
-            response=schemas.ClosedSession,
-            errors=(404,),
-        ),
-        *(
-            Route(
-                "POST",
-                f"/sessions/{{id}}/{name}",
-                handler,
-                summary,
-                body=body,
-                response=response,
-                errors=(*BODY_ERRORS, 404, 410, BUSY, 507),
-            )
-            for name, handler, summary, body, response in calls
-        ),
-    )

@@ -14,7 +14,7 @@ from coserve.api.generation.full_response import collect
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.body_types import refuse_unless_neutral
 from coserve.api.http.responses import error_response, json_response
-from coserve.api.http.route import BODY_ERRORS, BUSY, Route
+from coserve.api.http.route import Route
 from coserve.api.http.sse import EventStream
 from coserve.api.service import Service
 from coserve.api.tgi.errors import TGI_ERRORS, tgi_error
@@ -58,11 +58,31 @@ class TgiApi:
     def __init__(self, service: Service, config: Config, bodies: BodyReader) -> None:
         self._service, self._config, self._bodies = service, config, bodies
 
+    @Route(
+        "POST",
+        "/",
+        "Generate text, as the clients of LoRAX, TGI and huggingface_hub ask for it",
+        body=TgiRequest,
+        response=TgiResponse,
+        listed=True,
+        events=TgiStreamEvent,
+        errors=(404, 422),
+        error_formats=(TGI_ERRORS,),
+    )
     async def generate_root(self, request: web.Request) -> web.StreamResponse:
         """Respond as TGI's root route: a list of one response, or a stream."""
         body = await self._bodies.read(request, TgiRequest, dialect=True)
         return await self._stream(request, body) if body.stream else json_response([await self._collect(body)])
 
+    @Route(
+        "POST",
+        "/generate_stream",
+        "Generate text as LoRAX and TGI do, a token an event",
+        body=TgiRequest,
+        events=TgiStreamEvent,
+        errors=(404, 422),
+        error_formats=(TGI_ERRORS,),
+    )
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
         return await self._stream(request, await self._bodies.read(request, TgiRequest, dialect=True))
 
@@ -73,6 +93,7 @@ class TgiApi:
         except CoserveError as error:
             return error_response(error, TGI_ERRORS)
 
+    @Route("GET", "/info", "The base and the limits, as TGI says them", response=TgiInfo)
     async def info(self, request: web.Request) -> web.StreamResponse:
         engine = self._service.engine
         spec = engine.spec
@@ -170,36 +191,6 @@ class TgiApi:
                     generated_text="".join(parts),
                     details=details if parameters.details else None,
                 )
-
-
-def tgi_routes(api: TgiApi) -> tuple[Route, ...]:
-    """The routes of LoRAX and TGI, except `/generate` and `/health`."""
-    errors = (404, 422, *BODY_ERRORS, BUSY)
-    return (
-        Route(
-            "POST",
-            "/",
-            api.generate_root,
-            "Generate text, as the clients of LoRAX, TGI and huggingface_hub ask for it",
-            body=TgiRequest,
-            response=TgiResponse,
-            listed=True,
-            events=TgiStreamEvent,
-            errors=errors,
-            error_formats=(TGI_ERRORS,),
-        ),
-        Route("GET", "/info", api.info, "The base and the limits, as TGI says them", response=TgiInfo),
-        Route(
-            "POST",
-            "/generate_stream",
-            api.generate_stream,
-            "Generate text as LoRAX and TGI do, a token an event",
-            body=TgiRequest,
-            events=TgiStreamEvent,
-            errors=errors,
-            error_formats=(TGI_ERRORS,),
-        ),
-    )
 
 
 def tgi_request(body: TgiRequest, *, stream: bool) -> GenerateRequest:

@@ -15,9 +15,10 @@ from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
+from coserve.api.http.route import BODY_ERRORS, Route, Schema
 from coserve.api.service import Service
 from coserve.api.tinker import schemas
-from coserve.api.tinker.errors import tinker_error
+from coserve.api.tinker.errors import TINKER_ERRORS, tinker_error
 from coserve.api.tinker.futures import Futures, Result
 from coserve.api.tinker.paths import check_base, parse_path
 from coserve.api.tinker.runs import Run, Runs, SamplerTarget, compute_of, opened
@@ -28,9 +29,43 @@ from coserve.state.durable import remove_dir
 from coserve.state.session_states import read_state, saved_states
 
 UNEMBEDDING = "LoRA of the unembedding is not available: train_unembed is ignored"
-
-
+RESULTS: Schema = (
+    schemas.TryAgain,
+    schemas.TinkerError,
+    schemas.ModelResult,
+    schemas.StepResult,
+    schemas.PathResult,
+)
 CallT = TypeVar("CallT", bound=schemas.Body)
+
+
+def _route(
+    method: str,
+    path: str,
+    summary: str,
+    response: Schema,
+    errors: tuple[int, ...] = (),
+    *,
+    body: Schema | None = None,
+    slashes: bool = False,
+    compressed: bool = False,
+) -> Route:
+    return Route(
+        method,
+        f"/api/v1/{path}",
+        f"Tinker: {summary}",
+        body=body,
+        response=response,
+        errors=errors,
+        error_formats=(TINKER_ERRORS,),
+        slashes=slashes,
+        compressed=compressed,
+    )
+
+
+def _post(path: str, summary: str, body: Schema | None, response: Schema, *, compressed: bool = False) -> Route:
+    """Describe a route whose body is JSON, or with `body` None something else."""
+    return _route("POST", path, summary, response, (*BODY_ERRORS, 404, 410, 422), body=body, compressed=compressed)
 
 
 class TinkerApi:
@@ -45,21 +80,26 @@ class TinkerApi:
 
     # ---- the service
 
+    @_route("GET", "healthz", "Whether the daemon answers", schemas.TinkerHealth)
     async def tinker_healthz(self, request: web.Request) -> web.StreamResponse:
         return json_response(schemas.TinkerHealth())
 
+    @_post("client/config", "Settings of the SDK", schemas.TinkerConfigRequest, schemas.TinkerConfig)
     async def tinker_client_config(self, request: web.Request) -> web.StreamResponse:
         await self._bodies.read(request, schemas.TinkerConfigRequest, dialect=True)
         return json_response(schemas.TinkerConfig())
 
+    @_post("client/dynamic_config", "Further ones", schemas.TinkerConfigRequest, schemas.TinkerDynamicConfig)
     async def tinker_dynamic_config(self, request: web.Request) -> web.StreamResponse:
         await self._bodies.read(request, schemas.TinkerConfigRequest, dialect=True)
         return json_response(schemas.TinkerDynamicConfig())
 
+    @_post("telemetry", "Reports of the SDK, which are dropped", None, schemas.Accepted)
     async def tinker_telemetry(self, request: web.Request) -> web.StreamResponse:
         """Accept the SDK's reports of itself, and keep nothing."""
         return json_response(schemas.Accepted())
 
+    @_route("GET", "get_server_capabilities", "The base", schemas.Capabilities)
     async def tinker_capabilities(self, request: web.Request) -> web.StreamResponse:
         base = self._service.engine.spec
         names = [base.name] if base.hub_name in (None, base.name) else [base.name, str(base.hub_name)]
@@ -69,15 +109,18 @@ class TinkerApi:
 
     # ---- sessions
 
+    @_post("create_session", "Begin a session", schemas.CreateSession, schemas.TinkerSession)
     async def tinker_create_session(self, request: web.Request) -> web.StreamResponse:
         await self._bodies.read(request, schemas.CreateSession, dialect=True)
         return json_response(schemas.TinkerSession(self._runs.new_owner(), info_message=UNEMBEDDING))
 
+    @_post("session_heartbeat", "Keep a session's models in memory", schemas.OfSession, schemas.Heartbeat)
     async def tinker_session_heartbeat(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, schemas.OfSession, dialect=True)
         self._runs.touch(body.session_id)
         return json_response(schemas.Heartbeat())
 
+    @_post("sessions/{id}/finish", "End a session", schemas.FinishSession, schemas.Accepted)
     async def tinker_finish_session(self, request: web.Request) -> web.StreamResponse:
         await self._bodies.read(request, schemas.FinishSession, dialect=True)
         self._runs.finish(request.match_info["id"])
@@ -85,6 +128,7 @@ class TinkerApi:
 
     # ---- models
 
+    @_post("create_model", "Begin to train an adapter", schemas.CreateModel, schemas.TinkerFuture)
     async def tinker_create_model(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, schemas.CreateModel, dialect=True)
         id = f"{body.session_id}:train:{body.model_seq_id}:0"
@@ -93,6 +137,7 @@ class TinkerApi:
             self._futures.start(id, self._runs.create(run, body))
         return json_response(schemas.TinkerFuture(id))
 
+    @_post("unload_model", "Free a model's memory", schemas.OfModel, schemas.TinkerFuture)
     async def tinker_unload_model(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, schemas.OfModel, dialect=True)
         run = self._runs.run(body.model_id)
@@ -105,12 +150,16 @@ class TinkerApi:
         self._futures.start(id, unload())
         return json_response(schemas.TinkerFuture(id, run.model))
 
+    @_post("get_info", "Show a model", schemas.OfModel, schemas.ModelInfo)
     async def tinker_get_info(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, schemas.OfModel, dialect=True)
         run, base = self._runs.run(body.model_id), self._service.engine.spec
         data = schemas.ModelData(base.family, run.base, base.hub_name or run.base)
         return json_response(schemas.ModelInfo(run.model, data, run.base, opened(run).spec.lora.r))
 
+    @_post(
+        "forward_backward", "Forward and backward; the body is protobuf", None, schemas.TinkerFuture, compressed=True
+    )
     async def tinker_forward_backward(self, request: web.Request) -> web.StreamResponse:
         encoding = request.headers.get("Content-Encoding", "")
         async with self._bodies.body(request, compressed=True) as body:
@@ -120,16 +169,19 @@ class TinkerApi:
         run = self._runs.run(call.model_id)
         return self._ordered(run, call.seq_id, self._runs.forward_backward(run, call, compute))
 
+    @_post("optim_step", "Update the weights", schemas.OptimStep, schemas.TinkerFuture)
     async def tinker_optim_step(self, request: web.Request) -> web.StreamResponse:
         body = await self._read_call(request, schemas.OptimStep)
         run = self._runs.run(body.model_id)
         return self._ordered(run, body.seq_id, self._runs.optim_step(run, body))
 
+    @_post("save_weights", "Save weights and moments", schemas.SaveWeights, schemas.TinkerFuture)
     async def tinker_save_weights(self, request: web.Request) -> web.StreamResponse:
         body = await self._read_call(request, schemas.SaveWeights)
         run = self._runs.run(body.model_id)
         return self._ordered(run, body.seq_id, self._runs.save(run, body))
 
+    @_post("load_weights", "Load a saved state", schemas.LoadWeights, schemas.TinkerFuture)
     async def tinker_load_weights(self, request: web.Request) -> web.StreamResponse:
         body = await self._read_call(request, schemas.LoadWeights)
         if body.model_id is not None:
@@ -143,6 +195,7 @@ class TinkerApi:
             self._futures.start(id, self._runs.create_from_state(run, body))
         return json_response(schemas.TinkerFuture(id))
 
+    @_post("save_weights_for_sampler", "Serve a model's weights", schemas.SaveForSampler, schemas.TinkerFuture)
     async def tinker_save_weights_for_sampler(self, request: web.Request) -> web.StreamResponse:
         body = await self._read_call(request, schemas.SaveForSampler)
         run = self._runs.run(body.model_id)
@@ -179,6 +232,9 @@ class TinkerApi:
 
     # ---- samples
 
+    @_post(
+        "create_sampling_session", "Choose what to sample from", schemas.CreateSamplingSession, schemas.SamplingSession
+    )
     async def tinker_create_sampling_session(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, schemas.CreateSamplingSession, dialect=True)
         owner = self._runs.owner(body.session_id)
@@ -186,11 +242,13 @@ class TinkerApi:
         self._runs.samplers[id] = self._target(body.base_model, body.model_path)
         return json_response(schemas.SamplingSession(id))
 
+    @_route("GET", "samplers/{id}", "Show what a sampling session samples from", schemas.Sampler, (410, 422))
     async def tinker_get_sampler(self, request: web.Request) -> web.StreamResponse:
         id = request.match_info["id"]
         target = self._runs.sampler(id)
         return json_response(schemas.Sampler(id, target.base, None if target.path is None else str(target.path)))
 
+    @_post("asample", "Sample", schemas.TinkerSample, schemas.TinkerFuture)
     async def tinker_sample(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, schemas.TinkerSample, dialect=True)
         if body.sampling_session_id is None:
@@ -215,6 +273,7 @@ class TinkerApi:
 
     # ---- results
 
+    @_post("retrieve_future", "Wait for a result; samples and forwards are protobuf", schemas.RetrieveFuture, RESULTS)
     async def tinker_retrieve_future(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, schemas.RetrieveFuture, dialect=True)
         try:
@@ -231,6 +290,7 @@ class TinkerApi:
             return web.Response(body=result, content_type=PROTOBUF)
         return json_response(result)
 
+    @_post("cancel_future", "Cancel a sample", schemas.RetrieveFuture, schemas.Accepted)
     async def tinker_cancel_future(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, schemas.RetrieveFuture, dialect=True)
         self._futures.cancel(body.request_id)
@@ -238,12 +298,16 @@ class TinkerApi:
 
     # ---- saved states
 
+    @_post("weights_info", "Show a saved state", schemas.WeightsPath, schemas.WeightsInfo)
     async def tinker_weights_info(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, schemas.WeightsPath, dialect=True)
         path = parse_path(body.tinker_path, sampler=False)
         state = await asyncio.to_thread(read_state, self._service.folder, *path.state)
         return json_response(schemas.WeightsInfo(state.base, state.lora.r))
 
+    @_route(
+        "GET", "training_runs/{id}/checkpoints", "List a model's saved states", schemas.TinkerCheckpoints, (410, 422)
+    )
     async def tinker_list_checkpoints(self, request: web.Request) -> web.StreamResponse:
         model = request.match_info["id"]
         found = await asyncio.to_thread(saved_states, self._service.folder, model.replace(":", "."))
@@ -261,6 +325,14 @@ class TinkerApi:
             )
         )
 
+    @_route(
+        "DELETE",
+        "training_runs/{id}",
+        "Delete a saved state, `MODEL/checkpoints/weights/NAME`",
+        schemas.Accepted,
+        (422, 507),
+        slashes=True,
+    )
     async def tinker_delete_checkpoint(self, request: web.Request) -> web.StreamResponse:
         model, _, checkpoint = request.match_info["id"].partition("/checkpoints/")
         path = parse_path(f"tinker://{model}/{checkpoint}", sampler=False)

@@ -16,7 +16,7 @@ from coserve.api.generation.async_tokenizer import chat_ids
 from coserve.api.http.bodies import SMALL_BODY, BodyReader
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import encoded_json, json_response
-from coserve.api.http.route import BODY_ERRORS, BUSY, Route
+from coserve.api.http.route import Route
 from coserve.api.openai.requests import adapter_of
 from coserve.api.openai.schemas import ModelName
 from coserve.api.service import Service
@@ -90,6 +90,14 @@ class TokenizerApi:
         self._service, self._bodies, self._max_texts = service, bodies, max_texts
         self._running = 0
 
+    @Route(
+        "POST",
+        "/tokenize",
+        "Text or a chat to token ids",
+        body=TokenizeRequest,
+        response=TokenizeResponse,
+        errors=(404,),
+    )
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         return await self.answer(request, tokenize)
 
@@ -100,6 +108,9 @@ class TokenizerApi:
             with self._slot():
                 return encoded_json(await helpers.run(task, self._base(), body))
 
+    @Route(
+        "POST", "/detokenize", "Token ids to text", body=DetokenizeRequest, response=DetokenizeResponse, errors=(404,)
+    )
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """Detokenise a small body in a thread, a large one in a helper process."""
         async with self._bodies.body(request) as body:
@@ -124,6 +135,7 @@ class TokenizerApi:
         finally:
             self._running -= 1
 
+    @Route("GET", "/tokenizer_info", "The tokenizer", response=TokenizerInfo)
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
         tokenizer, special = self._service.tokenizer, self._service.tokenizer.special_tokens
         return json_response(
@@ -139,6 +151,7 @@ class TokenizerApi:
             )
         )
 
+    @Route("GET", "/version", "coserve's version", response=Version)
     async def version(self, request: web.Request) -> web.StreamResponse:
         return json_response(Version(version=__version__))
 
@@ -198,29 +211,3 @@ def detokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
         raise InvalidRequest(f"expected token ids below {base.vocab}, got {max(request.tokens)}", field="tokens")
     text = context.tokenizer.decode(request.tokens, skip_special=False)
     return msgspec.json.encode(DetokenizeResponse(prompt=text))
-
-
-def tokenizer_routes(api: TokenizerApi) -> tuple[Route, ...]:
-    """The tokenizer routes of vLLM outside `/v1`."""
-    return (
-        Route(
-            "POST",
-            "/tokenize",
-            api.tokenize,
-            "Text or a chat to token ids",
-            body=TokenizeRequest,
-            response=TokenizeResponse,
-            errors=(404, *BODY_ERRORS, BUSY),
-        ),
-        Route(
-            "POST",
-            "/detokenize",
-            api.detokenize,
-            "Token ids to text",
-            body=DetokenizeRequest,
-            response=DetokenizeResponse,
-            errors=(404, *BODY_ERRORS, BUSY),
-        ),
-        Route("GET", "/tokenizer_info", api.tokenizer_info, "The tokenizer", response=TokenizerInfo),
-        Route("GET", "/version", api.version, "coserve's version", response=Version),
-    )

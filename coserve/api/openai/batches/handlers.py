@@ -10,7 +10,7 @@ from aiohttp import web
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.body_types import refuse_unless_neutral
 from coserve.api.http.responses import json_response
-from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
+from coserve.api.http.route import PAGE
 from coserve.api.openai.batches.runner import BatchRunner
 from coserve.api.openai.batches.schemas import Batch, BatchList, BatchProblems, NewBatch, RequestCounts
 from coserve.api.openai.batches.store import BatchRecord
@@ -26,6 +26,14 @@ class BatchesApi:
     def __init__(self, runner: BatchRunner, bodies: BodyReader) -> None:
         self._store, self._runner, self._bodies = runner.store, runner, bodies
 
+    @openai_route(
+        "POST",
+        "/v1/batches",
+        "Answer the requests of a file, when others leave room",
+        body=NewBatch,
+        response=Batch,
+        errors=(404, 507),
+    )
     async def create_batch(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, NewBatch, dialect=True)
         refuse_unless_neutral("output_expires_after", body.output_expires_after, ())
@@ -41,6 +49,7 @@ class BatchesApi:
         await self._runner.create(record)
         return json_response(batch(record))
 
+    @openai_route("GET", "/v1/batches", "List batches, newest first", response=BatchList, query=PAGE, errors=(404,))
     async def list_batches(self, request: web.Request) -> web.StreamResponse:
         after, limit = list_query(request.query, (), PAGE_LIMIT)
         records = behind(self._store.all()[::-1], after)
@@ -48,9 +57,17 @@ class BatchesApi:
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return json_response(BatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(records) > limit))
 
+    @openai_route("GET", "/v1/batches/{id}", "Show a batch", response=Batch)
     async def get_batch(self, request: web.Request) -> web.StreamResponse:
         return json_response(batch(self._store.get(request.match_info["id"])))
 
+    @openai_route(
+        "POST",
+        "/v1/batches/{id}/cancel",
+        "Cancel a batch; answers that it has are kept",
+        response=Batch,
+        errors=(507,),
+    )
     async def cancel_batch(self, request: web.Request) -> web.StreamResponse:
         return json_response(batch(await self._runner.cancel(request.match_info["id"])))
 
@@ -77,43 +94,4 @@ def batch(record: BatchRecord) -> Batch:
         completed_at=at(record.ended_at, only="completed"),
         failed_at=at(record.ended_at, only="failed"),
         cancelled_at=at(record.ended_at, only="cancelled"),
-    )
-
-
-def batch_routes(api: BatchesApi) -> tuple[Route, ...]:
-    return (
-        openai_route(
-            "POST",
-            "/v1/batches",
-            api.create_batch,
-            "Answer the requests of a file, when others leave room",
-            body=NewBatch,
-            response=Batch,
-            errors=(404, *BODY_ERRORS, BUSY, 507),
-        ),
-        openai_route(
-            "GET",
-            "/v1/batches",
-            api.list_batches,
-            "List batches, newest first",
-            response=BatchList,
-            query=PAGE,
-            errors=(404,),
-        ),
-        openai_route(
-            "GET",
-            "/v1/batches/{id}",
-            api.get_batch,
-            "Show a batch",
-            response=Batch,
-            errors=(404,),
-        ),
-        openai_route(
-            "POST",
-            "/v1/batches/{id}/cancel",
-            api.cancel_batch,
-            "Cancel a batch; answers that it has are kept",
-            response=Batch,
-            errors=(404, 507),
-        ),
     )

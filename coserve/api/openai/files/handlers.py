@@ -7,7 +7,7 @@ import asyncio
 from aiohttp import web
 
 from coserve.api.http.responses import CHUNK, json_response
-from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
+from coserve.api.http.route import PAGE
 from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.openai.errors import openai_route
 from coserve.api.openai.files.schemas import DeletedFile, FileForm, FileList, FileObject
@@ -29,6 +29,14 @@ class FilesApi:
     def __init__(self, service: Service, uploads: UploadReader) -> None:
         self._service, self._files, self._uploads = service, service.files, uploads
 
+    @openai_route(
+        "POST",
+        "/v1/files",
+        "Upload rows to fine-tune on, or a batch of requests",
+        form=FileForm,
+        response=FileObject,
+        errors=(507,),
+    )
     async def upload_file(self, request: web.Request) -> web.StreamResponse:
         if not is_upload(request):
             raise InvalidRequest("expected multipart/form-data with a file and its purpose", field="file")
@@ -48,6 +56,14 @@ class FilesApi:
             record = await uncancelled_thread(self._files.add, form.path, form.filename, purpose)
         return json_response(file_object(record))
 
+    @openai_route(
+        "GET",
+        "/v1/files",
+        "List uploaded files, newest first",
+        response=FileList,
+        query=(*PAGE, "order", "purpose"),
+        errors=(404,),
+    )
     async def list_files(self, request: web.Request) -> web.StreamResponse:
         after, limit = list_query(request.query, ("order", "purpose"), MAX_LISTED, MAX_LISTED)
         order, purpose = request.query.get("order", "desc"), request.query.get("purpose")
@@ -61,9 +77,11 @@ class FilesApi:
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return json_response(FileList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(found) > limit))
 
+    @openai_route("GET", "/v1/files/{id}", "Show a file", response=FileObject)
     async def get_file(self, request: web.Request) -> web.StreamResponse:
         return json_response(file_object(self._files.get(request.match_info["id"])))
 
+    @openai_route("GET", "/v1/files/{id}/content", "Download a file", media="application/octet-stream")
     async def file_content(self, request: web.Request) -> web.StreamResponse:
         record = self._files.get(request.match_info["id"])
         try:
@@ -80,6 +98,13 @@ class FilesApi:
             await response.write_eof()
         return response
 
+    @openai_route(
+        "DELETE",
+        "/v1/files/{id}",
+        "Delete a file; jobs that were made from it have their own copy",
+        response=DeletedFile,
+        errors=(507,),
+    )
     async def delete_file(self, request: web.Request) -> web.StreamResponse:
         id = self._files.get(request.match_info["id"]).id
         await asyncio.shield(asyncio.to_thread(self._files.remove, id))
@@ -93,51 +118,4 @@ def file_object(record: FileRecord) -> FileObject:
         created_at=int(record.created_at),
         filename=record.filename,
         purpose=record.purpose,
-    )
-
-
-def file_routes(api: FilesApi) -> tuple[Route, ...]:
-    return (
-        openai_route(
-            "POST",
-            "/v1/files",
-            api.upload_file,
-            "Upload rows to fine-tune on, or a batch of requests",
-            form=FileForm,
-            response=FileObject,
-            errors=(*BODY_ERRORS, BUSY, 507),
-        ),
-        openai_route(
-            "GET",
-            "/v1/files",
-            api.list_files,
-            "List uploaded files, newest first",
-            response=FileList,
-            query=(*PAGE, "order", "purpose"),
-            errors=(404,),
-        ),
-        openai_route(
-            "GET",
-            "/v1/files/{id}",
-            api.get_file,
-            "Show a file",
-            response=FileObject,
-            errors=(404,),
-        ),
-        openai_route(
-            "GET",
-            "/v1/files/{id}/content",
-            api.file_content,
-            "Download a file",
-            media="application/octet-stream",
-            errors=(404,),
-        ),
-        openai_route(
-            "DELETE",
-            "/v1/files/{id}",
-            api.delete_file,
-            "Delete a file; jobs that were made from it have their own copy",
-            response=DeletedFile,
-            errors=(404, 507),
-        ),
     )

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
-from coserve.api.http.route import BODY_ERRORS, BUSY, PAGE, Route
+from coserve.api.http.route import PAGE
 from coserve.api.jobs.sources import UploadedRows
 from coserve.api.openai.errors import openai_route
 from coserve.api.openai.finetuning.requests import job_request
@@ -36,6 +36,15 @@ class FineTuningApi:
     def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service, self._bodies = service, bodies
 
+    @openai_route(
+        "POST",
+        JOBS,
+        "Start a fine-tuning job from an uploaded file, as OpenAI does",
+        body=CreateJob,
+        response=FineTuningJob,
+        headers=("Idempotency-Key",),
+        errors=(404, 409, 422, 507),
+    )
     async def create_tuning(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, CreateJob, dialect=True)
         key = request.headers.get("Idempotency-Key")
@@ -66,6 +75,14 @@ class FineTuningApi:
         record = await self._service.jobs.views.record(id)
         return json_response(job_object(record, self._service.engine.spec))
 
+    @openai_route(
+        "GET",
+        JOBS,
+        "List jobs, newest first, in OpenAI's format",
+        response=FineTuningJobList,
+        query=(*PAGE, "metadata"),
+        errors=(404,),
+    )
     async def list_tunings(self, request: web.Request) -> web.StreamResponse:
         wanted = {key[9:-1]: value for key, value in request.query.items() if _of_metadata(key)}
         after, limit = list_query(request.query, ("metadata", *filter(_of_metadata, request.query)))
@@ -79,18 +96,25 @@ class FineTuningApi:
         data = [job_object(record, self._service.engine.spec) for record in records[:limit]]
         return json_response(FineTuningJobList(data=data, has_more=len(records) > limit))
 
+    @openai_route("GET", f"{JOBS}/{{id}}", "Show a job in OpenAI's format", response=FineTuningJob)
     async def get_tuning(self, request: web.Request) -> web.StreamResponse:
         return await self._show(request.match_info["id"])
 
+    @openai_route("POST", f"{JOBS}/{{id}}/cancel", "Cancel a job", response=FineTuningJob, errors=(409, 507))
     async def cancel_tuning(self, request: web.Request) -> web.StreamResponse:
         return await self._show((await self._service.jobs.cancel(request.match_info["id"])).id)
 
+    @openai_route("POST", f"{JOBS}/{{id}}/pause", "Pause a job", response=FineTuningJob, errors=(409, 507))
     async def pause_tuning(self, request: web.Request) -> web.StreamResponse:
         return await self._show((await self._service.jobs.pause(request.match_info["id"])).id)
 
+    @openai_route("POST", f"{JOBS}/{{id}}/resume", "Resume a job", response=FineTuningJob, errors=(409, 507))
     async def resume_tuning(self, request: web.Request) -> web.StreamResponse:
         return await self._show((await self._service.jobs.resume(request.match_info["id"])).id)
 
+    @openai_route(
+        "GET", f"{JOBS}/{{id}}/events", "List a job's events, newest first", response=FineTuningEventList, query=PAGE
+    )
     async def tuning_events(self, request: web.Request) -> web.StreamResponse:
         id, (after, limit) = request.match_info["id"], list_query(request.query)
         before = None if after is None else _event_number(after, id)
@@ -98,6 +122,13 @@ class FineTuningApi:
         data = [event_object(event) for event in events[:limit]]
         return json_response(FineTuningEventList(data=data, has_more=len(events) > limit))
 
+    @openai_route(
+        "GET",
+        f"{JOBS}/{{id}}/checkpoints",
+        "List the weights of a job that requests can use",
+        response=CheckpointList,
+        query=PAGE,
+    )
     async def tuning_checkpoints(self, request: web.Request) -> web.StreamResponse:
         id, (after, limit) = request.match_info["id"], list_query(request.query)
         views = self._service.jobs.views
@@ -123,69 +154,3 @@ def _event_number(after: str, job: str) -> int:
     if number == after or not (number.isascii() and number.isdigit() and len(number) <= 15):
         raise InvalidRequest(f"expected an event of this job, got {after[:80]!r}", field="after")
     return int(number)
-
-
-def finetuning_routes(api: FineTuningApi) -> tuple[Route, ...]:
-    changes = (
-        ("cancel", api.cancel_tuning, "Cancel"),
-        ("pause", api.pause_tuning, "Pause"),
-        ("resume", api.resume_tuning, "Resume"),
-    )
-    return (
-        openai_route(
-            "POST",
-            JOBS,
-            api.create_tuning,
-            "Start a fine-tuning job from an uploaded file, as OpenAI does",
-            body=CreateJob,
-            response=FineTuningJob,
-            headers=("Idempotency-Key",),
-            errors=(404, 409, 422, *BODY_ERRORS, BUSY, 507),
-        ),
-        openai_route(
-            "GET",
-            JOBS,
-            api.list_tunings,
-            "List jobs, newest first, in OpenAI's format",
-            response=FineTuningJobList,
-            query=(*PAGE, "metadata"),
-            errors=(404,),
-        ),
-        openai_route(
-            "GET",
-            f"{JOBS}/{{id}}",
-            api.get_tuning,
-            "Show a job in OpenAI's format",
-            response=FineTuningJob,
-            errors=(404,),
-        ),
-        *(
-            openai_route(
-                "POST",
-                f"{JOBS}/{{id}}/{name}",
-                handler,
-                f"{verb} a job",
-                response=FineTuningJob,
-                errors=(404, 409, 507),
-            )
-            for name, handler, verb in changes
-        ),
-        openai_route(
-            "GET",
-            f"{JOBS}/{{id}}/events",
-            api.tuning_events,
-            "List a job's events, newest first",
-            response=FineTuningEventList,
-            query=PAGE,
-            errors=(404,),
-        ),
-        openai_route(
-            "GET",
-            f"{JOBS}/{{id}}/checkpoints",
-            api.tuning_checkpoints,
-            "List the weights of a job that requests can use",
-            response=CheckpointList,
-            query=PAGE,
-            errors=(404,),
-        ),
-    )

@@ -6,9 +6,9 @@ from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import ErrorFormat, json_response
-from coserve.api.http.route import BODY_ERRORS, BUSY, Route
+from coserve.api.http.route import Route
 from coserve.api.http.sse import EventStream
-from coserve.api.openai.errors import openai_error, openai_route
+from coserve.api.openai.errors import openai_error
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.responses.answers import ResponseEvents, response
 from coserve.api.openai.responses.requests import chat_of
@@ -35,6 +35,16 @@ class ResponsesApi:
     def __init__(self, api: OpenAIApi, bodies: BodyReader, *, write_timeout: float) -> None:
         self._api, self._bodies, self._write_timeout = api, bodies, write_timeout
 
+    @Route(
+        "POST",
+        "/v1/responses",
+        "Answer, as OpenAI's responses do; nothing is stored",
+        body=ResponseRequest,
+        response=Response,
+        events=ResponseEvent,
+        errors=(404, 422),
+        error_formats=(ErrorFormat(OpenAIError, _error),),
+    )
     async def create_response(self, request: web.Request) -> web.StreamResponse:
         body = await self._bodies.read(request, ResponseRequest, dialect=True)
         chat = chat_of(body, self._api.chat_template)
@@ -45,19 +55,3 @@ class ResponsesApi:
             ResponseEvents(body).of(self._api.chat_chunks(chat)), _error, event_of=lambda event: event.type
         )
         return await stream.close()
-
-
-def response_routes(api: ResponsesApi) -> tuple[Route, ...]:
-    return (
-        openai_route(
-            "POST",
-            "/v1/responses",
-            api.create_response,
-            "Answer, as OpenAI's responses do; nothing is stored",
-            body=ResponseRequest,
-            response=Response,
-            events=ResponseEvent,
-            error_formats=(ErrorFormat(OpenAIError, _error),),
-            errors=(404, 422, *BODY_ERRORS, BUSY),
-        ),
-    )
