@@ -1,6 +1,6 @@
 """The part of a decode step that adapters add, on one GPU: many distinct ones, one merged into the base, copies.
 
-    python -m benchmarks.adapters.steps --out benchmarks/results [--only distinct,merged,copies,mixed]
+    python -m benchmarks.adapters.steps --out benchmarks/results [--only distinct,merged,copies,mixed,sites]
 
 All linear sites of the Llama-3.1-8B shape, adapters of rank 16 (84 MB each), random bf16 values, CUDA graphs of whole
 steps.
@@ -9,9 +9,11 @@ steps.
 adapters in the step over their time. `merged`: the base's products alone, as with one adapter merged into the base
 (S-LoRA's figure 7), and with the terms of one adapter. Attention, norms and sampling are left out, so a whole step
 gains less. Merging itself is timed, too. `copies`: adapters from pinned memory to pages, before a step on its stream as
-the engine does it, and beside the step on a stream of their own. `mixed`: the LoRA terms of steps of 512 and 768
+the engine does it, and beside the step on a stream of their own. `mixed`: the LoRA terms of steps of 512 to 2,048
 tokens, decodes of so many distinct adapters and one prompt, by the prefill kernels (tiles of 64 rows) and by the decode
-kernels (of 8): `MANY_ADAPTERS_TOKENS`.
+kernels (of 8): `MANY_ADAPTERS_TOKENS`. `sites`: S-LoRA's S1 and S2 (`many.py`), 160 adapters of rank 8 or of ranks 8
+to 64 at q, k, v and o, in the tiles of the daemon's graphs of these sites (`own`) and of all sites (`every`), which
+launch the MLP's terms over nothing; and in as many tiles as the step has.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from statistics import median
 
 import torch
 
+from benchmarks.adapters.cases import REAL
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import gpu_names
 from benchmarks.common.results import Results, Target
@@ -30,14 +33,18 @@ from benchmarks.common.timing import event_us, graph_us
 from benchmarks.kernels import lora_backends as backends
 from benchmarks.kernels import lora_cases as cases
 from benchmarks.kernels.lora import step_call
+from coserve.generate.execution.graph_sizes import decode_tile_capacities, mixed_tile_capacities
+from coserve.generate.execution.slot_lora import fit_tiles
 from coserve.kernels.lora.segmented import terms
-from coserve.kernels.lora.segmented.plan import DECODE_ROWS, PREFILL_TILE_ROWS, TilePlan
+from coserve.kernels.lora.segmented.plan import DECODE_ROWS, PREFILL_TILE_ROWS, TilePlan, whole_ranks
 from coserve.kernels.lora.segmented.tiles import cut as tiles_of
 from coserve.kernels.lora.segmented.tiles import upload
 
 LAYERS, RANK, ADAPTERS = 32, 16, 256
 BATCHES, POPULARITIES = (64, 128, 256), ("distinct", "uniform", "skewed", "identical")
-MIXED_TOKENS, MIXED_ADAPTERS = (512, 768), (8, 32, 96, 177, 238)
+MIXED_TOKENS, MIXED_ADAPTERS = (512, 768, 1024, 2048), (8, 32, 64, 96, 177, 238)
+SITES_TOKENS, SITES_ADAPTERS = (256, 512, 1024, 2048), 160
+"""Tokens of a step, the first without prompts, and its adapters, as in a simulation of S1 and S2 (`host.py`)."""
 MERGED_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 GAIN = 1.1
 """What merging must gain to be worth it."""
@@ -82,8 +89,10 @@ def mixed(results: Results) -> None:
         some = cut(layers, tokens)
         for adapters in MIXED_ADAPTERS:
             owners = [0] * (tokens - adapters + 1) + list(range(1, adapters))
+            ranks = [RANK] * adapters
             found = {
-                rows: graph_us([_tiled(some, owners, rows)], replays=9) for rows in (PREFILL_TILE_ROWS, *DECODE_ROWS)
+                rows: graph_us([_tiled(some, owners, ranks, rows)], replays=9)
+                for rows in (PREFILL_TILE_ROWS, DECODE_ROWS[0])
             }
             about = {f"rows{rows}_ms": round(timing.us / 1e3, 4) for rows, timing in found.items()}
             best = min(found.values(), key=lambda timing: timing.us)
@@ -92,13 +101,12 @@ def mixed(results: Results) -> None:
             results.put(key, round(best.us / 1e3, 4), "ms a step", None, values, about)
 
 
-def _tiled(layers: list[cases.Layer], owners: list[int], rows: int) -> backends.Call:
+def _tiled(layers: list[cases.Layer], owners: list[int], ranks: list[int], rows: int) -> backends.Call:
     """The terms of a step whose tiles have so many rows."""
-    ranks = [RANK] * (max(owners) + 1)
     slots, firsts = cases.fill_slots(layers, len(ranks))
     segments = cases.batch(owners, 1)
     tiles = upload(tiles_of(segments, ranks, rows), rows, segments.tokens, cases.DEVICE)
-    plan = TilePlan(tiles, RANK, rows < PREFILL_TILE_ROWS)
+    plan = TilePlan(tiles, whole_ranks(tuple(ranks)), rows < PREFILL_TILE_ROWS)
     tables = [slots.table(first, len(layer.ys)) for layer, first in zip(layers, firsts, strict=True)]
 
     def call() -> None:
@@ -106,6 +114,30 @@ def _tiled(layers: list[cases.Layer], owners: list[int], rows: int) -> backends.
             terms.add_(layer.ys, layer.x, plan, table)
 
     return call
+
+
+def sites(results: Results) -> None:
+    for kind in ("s1", "s2"):
+        ranks = [REAL[kind][i % len(REAL[kind])] for i in range(SITES_ADAPTERS)]
+        layers = [cases.make_layer(group, max(SITES_TOKENS), ranks) for _ in range(LAYERS) for group in cases.LLAMA[:2]]
+        without = [cases.make_layer(group, max(SITES_TOKENS), [8]) for group in cases.LLAMA[2:]]
+        for layer in without:
+            layer.pairs = [(None,) * SITES_ADAPTERS for _ in layer.pairs]
+        every = [each for i in range(0, len(layers), 2) for each in (*layers[i : i + 2], *without)]
+        for tokens in SITES_TOKENS:
+            decodes = min(tokens, max(BATCHES))
+            owners = sorted([i % SITES_ADAPTERS for i in range(decodes)] + [i % 4 for i in range(tokens - decodes)])
+            capacities = decode_tile_capacities(tokens) if tokens == decodes else mixed_tile_capacities(tokens, decodes)
+            capacity, (host,) = fit_tiles(cases.batch(owners, 1), [ranks], capacities)
+            about: dict[str, float] = {"rows": capacity.rows, "tiles": len(host.tiles), "capacity": capacity.tiles}
+            some = cut(layers, tokens)
+            calls = {f"rows{n}_ms": _tiled(some, owners, ranks, n) for n in (PREFILL_TILE_ROWS, DECODE_ROWS[0])}
+            if capacity.decode:
+                calls["own_ms"] = step_call(some, owners, ranks, capacity)
+                calls["every_ms"] = step_call(cut(every, tokens), owners, ranks, capacity)
+            about |= {name: round(graph_us([call], replays=9).us / 1e3, 4) for name, call in calls.items()}
+            value = about["own_ms" if capacity.decode else f"rows{capacity.rows}_ms"]
+            results.put(f"adapters.terms_ms.{kind}.t{tokens}", value, "ms a step", about=about)
 
 
 def merged(results: Results) -> None:
@@ -198,7 +230,13 @@ def _ms(call: Callable[[], None], rounds: int = 15) -> list[float]:
     return times[3:]
 
 
-PARTS: dict[str, Callable[[Results], None]] = {"merged": merged, "copies": copies, "distinct": distinct, "mixed": mixed}
+PARTS: dict[str, Callable[[Results], None]] = {
+    "merged": merged,
+    "copies": copies,
+    "distinct": distinct,
+    "mixed": mixed,
+    "sites": sites,
+}
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef
 from coserve.generate.execution.adapter_slots import AdapterSlots
-from coserve.generate.execution.footprint import NO_ADAPTERS, LoraFootprint
+from coserve.generate.execution.footprint import NO_ADAPTERS, GraphFootprints, LoraFootprint
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graphs.graph_set import covering_graph
 from coserve.generate.generator import Generator
@@ -35,6 +35,7 @@ from tests.support.tiny_models import tiny_model
 SHORT = SamplingParams(max_tokens=4, temperature=0.0)
 QKV, O, GATE_UP, DOWN = 0, 1, 2, 3
 """Groups of a llama layer."""
+ALL = frozenset({QKV, O, GATE_UP, DOWN})
 SITES = {
     "qv": (("q_proj", "v_proj"), {QKV}),
     "o": (("o_proj",), {O}),
@@ -120,12 +121,8 @@ async def test_graphs_of_an_adapter_are_captured_once_it_is_read(fused: FusedBas
     await read.wait()
     while gen.prepare():
         pass
-    whole = frozenset({QKV, O, GATE_UP, DOWN})
-    expected = {
-        40: {LoraFootprint(64, whole)},
-        4: {LoraFootprint(16, whole, scaled=True)} if dora else set(),
-        300: set(),
-    }
+    own = frozenset({QKV})
+    expected = {40: {LoraFootprint(64, own)}, 4: {LoraFootprint(16, own, scaled=dora)}, 300: set()}
     assert {footprint for _, footprint in executor.decode_graphs[len(warm) :]} == expected[rank]
 
 
@@ -147,8 +144,40 @@ def test_graphs_are_expected_by_the_layout_alone(fused: FusedBase) -> None:
     executor.kept(LoraWeights(copy.settings, OnlyLaidOut([copy.sites.memory_N], copy.sites.layout)))
     while executor.prepare():
         pass
-    whole = frozenset({QKV, O, GATE_UP, DOWN})
-    assert {footprint for _, footprint in executor.decode_graphs[len(warm) :]} == {LoraFootprint(64, whole)}
+    assert {footprint for _, footprint in executor.decode_graphs[len(warm) :]} == {LoraFootprint(64, frozenset({QKV}))}
+
+
+def test_ranks_of_one_choice_of_groups_do_not_take_the_place_of_another() -> None:
+    """Only choices of groups are counted, whatever the LoRA rank of the first step is."""
+    known = GraphFootprints(ALL)
+    for choice in (frozenset({QKV, O}), frozenset({QKV})):
+        for rank in (32, 64, 16):
+            assert known.serving(LoraFootprint(rank, choice)) == LoraFootprint(rank, choice)
+    assert known.serving(LoraFootprint(64, frozenset({DOWN}))) == LoraFootprint(64, ALL)
+
+
+def test_adapters_of_some_groups_are_expected_beside_one_of_all() -> None:
+    known = GraphFootprints(ALL)
+    known.add_rank(16)
+    known.expect(16, ALL, scaled=False, experts=False)
+    known.expect(64, frozenset({QKV, O}), scaled=False, experts=False)
+    assert {LoraFootprint(64, ALL), LoraFootprint(64, frozenset({QKV, O}))} <= set(known)
+
+
+@given(st.lists(st.tuples(st.sampled_from([8, 20, 64]), st.frozensets(st.integers(0, 3), min_size=1)), min_size=1))
+def test_steps_of_expected_adapters_are_covered(expected: list[tuple[int, frozenset[int]]]) -> None:
+    """Alone or mixed; without terms at groups that no adapter changes."""
+    known = GraphFootprints(ALL)
+    known.add_rank(16)
+    for rank, groups in expected:
+        known.expect(rank, groups, scaled=False, experts=False)
+    before, every = set(known), frozenset[int]().union(*(groups for _, groups in expected))
+    for rank, groups in (*expected, (max(expected)[0], every)):
+        found = known.serving(LoraFootprint(rank, groups))
+        assert found is not None and any(one.covers(found) for one in before)
+    choices = {one.groups for one in known if one.max_rank} - {ALL}
+    assert len(choices) <= 2
+    assert choices <= {every} or len({groups for _, groups in expected}) > 1
 
 
 @pytest.mark.slow
@@ -156,11 +185,10 @@ def test_few_footprints_that_leave_groups_out_get_graphs(fused: FusedBase) -> No
     gen, executor = generator(fused, ["qv", "o", "mlp"])
     for kind in ("qv", "o", "mlp"):
         collect(gen, asks(kind))
-    whole = frozenset({QKV, O, GATE_UP, DOWN})
     assert [footprint for _, footprint in executor.decode_graphs] == [
         LoraFootprint(16, frozenset({QKV})),
-        LoraFootprint(16, frozenset({O})),
-        LoraFootprint(16, whole),
+        LoraFootprint(16, frozenset({QKV, O})),
+        LoraFootprint(16, ALL),
     ]
 
 

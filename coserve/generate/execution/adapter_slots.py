@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -106,6 +106,10 @@ class AdapterSlots:
             self.groups[slot], self.scaled[slot] = frozenset(), False
             self._free.append(slot)
 
+    def groups_of(self, names: Iterable[str]) -> frozenset[int]:
+        """Return the site groups that an adapter with pairs of these names changes."""
+        return frozenset(self._groups[name] for name in names if name in self._groups)
+
     def footprint(self, segments: Segments) -> LoraFootprint:
         """The LoRA footprint of a step; `max_rank` is a multiple of `RANK_BLOCK`. `segments.adapters` are slots."""
         present = [slot for slot in segments.adapters if slot >= 0]
@@ -135,7 +139,7 @@ class AdapterSlots:
         self._slots[ref] = self._free.pop()
         if self.experts is not None and weights.experts:
             self.experts.put(slot, weights.experts)
-        self.groups[slot] = frozenset(self._groups[name] for name in weights.sites if name in self._groups)
+        self.groups[slot] = self.groups_of(weights.sites)
         self.scaled[slot] = weights.settings.use_dora
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from coserve.generate.execution.graph_sizes import PARTIAL_FOOTPRINTS, graph_rank
+from coserve.generate.execution.graph_sizes import PARTIAL_GROUPS, graph_rank
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class GraphFootprints:
         """`sharded`: adapters requested by rank count as fully sharded."""
         self._all_groups, self._sharded = all_groups, sharded
         self._known: dict[LoraFootprint, None] = {NO_ADAPTERS: None}
+        self._expected: tuple[int, frozenset[int]] = 0, frozenset()
+        """The largest LoRA rank of the adapters expected so far, and the groups that any of them changes."""
 
     def __iter__(self) -> Iterator[LoraFootprint]:
         return iter(self._known)
@@ -53,12 +55,18 @@ class GraphFootprints:
         if (served := graph_rank(rank)) is not None:
             self._known[self.of_rank(served)] = None
 
-    def expect(self, rank: int, *, scaled: bool, experts: bool) -> None:
-        """Add the footprint of adapters with these properties at any sites, if graphs serve the LoRA rank, unless a
-        known footprint covers it."""
-        if rank and (served := graph_rank(rank)) is not None:
-            found = replace(self.of_rank(served), scaled=scaled, experts=experts)
-            if not any(known.covers(found) for known in self._known):
+    def expect(self, rank: int, groups: frozenset[int], *, scaled: bool, experts: bool) -> None:
+        """Add the footprints of steps with adapters of these properties, alone and with all that were expected before,
+        if graphs serve the LoRA rank, unless known footprints of the same groups cover them."""
+        served = graph_rank(rank) if rank else None
+        if served is None:
+            return
+        largest, every = self._expected
+        self._expected = largest, every = max(largest, served), every | groups
+        mixed = replace(self.of_rank(largest), groups=every, scaled=scaled, experts=experts)
+        for wanted in (mixed, replace(mixed, max_rank=served, groups=groups)):  # of few places, first for all steps
+            found = self._allowed(wanted)
+            if not any(known.groups == found.groups and known.covers(found) for known in self._known):
                 self._known[found] = None
 
     def of_rank(self, rank: int) -> LoraFootprint:
@@ -72,9 +80,14 @@ class GraphFootprints:
         rank = graph_rank(exact.max_rank)
         if rank is None:
             return None
-        found = replace(exact, max_rank=rank)
-        partial = sum(known.max_rank > 0 and known.groups != self._all_groups for known in self._known)
-        if found not in self._known and partial >= PARTIAL_FOOTPRINTS:
-            found = replace(found, groups=self._all_groups)
+        found = self._allowed(replace(exact, max_rank=rank))
         self._known[found] = None
         return found
+
+    def _allowed(self, found: LoraFootprint) -> LoraFootprint:
+        """Return the footprint, with more groups if too many other choices of some groups are known."""
+        some = {known.groups for known in self._known if known.max_rank} - {self._all_groups}
+        if found.groups in some or len(some) < PARTIAL_GROUPS:
+            return found
+        wider = [groups for groups in some if groups > found.groups]
+        return replace(found, groups=min(wider, key=len, default=self._all_groups))

@@ -269,6 +269,7 @@ class GraphExecutor:
         if not weights.settings.cartridge and not any(map(is_end, places)):  # embedding or head: no graphs
             self._footprints.expect(
                 max((place.rank for place in places.values()), default=0),
+                self._adapter_slots.groups_of(places),
                 scaled=weights.settings.use_dora,
                 experts=any(place.like.experts > 1 for place in places.values()),
             )

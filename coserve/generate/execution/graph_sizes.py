@@ -26,9 +26,9 @@ takes as long for one row as for all."""
 MANY_ADAPTERS_TOKENS = 768
 """Mixed graphs of up to this many tokens also use the LoRA decode kernels for steps with more than `MIXED_ADAPTERS[1]`
 adapters: their tiles of 8 rows take 4.7 ms of a step of 768 tokens with 96 adapters, tiles of 64 rows 7.8."""
-PARTIAL_FOOTPRINTS = 2
-"""Most LoRA footprints with only some site groups that get their own graphs. Further ones use the graphs of all
-groups."""
+PARTIAL_GROUPS = 2
+"""Most choices of some site groups that get their own graphs, for each LoRA rank. Others use the graphs of
+more groups."""
 CAPTURE_AFTER = 4
 """Mixed steps that miss a graph of their size before it is captured during a step. Without a graph, such a step takes
 the host several times as long, and Triton may have to compile."""

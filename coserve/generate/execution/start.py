@@ -16,7 +16,7 @@ from coserve.core.errors import UnsupportedBase
 from coserve.core.gpu_memory import LORA_RANKS
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import Capture, GraphExecutor
-from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS, PARTIAL_FOOTPRINTS
+from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS, PARTIAL_GROUPS
 from coserve.generate.execution.interface import StepExecutor
 from coserve.kernels.lora.experts.interface import RemoteExperts
 from coserve.kernels.lora.interface import LoraBackend
@@ -37,7 +37,7 @@ COMPILED = (
     "adapter of a rank above "
     f"{LORA_RANKS[-1]}, run without CUDA graphs; so do the first steps with prompts of a size; where adapters change "
     "some sites only, "
-    f"the first {PARTIAL_FOOTPRINTS} such choices of sites have graphs of their own, others use those for all sites; "
+    f"the first {PARTIAL_GROUPS} such choices of sites have graphs of their own, others use those for more sites; "
     "block-diagonal adapters (BD-LoRA) are computed with their zeros"
 )
 NO_GEMMS = "generation: torch's own GEMM kernels run, as the warm-up could not measure which are faster"
