@@ -43,8 +43,8 @@ STEPS = ((2048, 1), (2048, 8), (512, 1), (64, 1))
 SHAPES = (
     ChunkShape(),
     replace(PROMPTS, part=64),
-    replace(PROMPTS, part=8, outputs=128),
-    replace(PROMPTS, stages=1),
+    replace(PROMPTS, part=16, outputs=64),
+    replace(PROMPTS, part=4),
     replace(PROMPTS, stages=3),
     replace(PROMPTS, warps=8),
     replace(PROMPTS, values=16),
@@ -130,7 +130,7 @@ def measure_prefill(base: Base, shape: Shape, results: Results, *, tiny: bool) -
         FusedRecurrence.chunked_from = least
         kv = KvCache.for_base(base, shape.kv_tokens, 16, sequences=shape.max_running)
         asyncio.run(_prefill(Bench(base, shape, kv=kv, fused=fused), way, results, tiny=tiny))
-    FusedRecurrence.chunked_from = None
+    FusedRecurrence.chunked_from = CHUNKED_FROM
 
 
 async def _prefill(bench: Bench, way: str, results: Results, *, tiny: bool) -> None:

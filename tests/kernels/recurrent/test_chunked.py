@@ -3,11 +3,14 @@ else also in bfloat16."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import normalize
 
-from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence, ChunkShape
+from coserve.kernels.recurrent.chunked.long_runs import LEAST_SIZE, PROMPTS
+from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.packed import PackedRecurrence
 from tests.support.attention_cases import DEVICE
@@ -53,16 +56,17 @@ def test_outputs_and_gradients(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 def test_a_chunk_is_solved_in_parts(dtype: torch.dtype) -> None:
     """With keys that are all alike and without decay, where the powers of the system's matrix grow to 1e4 and more."""
-    chunk, generator = 64 if dtype == torch.bfloat16 else 16, torch.Generator().manual_seed(0)
-    keys = normalize(torch.randn(1, 2, 16, generator=generator), dim=-1).expand(chunk + 5, -1, -1)
-    q, v = (torch.randn(chunk + 5, 2, 16, generator=generator) for _ in range(2))
+    chunk, size = (64, LEAST_SIZE) if dtype == torch.bfloat16 else (16, 16)
+    generator = torch.Generator().manual_seed(0)
+    keys = normalize(torch.randn(1, 2, size, generator=generator), dim=-1).expand(chunk + 5, -1, -1)
+    q, v = (torch.randn(chunk + 5, 2, size, generator=generator) for _ in range(2))
     ones = torch.ones(chunk + 5, 2)
     given = RecurrenceInputs(q, keys, v, 0 * ones, ones).rows(lambda x: x.to(DEVICE, dtype))
     chunks = torch.tensor([0, chunk, chunk, chunk + 5], dtype=torch.int32, device=DEVICE).view(-1, 2)
     first = torch.tensor([0, 2], dtype=torch.int32, device=DEVICE)
     right = PackedRecurrence((0, chunk + 5)).recur(0, given.rows(lambda x: x.float().cpu()))
     for part in (4, 16):
-        shape = ChunkShape(values=32, part=part, outputs=16)
+        shape = replace(PROMPTS, part=part)
         found = ChunkedRecurrence(chunks, first, chunk, shape).recur(given).float().cpu()
         error = torch.linalg.vector_norm(found - right) / torch.linalg.vector_norm(right)
         assert float(error) < TOLERANCE[dtype]

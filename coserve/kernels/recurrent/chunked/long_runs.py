@@ -13,8 +13,16 @@ from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence, Chun
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.reference import CHUNK
 
-PROMPTS = ChunkShape(values=32, stages=2, part=16)
-"""Not measured yet: `benchmarks.recurrent.prompts`."""
+PROMPTS = ChunkShape(values=32, stages=2, part=8, outputs=128)
+"""The fastest of `benchmarks.recurrent.prompts` on an H200."""
+LEAST_SIZE = 64
+"""Fewest keys and values of a head on a GPU. Triton 3.6 compiles smaller products in parts (`ChunkShape.part`), and
+those of one pipeline stage, to addresses outside of shared memory."""
+
+
+def fits(states: Tensor) -> bool:
+    """Whether runs are computed in chunks from states of this shape: (slots, H, K, V)."""
+    return not states.is_cuda or min(states.shape[2:]) >= LEAST_SIZE
 
 
 class LongRuns:

@@ -14,7 +14,7 @@ from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.gpu.device import device_info, interpreted
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
-from coserve.kernels.recurrent.chunked.long_runs import LongRuns
+from coserve.kernels.recurrent.chunked.long_runs import LongRuns, fits
 from coserve.kernels.recurrent.chunked.recurrence import supports
 from coserve.kernels.recurrent.fused.kernels import convolve, keep_inputs, recur
 from coserve.kernels.recurrent.interface import RecurrenceInputs
@@ -58,7 +58,7 @@ class FusedRecurrence:
     `kernels.recurrent.fused.kernels`. Runs are computed token by token, or in chunks where they are long (`LongRuns`);
     a program holds the part of a head's state that belongs to some of its values."""
 
-    chunked_from: int | None = None
+    chunked_from: int | None = 64
     """Fewest tokens of a run that is computed in chunks; None: no run is."""
 
     def __init__(
@@ -77,7 +77,7 @@ class FusedRecurrence:
         self._blank = next(iter(states.values())).conv.shape[0] - 2
         self._decodes, least = decodes, self.chunked_from
         self._long = None
-        if least is not None and tokens >= least and not decodes:
+        if least is not None and tokens >= least and not decodes and fits(next(iter(states.values())).recurrent):
             self._long = LongRuns(tokens, sequences, least, device)
         self._host = np.zeros(2 * tokens + 5 * sequences + 1, dtype=np.int32)
         self._table = torch.zeros(len(self._host), dtype=torch.int32, device=device)
