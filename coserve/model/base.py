@@ -322,6 +322,7 @@ def load_base(
                 revision=revision,
                 config=config,
                 dtype=kind,
+                device_map=None if where.type == "cpu" else where,  # a tensor at a time: host memory never holds all
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 local_files_only=local,
