@@ -183,10 +183,10 @@ def main() -> None:
     results = Results.of(
         options,
         "adapter_host.json",
-        script="benchmarks.adapters.host",
-        hardware=cpu_name(),
+        __file__,
+        {"step_s": STEP, "prompt_tokens": PROMPT_TOKENS, "graph_tokens": GRAPH_TOKENS, "rounds": ROUNDS},
         seed=SEED,
-        settings={"step_s": STEP, "prompt_tokens": PROMPT_TOKENS, "graph_tokens": GRAPH_TOKENS, "rounds": ROUNDS},
+        hardware=cpu_name(),
     )
     for count, exponent, kind in (*FULL.cases, *FULL.uniform):
         if kind == "s1":

@@ -22,7 +22,6 @@ import torch
 
 from benchmarks.adapters.steps import BLOCK, LAYERS, RANK, adapter_bytes, stack
 from benchmarks.common.options import make_parser
-from benchmarks.common.provenance import gpu_names
 from benchmarks.common.results import Results
 from benchmarks.kernels import lora_backends as backends
 from benchmarks.kernels import lora_cases as cases
@@ -134,12 +133,7 @@ def _ms(call: Callable[[], object]) -> float:
 def main() -> None:
     options = make_parser(__doc__).parse_args()
     results = Results.of(
-        options,
-        "adapter_layerwise.json",
-        script="benchmarks.adapters.layerwise",
-        hardware=gpu_names(False),
-        seed=0,
-        settings={"layers": LAYERS, "rank": RANK, "rounds": ROUNDS},
+        options, "adapter_layerwise.json", __file__, {"layers": LAYERS, "rank": RANK, "rounds": ROUNDS}
     )
     for tokens in TOKENS:
         for parts in PARTS:

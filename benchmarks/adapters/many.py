@@ -52,8 +52,7 @@ from benchmarks.adapters.fleet import (
     warm,
     write_adapter,
 )
-from benchmarks.common.options import RESULTS, check_tiny, make_parser
-from benchmarks.common.provenance import gpu_names
+from benchmarks.common.options import RESULTS, make_parser, names_of
 from benchmarks.common.results import Results, Target
 from benchmarks.serving.http_case import FIRST_TOKEN, SEED, model_folder
 from benchmarks.serving.http_daemon import LoadProcesses, daemon, import_adapter, soon
@@ -343,7 +342,7 @@ def _health(url: str) -> dict[str, Any]:
 def main() -> None:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
     parser.add_argument("--shape", choices=("8b", "13b"), default="8b", help="13b: S-LoRA's setting S4")
-    parser.add_argument("--only", default=None, help=f"parts, separated by commas: {', '.join(PARTS)}; of 13b sat")
+    parser.add_argument("--only", type=names_of(PARTS), help=f"parts: {', '.join(PARTS)}; of 13b sat")
     parser.add_argument("--cases", default=None, help="of sat, separated by commas, such as 2000.s1; else all")
     parser.add_argument("--budget", type=float, default=290.0, help="seconds after which no case is begun")
     parser.add_argument("--host", choices=("cold", "warm"), default="cold", help="warm: adapters are in host memory")
@@ -354,24 +353,16 @@ def main() -> None:
     if options.plot:
         draw_many(options.out)
         return
-    check_tiny(parser, options)
     large = options.shape == "13b"
     case = (SMALL_13B if large else SMALL) if options.tiny else (FULL_13B if large else FULL)
     if options.cases is not None:
         case = replace(
             case, cases=tuple(each for each in case.cases if f"{each[0]}.{each[2]}" in options.cases.split(","))
         )
-    parts = (options.only or ("sat" if large else ",".join(PARTS))).split(",")
+    parts = options.only or (["sat"] if large else PARTS)
     settings = {"cases": case.cases, "rate": case.rate, "seconds": case.seconds, "longest": case.longest}
     real = {"real_files": f"of ranks {REAL}, 1 of cold; the others are links to them, all in the page cache"}
-    results = Results.of(
-        options,
-        FILE,
-        script="benchmarks.adapters.many",
-        hardware=gpu_names(options.tiny),
-        seed=SEED,
-        settings=settings | real,
-    )
+    results = Results.of(options, FILE, __file__, settings | real, seed=SEED)
     failed, end = dict[str, str](), time.monotonic() + options.budget
     for without in options.without.split(","):
         failed |= measure(case, parts, results, options, without, end)

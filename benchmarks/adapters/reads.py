@@ -28,8 +28,7 @@ import torch
 
 from benchmarks.adapters.fleet import llama_sites, write_adapter
 from benchmarks.bdlora.plan import SHAPES
-from benchmarks.common.options import make_parser
-from benchmarks.common.provenance import cpu_name, gpu_names
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results
 from benchmarks.serving.adapter_load import base_spec
 from benchmarks.serving.http_case import LLAMA_8B
@@ -154,15 +153,13 @@ def launch(stop: threading.Event) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", default="host,new,mapped,kept", help="ways, separated by commas")
+    add_names(parser, "--only", ("host", "new", "mapped", "kept"), what="ways")
     options, gpu = parser.parse_args(), torch.cuda.is_available()
     results = Results.of(
         options,
         "adapter_reads.json",
-        script="benchmarks.adapters.reads",
-        hardware=gpu_names(False) if gpu else cpu_name(),
-        seed=0,
-        settings={"adapters": ADAPTERS, "at_once": AT_ONCE, "rounds": ROUNDS, "cores": os.cpu_count()},
+        __file__,
+        {"adapters": ADAPTERS, "at_once": AT_ONCE, "rounds": ROUNDS, "cores": os.cpu_count()},
     )
     base, stop = base_spec(SHAPES["8b"]), threading.Event()
     form = PackedForm(base.fingerprint, torch.bfloat16, for_kernels=True)
@@ -185,7 +182,7 @@ def main() -> None:
                     "mapped": partial(adapter.from_mapping, memory, files, threads, keep=False),
                     "kept": partial(adapter.from_mapping, memory, files, threads, keep=True),
                 }
-                for way, times in ms({way: ways[way] for way in options.only.split(",")}, at_once).items():
+                for way, times in ms({way: ways[way] for way in options.only}, at_once).items():
                     about = {"bytes": adapter.bytes, "floor_ms": round(at_once * floor, 2)}
                     key = f"adapters.read_ms.{way}.{name}.{at_once}"
                     results.put(key, round(statistics.median(times), 2), "ms until all are read", None, times, about)

@@ -68,10 +68,9 @@ def main() -> None:
     results = Results.of(
         options,
         "adapter_registration.json",
-        script="benchmarks.adapters.registration",
+        __file__,
+        {"adapters": ADAPTERS, "rounds": ROUNDS, "rank": RANK},
         hardware=cpu_name(),
-        seed=0,
-        settings={"adapters": ADAPTERS, "rounds": ROUNDS, "rank": RANK},
     )
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)

@@ -26,8 +26,7 @@ from statistics import median
 import torch
 
 from benchmarks.adapters.cases import REAL
-from benchmarks.common.options import make_parser
-from benchmarks.common.provenance import gpu_names
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.common.timing import event_us, graph_us
 from benchmarks.kernels import lora_backends as backends
@@ -241,18 +240,11 @@ PARTS: dict[str, Callable[[Results], None]] = {
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    add_names(parser, "--only", PARTS)
     options = parser.parse_args()
     settings = {"layers": LAYERS, "rank": RANK, "adapters": ADAPTERS, "block": BLOCK, "loaded": LOADED}
-    results = Results.of(
-        options,
-        "adapter_steps.json",
-        script="benchmarks.adapters.steps",
-        hardware=gpu_names(False),
-        seed=0,
-        settings=settings,
-    )
-    for part in options.only.split(","):
+    results = Results.of(options, "adapter_steps.json", __file__, settings)
+    for part in options.only:
         torch.manual_seed(0)
         began = time.perf_counter()
         PARTS[part](results)

@@ -31,8 +31,7 @@ from typing import Any
 
 from benchmarks.adapters.figures import draw_ratio
 from benchmarks.adapters.fleet import link, llama_sites, load_seconds, post, wait_ready, warm, write_adapter
-from benchmarks.common.options import check_tiny, make_parser
-from benchmarks.common.provenance import gpu_names
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.serving.http_case import FIRST_TOKEN, LLAMA_8B, SEED, TINY, model_folder
 from benchmarks.serving.http_case import FULL as FULL_SIZE
@@ -187,25 +186,23 @@ def memory_mb() -> float:
 
 def main() -> None:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
-    parser.add_argument("--only", default="ratio,reloads,publish", help="parts, separated by commas")
+    add_names(parser, "--only", ("ratio", "reloads", "publish"))
     parser.add_argument("--plot", action="store_true", help="draw the figure of the results in --out, and stop")
     options = parser.parse_args()
     if options.plot:
         draw_ratio(options.out)
         return
-    check_tiny(parser, options)
     case = SMALL if options.tiny else FULL
     results = Results.of(
         options,
         "adapter_tiers.json",
-        script="benchmarks.adapters.tiers",
-        hardware=gpu_names(options.tiny),
+        __file__,
+        {"adapters": case.adapters, "rate": case.rate, "seconds": case.seconds, "running": RUNNING},
         seed=SEED,
-        settings={"adapters": case.adapters, "rate": case.rate, "seconds": case.seconds, "running": RUNNING},
     )
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(case, results, Path(scratch))
-        for part in options.only.split(","):
+        for part in options.only:
             began = time.monotonic()
             getattr(bench, part)()
             print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)

@@ -31,11 +31,9 @@ from pathlib import Path
 from benchmarks.adapters.cases import FULL, S1, SMALL, Case
 from benchmarks.adapters.fleet import link, llama_sites, resident, warm, write_adapter
 from benchmarks.adapters.many import FILE, SETTLED, daemon_settings, requests_of, throughput
-from benchmarks.common.options import check_tiny, make_parser
-from benchmarks.common.provenance import gpu_names
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results
-from benchmarks.peers.client import replay_prompts
-from benchmarks.peers.compare import base_name
+from benchmarks.peers.client import base_name, replay_prompts
 from benchmarks.peers.systems import Place, peer_about, serving, vllm
 from benchmarks.serving.http_case import SEED, model_folder
 from benchmarks.serving.http_daemon import import_adapter
@@ -142,14 +140,12 @@ def comparison(root: Path, options: argparse.Namespace, results: Results) -> Com
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
-    parser.add_argument("--only", default="coserve,vllm", help="systems, separated by commas")
+    add_names(parser, "--only", ("coserve", "vllm"), what="systems")
     parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM and what it needs")
     parser.add_argument("--vllm-strong", action="store_true", help="vLLM's settings for LoRA that are off by default")
     parser.add_argument("--max-loras", default="32", help="vLLM's places on the GPU, such as 32,64; a server for each")
     parser.add_argument("--vllm-option", action="append", default=[], help="NAME=VALUE,VALUE: one more option of vLLM")
-    options = parser.parse_args(given)
-    check_tiny(parser, options)
-    return options
+    return parser.parse_args(given)
 
 
 def main() -> None:
@@ -158,14 +154,13 @@ def main() -> None:
     results = Results.of(
         options,
         FILE,
-        script="benchmarks.adapters.with_vllm",
-        hardware=gpu_names(options.tiny),
+        __file__,
+        {"rate": case.rate, "seconds": case.seconds, "longest": case.longest, "rank": S1[0]},
         seed=SEED,
-        settings={"rate": case.rate, "seconds": case.seconds, "longest": case.longest, "rank": S1[0]},
     )
     with tempfile.TemporaryDirectory() as scratch:
         compared, began = comparison(Path(scratch), options, results), time.monotonic()
-        for system in options.only.split(","):
+        for system in options.only:
             asyncio.run(compared.coserve() if system == "coserve" else compared.vllm())
             print(f"{time.monotonic() - began:.0f} s: {system} is over", flush=True)
 

@@ -29,7 +29,7 @@ from benchmarks.bdlora.plan import PARTS, TINY_LOADS, TINY_RANKS, Item, Plan
 from benchmarks.bdlora.ranks import RankFailed, RankProcesses
 from benchmarks.bdlora.warm import warm_caches
 from benchmarks.bdlora.warm_tasks import tasks
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results
 
 SEED = 11
@@ -105,7 +105,7 @@ def main() -> None:
     parser = make_parser(__doc__, tiny="tiny shapes on the CPU over gloo, to try the script")
     parser.add_argument("--tp", type=int, default=2, help="ranks, each on a GPU")
     parser.add_argument("--smoke", action="store_true", help="one row of each kind, 8B; --out of its own")
-    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, in this order: {', '.join(PARTS)}")
+    add_names(parser, "--only", PARTS, what="parts, in this order")
     parser.add_argument("--ranks", default="", help="LoRA's ranks, most important first")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
     parser.add_argument("--warm", action="store_true", help="with --tiny: also run what fills the compilers' caches")
@@ -116,10 +116,7 @@ def main() -> None:
     if options.summarize is not None:
         bdlora_results.summarize(options.out, options.summarize)
         return
-    check_tiny(parser, options)
-    parts = ["smoke"] if options.smoke else [part for part in options.only.split(",") if part]
-    if unknown := set(parts) - {*PARTS, "smoke"}:
-        parser.error(f"--only: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    parts = ["smoke"] if options.smoke else options.only
     ranks = tuple(int(rank) for rank in options.ranks.split(",") if rank)
     plan = Plan(options.tp, TINY_RANKS, TINY_LOADS, "tiny", None) if options.tiny else Plan(options.tp)
     plan = plan.with_ranks(ranks) if ranks else plan
@@ -134,14 +131,7 @@ def main() -> None:
             machine, f"{time.monotonic() - deadline + options.budget:.1f} s" if options.budget < 1e9 else "", flush=True
         )
         settings = machine | {"tp": options.tp, "ranks": plan.ranks, "parts": parts}
-        results = Results.of(
-            options,
-            bdlora_results.FILE,
-            script="benchmarks.bdlora.measure",
-            hardware=machine["hardware"],
-            seed=SEED,
-            settings=settings,
-        )
+        results = Results.of(options, bdlora_results.FILE, __file__, settings, seed=SEED, hardware=machine["hardware"])
         run = Run(processes, results, deadline)
         try:
             for part in parts:

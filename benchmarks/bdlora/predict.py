@@ -144,14 +144,7 @@ def main() -> None:
     model = fit(json.loads((RESULTS / MEASURED).read_text())["rows"])
     settings = {"bandwidth_tb_s": round(BYTES / model.per_parameter / 1e9, 3), "fixed_ms": round(model.fixed, 3)}
     settings |= {"message_us": round(model.message * 1e3, 2), "adapter_least_ms": round(model.least, 3)}
-    results = Results.of(
-        options,
-        FILE,
-        script="benchmarks.bdlora.predict",
-        hardware=f"none: from {MEASURED}, of two H200s",
-        seed=0,
-        settings=settings,
-    )
+    results = Results.of(options, FILE, __file__, settings, hardware=f"none: from {MEASURED}, of two H200s")
     for key, (low, high, target) in predictions(model).items():
         about = {"note": "predicted, not measured", "target_when_measured": None if target is None else str(target)}
         results.put(key, round(low, 3), "ratio", None, [round(low, 3), round(high, 3)], about)

@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.common.options import RESULTS, check_tiny, make_parser
+from benchmarks.common.options import RESULTS, make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
 from benchmarks.common.summary import entry, update_summary
@@ -350,7 +350,6 @@ def main() -> None:
     if given.plot:
         publish()
         return
-    check_tiny(parser, given)
     scale = TRIED if given.tiny else PAPER
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     base = load_base("bundled", device="cpu", dtype="float32")
@@ -359,10 +358,8 @@ def main() -> None:
     results = Results.of(
         given,
         NAME,
-        script="benchmarks.bdlora.quality",
-        hardware=cpu_name(),
-        seed=scale.seeds[0],
-        settings=asdict(scale)
+        __file__,
+        asdict(scale)
         | {
             "alpha_per_block": ALPHA,
             "rslora": True,
@@ -373,6 +370,8 @@ def main() -> None:
             "validation_rows": held,
             "validation_targets": validation_tokens,
         },
+        seed=scale.seeds[0],
+        hardware=cpu_name(),
     )
     for case in tuning_cases(scale):
         run(case, scale, base, corpus, held, results)

@@ -22,8 +22,7 @@ from typing import Any
 import aiohttp
 import jsonschema
 
-from benchmarks.common.options import check_tiny, make_parser
-from benchmarks.common.provenance import cpu_name, gpu_names
+from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results, Target, summarize
 from coserve.client import Client
 from tests.support.daemon_process import DaemonProcess
@@ -160,8 +159,6 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=1000)
     parser.add_argument("--calls", type=int, default=500)
     options = parser.parse_args()
-    check_tiny(parser, options)
-    gpu = Path("/dev/nvidiactl").exists()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         settings = ("--kv-tokens", "32768", "--max-running", str(AT_ONCE), "--slo-ttft", "600", "--slo-tpot", "10")
@@ -170,17 +167,11 @@ def main() -> None:
             Client(daemon.url).wait_ready(timeout=1200)
             answers, calls = asyncio.run(measure(daemon.url, options.answers, options.calls))
     results = Results.of(
-        options,
-        FILE,
-        script="benchmarks.clients.json_valid",
-        hardware=gpu_names(tiny=False) if gpu else cpu_name(),
-        seed=0,
-        settings={"answers": options.answers, "calls": options.calls, "max_tokens": MOST_TOKENS},
+        options, FILE, __file__, {"answers": options.answers, "calls": options.calls, "max_tokens": MOST_TOKENS}
     )
     put(results, "clients.json_valid", answers)
     put(results, "clients.calls_valid", calls)
-    if not options.tiny and options.out.resolve() == Path("benchmarks/results").resolve():
-        summarize(FILE, options.out)
+    summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from unittest.mock import patch
 from aiohttp import web
 
 from benchmarks.clients.callbacks import measured_callbacks
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results, Target, summarize
 from tests.support.heart import Heart
@@ -201,7 +201,6 @@ def main() -> None:
     if options.serve:
         serve(options.serve, options.arguments)
         return
-    check_tiny(parser, options)
     with tempfile.TemporaryDirectory() as scratch:
         root = options.keep or Path(scratch)
         root.mkdir(parents=True, exist_ok=True)
@@ -213,12 +212,7 @@ def main() -> None:
         loop = json.loads((root / "block").read_text())
         print((root / "schemathesis.log").read_text()[-6000:])
     results = Results.of(
-        options,
-        FILE,
-        script="benchmarks.clients.openapi_cases",
-        hardware=cpu_name(),
-        seed=SEED,
-        settings={"cases": options.cases, "part": options.part},
+        options, FILE, __file__, {"cases": options.cases, "part": options.part}, seed=SEED, hardware=cpu_name()
     )
     about: dict[str, Any] = {
         "cases": report["test_cases"]["generated"],
@@ -237,8 +231,7 @@ def main() -> None:
     results.put("clients.openapi_cases", wrong, "answers", Target(0, most=True), about=about)
     about = {"longest": sorted(longest, key=lambda one: -max(one["cpu"], one["waited"]))[:5]}
     results.put("clients.openapi_loop_block", block, "ms of CPU", Target(MOST_MS, most=True), about=about)
-    if not options.tiny and options.out.resolve() == Path("benchmarks/results").resolve():
-        summarize(FILE, options.out)
+    summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

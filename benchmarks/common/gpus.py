@@ -8,16 +8,15 @@ import os
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.common.provenance import gpu_names
 from benchmarks.common.results import Results, merge_results
 from benchmarks.peers.processes import module
 
 
 def add_options(parser: argparse.ArgumentParser, *, gpus: str, scratch: str) -> None:
-    """The options that `measure` and `results_of` read. `gpus`, `scratch`: their help."""
+    """The options that `measure` and `known_keys` read. `gpus`, `scratch`: their help."""
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell may end")
     parser.add_argument("--gpus", type=int, default=1, help=gpus)
     parser.add_argument("--skip-measured", action="store_true", help="leave out cells that --out has already")
@@ -27,22 +26,9 @@ def add_options(parser: argparse.ArgumentParser, *, gpus: str, scratch: str) -> 
     )
 
 
-def results_of(options: argparse.Namespace, script: str, file: str, seed: int, settings: dict[str, object]) -> Results:
-    """The file that this run writes."""
-    return Results.of(
-        options, file, script=script, hardware=gpu_names(options.tiny).splitlines()[0], seed=seed, settings=settings
-    )
-
-
 def known_keys(options: argparse.Namespace, results: Results) -> set[str]:
     """Rows that are not measured again."""
     return results.keys() if options.skip_measured else set()
-
-
-def check_names(parser: argparse.ArgumentParser, option: str, chosen: Iterable[str], known: Iterable[str]) -> None:
-    """Exits if `option` chose a name that is not known."""
-    if unknown := set(chosen) - set(known):
-        parser.error(f"--{option}: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}")
 
 
 def measure(

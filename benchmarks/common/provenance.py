@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "transformers", "peft", "aiohttp", "msgspec", "tokenizers")
 
 
@@ -50,12 +51,20 @@ def cpu_name() -> str:
     return f"{os.cpu_count()} cores, {names[0] if names else platform.machine()}"
 
 
-def gpu_names(tiny: bool) -> str:
-    """This machine's GPUs, one a line; nothing is asked for a `tiny` shape, which the CPU computes."""
+def machine(*, tiny: bool = False) -> str:
+    """What computes: the first GPU, as all of a machine are alike, or the CPU where there is none. Nothing is asked for
+    a `tiny` shape, which the CPU computes."""
     if tiny:
         return "CPU, a tiny shape"
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    if shutil.which(query[0]) is None:
+        return cpu_name()
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+
+
+def module_of(file: str) -> str:
+    """The name of a module of this repository, such as `benchmarks.serving.stalls`, from its `__file__`."""
+    return ".".join(Path(file).resolve().relative_to(ROOT).with_suffix("").parts)
 
 
 def command(script: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.options import RESULTS
-from benchmarks.common.provenance import command, commit, versions
+from benchmarks.common.provenance import command, commit, machine, module_of, versions
 from benchmarks.common.summary import entry, update_summary
 
 
@@ -64,15 +64,23 @@ class Results:
         cls,
         options: argparse.Namespace,
         name: str,
-        *,
         script: str,
-        hardware: str,
-        seed: int,
         settings: dict[str, Any],
+        *,
+        seed: int = 0,
+        hardware: str | None = None,
     ) -> Results:
-        """The file `name` in the folder that the options of `make_parser` give."""
-        commit = options.commit
-        return cls(options.out, name, script=script, hardware=hardware, seed=seed, revision=commit, settings=settings)
+        """The file `name` in the folder that the options of `make_parser` give. `script`: `__file__` of what measures;
+        `hardware`: None: `machine` says it."""
+        return cls(
+            options.out,
+            name,
+            script=module_of(script),
+            hardware=hardware or machine(tiny=getattr(options, "tiny", False)),
+            seed=seed,
+            revision=options.commit,
+            settings=settings,
+        )
 
     def put(
         self,

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common.options import make_parser
-from benchmarks.common.provenance import cpu_name, gpu_names
 from benchmarks.common.results import Results, summarize
 from benchmarks.documents.arms import Arms, Row, daemon, recovered, shares
 from benchmarks.documents.facts import Document, documents
@@ -240,13 +239,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="of the encoder's training")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if options.tiny and str(options.out) == "benchmarks/results":
-        parser.error("--tiny needs an --out of its own: its numbers say nothing")
     options.model = "coserve/assets/tiny" if options.tiny else "smollm2"
     shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit")}
-    hardware = gpu_names(tiny=False) if Path("/dev/nvidiactl").exists() else cpu_name()
-    script = "benchmarks.documents.encoder"
-    results = Results.of(options, FILE, script=script, hardware=hardware, seed=options.seed, settings=shown)
+    results = Results.of(options, FILE, __file__, shown, seed=options.seed)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with tempfile.TemporaryDirectory(prefix="encoder-") as root:
         folder = Path(root)
@@ -254,8 +249,7 @@ def main() -> None:
         with daemon([*serving, "--cache-dir", str(folder / "cache")], folder) as url:
             Client(url).wait_ready()
             asyncio.run(run(options, results, url, folder))
-    if options.out.resolve() == Path("benchmarks/results").resolve():
-        summarize(FILE, options.out)
+    summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

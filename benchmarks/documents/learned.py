@@ -57,7 +57,6 @@ from typing import Any
 import msgspec
 
 from benchmarks.common.options import make_parser
-from benchmarks.common.provenance import cpu_name, gpu_names
 from benchmarks.common.results import Results, Target, summarize
 from benchmarks.documents.arms import Arms, daemon, recovered, shares
 from benchmarks.documents.facts import Document, documents
@@ -397,14 +396,9 @@ def main() -> None:
     parser.add_argument("--label", default="", help="keys become documents.LABEL.*: a run smaller than the real one")
     parser.add_argument("--cost", action="store_true", help="measure documents.gpu_s.4k instead")
     options = parser.parse_args()
-    if options.tiny and str(options.out) == "benchmarks/results":
-        parser.error("--tiny needs an --out of its own: its numbers say nothing")
     options.began = time.monotonic()
-    hardware = gpu_names(tiny=False) if Path("/dev/nvidiactl").exists() else cpu_name()
     shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "began", "cache")}
-    results = Results.of(
-        options, FILE, script="benchmarks.documents.learned", hardware=hardware, seed=0, settings=shown
-    )
+    results = Results.of(options, FILE, __file__, shown)
     with tempfile.TemporaryDirectory(prefix="documents-") as root, contextlib.ExitStack() as daemons:
         folder = Path(root)
         if options.cost:
@@ -429,8 +423,7 @@ def main() -> None:
                 urls += together.map(started, range(1, options.daemons))
             print(f"{options.daemons} daemons after {time.monotonic() - options.began:.0f} s", flush=True)
             asyncio.run(run.run(urls))
-    if options.out.resolve() == Path("benchmarks/results").resolve():
-        summarize(FILE, options.out)
+    summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

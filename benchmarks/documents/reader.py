@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from benchmarks.common.options import check_tiny, make_parser
-from benchmarks.common.provenance import cpu_name, gpu_names
+from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results, Target, summarize
 from benchmarks.documents.arms import ANSWER_TOKENS, in_prompt, right
 from benchmarks.documents.facts import Document, Kind, documents
@@ -172,7 +171,6 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=40, help="seconds between two evaluations")
     parser.add_argument("--workers", type=int, default=0, help="processes that make documents")
     options = parser.parse_args()
-    check_tiny(parser, options)
     reader, people = Reader("coserve/assets/tiny" if options.tiny else "smollm2"), 2 if options.tiny else options.people
     size = (2, 1024, 16) if options.tiny else (ROWS, TOKENS, KEPT)
     asked = list(documents(1 if options.tiny else 4, people, 24, 2 * SEEDS))
@@ -210,15 +208,12 @@ def main() -> None:
     kinds: tuple[Kind, ...] = ("reversed", "two_facts", "unanswerable")
     others = {kind: round(reader.share(kind, asked)[0], 4) for kind in kinds}
     bare = reader.share("template", asked, read=False)
-    hardware = gpu_names(tiny=False) if Path("/dev/nvidiactl").exists() else cpu_name()
     shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "save")}
-    script = "benchmarks.documents.reader"
-    results = Results.of(options, FILE, script=script, hardware=hardware, seed=0, settings=shown)
+    results = Results.of(options, FILE, __file__, shown)
     about = {"before": round(curve[0][2], 4), "steps": step, "seconds": round(seconds, 1), "others": others}
     about |= {"refused": refused, "without": {"right": bare[0], "refused": bare[1]}, "curve": curve}
     results.put("documents.reader.in_context", round(share, 4), "fraction", Target(AIM), about=about)
-    if options.out.resolve() == Path("benchmarks/results").resolve():
-        summarize(FILE, options.out)
+    summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from benchmarks.common.gpus import check_names
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, merge_results
 from benchmarks.ets.figure_5_1_report import flatness, publish
 from benchmarks.ets.figure_5_1_shape import (
@@ -299,9 +298,8 @@ def main() -> None:
         type=Path,
         help="take in the results named, draw all, put the keys in summary.json, and stop",
     )
-    parser.add_argument("--ways", default=",".join(METHODS))
-    parser.add_argument("--axes", default=",".join(AXES))
-    parser.add_argument("--tasks", default=",".join(TASKS))
+    for option, known in (("--ways", METHODS), ("--axes", AXES), ("--tasks", TASKS)):
+        add_names(parser, option, known, what=option[2:])
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no point is begun")
     given = parser.parse_args()
     if given.plot is not None:
@@ -309,22 +307,10 @@ def main() -> None:
             merge_results(file)
         publish()
         return
-    methods, axes, tasks = given.ways.split(","), given.axes.split(","), given.tasks.split(",")
-    check_names(parser, "ways", methods, METHODS)
-    check_names(parser, "axes", axes, AXES)
-    check_names(parser, "tasks", tasks, TASKS)
-    check_tiny(parser, given)
     deadline, shape = time.monotonic() + given.budget, TINY if given.tiny else PAPER
-    results = Results.of(
-        given,
-        "figure_5_1.json",
-        script="benchmarks.ets.figure_5_1",
-        hardware=torch.cuda.get_device_name() if shape.device == "cuda" else "CPU, a tiny shape",
-        seed=SEED,
-        settings=vars(shape) | {"ranks": RANKS},
-    )
+    results = Results.of(given, "figure_5_1.json", __file__, vars(shape) | {"ranks": RANKS}, seed=SEED)
     base = make_base(shape)
-    measure_all(base, shape, methods, axes, tasks, results, deadline)
+    measure_all(base, shape, given.ways, given.axes, given.tasks, results, deadline)
     print(json.dumps({key: value for key, (value, _) in flatness(results.rows(), shape).items()}, indent=1))
 
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch._C._autograd import DeviceType
 
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
 from benchmarks.ets.figure_5_1 import ask, finetuning, inference, make_base, serving, synchronize
 from benchmarks.ets.figure_5_1_shape import GRAPHS, PAPER, SEED, TINY, Shape
@@ -142,16 +142,8 @@ def training(base: Base, shape: Shape, adapters: int, results: Results) -> None:
 def main() -> None:
     parser = make_parser(__doc__, tiny="a small shape on the CPU, to try the script")
     given = parser.parse_args()
-    check_tiny(parser, given)
     shape = TINY if given.tiny else PAPER
-    results = Results.of(
-        given,
-        FILE,
-        script="benchmarks.ets.figure_5_1_trace",
-        hardware=torch.cuda.get_device_name() if shape.device == "cuda" else "CPU, a tiny shape",
-        seed=SEED,
-        settings=vars(shape),
-    )
+    results = Results.of(given, FILE, __file__, vars(shape), seed=SEED)
     base = make_base(shape)
     ends = (shape.counts[0], shape.counts[-1])
     generator = serving(base, shape, GRAPHS)

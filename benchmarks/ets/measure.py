@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import gpus
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, merge_results
 from benchmarks.ets.loads import (
     BACKENDS,
@@ -191,7 +191,7 @@ class EtsBenchmark:
 
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, tiny="the bundled base on the CPU, to try the script")
-    parser.add_argument("--only", default=",".join(PARTS), help=f"parts: {', '.join(PARTS)}")
+    add_names(parser, "--only", PARTS)
     parser.add_argument(
         "--policies",
         default=None,
@@ -203,14 +203,15 @@ def parse() -> argparse.Namespace:
         help=f"instead of --policies and --backends: names such as overlap,block_sparse.ets+1, or {', '.join(SYSTEMS)}",
     )
     parser.add_argument("--seconds", type=float, default=None, help="of arrivals in each cell, instead of 60 or 40")
-    parser.add_argument("--backends", default=BACKENDS[0], help=f"some of {', '.join(BACKENDS)}")
+    add_names(parser, "--backends", BACKENDS, default=BACKENDS[:1], what="kernels")
     parser.add_argument(
         "--targets",
         default=None,
         help="TTFT and TPOT of the daemons in seconds, such as 0.1,0.012; default: by backend",
     )
     parser.add_argument("--label", default="", help="keys become CELL.LABEL.SYSTEM: for targets unlike the tables'")
-    parser.add_argument("--cells", default="", help="names of cells of these parts, such as rows4096,x16; default: all")
+    names = sorted({cell.name for tiny in (True, False) for cell in cells(tiny=tiny)})
+    add_names(parser, "--cells", names, default=(), what="cells of these parts; default: all")
     parser.add_argument("--together", type=int, default=3, help="daemons that are started at a time, on each GPU")
     gpus.add_options(
         parser,
@@ -220,24 +221,16 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.publish is not None:
         return options
-    check_tiny(parser, options)
-    options.only, options.backends = options.only.split(","), options.backends.split(",")
     policies = known_policies(gpu=not options.tiny)
     options.policies = list(policies) if options.policies is None else options.policies.split(",")
-    options.cells = [name for name in options.cells.split(",") if name]
-    gpus.check_names(parser, "cells", options.cells, sorted({cell.name for cell in cells(tiny=options.tiny)}))
     if options.targets is not None:
         ttft, tpot = (float(part) for part in options.targets.split(","))
         options.targets = ttft, tpot
     if options.systems is not None:
         options.systems = SYSTEMS.get(options.systems) or options.systems.split(",")
-    plain = [policy.partition("+")[0] for _, policy in systems(options)]
-    for name, chosen, known in (
-        ("only", options.only, PARTS),
-        ("backends", [backend for backend, _ in systems(options)], BACKENDS),
-        ("policies", plain, policies),
-    ):
-        gpus.check_names(parser, name, chosen, known)
+    plain = {policy.partition("+")[0] for _, policy in systems(options)}
+    if unknown := sorted(plain - set(policies)):
+        parser.error(f"expected policies among {', '.join(policies)}, got {', '.join(unknown)}")
     return options
 
 
@@ -252,7 +245,8 @@ def systems(options: argparse.Namespace) -> list[tuple[str, str]]:
 def measure_here(options: argparse.Namespace, chosen: Sequence[Cell], scratch: Path) -> None:
     sizes = TINY if options.tiny else PAPER
     settings = {name: value for name, value in vars(sizes).items() if name != "model"}
-    results = gpus.results_of(options, SCRIPT, FILE, SEED, settings | {"targets_s": options.targets or TARGETS})
+    settings |= {"targets_s": options.targets or TARGETS}
+    results = Results.of(options, FILE, __file__, settings, seed=SEED)
     todo = [
         system(policy, backend, options.targets or ((0.5, 0.1) if options.tiny else TARGETS[backend]), options.label)
         for backend, policy in systems(options)

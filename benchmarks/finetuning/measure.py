@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results, Target, merge_results
 from benchmarks.ets.figure_5_1_trainer import TooLittleMemory, forget_compiled
 from benchmarks.finetuning import cases as finetuning_cases
@@ -296,8 +296,6 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.publish is not None:
         return options
-    if not options.list:
-        check_tiny(parser, options)
     common = settings_of(parser, options.set)
     options.sides = {OURS: common}
     for each in options.compare_set:
@@ -327,10 +325,9 @@ def main() -> None:
     results = Results.of(
         options,
         FILE,
-        script="benchmarks.finetuning.measure",
-        hardware="CPU, tiny shapes" if options.tiny else torch.cuda.get_device_name(),
+        __file__,
+        {"rank": RANK, "warm": options.warm, "steps": options.steps, "set": options.set},
         seed=SEED,
-        settings={"rank": RANK, "warm": options.warm, "steps": options.steps, "set": options.set},
     )
     benchmark = Benchmark(options, results, options.sides)
     for turn in options.turns:

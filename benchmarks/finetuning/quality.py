@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bdlora.quality import WARMUP, HeldOutPlan, read_corpus, run_job
-from benchmarks.common.options import RESULTS, check_tiny, make_parser
+from benchmarks.common.options import RESULTS, add_names, make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
 from benchmarks.common.summary import entry, update_summary
@@ -236,16 +236,12 @@ def draw(rows: Rows, path: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__, tiny="few steps, to try the script")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtypes", default=",".join(DTYPES), help=f"some of {', '.join(DTYPES)}")
+    add_names(parser, "--dtypes", DTYPES, what="dtypes")
     parser.add_argument("--plot", action="store_true", help="draw the figure, put the keys in summary.json, and stop")
     given = parser.parse_args()
     if given.plot:
         publish()
         return
-    check_tiny(parser, given)
-    dtypes = given.dtypes.split(",")
-    if unknown := set(dtypes) - set(DTYPES):
-        parser.error(f"--dtypes: expected some of {', '.join(DTYPES)}, got {', '.join(sorted(unknown))}")
     scale, device = TRIED if given.tiny else FULL, given.device
     if device == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -253,10 +249,8 @@ def main() -> None:
     results = Results.of(
         given,
         NAME,
-        script="benchmarks.finetuning.quality",
-        hardware=cpu_name() if device == "cpu" else torch.cuda.get_device_name(),
-        seed=scale.seeds[0],
-        settings=asdict(scale)
+        __file__,
+        asdict(scale)
         | {
             "rank": LORA.r,
             "warmup": WARMUP,
@@ -264,10 +258,12 @@ def main() -> None:
             "tokens": int(corpus.bounds[-held - 1]),
             "validation_rows": held,
         },
+        seed=scale.seeds[0],
+        hardware=cpu_name() if device == "cpu" else None,
     )
-    bases = {dtype: load_base("bundled", device=device, dtype=dtype) for dtype in dtypes}
+    bases = {dtype: load_base("bundled", device=device, dtype=dtype) for dtype in given.dtypes}
     known = results.keys()
-    for dtype, seed, side in itertools.product(dtypes, scale.seeds, SIDES):
+    for dtype, seed, side in itertools.product(given.dtypes, scale.seeds, SIDES):
         key, began = f"{dtype}.{side}.seed{seed}", time.process_time()
         if key in known:
             continue

@@ -186,14 +186,7 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := set(given.only.split(",")) - set(PARTS):
         parser.error(f"--only: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    results = Results.of(
-        given,
-        "kernel_choices.json",
-        script="benchmarks.kernels.choices",
-        hardware=torch.cuda.get_device_name(),
-        seed=0,
-        settings={"adapters": ADAPTERS, "tokens": TOKENS},
-    )
+    results = Results.of(given, "kernel_choices.json", __file__, {"adapters": ADAPTERS, "tokens": TOKENS})
     torch.manual_seed(0)
     for part in given.only.split(","):
         PARTS[part](results)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.options import make_parser
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.provenance import gpu_run
 from benchmarks.common.timing import Timing, event_us, graph_us
 from benchmarks.kernels import lora_backends as backends
@@ -368,7 +368,7 @@ PARTS: dict[str, Callable[[], Iterable[Row]]] = {
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
+    add_names(parser, "--only", PARTS)
     parser.add_argument("--summarize", action="store_true", help="write summary.json and the figures, and stop")
     chosen = parser.parse_args()
     if chosen.summarize:
@@ -377,7 +377,7 @@ def main() -> None:
         kernel_summary.summarize(chosen.out)
         return
     chosen.out.mkdir(parents=True, exist_ok=True)
-    for part in chosen.only.split(","):
+    for part in chosen.only:
         torch.manual_seed(0)
         begun = time.perf_counter()
         about = gpu_run("benchmarks.kernels.lora", part, chosen.commit, {"stk": version("stanford-stk")})

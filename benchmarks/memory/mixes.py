@@ -35,7 +35,7 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import command, commit, versions
 from benchmarks.memory.report import NAME, publish, summary
 from coserve.admission.ledger import Ledger, Shortage
@@ -387,7 +387,6 @@ def main() -> None:
     if given.publish is not None:
         publish(given.publish)
         return
-    check_tiny(parser, given)
     found = measure(given)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / NAME).write_text(json.dumps(found) + "\n")

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from benchmarks.common.options import RESULTS, check_tiny, make_parser
+from benchmarks.common.options import RESULTS, make_parser
 from benchmarks.common.provenance import command, commit
 from benchmarks.common.summary import entry, update_summary
 from benchmarks.memory.profile.figure import save_figure
@@ -177,7 +177,6 @@ def main() -> None:
             shutil.copyfile(file, RESULTS / NAME)
         publish()
         return
-    check_tiny(parser, given)
     measure(given.out, given.commit, tiny=given.tiny)
     reports = msgspec.convert(json.loads((given.out / NAME).read_text())["reports"], list[ProfileReport])
     draw(given.out / FIGURE.name, reports)

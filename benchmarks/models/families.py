@@ -60,14 +60,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="families, separated by commas")
     options = parser.parse_args()
     transformers_logging.set_verbosity_error()
-    results = Results.of(
-        options,
-        FILE,
-        script="benchmarks.models.families",
-        hardware=cpu_name(),
-        seed=0,
-        settings={"tokens": TOKENS, "dtype": "bfloat16"},
-    )
+    results = Results.of(options, FILE, __file__, {"tokens": TOKENS, "dtype": "bfloat16"}, hardware=cpu_name())
     for family in options.only.split(",") if options.only else SERVED:
         try:
             plain = sizes_of(family)

@@ -191,9 +191,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)
     settings = {"prompt": PROMPT, "step_tokens": STEP_TOKENS, "rank": RANK}
-    results = Results.of(
-        options, FILE, script="benchmarks.models.served", hardware=cpu_name(), seed=SEED, settings=settings
-    )
+    results = Results.of(options, FILE, __file__, settings, seed=SEED, hardware=cpu_name())
     for one in MODELS:
         if one.family in only:
             reason = tried(one.family)

@@ -55,8 +55,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.adapters.fleet import get, link, load_seconds, post, resident
-from benchmarks.common.options import check_tiny, make_parser
-from benchmarks.common.provenance import gpu_names
+from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.serving.http_case import SMALL, model_folder
 from benchmarks.serving.http_daemon import LoadProcesses, daemon, import_adapter, soon
@@ -398,7 +397,6 @@ def main() -> None:
     parser.add_argument("--without", default="", help="separated by commas: overlap, layerwise, placement")
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds after which nothing is begun")
     options = parser.parse_args()
-    check_tiny(parser, options)
     case, began = (TINY if options.tiny else FULL), time.monotonic()
     case = dataclasses.replace(
         case,
@@ -413,10 +411,9 @@ def main() -> None:
     results = Results.of(
         options,
         f"disaggregated_{options.gpus}.json",
-        script="benchmarks.moe.disaggregated",
-        hardware=gpu_names(options.tiny),
+        __file__,
+        dataclasses.asdict(case) | {"gpus": gpus, "rank": RANK, "exponent": EXPONENT, "real_files": REAL},
         seed=SEED,
-        settings=dataclasses.asdict(case) | {"gpus": gpus, "rank": RANK, "exponent": EXPONENT, "real_files": REAL},
     )
     end, systems = began + options.budget, [("servers", each) for each in options.without.split(",")]
     systems += [] if options.without else [("coupled", "")]  # last: it starts in minutes, servers in seconds

@@ -27,11 +27,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.ets.figure_5_1_trainer import random_corpus
 from benchmarks.moe.kernels import measure_kernels
-from benchmarks.serving.case import SEED, Bench, Load, Shape, hardware, synchronize
+from benchmarks.serving.case import SEED, Bench, Load, Shape, synchronize
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -201,11 +201,10 @@ def train(shape: Shape, moe: MoeShape, results: Results, *, tiny: bool) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
-    parser.add_argument("--only", default="kernels,serve,train", help="parts, separated by commas")
+    add_names(parser, "--only", ("kernels", "serve", "train"))
     parser.add_argument("--layers", type=int, default=FULL.layers, help="of the base that serves; the model has 48")
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second of the GPU's memory")
     options = parser.parse_args()
-    check_tiny(parser, options)
     tiny = options.tiny
     shape, moe = (
         (TINY, TINY_MOE) if tiny else (replace(FULL, layers=options.layers), replace(MOE, layers=options.layers))
@@ -213,10 +212,9 @@ def main() -> None:
     results = Results.of(
         options,
         "moe.json",
-        script="benchmarks.moe.experts",
-        hardware=hardware(shape),
+        __file__,
+        vars(shape) | vars(moe) | {"rank": RANK, "bandwidth": options.bandwidth},
         seed=SEED,
-        settings=vars(shape) | vars(moe) | {"rank": RANK, "bandwidth": options.bandwidth},
     )
 
     def served() -> None:
@@ -233,7 +231,7 @@ def main() -> None:
         measure_kernels(results, moe, RANK, options.bandwidth, torch.device(shape.device), tiny=tiny)
 
     for part, run in (("kernels", timed), ("train", trained), ("serve", served)):
-        if part not in options.only.split(","):
+        if part not in options.only:
             continue
         try:
             run()

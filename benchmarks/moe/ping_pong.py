@@ -31,8 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.options import check_tiny, make_parser
-from benchmarks.common.provenance import gpu_names
+from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
 from benchmarks.moe.transports import measure_transports
 from benchmarks.moe.ways import ITEM, Way, make_ways
@@ -242,7 +241,6 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print the table of --out's results, and measure nothing")
     parser.add_argument("--transports", action="store_true", help="time coserve's own: see `transports`")
     options = parser.parse_args()
-    check_tiny(parser, options)
     if options.table:
         print(table(options.out / FILE))
         return
@@ -250,12 +248,7 @@ def main() -> None:
         parser.error(f"--gpus: expected an even number, got {options.gpus}")
     shape = TINY if options.tiny else FULL
     results = Results.of(
-        options,
-        FILE,
-        script=SCRIPT,
-        hardware=gpu_names(options.tiny).splitlines()[0],
-        seed=SEED,
-        settings=vars(shape) | {"gpus": options.gpus, "bandwidth": options.bandwidth},
+        options, FILE, __file__, vars(shape) | {"gpus": options.gpus, "bandwidth": options.bandwidth}, seed=SEED
     )
     if options.transports:
         measure_transports(results, shape, (1, 3) if options.tiny else (1, 8, 64, 512, 4096), tiny=options.tiny)

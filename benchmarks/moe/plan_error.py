@@ -73,9 +73,7 @@ def simulated(popularity: Popularity, batch: int, capacity: int, seed: int) -> f
 def main() -> None:
     options = make_parser(__doc__).parse_args()
     settings = {"adapters": ADAPTERS, "length": LENGTH, "requests": REQUESTS, "warm_up": WARM_UP, "seeds": SEEDS}
-    results = Results.of(
-        options, "plan_error.json", script="benchmarks.moe.plan_error", hardware=cpu_name(), seed=0, settings=settings
-    )
+    results = Results.of(options, "plan_error.json", __file__, settings, hardware=cpu_name())
     errors: dict[str, list[float]] = {}
     """In points, by key."""
     for batch in BATCHES:

@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.common.options import make_parser
-from benchmarks.common.provenance import gpu_names
 from benchmarks.common.results import Results
 from benchmarks.moe.experts import ADAPTERS, FULL, MOE, RANK, REPEATS
 from benchmarks.peers.offline import vllm_process
@@ -120,14 +119,7 @@ def main() -> None:
     parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM and what it needs")
     options = parser.parse_args()
     settings = {"layers": options.layers, "rank": RANK, "adapters": ADAPTERS, "prompt": PROMPT, "output": OUTPUT}
-    results = Results.of(
-        options,
-        "moe_vllm.json",
-        script="benchmarks.moe.with_vllm",
-        hardware=gpu_names(False).splitlines()[0],
-        seed=SEED,
-        settings=settings,
-    )
+    results = Results.of(options, "moe_vllm.json", __file__, settings, seed=SEED)
     base = dict[int, float]()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)

@@ -160,12 +160,7 @@ def main() -> None:
         "note": f"{kills} kills on {cpu_name()}",
     }
     results = Results.of(
-        options,
-        FILE,
-        script="benchmarks.operations.kill",
-        hardware=cpu_name(),
-        seed=SEED,
-        settings={"model": "tiny", "rows": json.dumps(ROWS[:1])},
+        options, FILE, __file__, {"model": "tiny", "rows": json.dumps(ROWS[:1])}, seed=SEED, hardware=cpu_name()
     )
     results.put(KEY, len(missing), "acknowledged jobs, files and adapters", TARGET, about=about)
     summarize(FILE, options.out)

@@ -98,9 +98,7 @@ def main() -> None:
         "note": f"{options.minutes:g} minutes on {cpu_name()}",
     }
     settings = {"model": str(options.model or "tiny"), "interval": INTERVAL}
-    results = Results.of(
-        options, FILE, script="benchmarks.operations.soak", hardware=cpu_name(), seed=SEED, settings=settings
-    )
+    results = Results.of(options, FILE, __file__, settings, seed=SEED, hardware=cpu_name())
     results.put(KEY, round(rss, 4), "ratio", TARGET, about=about)
     summarize(FILE, options.out)
 

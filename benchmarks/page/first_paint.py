@@ -48,14 +48,7 @@ def main() -> None:
         paint(browser, url)
         painted, filled = zip(*(paint(browser, url) for _ in range(REPEATS)), strict=True)
         about = {"chromium": browser.version}
-    results = Results.of(
-        options,
-        FILE,
-        script="benchmarks.page.first_paint",
-        hardware=cpu_name(),
-        seed=0,
-        settings={"repeats": REPEATS, "flags": FLAGS},
-    )
+    results = Results.of(options, FILE, __file__, {"repeats": REPEATS, "flags": FLAGS}, hardware=cpu_name())
     size = sum(len(file.content) for file in page_files().values()) / 1000
     results.put("page.first_paint_s", round(statistics.median(painted), 3), "s", Target(1, most=True), painted, about)
     results.put("page.overview_s", round(statistics.median(filled), 3), "s", None, filled, about)

@@ -21,10 +21,12 @@ import msgspec
 from benchmarks.peers.processes import module
 from coserve.workloads.openai_target import OpenAITarget
 from coserve.workloads.replay import ReplayResult, Rest, replay
+from coserve.workloads.scenario import Scenario
 from coserve.workloads.trace import PromptArrival, Trace, load_trace
 
 PATIENCE = 90.0
 """Seconds after which a request is given up."""
+WARM_TOKENS, WARM_OUTPUT = 64, 16
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -97,6 +99,31 @@ async def replay_prompts(
         raise SystemExit("a client's process failed")
     runs = [msgspec.json.decode(content, type=ReplayResult) for content, _ in found]
     return merged(runs), start
+
+
+async def base_name(url: str) -> str:
+    async with OpenAITarget(url, model="") as target:
+        return (await target.models())[0]
+
+
+async def warm_up(url: str, model: str, scenario: Scenario) -> None:
+    """Two rounds of a request for the base and each adapter at a time: adapters are loaded, kernels and graphs are
+    there.
+
+    Exits if one of them fails.
+    """
+    names = [None, *scenario.adapter_names]
+    arrivals = [
+        PromptArrival(
+            at=0.0, index=i, adapter=name, prompt=tuple(range(300, 300 + WARM_TOKENS)), max_tokens=WARM_OUTPUT, seed=i
+        )
+        for i, name in enumerate(names)
+    ]
+    async with OpenAITarget(url, model=model) as target:
+        for _ in range(2):
+            run = await replay(Trace(scenario, arrivals), target, rest=Rest.LEAVE)
+            if failed := {sample.error for sample in run.samples} - {None}:
+                raise SystemExit(f"the warm-up failed: {failed}")
 
 
 def merged(runs: list[ReplayResult]) -> ReplayResult:

@@ -46,17 +46,16 @@ from typing import Any
 import msgspec
 
 from benchmarks.common import gpus
-from benchmarks.common.options import check_tiny, make_parser
-from benchmarks.common.provenance import gpu_names
+from benchmarks.common.options import add_names, make_parser
+from benchmarks.common.provenance import machine
 from benchmarks.common.results import Results, merge_results
 from benchmarks.peers.always import Jobs, always_training
-from benchmarks.peers.client import replay_prompts
-from benchmarks.peers.compare import base_name, gpu_memory, make_adapters, only_prompts, warm_up
+from benchmarks.peers.client import base_name, replay_prompts, warm_up
 from benchmarks.peers.device_time import Window
 from benchmarks.peers.equal_report import FILE, H200_FILE, LOOSE, STRICT, TWO_FILE, peer_system, publish, system_of
-from benchmarks.peers.loads import Cell, chosen_cells, scenario_of
+from benchmarks.peers.loads import Cell, chosen_cells, only_prompts, scenario_of
 from benchmarks.peers.processes import Trainer, module, training
-from benchmarks.peers.systems import Place, coserve, mps, peer_about, vllm
+from benchmarks.peers.systems import Place, coserve, gpu_memory, make_adapters, mps, peer_about, vllm
 from benchmarks.serving.http_case import FULL, RANK, SMALL, model_folder
 from coserve.workloads.bundled import bundled_rows
 from coserve.workloads.metrics import Limits, attainment, attains
@@ -68,7 +67,7 @@ from coserve.workloads.trace import load_trace, save_trace
 SCRIPT = "benchmarks.peers.equal_loads"
 SEED = 0
 PARTS = ("alone", "coserve", "vllm", "vllm+peft")
-POLICIES = {"slack", "spatial", "overlap", "overlap-between"}
+POLICIES = ("slack", "spatial", "overlap", "overlap-between")
 """Those under which fine-tuning runs beside requests all the time."""
 PEAK_SECONDS = 20.0
 TRAINING = Cell("training", 5.0, 10.0, LOOSE)
@@ -269,12 +268,8 @@ def row(run: ReplayResult, cell: Cell, peak: float | None) -> dict[str, Any]:
 
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
-    parser.add_argument("--only", default=",".join(PARTS), help=f"parts: {', '.join(PARTS)}")
-    parser.add_argument(
-        "--policies",
-        default="slack",
-        help="of coserve, each with a daemon of its own: names of --policy, and overlap-between",
-    )
+    add_names(parser, "--only", PARTS)
+    add_names(parser, "--policies", POLICIES, default=("slack",), what="policies of coserve, each with its own daemon")
     parser.add_argument("--cells", default="", help="names of cells, such as r5,r20.strict; default: all")
     gpus.add_options(
         parser,
@@ -294,15 +289,11 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.publish is not None:
         return options
-    check_tiny(parser, options)
-    options.only = options.only.split(",")
-    options.policies, options.cells = options.policies.split(","), [name for name in options.cells.split(",") if name]
+    options.cells = [name for name in options.cells.split(",") if name]
     options.duties = [float(part) for part in options.duties.split(",")]
     options.mps_shares = [int(part) for part in options.mps_shares.split(",") if part]
     if options.tiny and set(options.policies) != {"slack"}:
         parser.error("--tiny: expected --policies slack, as the others need a GPU")
-    gpus.check_names(parser, "policies", options.policies, sorted(POLICIES))
-    gpus.check_names(parser, "only", options.only, PARTS)
     return options
 
 
@@ -310,15 +301,14 @@ def file_of(tiny: bool, apart: bool) -> str:
     """The result file of this machine's GPUs: shares of H100s, of H200s and of two GPUs are not compared."""
     if apart:
         return TWO_FILE
-    return H200_FILE if "H200" in gpu_names(tiny) else FILE
+    return H200_FILE if "H200" in machine(tiny=tiny) else FILE
 
 
 def measure_here(options: argparse.Namespace, scratch: Path) -> None:
     size = SMALL if options.tiny else FULL
     settings = {name: value for name, value in vars(size).items() if name != "config"}
-    results = gpus.results_of(
-        options, SCRIPT, file_of(options.tiny, options.apart), SEED, settings | {"rank": RANK, "clients": CLIENTS}
-    )
+    settings |= {"rank": RANK, "clients": CLIENTS}
+    results = Results.of(options, file_of(options.tiny, options.apart), __file__, settings, seed=SEED)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         root = Path(folder)
         scenario = open_workload(scenario_of(Cell("adapters", 5.0, 1.0, LOOSE), tiny=options.tiny)).scenario

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.peers.equal_report import LOOSE, STRICT
 from benchmarks.serving.http_case import FULL, RANK, SMALL
+from coserve.workloads.trace import PromptArrival, Repeatable, Trace
 
 
 @dataclass(frozen=True)
@@ -61,3 +62,9 @@ def scenario_of(cell: Cell, *, tiny: bool) -> dict[str, Any]:
         given |= {"vocab": SMALL.config["vocab_size"], "max_prompt_tokens": 64, "max_tokens": 16, "row_tokens": 64}
         given |= {"batch_tokens": 128, "finetune_rows": 4, "adapters": 2, "rank": (RANK,), "steps": 3}
     return given
+
+
+def only_prompts(trace: Trace) -> Trace:
+    return Trace(
+        trace.scenario, Repeatable(lambda: (each for each in trace.arrivals if isinstance(each, PromptArrival)))
+    )

@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import results as common_results
-from benchmarks.common.options import check_tiny, make_parser
-from benchmarks.common.provenance import gpu_names
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.peers.processes import found_by
 from benchmarks.peers.systems import STAND_INS, peer_versions, vllm_environment
@@ -189,16 +188,12 @@ def put_ratios(results: Results) -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__, tiny="a tiny shape on the CPU, coserve alone, to try the script")
-    parser.add_argument("--only", default=",".join(SIDES), help="sides, separated by commas")
+    add_names(parser, "--only", SIDES, what="sides")
     parser.add_argument("--budget", type=float, default=1200.0, help="seconds after which no load is begun")
     parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM and what it needs")
     parser.add_argument("--adapters", default="0,1,32", help="of loads: how many adapters the engine has")
     options = parser.parse_args(arguments)
-    check_tiny(parser, options)
     options.adapters = [count for count in REGISTERED if str(count) in options.adapters.split(",")]
-    options.only = [side for side in options.only.split(",") if side]
-    if unknown := set(options.only) - set(SIDES):
-        parser.error(f"--only: expected some of {', '.join(SIDES)}, got {', '.join(sorted(unknown))}")
     if options.tiny and options.only != ["coserve"]:
         parser.error("--tiny needs --only coserve")
     return options
@@ -216,10 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         strong = side == "vllm-strong"
         settings[side] = {"versions": told, "flags": engine_arguments(strong)}
         settings[side] |= {"environment": offline_environment(strong)}
-    hardware = gpu_names(options.tiny).splitlines()[0]
-    results = Results.of(
-        options, FILE, script="benchmarks.peers.offline", hardware=hardware, seed=SEED, settings=settings
-    )
+    results = Results.of(options, FILE, __file__, settings, seed=SEED)
     failed = list[str]()
     with tempfile.TemporaryDirectory() as scratch:
         compared = Comparison(results, options.vllm_site, Path(scratch), until, measured, options.tiny)

@@ -7,15 +7,17 @@ import contextlib
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from benchmarks.peers.processes import module, running, wait_ready
-from benchmarks.serving.http_case import Size
+from benchmarks.serving.http_case import Size, adapter_folders
 from benchmarks.serving.http_daemon import import_adapter, serve_arguments
 from coserve.workloads.scenario import Scenario
 
@@ -47,6 +49,23 @@ class Place:
     """Whether there are two GPUs: vLLM serves on the first and PEFT trains on the second, coserve does both on both."""
     more: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Further options of vLLM, or others instead of its own here: values by name."""
+
+
+def make_adapters(root: Path, config: dict[str, Any], scenario: Scenario) -> Path:
+    """PEFT folders under the trace's names."""
+    for folder, name in zip(adapter_folders(root, config), scenario.adapter_names, strict=False):
+        folder.rename(root / name)
+    return root
+
+
+def gpu_memory() -> float | None:
+    """GiB in use on the first GPU that this process may use, by all processes; None without one."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"]
+    if shutil.which(query[0]) is None:
+        return None
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return None if done.returncode else round(float(done.stdout.strip()) / 1024, 2)
 
 
 def free_port() -> int:

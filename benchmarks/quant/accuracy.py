@@ -69,10 +69,9 @@ def main() -> None:
     results = Results.of(
         options,
         "quant_accuracy.json",
-        script="benchmarks.quant.accuracy",
+        __file__,
+        {"model": MODEL, "pages": PAGES[: options.pages], "rows": options.rows, "row": ROW},
         hardware=f"CPU, {platform.machine()}",
-        seed=0,
-        settings={"model": MODEL, "pages": PAGES[: options.pages], "rows": options.rows, "row": ROW},
     )
     expected = Tensor()
     for kind in ("none", "fp8", "fp8_rounded", "nf4", "kv_fp8"):

@@ -26,12 +26,12 @@ from functools import partial
 import torch
 
 from benchmarks.common.llama import llama_config
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.common.timing import event_us
 from benchmarks.ets.figure_5_1_trainer import Jobs, forget_compiled, trained_jobs
 from benchmarks.quant.few_rows import measure_few_rows
-from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, hardware, make_base, synchronize
+from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, make_base, synchronize
 from coserve.generate.execution.start import INDUCTOR
 from coserve.kernels.quantized import fp8
 from coserve.kernels.quantized.weights import Fp8Weight
@@ -279,27 +279,16 @@ def _microseconds(calls: Sequence[Callable[[], object]], *, gpu: bool) -> float:
 
 def main() -> None:
     parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    add_names(parser, "--only", PARTS)
     options = parser.parse_args()
-    check_tiny(parser, options)
-    wanted = options.only.split(",")
-    if unknown := set(wanted) - set(PARTS):
-        parser.error(f"--only: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     shape = (
         replace(TINY, max_running=4, step_tokens=32)
         if options.tiny
         else replace(FULL, max_running=64, step_tokens=256, kv_tokens=32_768)
     )
-    results = Results.of(
-        options,
-        "quant.json",
-        script="benchmarks.quant.quantized",
-        hardware=hardware(shape),
-        seed=SEED,
-        settings=vars(shape),
-    )
+    results = Results.of(options, "quant.json", __file__, vars(shape), seed=SEED)
     benchmark, errors = Benchmark(shape, results, tiny=options.tiny), dict[str, str]()
-    for part in (part for part in PARTS if part in wanted):
+    for part in (part for part in PARTS if part in options.only):
         began = time.perf_counter()
         try:
             benchmark.run(part)

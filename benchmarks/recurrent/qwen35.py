@@ -24,14 +24,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.ets.figure_5_1_trainer import trained_jobs
 from benchmarks.finetuning.with_peft import chunked_loss
 from benchmarks.peers.trainer import adapted
 from benchmarks.recurrent.kernels import measure_kernels
 from benchmarks.recurrent.prompts import measure_prefill, measure_recurrence
-from benchmarks.serving.case import SEED, Bench, Load, Shape, hardware
+from benchmarks.serving.case import SEED, Bench, Load, Shape
 from benchmarks.serving.idle import measure
 from coserve.memory.kv import KvCache
 from coserve.memory.state_pool import state_bytes
@@ -41,6 +41,7 @@ FULL = Shape(32, 4096, 12288, 16, 4, 248320, 8192, "cuda", 64, 2048, 131_072)
 TINY = Shape(4, 32, 48, 4, 2, 512, 256, "cpu", 4, 32, 4096)
 HEADS = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 """Sizes of the tiny shape's delta nets."""
+PARTS = ("kernels", "prompts", "decode", "prefill", "profile", "finetune", "peft")
 PAGE_TOKENS = 16
 REPEATS = 3
 RANK = 16
@@ -156,19 +157,11 @@ def timed(train: Callable[[int], int], shape: Shape) -> list[float]:
 
 def main() -> None:
     parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
-    parser.add_argument("--only", default="decode,prefill,profile,finetune", help="parts, separated by commas")
+    add_names(parser, "--only", PARTS, default=("decode", "prefill", "profile", "finetune"))
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second of the GPU's memory")
     options = parser.parse_args()
-    check_tiny(parser, options)
-    wanted, shape = set(options.only.split(",")), TINY if options.tiny else FULL
-    results = Results.of(
-        options,
-        "recurrent.json",
-        script="benchmarks.recurrent.qwen35",
-        hardware=hardware(shape),
-        seed=SEED,
-        settings=vars(shape) | {"bandwidth": options.bandwidth},
-    )
+    wanted, shape = set(options.only), TINY if options.tiny else FULL
+    results = Results.of(options, "recurrent.json", __file__, vars(shape) | {"bandwidth": options.bandwidth}, seed=SEED)
     if "kernels" in wanted:
         measure_kernels(results, torch.device(shape.device), options.bandwidth, tiny=options.tiny)
     if "prompts" in wanted:

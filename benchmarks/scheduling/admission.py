@@ -116,14 +116,7 @@ def main() -> None:
         "places": PLACES,
         "seeds": 3,
     }
-    results = Results.of(
-        options,
-        "admission.json",
-        script="benchmarks.scheduling.admission",
-        hardware=cpu_name(),
-        seed=0,
-        settings=settings,
-    )
+    results = Results.of(options, "admission.json", __file__, settings, hardware=cpu_name())
     for load in LOADS:
         for how in ("pages", "expected", "known"):
             runs = [Run(load, how, seed).until_all_have_ended() for seed in range(3)]

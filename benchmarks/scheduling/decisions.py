@@ -137,14 +137,7 @@ class Case:
 def main() -> None:
     options = make_parser(__doc__).parse_args()
     settings = {"waiting": WAITING, "batch": BATCH, "jobs": JOBS, "adapters": ADAPTERS}
-    results = Results.of(
-        options,
-        "decisions.json",
-        script="benchmarks.scheduling.decisions",
-        hardware=cpu_name(),
-        seed=0,
-        settings=settings,
-    )
+    results = Results.of(options, "decisions.json", __file__, settings, hardware=cpu_name())
     for policy in ("slack", "overlap", "ets", "ts", "inference-first", "spatial"):
         for running in (0, BATCH // 2, BATCH):
             case = Case(policy, running)

@@ -189,10 +189,9 @@ def main() -> None:
     results = Results.of(
         options,
         "ets_loads.json",
-        script="benchmarks.scheduling.ets_loads",
+        __file__,
+        {"seconds": SECONDS, "targets": (ttft, tpot), "speeds": (step_speed, train_speed)},
         hardware="any: virtual time",
-        seed=0,
-        settings={"seconds": SECONDS, "targets": (ttft, tpot), "speeds": (step_speed, train_speed)},
     )
     for factor in map(int, options.factors.split(",")):
         for name in options.policies.split(","):

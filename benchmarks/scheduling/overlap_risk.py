@@ -168,14 +168,7 @@ def main() -> None:
     options = parser.parse_args()
     step_speed, train_speed = (float(part) for part in options.speeds.split(","))
     settings = {"seconds": SECONDS, "lead": LEAD, "speeds": (step_speed, train_speed), "seeds": options.seeds}
-    results = Results.of(
-        options,
-        "overlap_risk.json",
-        script="benchmarks.scheduling.overlap_risk",
-        hardware="any: virtual time",
-        seed=0,
-        settings=settings,
-    )
+    results = Results.of(options, "overlap_risk.json", __file__, settings, hardware="any: virtual time")
     for load in options.loads.split(","):
         rate, slo = loads[load]
         points = [

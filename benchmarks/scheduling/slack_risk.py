@@ -247,14 +247,7 @@ def main() -> None:
         "loads": {name: rate for name, (rate, _) in LOADS.items()},
         "over": OVER,
     }
-    results = Results.of(
-        options,
-        "slack_risk.json",
-        script="benchmarks.scheduling.slack_risk",
-        hardware="any: virtual time",
-        seed=0,
-        settings=settings,
-    )
+    results = Results.of(options, "slack_risk.json", __file__, settings, hardware="any: virtual time")
     for load, (rate, slo) in LOADS.items():
         found = point(rate, slo, 0)
         name = f"slack_risk.{load}" + (f".{options.label}" if options.label else "")

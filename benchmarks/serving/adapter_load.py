@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.bdlora.plan import SHAPES, Shape
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -143,23 +143,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--file", default=FILE, help="name of the result")
     options = parser.parse_args()
-    check_tiny(parser, options)
     torch.set_num_threads(THREADS)
     shape = SHAPES["tiny" if options.tiny else "8b"]
     base, on_gpu = base_spec(shape), torch.cuda.is_available()
     results = Results.of(
         options,
         options.file,
-        script="benchmarks.serving.adapter_load",
-        hardware=f"{torch.cuda.get_device_name()}, {cpu_name()}" if on_gpu else cpu_name(),
-        seed=SEED,
-        settings={
+        __file__,
+        {
             "rank": RANK,
             "sites": len(base.sites),
             "repeats": options.repeats,
             "cores": usable_cores(),
             "threads": THREADS,
         },
+        seed=SEED,
+        hardware=f"{torch.cuda.get_device_name()}, {cpu_name()}" if on_gpu else cpu_name(),
     )
     with tempfile.TemporaryDirectory() as root:
         works, before = dict[str, Callable[[], object]](), dict[str, Callable[[], object]]()

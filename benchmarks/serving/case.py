@@ -67,10 +67,6 @@ TINY = Shape(2, 64, 128, 4, 2, 512, 256, "cpu", 8, 64, 8192)
 """To try the scripts with, on any machine; its numbers say nothing."""
 
 
-def hardware(shape: Shape) -> str:
-    return torch.cuda.get_device_name() if shape.device == "cuda" else "CPU, a tiny shape"
-
-
 def synchronize(shape: Shape) -> None:
     if shape.device == "cuda":
         torch.cuda.synchronize()

@@ -46,7 +46,7 @@ def main() -> None:
     ours, theirs = asyncio.run(_measure(options.model, options.tokens, options.rounds))
     best = min(theirs, key=lambda threads: median(theirs[threads]))
     settings = {name: getattr(options, name) for name in ("model", "tokens", "rounds")}
-    results = Results.of(options, "cpu_decode.json", script=SCRIPT, hardware=cpu_name(), seed=0, settings=settings)
+    results = Results.of(options, "cpu_decode.json", __file__, settings, hardware=cpu_name())
     ratios = [other / own for own, other in zip(ours, theirs[best], strict=True)]
     about = {
         "ms": round(median(ours) * 1e3, 2),

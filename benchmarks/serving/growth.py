@@ -18,9 +18,9 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
-from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, hardware, make_base, synchronize
+from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, make_base, synchronize
 from coserve.memory.buffer import cache_dtype
 from coserve.memory.kv import KvCache
 
@@ -104,7 +104,6 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second of the GPU's memory")
     options = parser.parse_args()
-    check_tiny(parser, options)
     began, shape = time.monotonic(), SMALL if options.tiny else BIG
     base = make_base(shape)
     pages = shape.kv_tokens // PAGE_TOKENS
@@ -119,10 +118,9 @@ def main() -> None:
     results = Results.of(
         options,
         "serving_growth.json",
-        script="benchmarks.serving.growth",
-        hardware=hardware(shape),
+        __file__,
+        vars(shape) | {"warm": WARM, "steps": STEPS, "bandwidth": options.bandwidth},
         seed=SEED,
-        settings=vars(shape) | {"warm": WARM, "steps": STEPS, "bandwidth": options.bandwidth},
     )
     todo, too_large = cells(shape, adapters)
     if too_large:

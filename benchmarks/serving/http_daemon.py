@@ -185,7 +185,7 @@ class Offline:
     """The process of `offline`: it loads while the daemon starts, and measures when told."""
 
     def __init__(self, root: Path, *, tiny: bool) -> None:
-        command = [sys.executable, "-m", "benchmarks.serving.over_http", "--offline", str(root)]
+        command = [sys.executable, "-m", "benchmarks.serving.over_http", "--offline", str(root), "--out", str(root)]
         self._process = subprocess.Popen(
             [*command, "--tiny"] if tiny else command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

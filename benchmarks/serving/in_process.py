@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.common import results as serving_results
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.serving import idle as serving_idle
-from benchmarks.serving.case import ADAPTERS, FULL, RANKS, SEED, TINY, Bench, Load, hardware, make_base
+from benchmarks.serving.case import ADAPTERS, FULL, RANKS, SEED, TINY, Bench, Load, make_base
 from coserve.core.sampling import SamplingParams
 
 DRAWN, TOP_P = SamplingParams(temperature=0.8), SamplingParams(temperature=0.8, top_p=0.95)
@@ -143,7 +143,6 @@ def main() -> None:
     if options.summarize:
         serving_results.summarize("serving.json", options.out)
         return
-    check_tiny(parser, options)
     wanted, deadline, began = chosen(options.only), time.monotonic() + options.budget, time.monotonic()
     shape = TINY if options.tiny else FULL
     shape = shape if options.layers is None else replace(shape, layers=options.layers)
@@ -159,14 +158,7 @@ def main() -> None:
     seconds = bench.capture([max(RANKS[family]) for family in sorted(families)])
     print(f"compiled and captured in {seconds:.1f} s", flush=True)
     settings = vars(shape) | {"ranks": {name: RANKS[name] for name in sorted(families)}, "capture_s": round(seconds, 1)}
-    results = Results.of(
-        options,
-        "serving.json",
-        script="benchmarks.serving.in_process",
-        hardware=hardware(shape),
-        seed=SEED,
-        settings=settings,
-    )
+    results = Results.of(options, "serving.json", __file__, settings, seed=SEED)
     if BASE_ONLY in wanted:  # first: it publishes the adapters `a` itself
         base_only(bench, results, options.tiny)
     for family in families - ({"a"} if BASE_ONLY in wanted else set()):

@@ -23,8 +23,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.common.options import check_tiny, make_parser
-from benchmarks.common.provenance import gpu_names
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results
 from benchmarks.serving.http_case import (
     ADAPTERS,
@@ -137,22 +136,17 @@ def order(online: list[float], beside_training: list[float]) -> list[tuple[str, 
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
     parser.add_argument("--offline", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--skip", default="", help="parts to leave out: offline, closed")
+    add_names(parser, "--skip", ("offline", "closed"), default=(), what="parts to leave out")
     parser.add_argument("--online", default=None, help="rates without training, separated by commas; '' for none")
     parser.add_argument("--beside", default=None, help="rates with a fine-tuning job; '' for none")
     parser.add_argument("--scratch", type=Path, default=None, help="folder for the base, the adapters and the data")
     parser.add_argument("--seconds", type=float, default=None, help="of arrivals")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no arrivals are begun")
-    options = parser.parse_args()
-    if options.offline is None:
-        check_tiny(parser, options)
-    if unknown := set(options.skip.split(",")) - {"", "offline", "closed"}:
-        parser.error(f"--skip: no part is called {', '.join(sorted(unknown))}")
-    return options
+    return parser.parse_args()
 
 
 def measure(run: HttpBenchmark, options: argparse.Namespace, size: Size, root: Path) -> None:
-    skip = options.skip.split(",")
+    skip = options.skip
     model = model_folder(root / "model", size)
     adapter_folders(root / "adapters", size.config)
     run.log("folders made")
@@ -181,10 +175,9 @@ def main() -> None:
     results = Results.of(
         options,
         FILE,
-        script="benchmarks.serving.over_http",
-        hardware=gpu_names(options.tiny),
+        __file__,
+        {name: value for name, value in vars(size).items() if name != "config"} | {"rank": RANK},
         seed=SEED,
-        settings={name: value for name, value in vars(size).items() if name != "config"} | {"rank": RANK},
     )
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         measure(HttpBenchmark(size, results, budget=options.budget), options, size, Path(scratch))

@@ -24,9 +24,9 @@ from dataclasses import replace
 import msgspec
 import tokenizers
 
-from benchmarks.common.options import check_tiny, make_parser
+from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results, Target
-from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, hardware, make_base
+from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, make_base
 from coserve.core.grammar import Grammar
 from coserve.core.sampling import SamplingParams
 from coserve.data.pretrained.tokenizer import Tokenizer
@@ -87,7 +87,6 @@ def main() -> None:
     parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
     parser.add_argument("--profile", action="store_true", help="print where the host's time goes in a round of runs")
     options = parser.parse_args()
-    check_tiny(parser, options)
     shape = replace(TINY, vocab=4608) if options.tiny else replace(FULL, max_running=ROWS, step_tokens=ROWS * PROMPT)
     tokenizer = wide_tokenizer(shape.vocab)
     quote = json.loads(tokenizer.serialised())["model"]["vocab"]['"']
@@ -105,14 +104,7 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
         return
     plain, *masked = asyncio.run(measure(bench, load, 1 if options.tiny else REPEATS)).values()
-    results = Results.of(
-        options,
-        "schema_cost.json",
-        script="benchmarks.serving.schema_cost",
-        hardware=hardware(shape),
-        seed=SEED,
-        settings=vars(shape),
-    )
+    results = Results.of(options, "schema_cost.json", __file__, vars(shape), seed=SEED)
     for key, speeds in zip(SCHEMAS, masked, strict=True):
         costs = [1 - b / a for a, b in zip(plain, speeds, strict=True)]
         about = {"tok_s": round(statistics.median(plain), 1), "tok_s_schema": round(statistics.median(speeds), 1)}

@@ -39,8 +39,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.common.options import check_tiny, make_parser
-from benchmarks.common.provenance import gpu_names
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, summarize
 from benchmarks.serving.http_case import FIRST_TOKEN, FULL, RANK, SEED, SMALL, Size, poisson_requests
 from benchmarks.serving.http_daemon import LoadProcesses, daemon
@@ -289,18 +288,14 @@ def other_prompts(requests: Sequence[LoadRequest], shift: int, size: Size) -> li
 
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    add_names(parser, "--only", PARTS)
     parser.add_argument(
         "--scratch", type=Path, default=None, help="folder for base, adapters, data and caches; it is kept"
     )
     parser.add_argument("--budget", type=float, default=240.0, help="seconds of each part; its arrivals are cut to fit")
     parser.add_argument("--policy", default=None, help="--policy of the daemon; default: the daemon's")
     parser.add_argument("--tp", type=int, default=1, help="--tp of the daemon")
-    options = parser.parse_args()
-    check_tiny(parser, options)
-    if unknown := set(options.only.split(",")) - set(PARTS):
-        parser.error(f"--only: no part is called {', '.join(sorted(unknown))}")
-    return options
+    return parser.parse_args()
 
 
 @contextlib.contextmanager
@@ -321,12 +316,7 @@ def main() -> None:
         folders = Folders(root, size)
         folders.prepare()
         results = Results.of(
-            options,
-            FILE,
-            script="benchmarks.serving.stalls",
-            hardware=gpu_names(options.tiny),
-            seed=SEED,
-            settings={"rank": RANK, "seconds": SECONDS, "slo": SLO, "jobs": jobs_about},
+            options, FILE, __file__, {"rank": RANK, "seconds": SECONDS, "slo": SLO, "jobs": jobs_about}, seed=SEED
         )
         run = Stalls(size, folders, results, budget=options.budget, policy=options.policy, tp=options.tp)
         with contextlib.closing(run):

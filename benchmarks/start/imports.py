@@ -97,10 +97,9 @@ def main() -> None:
     results = Results.of(
         options,
         FILE,
-        script="benchmarks.start.imports",
+        __file__,
+        {"repeats": options.repeats, "workers": WORKERS, "cores": usable_cores()},
         hardware=cpu_name(),
-        seed=0,
-        settings={"repeats": options.repeats, "workers": WORKERS, "cores": usable_cores()},
     )
     with tempfile.TemporaryDirectory() as folder:
         config = Config(device="cpu", lora_backend="grouped", data_dir=Path(folder))

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common.options import check_tiny, make_parser
-from benchmarks.common.provenance import gpu_names
+from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results, Target, summarize
 from benchmarks.serving.http_case import SEED
 from benchmarks.serving.http_daemon import daemon
@@ -70,17 +69,15 @@ def log_ratios(url: str, model: str, prompts: int, group: int, sampled: int) -> 
 def main() -> None:
     parser = make_parser(__doc__, tiny="few short samples of the bundled base, on a CPU")
     options = parser.parse_args()
-    check_tiny(parser, options)
     os.environ["TINKER_TELEMETRY"] = "0"
     model, device = ("bundled", "cpu") if options.tiny else ("smollm2", "cuda")
     sizes = (2, 2, 8) if options.tiny else (16, 8, 256)
     results = Results.of(
         options,
         FILE,
-        script="benchmarks.tinker.kl",
-        hardware=gpu_names(options.tiny),
+        __file__,
+        {"model": model, "prompts": sizes[0], "group": sizes[1], "sampled": sizes[2], "rank": RANK},
         seed=SEED,
-        settings={"model": model, "prompts": sizes[0], "group": sizes[1], "sampled": sizes[2], "rank": RANK},
     )
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)

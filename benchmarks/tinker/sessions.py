@@ -26,8 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.common.options import check_tiny, make_parser
-from benchmarks.common.provenance import gpu_names
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target, summarize
 from benchmarks.serving.http_case import (
     FIRST_TOKEN,
@@ -267,12 +266,8 @@ def datum(tokens: Sequence[int], labels: Sequence[int], **inputs: np.ndarray) ->
 
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, tiny="a small base, on any machine, to try the script")
-    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, separated by commas: {', '.join(PARTS)}")
-    options = parser.parse_args()
-    check_tiny(parser, options)
-    if unknown := set(options.only.split(",")) - set(PARTS):
-        parser.error(f"--only: no part is called {', '.join(sorted(unknown))}")
-    return options
+    add_names(parser, "--only", PARTS)
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -280,12 +275,7 @@ def main() -> None:
     case = TRY if options.tiny else WHOLE
     os.environ["TINKER_TELEMETRY"] = "0"
     results = Results.of(
-        options,
-        FILE,
-        script="benchmarks.tinker.sessions",
-        hardware=gpu_names(options.tiny),
-        seed=SEED,
-        settings={name: value for name, value in vars(case).items() if name != "size"},
+        options, FILE, __file__, {name: value for name, value in vars(case).items() if name != "size"}, seed=SEED
     )
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
@@ -298,7 +288,7 @@ def main() -> None:
         with daemon(settings, root / "daemon.log") as url:
             run = Measurement(case, url, results)
             run.log("daemon up")
-            for part in options.only.split(","):
+            for part in options.only:
                 try:
                     getattr(run, part)()
                 except Exception as error:  # noqa: BLE001 - the other part may still succeed

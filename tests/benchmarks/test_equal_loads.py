@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.peers.client import merged
-from benchmarks.peers.compare import only_prompts
 from benchmarks.peers.device_time import Window, counters_of, device_time, read_counters
 from benchmarks.peers.equal_report import FILE, TARGETS, keys, peer_system, publish, target_of
-from benchmarks.peers.loads import chosen_cells, scenario_of
+from benchmarks.peers.loads import chosen_cells, only_prompts, scenario_of
 from coserve.workloads.opening import open_workload
 from coserve.workloads.replay import ReplayResult, Sample
 from tests.support.api_server import serve_api

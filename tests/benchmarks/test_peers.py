@@ -12,7 +12,6 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import peft
 import pytest
 import torch
@@ -22,14 +21,12 @@ from benchmarks.adapters import with_vllm
 from benchmarks.adapters.many import requests_of
 from benchmarks.common.results import Results
 from benchmarks.peers import trainer
-from benchmarks.peers.compare import Comparison, make_adapters
 from benchmarks.peers.equal_loads import EqualLoads
 from benchmarks.peers.processes import module, running, training, wait_ready
-from benchmarks.peers.systems import Place, mps, peer_about, vllm_options
+from benchmarks.peers.systems import Place, make_adapters, mps, peer_about, vllm_options
 from benchmarks.serving.http_case import RANK, SMALL, model_folder
 from coserve.workloads.lengths import Lengths
 from coserve.workloads.opening import open_workload
-from coserve.workloads.report.files import Report
 from coserve.workloads.scenario import Finetuning
 from coserve.workloads.trace import Trace, load_trace, save_trace
 from tests.support.examples import on_days
@@ -96,39 +93,7 @@ def place(tmp_path: Path) -> Place:
     return Place(SMALL, model, adapters, tmp_path, tmp_path / "site")
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_trainer_alone_is_a_run_without_requests(place: Place, tmp_path: Path) -> None:
-    path = tmp_path / "small.jsonl"
-    save_trace(small_trace(), path)
-    asyncio.run(Comparison(place, {"small": path}, tmp_path / "out", plain=True).run("peft"))
-    report = msgspec.json.decode((tmp_path / "out/small/peft/report.json").read_bytes(), type=Report)
-    assert report.summary.requests == 0 and report.summary.finetune_window_throughput > 0
-
-
 @on_days(1)
-def test_vllm_beside_peft_writes_what_coserve_writes(place: Place, tmp_path: Path) -> None:
-    path = tmp_path / "small.jsonl"
-    save_trace(small_trace(), path)
-    asyncio.run(Comparison(place, {"small": path}, tmp_path / "out", plain=True).run("vllm+peft"))
-    folder = tmp_path / "out" / "small" / "vllm+peft"
-    assert sorted(each.name for each in folder.iterdir()) == ["report.html", "report.json", "report.png"]
-    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
-    prompts = load_trace(path).prompts
-    assert report.server == "vllm+peft" and report.summary.completed == len(prompts) == 8
-    (job,) = report.run.jobs
-    assert job.error is None and {tokens for _, tokens in job.trained} == {64} and job.trained[0][0] >= 0
-    assert report.summary.finetune_window_throughput > 0 and report.run.snapshots
-    row = json.loads((tmp_path / "out" / "peers.json").read_text())["rows"]["small.vllm+peft"]
-    assert row["prompt_tokens"] == sum(len(prompt.prompt) for prompt in prompts) and row["errors"] == {}
-    bodies = json.loads((tmp_path / "site/vllm/entrypoints/openai/bodies.json").read_text())
-    sent = [(body["model"], tuple(body["prompt"]), body["max_tokens"]) for body in bodies[-8:]]
-    assert sorted(sent) == sorted((str(prompt.adapter), prompt.prompt, prompt.max_tokens) for prompt in prompts)
-    assert {body["model"] for body in bodies[:-8]} == {"base", "load-00", "load-01"}, "the warm-up"
-
-
-@pytest.mark.slow
-@pytest.mark.long
 def test_equal_loads_of_vllm_beside_peft(place: Place, tmp_path: Path) -> None:
     """Requests come from processes of their own, PEFT's peak is measured first, and no targets are sent to vLLM. Half
     of the time PEFT trains less."""
@@ -142,8 +107,10 @@ def test_equal_loads_of_vllm_beside_peft(place: Place, tmp_path: Path) -> None:
     row, (trace,) = rows["r5.vllm+peft"], (tmp_path / "traces").glob("r5.jsonl")
     prompts = load_trace(trace).prompts
     assert row["requests"] == len(prompts) and row["errors"] == {} and row["finetune_tok_s"] > 0
-    bodies = json.loads((tmp_path / "site/vllm/entrypoints/openai/bodies.json").read_text())[-len(prompts) :]
-    assert sorted(tuple(body["prompt"]) for body in bodies) == sorted(prompt.prompt for prompt in prompts)
+    bodies = json.loads((tmp_path / "site/vllm/entrypoints/openai/bodies.json").read_text())
+    sent = [(body["model"], tuple(body["prompt"]), body["max_tokens"]) for body in bodies[-len(prompts) :]]
+    assert sorted(sent) == sorted((str(prompt.adapter), prompt.prompt, prompt.max_tokens) for prompt in prompts)
+    assert {body["model"] for body in bodies[: -2 * len(prompts)]} == {"base", "load-00", "load-01"}, "the warm-up"
     assert not any("slo_ttft" in body for body in bodies)
 
 
@@ -269,11 +236,6 @@ async def test_a_process_that_fails_shows_its_log_and_leaves_no_children(
     assert "child" in capsys.readouterr().out
     while group_exists(group):  # noqa: ASYNC110 - groups send no event
         await asyncio.sleep(0.02)
-
-
-def test_a_trace_of_other_ranks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="expected a trace of at most 32 adapters of rank 16"):
-        make_adapters(tmp_path, SMALL.config, open_workload({"rank": (8,), "duration": 1.0}).scenario)
 
 
 @on_days(5)
