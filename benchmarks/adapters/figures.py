@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.figures import panels
+
 FIGURES = Path("docs/figures")
 KINDS = {"s1": "rank 8", "s2": "ranks 8 to 64", "s4": "13B, ranks 16 to 64"}
 SUFFIXES = {
@@ -61,45 +63,36 @@ def draw_many(results: Path, figures: Path = FIGURES) -> None:
     served = lines(rows, saturated, setting)
     peer = r"adapters\.vllm\.requests_s\.(\d+)\.(alpha1|uniform)\.(.*)"
     served |= lines(rows, peer, lambda found: f"vLLM {found[3]}{', uniform' if found[2] == 'uniform' else ''}")
-    panels = {
+    shown = {
         "requests/s at saturation": served,
         "p95 TTFT at 70% of saturation, ms": lines(
             rows, r"adapters\.ttft_p95_ms\.(\d+)(.*)", lambda found: f"rank 8{ending(found[2])}"
         ),
         "share with TTFT ≤ 6 s at saturation": lines(rows, saturated, setting, "within_6_s"),
     }
-    _draw({name: each for name, each in panels.items() if each}, hardware(record), figures / "adapters_many.png")
+    _draw({name: each for name, each in shown.items() if each}, hardware(record), figures / "adapters_many.png")
 
 
 def draw_ratio(results: Path, figures: Path = FIGURES) -> None:
     """`adapters_ratio.png` from `adapter_tiers.json`, if that has more than one share."""
     record = json.loads((results / "adapter_tiers.json").read_text())
     pattern = r"adapters\.ratio\.ttft_p95_ms\.(\d+)%"
-    panels = {
+    shown = {
         "p95 TTFT, ms": lines(record["rows"], pattern, lambda _: "p95"),
         "share with TTFT ≤ 250 ms": lines(record["rows"], pattern, lambda _: "within 250 ms", "within_250_ms"),
     }
-    if any(len(points) > 1 for points in panels["p95 TTFT, ms"].values()):
-        _draw(panels, hardware(record), figures / "adapters_ratio.png", "% of 100 adapters that fit into the pool")
+    if any(len(points) > 1 for points in shown["p95 TTFT, ms"].values()):
+        _draw(shown, hardware(record), figures / "adapters_ratio.png", "% of 100 adapters that fit into the pool")
 
 
-def _draw(panels: Mapping[str, Lines], title: str, path: Path, across: str = "adapters") -> None:
+def _draw(shown: Mapping[str, Lines], title: str, path: Path, across: str = "adapters") -> None:
     """One panel for each entry."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.8), layout="constrained", squeeze=False)
-    for axis, (name, drawn) in zip(axes[0], panels.items(), strict=True):
-        for label, points in drawn.items():
-            axis.plot(*zip(*points, strict=True), marker="o", label=label)
-        axis.set(xlabel=across, ylabel=name, ylim=(0, None))
-        axis.margins(y=0.1)
-        if across == "adapters":
-            axis.set_xscale("log")
-        axis.legend(fontsize=7)
-    figure.suptitle(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with panels(path, 1, len(shown), (5 * len(shown), 3.8), title) as (axes,):
+        for axis, (name, drawn) in zip(axes, shown.items(), strict=True):
+            for label, points in drawn.items():
+                axis.plot(*zip(*points, strict=True), marker="o", label=label)
+            axis.set(xlabel=across, ylabel=name, ylim=(0, None))
+            axis.margins(y=0.1)
+            if across == "adapters":
+                axis.set_xscale("log")
+            axis.legend(fontsize=7)

@@ -27,10 +27,8 @@ import numpy as np
 import torch
 
 from benchmarks.adapters.fleet import llama_sites, write_adapter
-from benchmarks.bdlora.plan import SHAPES
 from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results
-from benchmarks.serving.adapter_load import base_spec
 from benchmarks.serving.http_case import LLAMA_8B
 from coserve.core.names import ADAPTER_CONFIG
 from coserve.core.processes import usable_cores
@@ -49,6 +47,24 @@ ADAPTERS = {"r8": (8, False), "r24": (24, False), "r16_all": (16, True)}
 """Rank, and whether also the MLP's sites."""
 AT_ONCE, ROUNDS, BLOCK = (1, 4), 15, 8 << 20
 Read = Callable[[], object]
+
+
+def base_spec() -> BaseSpec:
+    """The base, of which no weights are needed."""
+    return BaseSpec(
+        name="8b",
+        fingerprint="0" * 64,
+        family="llama",
+        dtype="bfloat16",
+        device="cpu",
+        layers=LLAMA_8B["num_hidden_layers"],
+        hidden=LLAMA_8B["hidden_size"],
+        vocab=LLAMA_8B["vocab_size"],
+        context=LLAMA_8B["max_position_embeddings"],
+        eos_token_ids=(),
+        default_targets=(),
+        sites=llama_sites(LLAMA_8B, mlp=True),
+    )
 
 
 class Adapter:
@@ -161,7 +177,7 @@ def main() -> None:
         __file__,
         {"adapters": ADAPTERS, "at_once": AT_ONCE, "rounds": ROUNDS, "cores": os.cpu_count()},
     )
-    base, stop = base_spec(SHAPES["8b"]), threading.Event()
+    base, stop = base_spec(), threading.Event()
     form = PackedForm(base.fingerprint, torch.bfloat16, for_kernels=True)
     files = PackedFiles(form, LoadTimes())
     memory = HostMemory(1 << 30, for_kernels=True)

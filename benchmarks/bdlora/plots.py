@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
 from benchmarks.bdlora.loads import Measured
+from benchmarks.common.figures import panels
 
 NAMES = {"nfs": "NFS-LoRA", "slora": "S-LoRA", "bd": "BD-LoRA", "bd2": "BD-LoRA, rank 2r"}
 COLOURS = {"nfs": "tab:green", "slora": "tab:blue", "bd": "tab:orange", "bd2": "tab:red"}
@@ -25,7 +21,6 @@ PANELS: tuple[tuple[str, Callable[[Measured], float]], ...] = (
 def draw(loads: Sequence[Measured], folder: Path) -> None:
     """`bdlora_figure_5_SHAPE_tpN.png`: by parameters, a row a load. `bdlora_figure_1_tpN.png`: latency over
     parameters."""
-    folder.mkdir(parents=True, exist_ok=True)
     for shape, tp in sorted({(one.shape, one.tp) for one in loads if one.tp > 1}):
         own = [one for one in loads if (one.shape, one.tp) == (shape, tp)]
         ranks = {load: {one.lora_rank for one in own if one.load == load} - {0} for load in {one.load for one in own}}
@@ -39,29 +34,24 @@ def _figure_5(loads: Sequence[Measured], title: str, file: Path) -> None:
     shown = sorted({one.load for one in loads if one.strategy != "base"}, key=lambda load: (-load.prompt, load.batch))
     if not shown:
         return
-    figure, grid = plt.subplots(
-        len(shown), len(PANELS), figsize=(15, 2.7 * len(shown)), squeeze=False, constrained_layout=True
-    )
-    for line, load in zip(grid, shown, strict=True):
-        for axes, (name, value) in zip(line, PANELS, strict=True):
-            for strategy, label in NAMES.items():
-                curve = sorted(
-                    (one.row["adapter_parameters"] / 1e6, value(one))
-                    for one in loads
-                    if one.load == load and one.strategy == strategy and "adapter_parameters" in one.row
-                )
-                if curve:
-                    axes.plot(*zip(*curve, strict=True), marker="o", label=label, color=COLOURS[strategy])
-            base = next((one for one in loads if one.load == load and one.strategy == "base"), None)
-            if base is not None:
-                axes.axhline(value(base), color="grey", linestyle="--", label="no adapter")
-            axes.set(xscale="log", xlabel="adapter parameters, M", title=name)
-            axes.grid(alpha=0.3)
-        line[0].set_ylabel(f"{load.prompt} in, {load.output} out, batch {load.batch}")
-    grid[0][0].legend(fontsize=8)
-    figure.suptitle(title)
-    figure.savefig(file, dpi=100)
-    plt.close(figure)
+    with panels(file, len(shown), len(PANELS), (15, 2.7 * len(shown)), title) as grid:
+        for line, load in zip(grid, shown, strict=True):
+            for axes, (name, value) in zip(line, PANELS, strict=True):
+                for strategy, label in NAMES.items():
+                    curve = sorted(
+                        (one.row["adapter_parameters"] / 1e6, value(one))
+                        for one in loads
+                        if one.load == load and one.strategy == strategy and "adapter_parameters" in one.row
+                    )
+                    if curve:
+                        axes.plot(*zip(*curve, strict=True), marker="o", label=label, color=COLOURS[strategy])
+                base = next((one for one in loads if one.load == load and one.strategy == "base"), None)
+                if base is not None:
+                    axes.axhline(value(base), color="grey", linestyle="--", label="no adapter")
+                axes.set(xscale="log", xlabel="adapter parameters, M", title=name)
+                axes.grid(alpha=0.3)
+            line[0].set_ylabel(f"{load.prompt} in, {load.output} out, batch {load.batch}")
+        grid[0][0].legend(fontsize=8)
 
 
 def _figure_1(loads: Sequence[Measured], title: str, file: Path) -> None:
@@ -70,19 +60,18 @@ def _figure_1(loads: Sequence[Measured], title: str, file: Path) -> None:
     shown = sorted({one.load for one in loads if one.load.batch == 1 and one.strategy != "base"})
     if not shown:
         return
-    figure, grid = plt.subplots(1, len(shown), figsize=(5 * len(shown), 4), squeeze=False, constrained_layout=True)
-    for axes, load in zip(grid[0], shown, strict=True):
-        for strategy, label in NAMES.items():
-            own = [one for one in loads if one.load == load and one.strategy == strategy]
-            points = sorted((one.e2e_s, one.row["adapter_parameters"] / 1e6, one.row["rank"]) for one in own)
-            if points:
-                axes.plot([p[0] for p in points], [p[1] for p in points], "o-", label=label, color=COLOURS[strategy])
-                for seconds, million, rank in points:
-                    axes.annotate(str(rank), (seconds, million), fontsize=7)
-        axes.set(yscale="log", xlabel="E2E latency, s", ylabel="adapter parameters, M")
-        axes.set_title(f"{load.prompt} in, {load.output} out")
-        axes.grid(alpha=0.3)
-    grid[0][0].legend(fontsize=8)
-    figure.suptitle(f"{title}, one request")
-    figure.savefig(file, dpi=100)
-    plt.close(figure)
+    with panels(file, 1, len(shown), (5 * len(shown), 4), f"{title}, one request") as grid:
+        for axes, load in zip(grid[0], shown, strict=True):
+            for strategy, label in NAMES.items():
+                own = [one for one in loads if one.load == load and one.strategy == strategy]
+                points = sorted((one.e2e_s, one.row["adapter_parameters"] / 1e6, one.row["rank"]) for one in own)
+                if points:
+                    axes.plot(
+                        [p[0] for p in points], [p[1] for p in points], "o-", label=label, color=COLOURS[strategy]
+                    )
+                    for seconds, million, rank in points:
+                        axes.annotate(str(rank), (seconds, million), fontsize=7)
+            axes.set(yscale="log", xlabel="E2E latency, s", ylabel="adapter parameters, M")
+            axes.set_title(f"{load.prompt} in, {load.output} out")
+            axes.grid(alpha=0.3)
+        grid[0][0].legend(fontsize=8)

@@ -35,10 +35,11 @@ import msgspec
 import numpy as np
 import torch
 
+from benchmarks.common.figures import panels
 from benchmarks.common.options import RESULTS, make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.summary import update_summary
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import Schedule, TrainingSettings
@@ -65,7 +66,7 @@ from coserve.model.base import Base, load_base
 from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
 
-NAME = "bdlora_quality.json"
+NAME, KEY = "bdlora_quality.json", "bd.quality.delta"
 FIGURE = Path("docs/figures/bdlora_quality.png")
 KINDS = {"lora": 1, "bd2": 2, "bd4": 4}
 """Blocks of each kind."""
@@ -311,36 +312,27 @@ def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
     found = compare(rows)
     draw(found.cells, figure)
     latest = max(rows, key=lambda row: row["date"])
-    key = entry(
-        latest, value=found.delta, unit="nats/token", target="within noise", script="bdlora/quality.py", result=NAME
-    )
-    key |= {"noise": found.noise, "by_seed": found.delta_by_seed, "cells": found.cells}
-    update_summary(out, {"bd.quality.delta": key})
-    print(msgspec.json.format(msgspec.json.encode(key), indent=1).decode())
+    more = {"noise": found.noise, "by_seed": found.delta_by_seed, "cells": found.cells}
+    value = found.delta, "nats/token", "within noise", latest
+    update_summary(out, "bdlora/quality.py", NAME, {KEY: value}, {KEY: more})
 
 
 def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), constrained_layout=True)
-    for kind, blocks in KINDS.items():
-        own = [cell for cell in cells if cell["kind"] == kind]
-        axes.errorbar(
-            [cell["parameters"] for cell in own],
-            [cell["mean"] for cell in own],
-            yerr=[cell["std"] for cell in own],
-            marker="o",
-            capsize=3,
-            label="LoRA" if blocks == 1 else f"BD-LoRA, {blocks} blocks",
-        )
-    axes.set(xscale="log", xlabel="parameters", ylabel="validation loss, nats/token")
-    axes.set_title("The bundled base; mean and standard deviation of 3 seeds", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=110)
+    title = "The bundled base; mean and standard deviation of 3 seeds"
+    with panels(path, 1, 1, (6, 4), title) as ((axes,),):
+        for kind, blocks in KINDS.items():
+            own = [cell for cell in cells if cell["kind"] == kind]
+            axes.errorbar(
+                [cell["parameters"] for cell in own],
+                [cell["mean"] for cell in own],
+                yerr=[cell["std"] for cell in own],
+                marker="o",
+                capsize=3,
+                label="LoRA" if blocks == 1 else f"BD-LoRA, {blocks} blocks",
+            )
+        axes.set(xscale="log", xlabel="parameters", ylabel="validation loss, nats/token")
+        axes.grid(alpha=0.3)
+        axes.legend()
 
 
 def main() -> None:

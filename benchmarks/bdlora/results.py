@@ -9,9 +9,10 @@ from typing import Any
 
 from benchmarks.bdlora.loads import Measured, loads_of, speedups, table_2
 from benchmarks.bdlora.plan import Item
+from benchmarks.bdlora.plots import draw
 from benchmarks.common.options import RESULTS
 from benchmarks.common.results import Results, Target, merge_results
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.summary import update_summary
 
 FILE, LOADS_FILE, TABLE = "bdlora.json", "bdlora_loads.json", "bdlora_table.md"
 RETAINED = 128
@@ -99,18 +100,10 @@ def summarize(out: Path, files: Sequence[Path]) -> None:
     loads = loads_of(rows)
     (out / LOADS_FILE).write_text(json.dumps([one.record() for one in loads], indent=1) + "\n")
     (out / TABLE).write_text(table_2(loads))
-    entries = {}
     found = {key: (FILE, what) for key, what in keys(rows, loads, _cards(content["runs"])).items()}
-    for key, (file_, (value, target, row, unit)) in (_runs_with_one_gpu(out, rows) | found).items():
-        target_text = None if target is None else str(target)
-        entries[key] = entry(
-            row, value=round(value, 4), unit=unit, target=target_text, script="bdlora/measure.py", result=file_
-        )
-        print(key, round(value, 4), target_text or "", flush=True)
-    update_summary(out, entries)
+    for key, (name, (value, target, row, unit)) in (_runs_with_one_gpu(out, rows) | found).items():
+        update_summary(out, "bdlora/measure.py", name, {key: (round(value, 4), unit, target, row)})
     if loads:
-        from benchmarks.bdlora.plots import draw
-
         draw(loads, Path("docs/figures") if out == RESULTS else out)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from benchmarks.common.options import RESULTS
 from benchmarks.common.provenance import command, commit, machine, module_of, versions
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.summary import Key, update_summary
 
 
 @dataclass(frozen=True)
@@ -136,20 +137,20 @@ def merge_results(file: Path, out: Path = RESULTS) -> None:
     _merge(out / file.name, record["runs"], record["rows"])
 
 
-def summarize(file: str, out: Path = RESULTS) -> None:
-    """Update `summary.json` with the rows of a result: every row is a key.
+def summarize(file: str, out: Path = RESULTS, keys: Collection[str] | None = None) -> None:
+    """Update `summary.json` with the rows of a result: every row is a key, or only `keys`.
 
     A note goes with its row: a key measured again at a known commit has none.
     """
     record = json.loads((out / file).read_text())
     rows, runs = record["rows"], record["runs"]
-    entries = dict[str, dict[str, Any]]()
+    by_script = defaultdict[str, dict[str, Key]](dict)
     for key, row in rows.items():
-        script = runs[row["run"]].get("script", "benchmarks/serving/in_process.py").removeprefix("benchmarks/")
-        entries[key] = entry(
-            row, value=row["value"], unit=row["unit"], target=row["target"], script=script, result=file
-        )
-    update_summary(out, entries)
+        if keys is None or key in keys:
+            script = runs[row["run"]].get("script", "benchmarks/serving/in_process.py").removeprefix("benchmarks/")
+            by_script[script][key] = row["value"], row["unit"], row["target"], row
+    for script, found in by_script.items():
+        update_summary(out, script, file, found)
 
 
 def main() -> None:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+Key = tuple[float, str, object, Mapping[str, Any]]
+"""Value, unit, target (None: none), and the row that gives the date, and the note if it has one."""
 
-def update_summary(out: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace these keys of `summary.json` in `out`; other keys stay."""
+
+def update_summary(
+    out: Path,
+    script: str,
+    result: str,
+    found: Mapping[str, Key],
+    more: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
+    """Print these keys, and put them into `summary.json` in `out`; other keys stay. `script`, `result`: files below
+    `benchmarks/` and `benchmarks/results/`; `more`: further fields of some keys."""
     path = out / "summary.json"
     summary = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(dict(sorted((summary | dict(entries)).items())), indent=1) + "\n")
-
-
-def entry(
-    row: Mapping[str, Any], *, value: float, unit: str, target: str | None, script: str, result: str
-) -> dict[str, Any]:
-    """One key: `row` gives the date, and the note if it has one. `script` and `result` are file names."""
-    found = {"value": value, "unit": unit, "target": target, "script": f"benchmarks/{script}"}
-    found |= {"result": f"benchmarks/results/{result}", "date": row["date"]}
-    return found | ({"note": row["note"]} if "note" in row else {})
+    for key, (value, unit, target, row) in found.items():
+        print(key, value, unit, "" if target is None else target, flush=True)
+        summary[key] = {"value": value, "unit": unit, "target": None if target is None else str(target)}
+        summary[key] |= {"script": f"benchmarks/{script}", "result": f"benchmarks/results/{result}"}
+        summary[key] |= {name: row[name] for name in ("date", "note") if name in row} | dict(more.get(key, {}))
+    path.write_text(json.dumps(dict(sorted(summary.items())), indent=1) + "\n")

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.figures import panels
 from benchmarks.common.options import RESULTS
 from benchmarks.common.results import Target
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.summary import update_summary
 from benchmarks.ets.figure_5_1_shape import AS_SEGMENTED, GRAPHS, METHODS, PAPER, TASKS, TRAINER, Shape
 
 FIGURE = Path("docs/figures/figure_5_1.png")
@@ -63,47 +64,30 @@ def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
     record = json.loads((out / "figure_5_1.json").read_text())
     rows = list(record["rows"].values())
     draw(rows, next(iter(record["runs"].values()))["hardware"], figure)
-    target, script, result = str(FLATNESS), "ets/figure_5_1.py", "figure_5_1.json"
-    entries = {
-        key: entry(row, value=value, unit="ratio", target=target, script=script, result=result)
-        for key, (value, row) in flatness(rows).items()
-    }
-    entries |= {
-        key: entry(row, value=value, unit="ratio", target=None, script=script, result=result)
-        for key, (value, row) in over_grouped(rows).items()
-    }
-    for key, each in entries.items():
-        print(key, each["value"])
-    update_summary(out, entries)
+    for of, target in ((flatness(rows), FLATNESS), (over_grouped(rows), None)):
+        found = {key: (value, "ratio", target, row) for key, (value, row) in of.items()}
+        update_summary(out, "ets/figure_5_1.py", "figure_5_1.json", found)
 
 
 def draw(rows: Sequence[dict[str, Any]], hardware: str, path: Path, shape: Shape = PAPER) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, grid = plt.subplots(2, 2, figsize=(10, 7), constrained_layout=True)
-    for line, task in zip(grid, TASKS, strict=True):
-        for axes, vary, fixed, value in (
-            (line[0], "adapters", "batch", shape.batch),
-            (line[1], "batch", "adapters", shape.adapters),
-        ):
-            for index, method in enumerate(METHODS):
-                curve = sorted(
-                    (row[vary], row["value"])
-                    for row in rows
-                    if row["task"] == task
-                    and row["way"] == method
-                    and row[fixed] == value
-                    and row[vary] in shape.counts
-                )
-                if curve:
-                    axes.plot(*zip(*curve, strict=True), marker="o", label=method, color=f"C{index}")
-            axes.set(xscale="log", yscale="log", xlabel=f"{vary} ({fixed} {value})", ylabel="tokens/s", title=task)
-            axes.set_xticks(shape.counts, [str(count) for count in shape.counts])
-            axes.grid(alpha=0.3)
-    grid[0][0].legend(fontsize=8)
-    figure.suptitle(f"GPT-2 medium, bf16, ranks 16 to 128, {hardware}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with panels(path, 2, 2, (10, 7), f"GPT-2 medium, bf16, ranks 16 to 128, {hardware}") as grid:
+        for line, task in zip(grid, TASKS, strict=True):
+            for axes, vary, fixed, value in (
+                (line[0], "adapters", "batch", shape.batch),
+                (line[1], "batch", "adapters", shape.adapters),
+            ):
+                for index, method in enumerate(METHODS):
+                    curve = sorted(
+                        (row[vary], row["value"])
+                        for row in rows
+                        if row["task"] == task
+                        and row["way"] == method
+                        and row[fixed] == value
+                        and row[vary] in shape.counts
+                    )
+                    if curve:
+                        axes.plot(*zip(*curve, strict=True), marker="o", label=method, color=f"C{index}")
+                axes.set(xscale="log", yscale="log", xlabel=f"{vary} ({fixed} {value})", ylabel="tokens/s", title=task)
+                axes.set_xticks(shape.counts, [str(count) for count in shape.counts])
+                axes.grid(alpha=0.3)
+        grid[0][0].legend(fontsize=8)

@@ -8,9 +8,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.figures import panels
 from benchmarks.common.options import RESULTS
 from benchmarks.common.results import Target
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.summary import Key, update_summary
 from benchmarks.ets.loads import BACKENDS, POLICIES
 
 FILE = "ets.json"
@@ -23,8 +24,7 @@ TARGETS = {("slack", "in_1s"): Target(1.0), ("slack", "in_10s"): Target(1.0)}
 RATIOS = {"latency": Target(0.1, most=True), "finetune": Target(1.0)}
 
 Rows = Mapping[str, Mapping[str, Any]]
-Entries = dict[str, tuple[float, str, str | None, Mapping[str, Any]]]
-"""Key: value, unit, target, and the row that gives the date."""
+Entries = dict[str, Key]
 
 
 def systems_in(rows: Rows, cell: str, backend: str) -> dict[str, Mapping[str, Any]]:
@@ -45,7 +45,7 @@ def keys(rows: Rows) -> Entries:
         for policy, row in of.items():
             for name, unit in UNITS.items():
                 target = TARGETS.get((policy, name)) if backend == BACKENDS[0] and cell == TABLE else None
-                found[f"{begin}.{policy}.{name}"] = row[name], unit, None if target is None else str(target), row
+                found[f"{begin}.{policy}.{name}"] = row[name], unit, target, row
         if cell != TABLE:
             continue
         if backend == BACKENDS[0]:
@@ -68,10 +68,10 @@ def against_papers(of: Mapping[str, Mapping[str, Any]]) -> Entries:
     sharing = [row["finetune_tok_s"] for policy, row in of.items() if policy.startswith("ts")]
     if "ets" in of:
         ratio = round(slack["latency_mean_s"] / of["ets"]["latency_mean_s"], 4)
-        found["ets.table52.slack_over_ets.latency"] = ratio, "ratio", str(RATIOS["latency"]), slack
+        found["ets.table52.slack_over_ets.latency"] = ratio, "ratio", RATIOS["latency"], slack
     if sharing and max(sharing) > 0:
         ratio = round(slack["finetune_tok_s"] / max(sharing), 4)
-        found["ets.table52.slack_over_ts.finetune"] = ratio, "ratio", str(RATIOS["finetune"]), slack
+        found["ets.table52.slack_over_ts.finetune"] = ratio, "ratio", RATIOS["finetune"], slack
     return found
 
 
@@ -114,13 +114,7 @@ def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
     """Draw the figures and update `summary.json`, from the result in `out`."""
     record = json.loads((out / FILE).read_text())
     rows = record["rows"]
-    entries = {
-        key: entry(row, value=value, unit=unit, target=target, script="ets/measure.py", result=FILE)
-        for key, (value, unit, target, row) in keys(rows).items()
-    }
-    for key, each in entries.items():
-        print(key, each["value"])
-    update_summary(out, entries)
+    update_summary(out, "ets/measure.py", FILE, keys(rows))
     hardware = ", ".join(sorted({run["hardware"] for run in record["runs"].values()}))
     for backend in BACKENDS:
         if systems_in(rows, TABLE, backend):
@@ -131,28 +125,20 @@ def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
 def draw(rows: Rows, backend: str, hardware: str, path: Path) -> None:
     """Figure 5.2, mean latency over the size of a fine-tuning request; beside it latency and fine-tuning over the
     load."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4), constrained_layout=True)
-    for index, policy in enumerate(POLICIES):
-        style = {"marker": "o", "label": policy, "color": f"C{index}"}
-        if curve := sizes(rows, policy, backend):
-            axes[0].plot(*zip(*curve, strict=True), **style)
-        if points := factors(rows, policy, backend):
-            axes[1].plot([at for at, _ in points], [row["latency_mean_s"] for _, row in points], **style)
-            axes[2].plot([at for at, _ in points], [row["finetune_tok_s"] for _, row in points], **style)
-    axes[0].set(xlabel="rows of a fine-tuning request, every 20 s", title="Figure 5.2")
-    axes[1].set(xlabel="load, times table 5.1's", title="More requests and rows")
-    axes[2].set(xlabel="load, times table 5.1's", ylabel="fine-tuning tokens/s", title="Fine-tuning meanwhile")
-    for each in axes[:2]:
-        each.set(ylabel="mean latency, s", yscale="log")
-    for each in axes:
-        each.set_xscale("log", base=2)
-        each.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.suptitle(f"GPT-2 medium, bf16, random weights, {backend}, {hardware}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with panels(path, 1, 3, (14, 4), f"GPT-2 medium, bf16, random weights, {backend}, {hardware}") as (axes,):
+        for index, policy in enumerate(POLICIES):
+            style = {"marker": "o", "label": policy, "color": f"C{index}"}
+            if curve := sizes(rows, policy, backend):
+                axes[0].plot(*zip(*curve, strict=True), **style)
+            if points := factors(rows, policy, backend):
+                axes[1].plot([at for at, _ in points], [row["latency_mean_s"] for _, row in points], **style)
+                axes[2].plot([at for at, _ in points], [row["finetune_tok_s"] for _, row in points], **style)
+        axes[0].set(xlabel="rows of a fine-tuning request, every 20 s", title="Figure 5.2")
+        axes[1].set(xlabel="load, times table 5.1's", title="More requests and rows")
+        axes[2].set(xlabel="load, times table 5.1's", ylabel="fine-tuning tokens/s", title="Fine-tuning meanwhile")
+        for each in axes[:2]:
+            each.set(ylabel="mean latency, s", yscale="log")
+        for each in axes:
+            each.set_xscale("log", base=2)
+            each.grid(alpha=0.3)
+        axes[0].legend(fontsize=8)

@@ -36,10 +36,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.bdlora.quality import WARMUP, HeldOutPlan, read_corpus, run_job
+from benchmarks.common.figures import panels
 from benchmarks.common.options import RESULTS, add_names, make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.summary import Key, update_summary
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraSettings
@@ -195,42 +196,32 @@ def differences(rows: Rows) -> dict[str, dict[str, Any]]:
 def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
     """Draw the figure and update `finetune.quality.*`, from the rows in `out`."""
     rows = list(msgspec.json.decode((out / NAME).read_bytes())["rows"].values())
-    latest, entries = max(rows, key=lambda row: row["date"]), {}
-    for dtype, found in differences(rows).items():
-        mean = round(statistics.mean(found["validation"]), 6)
-        entries[f"finetune.quality.delta.{dtype}"] = (
-            entry(latest, value=mean, unit="nats/token", target=None, script="finetuning/quality.py", result=NAME)
-            | found
-        )
-    update_summary(out, entries)
+    latest = max(rows, key=lambda row: row["date"])
+    more = {f"finetune.quality.delta.{dtype}": found for dtype, found in differences(rows).items()}
+    found: dict[str, Key] = {
+        key: (round(statistics.mean(own["validation"]), 6), "nats/token", None, latest) for key, own in more.items()
+    }
+    update_summary(out, "finetuning/quality.py", NAME, found, more)
     draw(rows, figure)
-    print(msgspec.json.format(msgspec.json.encode(entries), indent=1).decode())
 
 
 def draw(rows: Rows, path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
-    figure, grid = plt.subplots(
-        1, len(dtypes), figsize=(1 + 5 * len(dtypes), 4), constrained_layout=True, squeeze=False
-    )
-    axes = grid[0]
-    for row in rows:
-        color, peft = f"C{row['seed']}", row["side"] == "peft"
-        steps = range(1, len(row["training"]) + 1)
-        style = {"linestyle": "--", "linewidth": 1.0, "color": "black"} if peft else {"linewidth": 2.5, "color": color}
-        axis = axes[dtypes.index(row["dtype"])]
-        axis.plot(steps, row["training"], **style, label=f"{row['side']}, seed {row['seed']}", zorder=3 if peft else 2)
-    for axis, dtype in zip(axes, dtypes, strict=True):
-        axis.set(xlabel="optimizer step", ylabel="training loss, nats/token", title=dtype)
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with panels(path, 1, len(dtypes), (1 + 5 * len(dtypes), 4)) as (axes,):
+        for row in rows:
+            color, peft = f"C{row['seed']}", row["side"] == "peft"
+            steps = range(1, len(row["training"]) + 1)
+            style = (
+                {"linestyle": "--", "linewidth": 1.0, "color": "black"} if peft else {"linewidth": 2.5, "color": color}
+            )
+            axis = axes[dtypes.index(row["dtype"])]
+            axis.plot(
+                steps, row["training"], **style, label=f"{row['side']}, seed {row['seed']}", zorder=3 if peft else 2
+            )
+        for axis, dtype in zip(axes, dtypes, strict=True):
+            axis.set(xlabel="optimizer step", ylabel="training loss, nats/token", title=dtype)
+            axis.grid(alpha=0.3)
+        axes[0].legend(fontsize=8)
 
 
 def main() -> None:

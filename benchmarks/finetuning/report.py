@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.options import RESULTS
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.results import summarize
 from benchmarks.finetuning.cases import COMPARED, OURS, PEFT_MODES
 
 FILE = "finetuning.json"
@@ -45,11 +45,5 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 def publish(out: Path = RESULTS) -> None:
     """Update `summary.json` from the result in `out`, and print the table."""
     rows = json.loads((out / FILE).read_text())["rows"]
-    entries = {
-        key: entry(
-            row, value=row["value"], unit=row["unit"], target=row["target"], script="finetuning/measure.py", result=FILE
-        )
-        for key, row in published(rows).items()
-    }
-    update_summary(out, entries)
+    summarize(FILE, out, published(rows))
     print(table(rows))

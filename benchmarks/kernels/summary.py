@@ -6,12 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.figures import panels
+from benchmarks.common.summary import update_summary
 
 FIGURES = Path("docs/figures")
 Row = dict[str, Any]
@@ -24,14 +20,10 @@ def summarize(results: Path, figures: Path = FIGURES) -> None:
     parts = {
         path.stem.removeprefix("kernels_"): json.loads(path.read_text()) for path in results.glob("kernels_*.json")
     }
-    entries: dict[str, Row] = {}
 
     def put(key: str, value: float, unit: str, target: str, part: str) -> None:
-        date, result = {"date": parts[part]["date"]}, f"kernels_{part}.json"
-        rounded = round(value, 4)
-        entries[f"kernels.{key}"] = entry(
-            date, value=rounded, unit=unit, target=target, script="kernels/lora.py", result=result
-        )
+        found = round(value, 4), unit, target, {"date": parts[part]["date"]}
+        update_summary(results, "kernels/lora.py", f"kernels_{part}.json", {f"kernels.{key}": found})
 
     if "step" in parts:
         _step(parts["step"]["rows"], put)
@@ -41,15 +33,8 @@ def summarize(results: Path, figures: Path = FIGURES) -> None:
         _scaling(parts["scaling"]["rows"], put)
     if "decode" in parts and "prefill" in parts:
         _grids(parts["decode"]["rows"], parts["prefill"]["rows"], put)
-    update_summary(results, entries)
-    for key, found in entries.items():
-        print(f"{key:45} {found['value']:10.3f} {found['unit']:12} {found['target']}")
-    figures.mkdir(parents=True, exist_ok=True)
     if "decode" in parts:
         _popularity_figure(parts["decode"]["rows"], figures)
-        _rank_figure(parts["decode"]["rows"], figures)
-    if "scaling" in parts:
-        _adapters_figure(parts["scaling"]["rows"], figures)
 
 
 def us(row: Row, column: str) -> float:
@@ -125,61 +110,22 @@ METHODS = {"segmented": "segmented", "stk32": "stk, block 32", "grouped": "group
 
 def _popularity_figure(rows: list[Row], folder: Path) -> None:
     """Punica's figure 8: time of the operator over batch size, by popularity. Llama's o_proj, rank 16."""
-    figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), sharey=True)
-    for axis, popularity in zip(axes, ("distinct", "uniform", "skewed", "identical"), strict=True):
-        own = [
-            row
-            for row in rows
-            if row["model"].startswith("llama")
-            and row["group"] == "o"
-            and row["ranks"] == "16"
-            and (row["popularity"] == popularity or row["tokens"] == 1)
-        ]
-        for method, label in METHODS.items():
-            points = [(row["tokens"], us(row, method)) for row in own if method in row["us"]]
-            axis.plot(*zip(*points, strict=True), marker="o", label=label)
-        axis.plot([r["tokens"] for r in own], [r["floor_us"] for r in own], "k--", linewidth=1, label="memory floor")
-        axis.set(title=popularity, xscale="log", yscale="log", xlabel="tokens, one a sequence")
-    axes[0].set_ylabel("µs (4096 to 4096, rank 16, H200)")
-    axes[-1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(folder / "kernels_popularity.png", dpi=120)
-
-
-def _rank_figure(rows: list[Row], folder: Path) -> None:
-    """Punica's figure 9: by rank, 64 tokens, all sites of a layer."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
-    for axis, popularity in zip(axes, ("distinct", "skewed"), strict=True):
-        for at, (method, label) in enumerate(METHODS.items()):
-            heights = []
-            for rank in ("8", "16", "64", "mixed"):
-                own = [
-                    row
-                    for row in rows
-                    if (row["tokens"], row["ranks"], row["popularity"]) == (64, rank, popularity)
-                    and row["model"].startswith("llama")
-                ]
-                every = all(method in row["us"] for row in own) and own
-                heights.append(sum(us(row, method) for row in own) if every else 0.0)
-            axis.bar([index + 0.2 * at for index in range(4)], heights, 0.2, label=label)
-        axis.set_xticks([index + 0.3 for index in range(4)], ["8", "16", "64", "mixed 8..128"])
-        axis.set(title=f"{popularity}, 64 tokens", yscale="log", xlabel="rank")
-    axes[0].set_ylabel("µs a layer (Llama-3.1-8B, H200)")
-    axes[1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(folder / "kernels_rank.png", dpi=120)
-
-
-def _adapters_figure(rows: list[Row], folder: Path) -> None:
-    """GPT-2 medium's sites with the base's products: tokens a second over the number of adapters."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
-    for axis, name in zip(axes, ("prefill", "decode"), strict=True):
-        own = [row for row in rows if row["case"] == f"gpt2.{name}"]
-        for method in ("segmented", "grouped"):
-            speed = [row["tokens"] / (row["us"]["base"] + row["us"][method]) for row in own]
-            axis.plot([row["adapters"] for row in own], speed, marker="o", label=method)
-        axis.set(title=f"{name}, ranks 16 to 128", xscale="log", xlabel="adapters", ylim=0)
-        axis.set_ylabel("tokens a µs, one layer's sites")
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(folder / "kernels_adapters.png", dpi=120)
+    with panels(folder / "kernels_popularity.png", 1, 4, (14, 3.4), sharey=True) as (axes,):
+        for axis, popularity in zip(axes, ("distinct", "uniform", "skewed", "identical"), strict=True):
+            own = [
+                row
+                for row in rows
+                if row["model"].startswith("llama")
+                and row["group"] == "o"
+                and row["ranks"] == "16"
+                and (row["popularity"] == popularity or row["tokens"] == 1)
+            ]
+            for method, label in METHODS.items():
+                points = [(row["tokens"], us(row, method)) for row in own if method in row["us"]]
+                axis.plot(*zip(*points, strict=True), marker="o", label=label)
+            axis.plot(
+                [r["tokens"] for r in own], [r["floor_us"] for r in own], "k--", linewidth=1, label="memory floor"
+            )
+            axis.set(title=popularity, xscale="log", yscale="log", xlabel="tokens, one a sequence")
+        axes[0].set_ylabel("µs (4096 to 4096, rank 16, H200)")
+        axes[-1].legend(fontsize=8)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.options import RESULTS
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.summary import Key, update_summary
 
 NAME = "memory_mixes.json"
 
@@ -40,13 +40,9 @@ def publish(paths: Sequence[Path]) -> None:
     content = merged([json.loads(path.read_text()) for path in paths])
     (RESULTS / NAME).write_text(json.dumps(content) + "\n")
     found = content["summary"]
-    values: dict[str, tuple[float, str, str | None]] = {
-        "memory.error.p99": (found["error.p99"], "share", "at most 0.03"),
-        "memory.error_of_mix.p99": (found["error_of_mix.p99"], "share", None),
-        "memory.oom": (found["oom"], "mixes", "0 of 1000"),
+    values: dict[str, Key] = {
+        "memory.error.p99": (found["error.p99"], "share", "at most 0.03", content["run"]),
+        "memory.error_of_mix.p99": (found["error_of_mix.p99"], "share", None, content["run"]),
+        "memory.oom": (found["oom"], "mixes", "0 of 1000", content["run"]),
     }
-    entries = {
-        key: entry(content["run"], value=value, unit=unit, target=target, script="memory/mixes.py", result=NAME)
-        for key, (value, unit, target) in values.items()
-    }
-    update_summary(RESULTS, entries)
+    update_summary(RESULTS, "memory/mixes.py", NAME, values)

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from benchmarks.common.options import RESULTS, make_parser
 from benchmarks.common.provenance import command, commit
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.summary import Key, update_summary
 from benchmarks.memory.profile.figure import save_figure
 from benchmarks.memory.profile.report import ProfileReport
 from benchmarks.memory.profile.request import (
@@ -116,18 +116,11 @@ def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
     draw(figure, reports)
     paper = reports[0]
     batch, saved = saving(paper)
-    values: dict[str, tuple[float | None, str, str | None]] = {
-        "vram.figure_4_1.backward_gone": (gone_at(paper), "rows", f"about {PAPERS_GONE} in the paper"),
-        f"vram.figure_4_1.lora_saving.b{batch}": (round(saved, 4), "share", None),
-    }
-    entries = {
-        key: entry(content["run"], value=value, unit=unit, target=target, script="memory/vram_profile.py", result=NAME)
-        for key, (value, unit, target) in values.items()
-        if value is not None
-    }
-    for key, (value, _, _) in values.items():
-        print(key, value)
-    update_summary(out, entries)
+    found: dict[str, Key] = {f"vram.figure_4_1.lora_saving.b{batch}": (round(saved, 4), "share", None, content["run"])}
+    if (gone := gone_at(paper)) is not None:
+        target = f"about {PAPERS_GONE} in the paper"
+        found["vram.figure_4_1.backward_gone"] = gone, "rows", target, content["run"]
+    update_summary(out, "memory/vram_profile.py", NAME, found)
 
 
 def draw(path: Path, reports: Sequence[ProfileReport]) -> None:

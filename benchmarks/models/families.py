@@ -9,15 +9,12 @@ the result. No GPU; some minutes.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
-from benchmarks.common.results import Results
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.results import Results, summarize
 from coserve.core.errors import UnsupportedBase
 from coserve.core.gpu_memory import BaseSizes
 from coserve.core.types import BaseSpec
@@ -26,7 +23,7 @@ from coserve.model.formats.sizes import config_sizes
 from coserve.model.quantized.modules import quantizable
 from tests.support.families import SERVED
 
-FILE = "families.json"
+FILE, KEY = "families.json", "models.families"
 TOKENS = 8192
 QUANTIZATIONS = ("fp8", "nf4")
 MIB = 1 << 20
@@ -75,18 +72,9 @@ def main() -> None:
             "quantized": _quantized(plain.spec),
         }
         results.put(key_of(family), round((TOKENS * plain.kv + plain.states) / MIB, 1), "MiB", about=about)
-    summarize(results, options.out)
-
-
-def summarize(results: Results, out: Path) -> None:
-    """Count the families with a row, and put the count into the summary."""
     keys = results.keys()
-    families = [family for family in SERVED if key_of(family) in keys]
-    results.put("models.families", len(families), "families")
-    row = results.row("models.families")
-    assert row is not None
-    found = entry(row, value=len(families), unit="families", target=None, script="models/families.py", result=FILE)
-    update_summary(out, {"models.families": found})
+    results.put(KEY, sum(key_of(family) in keys for family in SERVED), "families")
+    summarize(FILE, options.out, [KEY])
 
 
 def _quantized(spec: BaseSpec) -> list[str]:

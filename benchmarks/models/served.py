@@ -22,8 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
-from benchmarks.common.results import Results, Target
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.results import Results, Target, summarize
 from coserve.core.errors import UnsupportedBase
 from coserve.core.link.generation import Generate, Tokens
 from coserve.core.sampling import SamplingParams
@@ -198,10 +197,10 @@ def main() -> None:
             about = {"models": one.models, "one_gpu": one.one_gpu, "refused": reason, "note_on_files": one.note}
             results.put(f"models.served.{one.family}", 0 if reason else len(one.models), "models", about=about)
     if not options.only:
-        summarize(results, options.out)
+        count(results, options.out)
 
 
-def summarize(results: Results, out: Path) -> None:
+def count(results: Results, out: Path) -> None:
     """Count the models that are served, and put both counts into the summary."""
     rows = {one: results.row(f"models.served.{one.family}") for one in MODELS}
     works = [one for one, row in rows.items() if row is not None and not row["refused"]]
@@ -209,15 +208,9 @@ def summarize(results: Results, out: Path) -> None:
         "models.served.46": (sum(len(one.models) for one in works), Target(36)),
         "models.served.26": (sum(len(one.one_gpu) for one in works), Target(25)),
     }
-    entries = {}
-    for key, (count, target) in counts.items():
-        results.put(key, count, "models", target)
-        row = results.row(key)
-        assert row is not None
-        entries[key] = entry(
-            row, value=count, unit="models", target=str(target), script="models/served.py", result=FILE
-        )
-    update_summary(out, entries)
+    for key, (number, target) in counts.items():
+        results.put(key, number, "models", target)
+    summarize(FILE, out, counts)
 
 
 if __name__ == "__main__":

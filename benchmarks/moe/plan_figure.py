@@ -12,6 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
+from benchmarks.common.figures import panels
 from benchmarks.common.options import RESULTS
 from benchmarks.moe.plan_error import ADAPTERS, BATCHES, EXPONENTS
 from coserve.workloads.popularity import Popularity, Shape, shares
@@ -26,34 +27,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FIGURE)
     options = parser.parse_args()
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    capacities = range(STEP, ADAPTERS // 2, STEP)
-    for color, exponent in zip(("C0", "C1"), EXPONENTS, strict=True):
-        of_each = shares(Popularity(Shape.POWER_LAW, exponent), ADAPTERS)
-        for keeps, style, what in ((False, "-", "unused ones give way"), (True, ":", "the paper's residency")):
-            found = [100 * immediate_admission(of_each, BATCHES[0], one, keeps_idle=keeps) for one in capacities]
-            left.plot(capacities, found, style, color=color, label=f"exponent {exponent}, {what}")
-    left.set(xlabel="room, in adapters", ylabel="admitted at once, %", ylim=(0, 101))
-    left.legend(fontsize=7)
-    rows = json.loads((RESULTS / "plan_error.json").read_text())["rows"]
-    for batch, marker in zip(BATCHES, "os", strict=True):
-        own = [row for key, row in rows.items() if key.startswith(f"infini.admission.b{batch}.")]
-        right.errorbar(
-            [100 * row["predicted"] for row in own],
-            [100 * row["value"] for row in own],
-            yerr=[[100 * (r["value"] - r["low"]) for r in own], [100 * (r["high"] - r["value"]) for r in own]],
-            fmt=marker,
-            label=f"{batch} requests at a time",
-        )
-    right.plot((90, 100), (90, 100), "k:", label="equal")
-    right.set(xlabel="predicted, %", ylabel="simulated: median, least and most of 3, %")
-    right.legend(fontsize=7)
-    figure.savefig(options.out, dpi=110)
+    with panels(options.out, 1, 2, (9, 3.6)) as ((left, right),):
+        capacities = range(STEP, ADAPTERS // 2, STEP)
+        for color, exponent in zip(("C0", "C1"), EXPONENTS, strict=True):
+            of_each = shares(Popularity(Shape.POWER_LAW, exponent), ADAPTERS)
+            for keeps, style, what in ((False, "-", "unused ones give way"), (True, ":", "the paper's residency")):
+                found = [100 * immediate_admission(of_each, BATCHES[0], one, keeps_idle=keeps) for one in capacities]
+                left.plot(capacities, found, style, color=color, label=f"exponent {exponent}, {what}")
+        left.set(xlabel="room, in adapters", ylabel="admitted at once, %", ylim=(0, 101))
+        left.legend(fontsize=7)
+        rows = json.loads((RESULTS / "plan_error.json").read_text())["rows"]
+        for batch, marker in zip(BATCHES, "os", strict=True):
+            own = [row for key, row in rows.items() if key.startswith(f"infini.admission.b{batch}.")]
+            right.errorbar(
+                [100 * row["predicted"] for row in own],
+                [100 * row["value"] for row in own],
+                yerr=[[100 * (r["value"] - r["low"]) for r in own], [100 * (r["high"] - r["value"]) for r in own]],
+                fmt=marker,
+                label=f"{batch} requests at a time",
+            )
+        right.plot((90, 100), (90, 100), "k:", label="equal")
+        right.set(xlabel="predicted, %", ylabel="simulated: median, least and most of 3, %")
+        right.legend(fontsize=7)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.figures import panels
 from benchmarks.common.options import RESULTS
 from benchmarks.common.results import Target
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.summary import update_summary
 
 FILE = "equal_loads.json"
 """All systems on GPUs of one machine: H100s."""
@@ -88,11 +89,11 @@ def share(row: Row, system: str, rows: Rows) -> float:
     return round(float(row["finetune_share"]) * of_part, 4)
 
 
-def target_of(key: str, rows: Rows) -> str | None:
+def target_of(key: str, rows: Rows) -> Target | None:
     """All policies have the same targets."""
     for system in ours(rows):
         if (target := TARGETS.get("coserve" + key.removeprefix(system))) is not None and key.startswith(f"{system}."):
-            return str(target)
+            return target
     return None
 
 
@@ -156,66 +157,51 @@ def is_of_curve(key: str) -> bool:
 def publish(out: Path = RESULTS, figure: Path = FIGURE) -> None:
     """Draw the figure and update `summary.json`, from the results in `out`."""
     record = json.loads((out / FILE).read_text())
-    rows, entries = record["rows"], dict[str, dict[str, Any]]()
     for file, prefix in ((FILE, ""), (H200_FILE, "h200."), (TWO_FILE, "two.")):
         if (out / file).exists():
-            entries |= _entries(json.loads((out / file).read_text())["rows"], file, prefix)
-    update_summary(out, entries)
-    if any(key.startswith("coserve.efficiency") for key in entries):
-        draw(rows, ", ".join(sorted({run["hardware"] for run in record["runs"].values()})), figure)
-
-
-def _entries(rows: Rows, file: str, prefix: str) -> dict[str, dict[str, Any]]:
-    """Of `summary.json`."""
-    found = {}
-    for key, (value, unit, row) in keys(rows).items():
-        print(prefix + key, value)
-        found[prefix + key] = entry(
-            row, value=value, unit=unit, target=target_of(key, rows), script="peers/equal_loads.py", result=file
-        )
-    return found
+            rows = json.loads((out / file).read_text())["rows"]
+            found = {prefix + key: (*each[:2], target_of(key, rows), each[2]) for key, each in keys(rows).items()}
+            update_summary(out, "peers/equal_loads.py", file, found)
+    if any("efficiency" in key for key in keys(record["rows"])):
+        draw(record["rows"], ", ".join(sorted({run["hardware"] for run in record["runs"].values()})), figure)
 
 
 def draw(rows: Rows, hardware: str, path: Path) -> None:
     """Requests in the limits and fine-tuning over the load, under each policy; the efficiency is their sum."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     most = capacity(rows)
     assert most is not None, "the efficiency was computed"
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
     systems = ours(rows)
     rates = sorted({float(row["rate"]) for key, row in rows.items() if ".coserve" in key and is_of_curve(key)})
     width = 0.8 / len(systems)
-    for index, system in enumerate(systems):
-        loads = [row for key, row in rows.items() if key.endswith(f".{system}") and is_of_curve(key)]
-        at = [rates.index(row["rate"]) + (index - (len(systems) - 1) / 2) * width for row in loads]
-        shares = [share(row, system, rows) for row in loads]
-        served = [row["goodput"] / most[0] for row in loads]
-        left.bar(at, shares, 0.9 * width, color=f"C{index}", label=f"{system}: fine-tuning, of its peak")
-        left.bar(at, served, 0.9 * width, bottom=shares, color=f"C{index}", alpha=0.4)
-    left.axhline(1.0, color="black", linewidth=0.8)
-    left.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
-    left.set(
-        xlabel="requests/s",
-        ylabel="efficiency",
-        ylim=(0, 1.35),
-        title="pale: requests/s in the limits, of the most alone",
-    )
-    left.legend(fontsize=7)
-    for index, system in enumerate((*ours(rows), "vllm+peft")):
-        of = [row for rate in MAIN if (row := rows.get(f"{rate}.{system}"))]
-        right.scatter(
-            [row["finetune_tok_s"] for row in of], [row["in_slo"] for row in of], label=system, color=f"C{index}"
+    title = f"Llama-3.1-8B's shape, random weights, 32 adapters, {hardware}"
+    with panels(path, 1, 2, (11, 4), title) as ((left, right),):
+        for index, system in enumerate(systems):
+            loads = [row for key, row in rows.items() if key.endswith(f".{system}") and is_of_curve(key)]
+            at = [rates.index(row["rate"]) + (index - (len(systems) - 1) / 2) * width for row in loads]
+            shares = [share(row, system, rows) for row in loads]
+            served = [row["goodput"] / most[0] for row in loads]
+            left.bar(at, shares, 0.9 * width, color=f"C{index}", label=f"{system}: fine-tuning, of its peak")
+            left.bar(at, served, 0.9 * width, bottom=shares, color=f"C{index}", alpha=0.4)
+        left.axhline(1.0, color="black", linewidth=0.8)
+        left.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+        left.set(
+            xlabel="requests/s",
+            ylabel="efficiency",
+            ylim=(0, 1.35),
+            title="pale: requests/s in the limits, of the most alone",
         )
-        for row in of:
-            right.annotate(f"{row['rate']:g}/s", (row["finetune_tok_s"], row["in_slo"]), fontsize=8)
-    right.set(
-        xlabel="fine-tuning tokens/s", ylabel="share in 5 s and 45 ms", ylim=(-0.05, 1.05), title="the same arrivals"
-    )
-    right.legend(fontsize=8)
-    figure.suptitle(f"Llama-3.1-8B's shape, random weights, 32 adapters, {hardware}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+        left.legend(fontsize=7)
+        for index, system in enumerate((*ours(rows), "vllm+peft")):
+            of = [row for rate in MAIN if (row := rows.get(f"{rate}.{system}"))]
+            right.scatter(
+                [row["finetune_tok_s"] for row in of], [row["in_slo"] for row in of], label=system, color=f"C{index}"
+            )
+            for row in of:
+                right.annotate(f"{row['rate']:g}/s", (row["finetune_tok_s"], row["in_slo"]), fontsize=8)
+        right.set(
+            xlabel="fine-tuning tokens/s",
+            ylabel="share in 5 s and 45 ms",
+            ylim=(-0.05, 1.05),
+            title="the same arrivals",
+        )
+        right.legend(fontsize=8)

@@ -50,7 +50,7 @@ class Size:
     processes: int = 4
 
 
-LLAMA_8B = {
+LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 128256,

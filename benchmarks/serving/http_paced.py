@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -19,15 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from benchmarks.common.options import RESULTS
-from benchmarks.common.provenance import command, commit, versions
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.options import make_parser
+from benchmarks.common.provenance import cpu_name
+from benchmarks.common.results import Results, summarize
 from benchmarks.serving.http_case import SEED, TINY, Size, closed_loop_requests
 from benchmarks.serving.http_daemon import load
 from benchmarks.serving.http_report import HTTP_TARGET, closed_row
@@ -44,7 +42,7 @@ from coserve.state.folder import DataFolder
 from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
-STREAMS = 64
+FILE, STREAMS = "http_paced.json", 64
 SPEEDS = (8500, 10431)
 """Output tokens a second of 64 sequences: with 32 adapters, and without."""
 
@@ -149,8 +147,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = make_parser(__doc__)
     parser.add_argument("--processes", type=int, default=1, help="that make the load")
     parser.add_argument("--step", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
@@ -162,27 +159,11 @@ def main() -> None:
     if options.data is not None:
         asyncio.run(api(options.step, options.data))
         return
-    now = datetime.now(UTC)
-    rows = {}
-    for speed in SPEEDS:
-        rows[f"{speed}_tok_s"] = measure(speed, options.processes)
-        print(speed, json.dumps(rows[f"{speed}_tok_s"]), flush=True)
-    record = {
-        "hardware": f"{os.cpu_count()} CPU cores, no GPU; a stand-in for the engine",
-        "versions": versions(),
-        "commit": commit()[0],
-        "command": command("benchmarks.serving.http_paced"),
-        "seed": SEED,
-        "date": now.isoformat(timespec="seconds"),
-        "rows": rows,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "http_paced.json").write_text(json.dumps(record, indent=1) + "\n")
-    worst = max(row["http_overhead"] for row in rows.values())
-    about = {"date": now.date().isoformat()}
-    target, script, result = str(HTTP_TARGET), "serving/http_paced.py", "http_paced.json"
-    key = entry(about, value=worst, unit="fraction", target=target, script=script, result=result)
-    update_summary(options.out, {"serving.http_overhead.paced": key})
+    results = Results.of(options, FILE, __file__, {"streams": STREAMS}, seed=SEED, hardware=cpu_name())
+    rows = {f"{speed}_tok_s": measure(speed, options.processes) for speed in SPEEDS}
+    overheads = [row["http_overhead"] for row in rows.values()]
+    results.put("serving.http_overhead.paced", max(overheads), "fraction", HTTP_TARGET, overheads, rows)
+    summarize(FILE, options.out)
 
 
 if __name__ == "__main__":

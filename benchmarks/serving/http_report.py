@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common.options import RESULTS
 from benchmarks.common.results import Target, merge_results
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.summary import Key, update_summary
 from coserve.workloads.metrics import Limits, Spread, attains, itl, spread, tpot, ttft
 from coserve.workloads.replay import Sample
 
@@ -72,26 +72,21 @@ def rows_of(record: dict[str, Any], kind: str) -> dict[str, dict[str, Any]]:
 
 def summarize(out: Path = RESULTS) -> None:
     """The keys of `serving_http.json` in `summary.json`."""
-    found = keys(json.loads((out / FILE).read_text()))
-    entries = {
-        key: entry(row, value=value, unit=unit, target=target, script="serving/over_http.py", result=FILE)
-        for key, (value, unit, target, row) in found.items()
-    }
-    update_summary(out, entries)
+    update_summary(out, "serving/over_http.py", FILE, keys(json.loads((out / FILE).read_text())))
 
 
-def keys(record: dict[str, Any]) -> dict[str, tuple[float, str, str | None, dict[str, Any]]]:
-    """Key -> value, unit, target, and the row that it is from."""
-    found: dict[str, tuple[float, str, str | None, dict[str, Any]]] = {}
+def keys(record: dict[str, Any]) -> dict[str, Key]:
+    """Those of the rows."""
+    found = dict[str, Key]()
     closed = rows_of(record, "closed")
     for adapters, row in closed.items():
         found[f"serving.http.tok_s.b64.{adapters}"] = row["value"], "output tok/s", None, row
         if row["http_overhead"] is not None:
-            found[f"serving.http_overhead.{adapters}"] = row["http_overhead"], "fraction", str(HTTP_TARGET), row
+            found[f"serving.http_overhead.{adapters}"] = row["http_overhead"], "fraction", HTTP_TARGET, row
     known = [row for row in closed.values() if row["http_overhead"] is not None]
     if known:
         worst = max(known, key=lambda row: float(row["http_overhead"]))
-        found["serving.http_overhead"] = worst["http_overhead"], "fraction", str(HTTP_TARGET), worst
+        found["serving.http_overhead"] = worst["http_overhead"], "fraction", HTTP_TARGET, worst
     for kind in ("online", "beside"):
         for rate, row in rows_of(record, kind).items():
             at = f"serving.{kind}.{rate}"
@@ -106,7 +101,7 @@ def keys(record: dict[str, Any]) -> dict[str, tuple[float, str, str | None, dict
                 found[f"{at}.finetune_tok_s"] = row["finetune_tok_s"], "tok/s", None, row
     if first := found.pop("serving.online.r20.ttft_p99_ms", None):
         key, target = TTFT_TARGET
-        found[key] = *first[:2], str(target), first[3]
+        found[key] = *first[:2], target, first[3]
     return found
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
-from benchmarks.common.summary import entry, update_summary
+from benchmarks.common.summary import update_summary
 from benchmarks.serving.http_case import SMALL, model_folder
 from coserve.config import Config, config_to_json
 from coserve.core.processes import PARENT, usable_cores
@@ -125,15 +125,8 @@ def main() -> None:
         about = {"cpu_s": round(statistics.median(cpu), 2), "least_cpu_s": round(min(cpu), 2)}
         results.put(key, round(statistics.median(wall), 2), "s", None, wall, about)
     rows = json.loads((options.out / FILE).read_text())["rows"]
-    update_summary(
-        options.out,
-        {
-            key: entry(
-                row, value=row["cpu_s"], unit="s of CPU time", target=None, script="start/imports.py", result=FILE
-            )
-            for key, row in rows.items()
-        },
-    )
+    found = {key: (row["cpu_s"], "s of CPU time", None, row) for key, row in rows.items()}
+    update_summary(options.out, "start/imports.py", FILE, found)
 
 
 if __name__ == "__main__":

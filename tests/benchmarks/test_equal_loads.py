@@ -111,7 +111,7 @@ def test_each_policy_has_keys_of_its_own() -> None:
         assert found[key][:2] == (value, unit), key
         own = key.replace("coserve", "coserve.overlap")
         assert found[own][:2] == (value, unit), own
-        assert target_of(own, rows) == target_of(key, rows) == (str(TARGETS[key]) if key in TARGETS else None)
+        assert target_of(own, rows) == target_of(key, rows) == TARGETS.get(key)
 
 
 def test_where_the_time_of_the_device_goes() -> None:
