@@ -45,7 +45,7 @@ async def test_a_document_becomes_a_cartridge(api: Api) -> None:
     began: the base's own keys and values of the document's first token."""
     job = await learn(api, "bridge", "cartridge", steps=10)
     assert job["state"] == "succeeded", job["error"]
-    assert job["training"]["learning_rate"] == 0.02
+    assert job["training"]["learning_rate"] == 0.05
     found = job["document"]["evaluation"]
     assert found["in_context"]["nll"] < found["adapter"]["nll"] < found["floor"]["nll"]
     _, adapter = await api.call("GET", "/adapters/bridge")
@@ -73,7 +73,7 @@ async def test_an_encoder_makes_a_cartridge(api: Api) -> None:
     """Of its memory tokens of the document's chunk; it is evaluated and served."""
     job = await learn(api, "read", "encoder", steps=2)
     assert job["state"] == "succeeded", job["error"]
-    assert job["training"]["learning_rate"] != 0.02
+    assert job["training"]["learning_rate"] != 0.05
     assert job["document"]["evaluation"]["adapter"]["nll"] > 0
     _, adapter = await api.call("GET", "/adapters/read")
     assert (adapter["cartridge"], adapter["rank"], adapter["targets"]) == (True, TOKENS, [])

@@ -66,8 +66,7 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     """Replayed texts also teach the total probability of all tokens beyond the base's 20 most likely ones, so that the
     adapter forgets less. Measured on a CPU alone."""
     lm_weight: Annotated[float, Meta(ge=0, le=10)] | None = None
-    """Weight of the document's own text in the loss, in addition to the answers. None: 1 with `topk_kd` and `encoder`,
-    otherwise 0."""
+    """Weight of the document's own text in the loss, in addition to the answers. None: 0 with `ce`, otherwise 1."""
     holdout: Annotated[float, Meta(gt=0, lt=1)] = 0.1
     """Fraction of the questions, at least 4 and at most 64 of them, that is not learned but evaluated."""
     publish: Literal["if_learned", "always"] = "if_learned"

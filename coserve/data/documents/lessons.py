@@ -86,7 +86,7 @@ def lesson_corpus(
     lm, kd = settings.recipe == "lm", settings.recipe in ("topk_kd", "cartridge", "encoder")
     weight = settings.lm_weight
     if lm or weight is None:
-        weight = float(lm or settings.recipe in ("topk_kd", "encoder"))
+        weight = float(settings.recipe != "ce")
     soft, columns = kd or (weight > 0 and not lm), TOP_K + settings.replay_rest if kd else 1
     rows: list[_Row] = []
     for lesson in lessons:
