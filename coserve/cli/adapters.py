@@ -8,12 +8,20 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from coserve.cli import merging
 from coserve.cli.app import PLAIN, CommandGroup
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Limit, Url, connect, json_text, say_if_starting, say_more
+from coserve.cli.common import (
+    AsJson,
+    Limit,
+    client_command,
+    json_text,
+    print_json,
+    print_list,
+    say_if_starting,
+    say_more,
+)
 from coserve.cli.distillation import (
     LOSSLESS,
     delete_unused,
@@ -23,8 +31,9 @@ from coserve.cli.distillation import (
     start_distillation,
 )
 from coserve.cli.failures import FAILED
-from coserve.cli.job_table import age, columns
+from coserve.cli.job_table import age
 from coserve.cli.jobs import follow_job
+from coserve.client import Client
 from coserve.core.errors import CoserveError
 from coserve.core.limits import PAGE_SIZE
 from coserve.core.schemas import Adapter, ConvertedAdapter
@@ -37,8 +46,9 @@ adapters_app = typer.Typer(
 HEADERS = ("ADAPTER", "RANK", "SIZE", "AGE", "SOURCE", "NEWER", "ALIASES", "TAGS", "KEPT")
 
 
-@adapters_app.command("list")
+@client_command(adapters_app, "list")
 def list_adapters(
+    client: Client,
     limit: Limit = PAGE_SIZE,
     after: Annotated[str | None, typer.Option(help="list those whose names come after this one")] = None,
     search: Annotated[str | None, typer.Option(help="list those whose names contain this, in any case")] = None,
@@ -49,78 +59,64 @@ def list_adapters(
         bool | None, typer.Option("--resident/--not-resident", help="list those in memory, or only on disk")
     ] = None,
     as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    key: Key = None,
 ) -> None:
     """List adapters with their current versions, and the newest one if a rollback has left a newer one behind."""
-    with connect(url, key) as client:
-        filters = {"search": search, "source": source, "tag": tag, "base": base}
-        page = client.adapters(after=after, limit=limit, resident=resident, **filters)
-        say_if_starting(client)
-    if as_json:
-        for adapter in page.data:
-            _show_adapter(adapter, True)
-    else:
-        print("\n".join(columns([HEADERS, *(_cells(adapter, time.time()) for adapter in page.data)])))
+    filters = {"search": search, "source": source, "tag": tag, "base": base}
+    page = client.adapters(after=after, limit=limit, resident=resident, **filters)
+    say_if_starting(client)
+    print_list(page.data, as_json, HEADERS, [_cells(adapter, time.time()) for adapter in page.data])
     if page.has_more:
         given = [f" --{name} {shlex.quote(value)}" for name, value in filters.items() if value is not None]
         given += [] if resident is None else [" --resident" if resident else " --not-resident"]
         say_more(f"adapters list{''.join(given)}", limit, page.data[-1].id)
 
 
-@adapters_app.command("show")
-def show_adapter(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(adapters_app, "show")
+def show_adapter(client: Client, name: str, as_json: AsJson = False) -> None:
     """Show an adapter as JSON, on a terminal indented unless --json is given."""
-    with connect(url, key) as client:
-        print(json_text(client.adapter(name), sys.stdout.isatty() and not as_json))
+    print(json_text(client.adapter(name), sys.stdout.isatty() and not as_json))
 
 
-@adapters_app.command("import")
-def import_adapter(name: str, source: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(adapters_app, "import")
+def import_adapter(client: Client, name: str, source: str, as_json: AsJson = False) -> None:
     """Upload PEFT files as the next version of NAME: a folder, an archive (.tar, .tar.gz, .zip), or a URL of either,
     which is fetched here (s3://BUCKET/PATH, hf://OWNER/NAME)."""
-    with connect(url, key) as client:
-        _show_adapter(client.import_adapter(name, source), as_json)
+    _show_adapter(client.import_adapter(name, source), as_json)
 
 
-@adapters_app.command("download")
-def download_adapter(name: str, folder: Path, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(adapters_app, "download")
+def download_adapter(client: Client, name: str, folder: Path) -> None:
     """Save an adapter's PEFT files into a new folder."""
-    with connect(url, key) as client:
-        print(client.download_adapter(name, folder))
+    print(client.download_adapter(name, folder))
 
 
-@adapters_app.command("merge")
+@client_command(adapters_app, "merge")
 def merge_adapter(
+    client: Client,
     name: str,
     folder: Path,
     base: Annotated[str, typer.Option(help="the base: a folder, a GGUF file, a hub name, 'bundled' or 'smollm2'")],
-    url: Url = DEFAULT_URL,
-    key: Key = None,
 ) -> None:
     """Save the base with an adapter merged into its weights as a new model folder, for programs that know no adapters.
     Needs PEFT (pip install peft) and the host memory of the whole base."""
-    with connect(url, key) as client:
-        merging.merge_adapter(client, name, base, folder)
+    merging.merge_adapter(client, name, base, folder)
     print(folder)
 
 
-@adapters_app.command("delete")
+@client_command(adapters_app, "delete")
 def delete_adapter(
+    client: Client,
     name: str,
     yes: Annotated[bool, typer.Option("--yes", help="delete all versions without asking")] = False,
     as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    key: Key = None,
 ) -> None:
     """Delete one version of an adapter (NAME@VERSION), or all of them (NAME), after a question unless --yes is
     given."""
-    with connect(url, key) as client:
-        if "@" not in name and not yes:
-            _confirm(client.adapter(name))
-        gone = client.delete_adapter(name)
+    if "@" not in name and not yes:
+        _confirm(client.adapter(name))
+    gone = client.delete_adapter(name)
     if as_json:
-        print(json_text(gone, False))
+        print_json(gone)
         return
     print(f"deleted {', '.join(f'{gone.id}@{version}' for version in gone.versions)}")
     if gone.current_ref is not None:
@@ -143,8 +139,9 @@ def _confirm(adapter: Adapter) -> None:
         raise typer.Exit(FAILED)
 
 
-@adapters_app.command("set")
+@client_command(adapters_app, "set")
 def update_adapter(
+    client: Client,
     name: str,
     tags: Annotated[
         list[str] | None, typer.Option("--tag", help="instead of the tags of NAME; may be repeated")
@@ -157,8 +154,6 @@ def update_adapter(
         bool | None, typer.Option("--pin/--unpin", help="keep this version in host memory, or no longer")
     ] = None,
     as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    key: Key = None,
 ) -> None:
     """Set the tags and the time to live of an adapter, and whether a version of it stays in host memory."""
     if clear_tags and tags:
@@ -166,28 +161,24 @@ def update_adapter(
     given = [] if clear_tags else tags or None
     if given is None and ttl is None and pinned is None:
         raise typer.BadParameter("expected --tag, --clear-tags, --ttl, --pin or --unpin")
-    with connect(url, key) as client:
-        _show_adapter(client.update_adapter(name, tags=given, ttl=ttl, pinned=pinned), as_json)
+    _show_adapter(client.update_adapter(name, tags=given, ttl=ttl, pinned=pinned), as_json)
 
 
-@adapters_app.command("prefetch")
-def prefetch_adapter(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(adapters_app, "prefetch")
+def prefetch_adapter(client: Client, name: str, as_json: AsJson = False) -> None:
     """Have an adapter read into host memory before its first request."""
-    with connect(url, key) as client:
-        _show_adapter(client.prefetch_adapter(name), as_json)
+    _show_adapter(client.prefetch_adapter(name), as_json)
 
 
-@adapters_app.command("rollback")
-def roll_back_adapter(
-    name: str, version: int, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None
-) -> None:
+@client_command(adapters_app, "rollback")
+def roll_back_adapter(client: Client, name: str, version: int, as_json: AsJson = False) -> None:
     """Make an older VERSION the current one of NAME, until a newer one is published."""
-    with connect(url, key) as client:
-        _show_adapter(client.rollback_adapter(name, version), as_json)
+    _show_adapter(client.rollback_adapter(name, version), as_json)
 
 
-@adapters_app.command("convert")
+@client_command(adapters_app, "convert")
 def convert_adapter(
+    client: Client,
     name: str,
     bd_blocks: Annotated[int, typer.Option(help="diagonal blocks of the new adapter; 1: plain LoRA", min=1)],
     rank: Annotated[
@@ -217,46 +208,43 @@ def convert_adapter(
         ),
     ] = None,
     as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    key: Key = None,
 ) -> None:
     """Make a BD-LoRA adapter of a LoRA one (or the reverse), by truncated SVD of each shard."""
     if max_output_error is not None and (rows is None or max_error is not None):
         raise typer.BadParameter("--max-output-error needs --distill, and no --max-error")
-    with connect(url, key) as client:
-        data = None if rows is None else read_rows(client, rows)
-        if max_output_error is not None and rank is None:
-            rank = -(-client.adapter(name).rank // bd_blocks) * bd_blocks
-        missed: list[str] = []
-        while True:
-            done = client.convert_adapter(name, bd_blocks, rank=rank, max_error=max_error, name=new_name)
-            _show_conversion(done, as_json)
-            if data is None:
-                break
-            if done.error < LOSSLESS:
-                typer.echo(f"nothing was lost: not distilled, {rows} is not used", err=True)
-                break
-            try:
-                started = start_distillation(client, done, data)
-            except CoserveError:  # mostly untrainable rows: delete the adapter that was converted for them
-                client.delete_adapter(done.adapter.ref)
-                raise
-            job = follow_job(started, as_json)
-            if not as_json:
-                print("\n".join(result_lines(job)))
-            _, after = output_errors(job)
-            if max_output_error is None or after <= max_output_error:
-                break
-            missed += [done.adapter.ref, f"{job.adapter}@{job.version}"]
-            rank = 2 * done.rank
-        deleted = delete_unused(client, missed)
+    data = None if rows is None else read_rows(client, rows)
+    if max_output_error is not None and rank is None:
+        rank = -(-client.adapter(name).rank // bd_blocks) * bd_blocks
+    missed: list[str] = []
+    while True:
+        done = client.convert_adapter(name, bd_blocks, rank=rank, max_error=max_error, name=new_name)
+        _show_conversion(done, as_json)
+        if data is None:
+            break
+        if done.error < LOSSLESS:
+            typer.echo(f"nothing was lost: not distilled, {rows} is not used", err=True)
+            break
+        try:
+            started = start_distillation(client, done, data)
+        except CoserveError:  # mostly untrainable rows: delete the adapter that was converted for them
+            client.delete_adapter(done.adapter.ref)
+            raise
+        job = follow_job(started, as_json)
+        if not as_json:
+            print("\n".join(result_lines(job)))
+        _, after = output_errors(job)
+        if max_output_error is None or after <= max_output_error:
+            break
+        missed += [done.adapter.ref, f"{job.adapter}@{job.version}"]
+        rank = 2 * done.rank
+    deleted = delete_unused(client, missed)
     if deleted and not as_json:
         print(f"deleted {', '.join(deleted)}: beyond --max-output-error")
 
 
 def _show_conversion(done: ConvertedAdapter, as_json: bool) -> None:
     if as_json:
-        print(msgspec.json.encode(done).decode())
+        print_json(done)
         return
     _show_adapter(done.adapter, False)
     print(f"error {done.error:.3g}; within {done.max_error:g} from rank {done.smallest_rank} on")
@@ -266,7 +254,7 @@ def _show_conversion(done: ConvertedAdapter, as_json: bool) -> None:
 
 def _show_adapter(adapter: Adapter, as_json: bool) -> None:
     if as_json:
-        print(msgspec.json.encode(adapter).decode())
+        print_json(adapter)
         return
     lists = {"tags": adapter.tags, "aliases": adapter.aliases}
     marks = [f"{name} {', '.join(values)}" for name, values in lists.items() if values]

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from coserve.cli.app import PLAIN, CommandGroup
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect, json_text
-from coserve.cli.job_table import columns
+from coserve.cli.common import AsJson, client_command, json_text, print_list
+from coserve.client import Client
 from coserve.core.schemas import Alias
 
 aliases_app = typer.Typer(
@@ -18,59 +18,49 @@ aliases_app = typer.Typer(
 )
 
 
-@aliases_app.command("list")
-def list_aliases(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(aliases_app, "list")
+def list_aliases(client: Client, as_json: AsJson = False) -> None:
     """List aliases."""
-    with connect(url, key) as client:
-        found = client.aliases()
-    if as_json:
-        for alias in found:
-            _show(alias, True)
-        return
+    found = client.aliases()
     rows = [(each.name, each.target, _canary(each), each.previous or "") for each in found]
-    print("\n".join(columns([("ALIAS", "TARGET", "CANARY", "BEFORE"), *rows])))
+    print_list(found, as_json, ("ALIAS", "TARGET", "CANARY", "BEFORE"), rows)
 
 
-@aliases_app.command("set")
+@client_command(aliases_app, "set")
 def set_alias(
+    client: Client,
     name: str,
     target: str,
     canary: Annotated[str | None, typer.Option(help="another version, which gets --weight of the requests")] = None,
     weight: Annotated[float, typer.Option(help="share of the requests for --canary, 0 to 1", min=0, max=1)] = 0.0,
     as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    key: Key = None,
 ) -> None:
     """Create alias NAME for TARGET, or move it: a version (NAME@VERSION), or the current one of an adapter's name."""
-    with connect(url, key) as client:
-        _show(client.set_alias(name, target, canary=canary, weight=weight), as_json)
+    _show(client.set_alias(name, target, canary=canary, weight=weight), as_json)
 
 
-@aliases_app.command("promote")
-def promote_alias(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(aliases_app, "promote")
+def promote_alias(client: Client, name: str, as_json: AsJson = False) -> None:
     """Give all requests of NAME to its canary."""
-    with connect(url, key) as client:
-        _show(client.promote_alias(name), as_json)
+    _show(client.promote_alias(name), as_json)
 
 
-@aliases_app.command("rollback")
-def roll_back_alias(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(aliases_app, "rollback")
+def roll_back_alias(client: Client, name: str, as_json: AsJson = False) -> None:
     """Remove NAME's canary; if it has none, return to its previous version."""
-    with connect(url, key) as client:
-        _show(client.rollback_alias(name), as_json)
+    _show(client.rollback_alias(name), as_json)
 
 
-@aliases_app.command("delete")
-def delete_alias(name: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(aliases_app, "delete")
+def delete_alias(client: Client, name: str, as_json: AsJson = False) -> None:
     """Delete an alias; the adapter stays."""
-    with connect(url, key) as client:
-        deleted = client.delete_alias(name)
-    print(json_text(deleted, False) if as_json else f"deleted {deleted.name}, which meant {deleted.target}")
+    deleted = client.delete_alias(name)
+    print(json_text(deleted) if as_json else f"deleted {deleted.name}, which meant {deleted.target}")
 
 
 def _show(alias: Alias, as_json: bool) -> None:
     canary = "" if alias.canary is None else f", {_canary(alias)}"
-    print(json_text(alias, False) if as_json else f"{alias.name} means {alias.target}{canary}")
+    print(json_text(alias) if as_json else f"{alias.name} means {alias.target}{canary}")
 
 
 def _canary(alias: Alias) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Annotated, Any
@@ -14,35 +14,23 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from coserve.client import Client, RetryPolicy
-from coserve.client.asynchronous import DEFAULT_URL
+from coserve.cli.job_table import columns
+from coserve.client import Client, RetryPolicy, asynchronous
 from coserve.core.errors import CoserveError
 from coserve.core.health import starting_line
 from coserve.core.hints import value_hint
 from coserve.core.limits import PAGE_LIMIT
 from coserve.core.training.settings import Optimizer
 
-__all__ = [
-    "DEFAULT_URL",
-    "RETRY",
-    "AsJson",
-    "Key",
-    "Limit",
-    "Url",
-    "connect",
-    "field_option",
-    "json_text",
-    "optimizer_named",
-    "retry_policy",
-    "say_if_starting",
-    "say_more",
-    "target_names",
-    "with_options",
-]
-
+DEFAULT_URL = asynchronous.DEFAULT_URL
 Url = Annotated[str, typer.Option("--url", envvar="COSERVE_URL", help="where the daemon listens")]
 Key = Annotated[str | None, typer.Option("--key", envvar="COSERVE_API_KEY", help="API key")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, one object a line")]
+CONNECTION = (
+    inspect.Parameter("url", inspect.Parameter.KEYWORD_ONLY, default=DEFAULT_URL, annotation=Url),
+    inspect.Parameter("key", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Key),
+)
+"""The options of a command that calls the daemon."""
 Limit = Annotated[int, typer.Option(help="most to list", min=1, max=PAGE_LIMIT)]
 
 RETRY = RetryPolicy(attempts=3, first=0.2)
@@ -73,10 +61,23 @@ def say_more(command: str, limit: int, last: str) -> None:
     print(f"there are more: coserve {command} --limit {limit} --after {last}", file=sys.stderr)
 
 
-def json_text(value: object, terminal: bool) -> str:
+def json_text(value: object, terminal: bool = False) -> str:
     """Return JSON on one line, or indented if it goes to a terminal."""
     line = msgspec.json.encode(value)
     return (msgspec.json.format(line, indent=2) if terminal else line).decode()
+
+
+def print_json(value: object) -> None:
+    print(json_text(value))
+
+
+def print_list(items: Sequence[object], as_json: bool, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print each item as a line of JSON, or their rows in columns below `headers`."""
+    if as_json:
+        for item in items:
+            print_json(item)
+    else:
+        print("\n".join(columns([headers, *rows])))
 
 
 def say_if_starting(client: Client) -> None:
@@ -116,8 +117,33 @@ def with_options(command: Callable[..., None], options: Iterable[inspect.Paramet
         values = {option.name: given.pop(option.name) for option in added}
         command(options={name: value for name, value in values.items() if value not in (None, [])}, **given)
 
-    parameters = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), *added]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    run.__doc__ = command.__doc__
+    _set_parameters(run, [*own, *added], command)
     return run
+
+
+def client_command(group: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command of the group, with the options --url and --key. It gets the daemon's client as its
+    parameter `client`."""
+
+    def register(command: Callable[..., None]) -> Callable[..., None]:
+        own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "client"]
+
+        def run(url: str, key: str | None, **given: Any) -> None:  # noqa: ANN401 - what typer has read
+            with connect(url, key) as client:
+                command(client=client, **given)
+
+        _set_parameters(run, [*own, *CONNECTION], command)
+        group.command(name)(run)
+        return command
+
+    return register
+
+
+def _set_parameters(
+    run: Callable[..., None], parameters: Iterable[inspect.Parameter], command: Callable[..., None]
+) -> None:
+    """Give `run` the parameters that typer reads, and the command's help."""
+    named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in named}
+    run.__doc__ = command.__doc__

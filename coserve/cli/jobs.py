@@ -9,17 +9,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from coserve.cli.app import PLAIN, CommandGroup
 from coserve.cli.common import (
-    DEFAULT_URL,
     AsJson,
-    Key,
     Limit,
-    Url,
-    connect,
+    client_command,
     json_text,
     say_if_starting,
     say_more,
@@ -27,7 +23,7 @@ from coserve.cli.common import (
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.job_plot import collect_steps, save_plot
 from coserve.cli.job_table import cut_line, job_line, job_notes, job_table, preparing_line
-from coserve.client import JobHandle
+from coserve.client import Client, JobHandle
 from coserve.client.progress import sample_lines
 from coserve.core.errors import InvalidRequest, WrongJobState
 from coserve.core.limits import PAGE_SIZE
@@ -60,21 +56,19 @@ def print_note(line: str | None) -> None:
         print(line, file=sys.stderr)
 
 
-@jobs_app.command("list")
+@client_command(jobs_app, "list")
 def list_jobs(
+    client: Client,
     limit: Limit = PAGE_SIZE,
     after: Annotated[str | None, typer.Option(help="list the jobs older than this one")] = None,
     notes: Annotated[
         bool, typer.Option("--notes", help="below each job why it failed or waits, and the daemon's notes")
     ] = False,
     as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    key: Key = None,
 ) -> None:
     """List the newest jobs with their progress."""
-    with connect(url, key) as client:
-        page = client.jobs(after=after, limit=limit)
-        say_if_starting(client)
+    page = client.jobs(after=after, limit=limit)
+    say_if_starting(client)
     if as_json:
         for job in page.data:
             print_job(job, True)
@@ -87,38 +81,34 @@ def list_jobs(
         say_more("jobs list", limit, page.data[-1].id)
 
 
-@jobs_app.command("show")
-def show_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(jobs_app, "show")
+def show_job(client: Client, id: str) -> None:
     """Show a job as JSON."""
-    with connect(url, key) as client:
-        print(json_text(client.job(id).info, sys.stdout.isatty()))
+    print(json_text(client.job(id).info, sys.stdout.isatty()))
 
 
-@jobs_app.command("watch")
-def watch_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(jobs_app, "watch")
+def watch_job(client: Client, id: str) -> None:
     """Follow a job to its end."""
-    with connect(url, key) as client:
-        job = client.job(id)
-        print_note(cut_line(job.info))
-        follow_job(job, False)
+    job = client.job(id)
+    print_note(cut_line(job.info))
+    follow_job(job, False)
 
 
-@jobs_app.command("samples")
-def show_samples(id: str, as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(jobs_app, "samples")
+def show_samples(client: Client, id: str, as_json: AsJson = False) -> None:
     """Show what the adapter of a job has generated while it was trained (--sample-prompt)."""
-    with connect(url, key) as client:
-        job = client.job(id)
-        with closing(job.events()) as events:
-            for sample in _collect_samples(job.info, events):
-                print(msgspec.json.encode(sample).decode() if as_json else "\n".join(sample_lines(sample)))
+    job = client.job(id)
+    with closing(job.events()) as events:
+        for sample in _collect_samples(job.info, events):
+            print(json_text(sample) if as_json else "\n".join(sample_lines(sample)))
 
 
-@jobs_app.command("plot")
+@client_command(jobs_app, "plot")
 def plot_job(
+    client: Client,
     id: str,
     out: Annotated[Path | None, typer.Option(help="file to write", show_default="ID.png")] = None,
-    url: Url = DEFAULT_URL,
-    key: Key = None,
 ) -> None:
     """Draw a job's loss, token accuracy (DPO: rewards), learning rate and tokens per second in a PNG file."""
     path = Path(f"{id}.png") if out is None else out
@@ -127,48 +117,43 @@ def plot_job(
             raise InvalidRequest(f"no such folder: {path.absolute().parent}")
         if path.is_dir():
             raise InvalidRequest(f"expected a file, got a folder: {path}")
-    with connect(url, key) as client:
-        job = client.job(id)
-        with closing(job.events()) as events:
-            steps = collect_steps(job.info, events)
+    job = client.job(id)
+    with closing(job.events()) as events:
+        steps = collect_steps(job.info, events)
     if not steps:
         raise WrongJobState(f"job {id} has not done a step yet: it is {job.info.state}")
     save_plot(path, job.info, steps)
     print(f"saved: {path}")
 
 
-@jobs_app.command("pause")
-def pause_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(jobs_app, "pause")
+def pause_job(client: Client, id: str) -> None:
     """Stop a job at a checkpoint."""
-    with connect(url, key) as client:
-        print_job(client.job(id).pause(), False)
+    print_job(client.job(id).pause(), False)
 
 
-@jobs_app.command("resume")
-def resume_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(jobs_app, "resume")
+def resume_job(client: Client, id: str) -> None:
     """Queue a paused job again."""
-    with connect(url, key) as client:
-        print_job(client.job(id).resume(), False)
+    print_job(client.job(id).resume(), False)
 
 
-@jobs_app.command("cancel")
-def cancel_job(id: str, url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(jobs_app, "cancel")
+def cancel_job(client: Client, id: str) -> None:
     """Cancel a job; it leaves no adapter."""
-    with connect(url, key) as client:
-        print_job(client.job(id).cancel(), False)
+    print_job(client.job(id).cancel(), False)
 
 
-@jobs_app.command("delete")
-def delete_jobs(ids: list[str], url: Url = DEFAULT_URL, key: Key = None) -> None:
+@client_command(jobs_app, "delete")
+def delete_jobs(client: Client, ids: list[str]) -> None:
     """Delete jobs that have ended, with their events; their adapters stay."""
-    with connect(url, key) as client:
-        for id in ids:
-            gone = client.job(id).delete()
-            print(f"deleted {gone.id}" + ("" if gone.result is None else f"; {gone.result} stays"))
+    for id in ids:
+        gone = client.job(id).delete()
+        print(f"deleted {gone.id}" + ("" if gone.result is None else f"; {gone.result} stays"))
 
 
 def print_job(job: Job, as_json: bool) -> None:
-    print(msgspec.json.encode(job).decode() if as_json else job_line(job))
+    print(json_text(job) if as_json else job_line(job))
 
 
 def _collect_samples(job: Job, events: Iterable[JobEvent]) -> Iterator[Sample]:

@@ -48,21 +48,19 @@ def settings_command(
     parameters = []
     if argument is not None:
         default = typer.Argument(None, metavar=argument.upper(), show_default=False)
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(POSITIONAL, keyword, default=default, annotation=str | None))
+        parameters.append(_parameter(POSITIONAL, default, str | None))
     for f in dataclasses.fields(settings):
-        if not (names is None or f.name in names or f.name == argument):
-            continue
-        default = _option(f.name, hints[f.name])
-        parameters.append(
-            inspect.Parameter(
-                f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_annotation(hints[f.name])
-            )
-        )
+        if names is None or f.name in names or f.name == argument:
+            hint = hints[f.name]
+            parameters.append(_parameter(f.name, _option(f.name, hint), _annotation(hint)))
     command.__signature__ = inspect.Signature([*parameters, *own])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in [*parameters, *own]}
     command.__doc__ = run.__doc__
     return command
+
+
+def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:  # noqa: ANN401 - as in `inspect`
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _annotation(hint: Any) -> Any:  # noqa: ANN401 - a type or a union of types

@@ -192,8 +192,18 @@ class MemoryUse(Wire, frozen=True):
     each: tuple[JobUse, ...] = ()
 
 
-USES = ("weights", "pages", "graphs", "jobs", "temporary", "cached", "context", "others", "free")
-"""Fields of `MemoryUse` that add up to the whole device."""
+USES = {
+    "weights": "base and buffers",
+    "pages": "page pool: keys, values and adapters",
+    "graphs": "CUDA graphs",
+    "jobs": "adapters, gradients and optimizers of jobs",
+    "temporary": "activations, and temporaries of steps",
+    "cached": "free in torch's cache",
+    "context": "CUDA context and libraries",
+    "others": "other processes",
+    "free": "free",
+}
+"""Maps fields of `MemoryUse`, which add up to the whole device, to their descriptions."""
 
 
 class PoolShape(Wire, frozen=True):

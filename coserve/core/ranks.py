@@ -85,11 +85,3 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 RankReport = Heartbeat | RankReady | RankRefused | RankFailed
-
-
-def place_to_json(place: RankPlace) -> str:
-    return msgspec.json.encode(place).decode()
-
-
-def place_from_json(text: str) -> RankPlace:
-    return msgspec.json.decode(text, type=RankPlace)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from coserve.cli import adapters
+from coserve.cli import adapters, common
 from coserve.cli.app import app
 from coserve.core.schemas import Adapter, AdapterList, ConvertedAdapter, DeletedAdapter
 from tests.support.records import make_adapter_info
@@ -33,7 +33,7 @@ def test_a_conversion_prints_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> N
             errors={16: 0.25, 32: 0.0412},
         )
 
-    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(SimpleNamespace(convert_adapter=convert)))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(convert_adapter=convert)))
     command = ["adapters", "convert", "poet@2", "--bd-blocks", "4", "--rank", "32", "--max-error", "0.1"]
     result = CliRunner().invoke(app, command)
     assert asked == [(("poet@2", 4), {"rank": 32, "max_error": 0.1, "name": None})]
@@ -48,7 +48,7 @@ def test_a_conversion_prints_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_was_set_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = msgspec.structs.replace(ADAPTER, tags=["a", "b"], pinned=True, expires_at=time.time() + 7210)
     daemon = SimpleNamespace(update_adapter=lambda *_, **__: kept)
-    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(daemon))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(daemon))
     shown = CliRunner().invoke(app, ["adapters", "set", "poet-bd4", "--tag", "a", "--tag", "b"]).output
     assert shown.endswith("convert:poet@2  tags a, b  pinned  deleted in 2h\n")
     for nothing in ((), ("--tag", "a", "--clear-tags")):
@@ -70,7 +70,7 @@ def test_a_list_has_columns_with_headers(monkeypatch: pytest.MonkeyPatch) -> Non
     kept = msgspec.structs.replace(plain, aliases=["prod"], tags=["a", "b"], pinned=True, expires_at=time.time() + 7210)
     listed = AdapterList(data=[plain, ADAPTER, kept], has_more=False)
     client = SimpleNamespace(adapters=lambda **_: listed, health=lambda: SimpleNamespace(status="ready"))
-    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(client))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(client))
     first, second, third, fourth = CliRunner().invoke(app, ["adapters", "list"]).output.splitlines()
     assert first.split() == ["ADAPTER", "RANK", "SIZE", "AGE", "SOURCE", "NEWER", "ALIASES", "TAGS", "KEPT"]
     assert second.split() == ["po@2", "8", "1.0", "MiB", "0s", "import", "po@3"]
@@ -88,7 +88,7 @@ def test_a_list_asks_for_what_was_given_and_names_it_for_the_next_page(monkeypat
         return AdapterList(data=[ADAPTER], has_more=True)
 
     client = SimpleNamespace(adapters=listed, health=lambda: SimpleNamespace(status="ready"))
-    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(client))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(client))
     given = ["--base", "my base", "--not-resident"]
     result = CliRunner().invoke(app, ["adapters", "list", *given])
     assert asked[0]["base"] == "my base" and asked[0]["resident"] is False
@@ -98,14 +98,14 @@ def test_a_list_asks_for_what_was_given_and_names_it_for_the_next_page(monkeypat
 
 def test_an_adapter_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     client = SimpleNamespace(prefetch_adapter={"po": ADAPTER}.__getitem__)
-    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(client))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(client))
     assert CliRunner().invoke(app, ["adapters", "prefetch", "po"]).output.startswith("poet-bd4@1  rank 32")
 
 
 def test_a_deletion_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = DeletedAdapter(id="po", versions=[1, 3], current_ref="po@2")
     client = SimpleNamespace(delete_adapter=lambda _: gone)
-    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(client))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(client))
     assert CliRunner().invoke(app, ["adapters", "delete", "po@1"]).output == "deleted po@1, po@3\npo now means po@2\n"
 
 
@@ -132,7 +132,7 @@ def test_all_versions_go_after_a_question(
 
     known = msgspec.structs.replace(ADAPTER, id="po", versions=[1, 2])
     client = SimpleNamespace(delete_adapter=delete, adapter=lambda _: known)
-    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(client))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(client))
     monkeypatch.setattr(adapters, "asks", lambda: answer is not None)
     result = CliRunner().invoke(app, ["adapters", "delete", *arguments], input=answer)
     assert result.exit_code == status, result.output
@@ -156,6 +156,6 @@ GONE = DeletedAdapter(id="poet-bd4", versions=[1])
 def test_json_is_the_answer_on_one_line(
     monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], call: str, answer: Adapter | DeletedAdapter
 ) -> None:
-    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(SimpleNamespace(**{call: lambda *_: answer})))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(**{call: lambda *_: answer})))
     result = CliRunner().invoke(app, ["adapters", *command, "--json"])
     assert (result.exit_code, result.output) == (0, msgspec.json.encode(answer).decode() + "\n")

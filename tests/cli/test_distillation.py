@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from coserve.cli import adapters
+from coserve.cli import common
 from coserve.cli.app import app
 from coserve.core.errors import AdapterBusy, InvalidRequest
 from coserve.core.schemas import ConvertedAdapter, Job
@@ -74,7 +74,7 @@ class Daemon:
 
 
 def invoke(monkeypatch: pytest.MonkeyPatch, daemon: Daemon, *options: str) -> Any:
-    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(daemon))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(daemon))
     return CliRunner().invoke(app, [*COMMAND, *options])
 
 

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-import coserve.cli.jobs
-from coserve.cli import jobs
+from coserve.cli import common
 from coserve.cli.app import app
 from coserve.cli.common import json_text
 from coserve.cli.job_plot import collect_steps, learned_curves, plot_title
@@ -156,7 +155,7 @@ def test_pages(monkeypatch: pytest.MonkeyPatch) -> None:
             preparing = [Preparing("novelist", 0.0, 41_000, 0.337)] if after is None else []
             return JobList(data=[JOB], has_more=True, preparing=preparing)
 
-    monkeypatch.setattr(coserve.cli.jobs, "connect", lambda url, key: Daemon())
+    monkeypatch.setattr(common, "connect", lambda url, key: Daemon())
     shown = CliRunner().invoke(app, ["jobs", "list", "--limit", "1", "--after", "job-9"])
     assert asked == [("job-9", 1)]
     assert "coserve jobs list --limit 1 --after job-1" in shown.stderr
@@ -190,7 +189,7 @@ def test_a_picture_of_a_job_that_has_ended(tmp_path: Path, monkeypatch: pytest.M
     events = [msgspec.structs.replace(first, metrics=counted if accuracy else first.metrics), event(2, 2)]
     events.append(event(3, state=JobState.SUCCEEDED))
     handle = SimpleNamespace(id="job-1", info=info, events=lambda: (each for each in events))
-    monkeypatch.setattr(jobs, "connect", lambda *_: nullcontext(SimpleNamespace(job=lambda _: handle)))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(job=lambda _: handle)))
     file = tmp_path / "curve.png"
     result = CliRunner().invoke(app, ["jobs", "plot", "job-1", "--out", str(file)])
     assert result.exit_code == 0, result.output

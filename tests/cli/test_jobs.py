@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from coserve.cli import jobs
+from coserve.cli import common
 from coserve.cli.app import app, run
 from coserve.cli.failures import USAGE
 from coserve.cli.finetuning import command
@@ -26,7 +26,7 @@ def test_a_job_that_left_no_adapter_is_a_failure_to_the_shell(
 ) -> None:
     handle = SimpleNamespace(id="job-1", info=job(), wait=lambda: job(state))
     client = nullcontext(SimpleNamespace(job=lambda _: handle))
-    monkeypatch.setattr(jobs, "connect", lambda *_: client)
+    monkeypatch.setattr(common, "connect", lambda *_: client)
     result = CliRunner().invoke(app, ["jobs", "watch", "job-1"])
     assert result.exit_code == status, result.output
     assert state.value in result.output
@@ -103,7 +103,7 @@ def sample_events() -> Iterator[JobEvent]:
 def test_the_samples_of_a_job_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     info = job(JobState.RUNNING, samples=SAMPLES[1:])
     client = SimpleNamespace(job=lambda _: SimpleNamespace(info=info, events=sample_events))
-    monkeypatch.setattr(jobs, "connect", lambda *_: nullcontext(client))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(client))
     shown = CliRunner().invoke(app, ["jobs", "samples", "job-1"])
     assert shown.output == "step 2, sample 0:\n  a [31m\n  b\nstep 4, sample 0:\n  c\n"
     listed = CliRunner().invoke(app, ["jobs", "samples", "job-1", "--json"])

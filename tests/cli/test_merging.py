@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from coserve.cli import adapters
+from coserve.cli import common
 from coserve.cli.app import app
 from tests.support.gguf_files import write_llama
 
@@ -40,7 +40,7 @@ def test_a_merged_base_answers_as_the_base_with_its_adapter(
         plain = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
         tokenizer = Path(TINY, "tokenizer.json")
         write_llama(Path(source), plain, GGMLQuantizationType.F16, tokenizer=tokenizer, architecture="mistral3")
-    monkeypatch.setattr(adapters, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
     command = ["adapters", "merge", "poet@2", str(tmp_path / "poet"), "--base", source]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.exception

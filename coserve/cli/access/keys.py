@@ -10,8 +10,8 @@ import typer
 
 from coserve.cli.access.call import call
 from coserve.cli.app import PLAIN, CommandGroup
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, json_text
-from coserve.cli.job_table import age, columns
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, json_text, print_list
+from coserve.cli.job_table import age
 from coserve.core.access.principal import DEFAULT_PROJECT, Scope
 from coserve.core.access.schemas import ApiKey, CreateKey, KeyList, NewKey
 
@@ -33,22 +33,18 @@ def create_key(
     """Create an API key and print it. It is shown this once; the daemon keeps its hash only."""
     wanted = CreateKey(scopes=scope, project=project, name=name, expires_in=_seconds(expires))
     made = call(url, key, "POST", "keys", NewKey, wanted)
-    print(json_text(made, False) if as_json else made.secret)
+    print(json_text(made) if as_json else made.secret)
 
 
 @keys_app.command("list")
 def list_keys(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """List API keys, without their secrets."""
     keys, now = call(url, key, "GET", "keys", KeyList).data, time.time()
-    if as_json:
-        for each in keys:
-            print(json_text(each, False))
-        return
     rows = [
         (each.id, each.project, ",".join(each.scopes), _state(each, now), age(now - each.created_at), each.name)
         for each in keys
     ]
-    print("\n".join(columns([HEADERS, *rows])))
+    print_list(keys, as_json, HEADERS, rows)
 
 
 @keys_app.command("revoke")

@@ -9,7 +9,7 @@ import typer
 
 from coserve.cli.access.call import call
 from coserve.cli.app import PLAIN, CommandGroup
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, json_text
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, print_json
 from coserve.cli.job_table import columns
 from coserve.core.access.schemas import LogLevel, Quota, QuotaList
 
@@ -22,7 +22,7 @@ def list_quotas(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None
     """List the quotas of projects that have one."""
     found = call(url, key, "GET", "quotas", QuotaList).data
     if as_json:
-        print(json_text(found, False))
+        print_json(found)
         return
     rows = [
         (project, *("-" if getattr(quota, name) is None else str(getattr(quota, name)) for name in FIELDS))
@@ -43,7 +43,7 @@ def set_quota(
 ) -> None:
     """Replace a project's quota, at once; what is not given has no limit."""
     quota = Quota(requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute, jobs=jobs, bytes=bytes)
-    print(json_text(call(url, key, "PUT", f"quotas/{project}", Quota, quota), False))
+    print_json(call(url, key, "PUT", f"quotas/{project}", Quota, quota))
 
 
 def set_log_level(

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from coserve.cli.daemon.one_process import OneProcess
 from coserve.cli.daemon.rank_group import RankGroup
-from coserve.cli.daemon.supervisor import EngineDied
 from coserve.config import Config
 from coserve.core.errors import error_from_code
 from coserve.core.link.channel import api_end
@@ -25,6 +24,14 @@ log = logging.getLogger(__name__)
 
 STOP_TIMEOUT = 60.0
 """Seconds that the engine has to save checkpoints when it is stopped."""
+
+
+class EngineDied(Exception):
+    """The engine process exited with this status before it was ready. `loss`: see `EngineRanks`."""
+
+    def __init__(self, status: int, loss: str | None = None) -> None:
+        super().__init__(status)
+        self.status, self.loss = status, loss
 
 
 class EngineProcess:

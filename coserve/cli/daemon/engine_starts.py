@@ -7,8 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from coserve.cli.daemon.engine_process import EngineProcess
-from coserve.cli.daemon.supervisor import EngineDied
+from coserve.cli.daemon.engine_process import EngineDied, EngineProcess
 from coserve.config import Config
 from coserve.core.errors import StartupError
 from coserve.core.link.engine import EngineWarming
@@ -18,7 +17,6 @@ class EngineStarts:
     """Starts engines for the supervisor. Call `close` at the end, also after an error."""
 
     def __init__(self, config: Config, report: Callable[[EngineWarming], None]) -> None:
-        """`report`: see `EngineProcess.start`."""
         self._config, self._report = config, report
         self._first: asyncio.Task[EngineProcess] | None = None
 

@@ -22,14 +22,13 @@ from typing import IO, Never
 import msgspec
 
 from coserve.cli.daemon.rank_watch import WatchedRank, find_loss
-from coserve.cli.daemon.supervisor import how_ended
 from coserve.config import Config, config_to_json
 from coserve.core.errors import CoserveError, error_from_code
 from coserve.core.health import RankInfo
 from coserve.core.link.channel import AsyncChannel
 from coserve.core.link.link import PeerLost
 from coserve.core.logs.format import log_event
-from coserve.core.processes import is_stopped, signal_child, start_child
+from coserve.core.processes import how_ended, is_stopped, signal_child, start_child
 from coserve.core.ranks import (
     HEARTBEAT,
     SILENCE,
@@ -40,7 +39,6 @@ from coserve.core.ranks import (
     RankRefused,
     RankReport,
     board_bytes,
-    place_to_json,
 )
 from coserve.state.folder import DataFolder
 
@@ -120,7 +118,9 @@ class RankGroup:
         module = "coserve.engine.process" if leads else "coserve.engine.ranks.process"
         end = link if leads else theirs
         others: list[socket.socket | IO[bytes]] = [*([theirs] if leads else []), *commands, board]
-        process = await start_child(module, end, place_to_json(place), stdin=config_to_json(config), others=others)
+        process = await start_child(
+            module, end, msgspec.json.encode(place).decode(), stdin=config_to_json(config), others=others
+        )
         rank = _Rank(place.rank, process, reports, WatchedRank(place.rank))
         self._ranks.append(rank)
         listening = asyncio.create_task(self._listen(rank))

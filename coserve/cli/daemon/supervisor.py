@@ -4,75 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+from coserve.cli.daemon.engine_process import EngineDied, EngineProcess
 from coserve.core.errors import StartupError
-from coserve.core.health import EngineRanks
-from coserve.core.link.engine import EngineReady
-from coserve.core.link.link import FromEngine, Link, ToEngine
+from coserve.core.processes import how_ended
+
+if TYPE_CHECKING:
+    from coserve.api.service import Service
 
 log = logging.getLogger(__name__)
-
-
-class EngineDied(Exception):
-    """The engine process exited with this status before it was ready. `loss`: see `EngineRanks`."""
-
-    def __init__(self, status: int, loss: str | None = None) -> None:
-        super().__init__(status)
-        self.status, self.loss = status, loss
-
-
-class RunningEngine(Protocol):
-    """An engine that is ready."""
-
-    @property
-    def link(self) -> Link[ToEngine, FromEngine]: ...
-    @property
-    def ready(self) -> EngineReady: ...
-    @property
-    def ranks(self) -> EngineRanks | None:
-        """The engine's processes if there are several."""
-        ...
-
-    @property
-    def loss(self) -> str | None:
-        """Why the engine was killed, if it hung or lost a process."""
-        ...
-
-    async def wait(self) -> int:
-        """Wait until the engine has ended, and return its exit status."""
-        ...
-
-    def end(self, loss: str) -> None:
-        """Kill the engine because it hangs."""
-        ...
-
-    async def stop(self) -> None:
-        """Ask the engine to end, wait for it, then close the link."""
-        ...
-
-
-class EngineOwner(Protocol):
-    """The part of `api.Service` that the supervisor uses."""
-
-    async def attach(
-        self, link: Link[ToEngine, FromEngine], ready: EngineReady, ranks: EngineRanks | None = None
-    ) -> None: ...
-    async def disconnected(self) -> Exception | None:
-        """Wait until the attached engine's messages are no longer read. Return the error that ended this; None if the
-        link closed."""
-        ...
-
-    async def engine_hung(self) -> str:
-        """Wait until the attached engine hangs: it has work but sends nothing. Return a description."""
-        ...
-
-    def engine_lost(self) -> None: ...
-    def engine_failed(self, note: str, *, started: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -95,8 +39,8 @@ class Supervisor:
 
     def __init__(
         self,
-        start: Callable[[], Awaitable[RunningEngine]],
-        service: EngineOwner,
+        start: Callable[[], Awaitable[EngineProcess]],
+        service: Service,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -129,7 +73,6 @@ class Supervisor:
             await asyncio.sleep(pause)
 
     async def _run_engine(self) -> _EngineExit:
-        """Run one engine from its start to its exit."""
         try:
             engine = await self._start()
         except EngineDied as died:
@@ -161,17 +104,6 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
         self._service.engine_lost()
         return _EngineExit(await engine.wait(), served, started=True, unreadable=unreadable, loss=engine.loss)
-
-
-def how_ended(status: int) -> str:
-    """Return an exit status in words."""
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"was killed by {name}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -63,7 +62,7 @@ def evaluate(
     scores = asyncio.run(_scores(client, models, questions, matches, max_tokens))
     named = dict(zip([adapter, "base"], scores, strict=False))
     if as_json:
-        print(msgspec.json.encode(named).decode())
+        common.print_json(named)
     else:
         Console().print(_table(named))
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli.common import AsJson, json_text
+from coserve.cli.common import AsJson, print_json
 from coserve.state import backup as copies
 from coserve.state.backup import Backup
 
@@ -36,7 +36,7 @@ def restore(
 
 def _show(made: Backup, as_json: bool) -> None:
     if as_json:
-        print(json_text(made, False))
+        print_json(made)
     else:
         size = f"{made.bytes / (1 << 20):.1f} MiB"
         print(f"{made.adapters} adapter versions, {made.jobs} unfinished jobs, {made.files} files, {size}")

@@ -69,7 +69,6 @@ doctor = settings_command(_doctor, SETTINGS)
 
 
 def check_machine(config: Config) -> Iterator[Finding]:
-    """Yield the findings of all checks."""
     yield check_versions()
     yield check_gpu(config)
     yield check_folder(config.data_dir)
@@ -170,7 +169,6 @@ def check_files(connections: int) -> Finding:
 
 
 def check_memory() -> Finding:
-    """Check the host's memory."""
     size = usable_memory()
     if size < LEAST_MEMORY:
         return Finding("warning", f"memory: {size / GIB:.1f} GiB of host memory", "use a machine with 4 GiB or more")

@@ -5,34 +5,21 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from coserve.admission.prospect import Wish
 from coserve.admission.shapes import ITEMSIZE
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect, print_json
 from coserve.cli.node.prospect import show_prospect
 from coserve.core.errors import ConfigError, EngineUnavailable
-from coserve.core.gpu_memory import JobUse, MemoryUse
+from coserve.core.gpu_memory import USES, JobUse, MemoryUse
 from coserve.core.health import starting_line
 from coserve.core.types import DEFAULT_RANK
 
 MIB = 1 << 20
 QUANTIZATIONS, CACHE_DTYPES = ("none", "fp8", "nf4"), ("auto", "fp8")
-USES = {
-    "weights": "base and buffers",
-    "pages": "page pool: keys, values and adapters",
-    "graphs": "CUDA graphs",
-    "jobs": "adapters, gradients and optimizers of jobs",
-    "temporary": "activations, and temporaries of steps",
-    "cached": "free in torch's cache",
-    "context": "CUDA context and libraries",
-    "others": "other processes",
-    "free": "free",
-}
-"""Maps fields of `MemoryUse`, which add up to the whole device, to their descriptions."""
 
 
 def memory(
@@ -89,32 +76,25 @@ def memory(
             raise EngineUnavailable(starting_line(health.warming))
         raise ConfigError("the daemon plans no memory: it runs on a CPU, or kv_tokens is set")
     if as_json:
-        print(msgspec.json.encode(use).decode())
+        print_json(use)
         return
     console = Console()
     console.print(use_table(use))
-    console.print(
+    print(
         f"for jobs: {mib(use.needed)} of {mib(use.training)} MiB needed; torch's peak: {mib(use.peak)} of "
-        f"{mib(use.planned)} "
-        "MiB planned",
-        highlight=False,
-        soft_wrap=True,
+        f"{mib(use.planned)} MiB planned"
     )
     if use.pinned:
         most = "" if use.pinned_limit is None else f" of {mib(use.pinned_limit)}"
-        console.print(
-            f"host memory, pinned: {mib(use.pinned)}{most} MiB for the state of jobs", highlight=False, soft_wrap=True
-        )
+        print(f"host memory, pinned: {mib(use.pinned)}{most} MiB for the state of jobs")
     if use.each:
         console.print(job_table(use))
 
 
 def use_table(use: MemoryUse) -> Table:
     """Return a table of the components, which add up to the device's memory."""
-    table = Table(title="GPU memory: MiB", title_justify="left")
-    table.add_column("use")
-    table.add_column("MiB", justify="right")
-    table.add_column("", justify="right")
+    numbers = Column("MiB", justify="right"), Column("", justify="right")
+    table = Table("use", *numbers, title="GPU memory: MiB", title_justify="left")
     for field, text in USES.items():
         size = getattr(use, field)
         table.add_row(text, mib(size), f"{size / max(use.total, 1):.1%}")
@@ -127,11 +107,9 @@ def use_table(use: MemoryUse) -> Table:
 
 def job_table(use: MemoryUse) -> Table:
     """Return a table of the jobs that have started. Only one job has activations at a time."""
-    table = Table(title="Jobs: MiB", title_justify="left")
-    table.add_column("job")
-    for name in ("adapter", "gradients", "optimizer", "activations", "tokens"):
-        table.add_column(name, justify="right")
-    table.add_column("recomputed layers", justify="right")
+    names = "adapter", "gradients", "optimizer", "activations", "tokens", "recomputed layers"
+    numbers = (Column(name, justify="right") for name in names)
+    table = Table("job", *numbers, title="Jobs: MiB", title_justify="left")
     for job in use.each:
         sizes = map(mib, (job.adapter, job.gradients, job.optimizer, job.activations))
         table.add_row(job.id, *sizes, str(job.micro_batch_tokens), _recomputed(job))

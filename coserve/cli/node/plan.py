@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from coserve.cli.common import AsJson
+from coserve.cli.common import AsJson, print_json
 from coserve.core.errors import InvalidRequest
 from coserve.core.types import DEFAULT_RANK
 from coserve.workloads.popularity import Popularity, Shape, shares
@@ -65,23 +64,20 @@ def plan(
             "admission": {str(size): share for size, share in table.items()},
             "server": server,
         }
-        print(msgspec.json.encode(answer).decode())
+        print_json(answer)
         return
-    console = Console()
     view = Table(title=f"{len(found)} adapters of rank {rank}, {running} requests at once", title_justify="left")
     for name in ("adapters that fit", "GB", "admitted at once"):
         view.add_column(name, justify="right")
     for size, share in table.items():
         bold = "bold" if size == capacity else None
         view.add_row(str(size), f"{size * shape.adapter_bytes(rank) / GB:,.1f}", f"{share:.1%}", style=bold)
-    console.print(view)
+    Console().print(view)
     parts = " + ".join(f"{1e6 * one:.0f}" for one in (server.receive, server.compute, server.send))
-    console.print(
+    print(
         f"{capacity} adapters must fit. Apart from the engines: {server.gpus} GPUs (experts among {server.ep}, layers "
         f"among {server.pp}), {parts} microseconds a layer to receive, compute and send; bound by {server.bound}: "
-        f"coserve serve --lora-server {server.gpus} --lora-server-ep {server.ep}",
-        highlight=False,
-        soft_wrap=True,
+        f"coserve serve --lora-server {server.gpus} --lora-server-ep {server.ep}"
     )
 
 

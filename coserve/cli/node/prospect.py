@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from importlib import import_module
 
-import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from coserve.admission.prospect import GPUS, Wish, fit, needed
+from coserve.cli.common import print_json
 from coserve.core.gpu_memory import GIB, BaseSizes
 
 USES = {
@@ -34,22 +34,19 @@ def show_prospect(
     )
     need, fits = needed(sizes, wish), [fit(sizes, wish, gb) for gb in GPUS]
     if as_json:
-        print(msgspec.json.encode({"wish": wish, "need": need, "total": need.total, "gpus": fits}).decode())
+        print_json({"wish": wish, "need": need, "total": need.total, "gpus": fits})
         return
     console = Console()
-    table = Table(title=f"GPU memory of {model}: GiB", title_justify="left")
-    table.add_column("use")
-    table.add_column("GiB", justify="right")
+    gib, title = Column("GiB", justify="right"), f"GPU memory of {model}: GiB"
+    table = Table("use", gib, title=title, title_justify="left")
     for field, text in USES.items():
         table.add_row(text, _gib(getattr(need, field)))
     table.add_section()
     table.add_row("in all", _gib(need.total))
     console.print(table)
-    table = Table(title=f"GPUs, with {wish.fraction:.0%} of their memory", title_justify="left")
-    table.add_column("GPU")
-    table.add_column("GiB", justify="right")
-    table.add_column("fits")
-    table.add_column(f"requests of {wish.context} tokens at once", justify="right")
+    requests = Column(f"requests of {wish.context} tokens at once", justify="right")
+    title = f"GPUs, with {wish.fraction:.0%} of their memory"
+    table = Table("GPU", Column("GiB", justify="right"), "fits", requests, title=title, title_justify="left")
     for one in fits:
         table.add_row(f"{one.gb} GB", _gib(one.budget), "yes" if one.fits else "no", str(one.requests))
     console.print(table)

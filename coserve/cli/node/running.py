@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli.common import AsJson, json_text
-from coserve.cli.job_table import age, columns
+from coserve.cli.common import AsJson, print_list
+from coserve.cli.job_table import age
 from coserve.core.errors import StartupError
 from coserve.state.running import running, wait_for_end
 
@@ -19,12 +19,8 @@ from coserve.state.running import running, wait_for_end
 def list_daemons(as_json: AsJson = False) -> None:
     """List the daemons of this user on this machine."""
     found, now = running(), time.time()
-    if as_json:
-        for daemon in found:
-            print(json_text(daemon, False))
-        return
     rows = [(str(each.pid), each.url, each.model, each.data_dir, age(now - each.started_at)) for each in found]
-    print("\n".join(columns([("PID", "URL", "MODEL", "DATA", "AGE"), *rows])))
+    print_list(found, as_json, ("PID", "URL", "MODEL", "DATA", "AGE"), rows)
 
 
 def stop(

@@ -12,7 +12,7 @@ import msgspec
 
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
-from coserve.core.ranks import HEARTBEAT, RankPlace, RankReady, RankReport, place_from_json
+from coserve.core.ranks import HEARTBEAT, RankPlace, RankReady, RankReport
 from coserve.engine.ranks.progress import Progress
 
 
@@ -54,4 +54,4 @@ class OwnRank:
 def own_rank(arguments: list[str]) -> OwnRank | None:
     """Parse the rank from a process's arguments, after its first socket's file descriptor; None without tensor
     parallelism."""
-    return OwnRank(place_from_json(arguments[1])) if len(arguments) > 1 else None
+    return OwnRank(msgspec.json.decode(arguments[1], type=RankPlace)) if len(arguments) > 1 else None

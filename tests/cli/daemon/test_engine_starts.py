@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from coserve.cli.daemon import engine_starts
+from coserve.cli.daemon.engine_process import EngineDied
 from coserve.cli.daemon.engine_starts import EngineStarts
-from coserve.cli.daemon.supervisor import EngineDied
 from coserve.config import Config
 from coserve.core.link.engine import EngineWarming
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from coserve.cli.daemon.engine_process import EngineProcess
-from coserve.cli.daemon.supervisor import EngineDied, Restarts, Supervisor
+from coserve.cli.daemon.engine_process import EngineDied, EngineProcess
+from coserve.cli.daemon.supervisor import Restarts, Supervisor
 from coserve.config import Config
 from coserve.core.errors import StartupError, UnsupportedBase
 from coserve.core.gpu_memory import PoolShape
