@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from coserve.core.errors import CoserveError
 from coserve.core.link.sessions import CallDone, CallFailed, CallSession
-from coserve.core.training.calls import AdamParams, Compute, SaveAdapter, SaveState, SessionSpec, Step
+from coserve.core.training.calls import Compute, SaveAdapter, SaveState, SessionSpec, Step
+from coserve.core.training.schemas import OptimStepRequest
 from coserve.engine.active_job import ActiveJob
 from coserve.engine.run_job import JobRun, JobServices
 from coserve.finetune.sessions.client import Result, Work
@@ -84,7 +85,7 @@ class SessionRun(JobRun):
             case SaveAdapter() as save_adapter:
                 return await self._on_thread(self._sessions.save_adapter(self.id, save_adapter))
 
-    async def _compute(self, work: Work | AdamParams) -> Result:
+    async def _compute(self, work: Work | OptimStepRequest) -> Result:
         client = self._sessions.client(self.id)
         client.begin_call(work)
         while (outcome := client.outcome) is None:

@@ -23,12 +23,12 @@ class TrainingJob(Trainee):
         super().__init__(loop.spec.id, loop.session)
         self.spec = loop.spec
         self.loop, self.checkpoints, self.snapshots = loop, checkpoints, JobSnapshots(loop)
+        self.limits = loop.limits
         self._next_tokens: int | None = None
         """Cached tokens of the job's own next micro-batch; 0: unknown; None: not computed yet."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the operator."""
         alone = "it trains alone, since a batch that it shared with other jobs failed" if self.alone else None
         return tuple(note for note in (self.memory_note, alone) if note is not None)
 
@@ -39,7 +39,7 @@ class TrainingJob(Trainee):
     @property
     def shared_size(self) -> Size | None:
         rows = None if self.alone or self.spec.prefix else self.loop.next_rows
-        return None if rows is None else Size(self.loop.size(rows), len(rows))
+        return None if rows is None else Size(self.limits.size(rows), len(rows))
 
     @property
     def tokens_in_progress(self) -> int:

@@ -9,7 +9,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.errors import NonFiniteLoss
 from coserve.core.step_metrics import Rewards, StepMetrics
 from coserve.core.training.jobs import JobSpec
@@ -38,8 +37,8 @@ class TrainingLoop:
         self.progress = TrainingProgress()
         self._corpus = corpus
         self._validation_rows = plan.validation()
-        self._limits = MemoryLimits(plan.lengths, len(session.optimizer.trainable), encoded_tokens(spec))
-        self._recompute_plan = self._limits.recompute_plan
+        self.limits = MemoryLimits(plan.lengths, len(session.optimizer.trainable), encoded_tokens(spec))
+        self._recompute_plan = self.limits.recompute_plan
         """Recompute plan of all micro-batches of the step or evaluation in progress."""
         self._rows_in_progress: tuple[int, ...] | None = None
         """Rows of the micro-batch being computed; None: between two steps, and during the optimizer's update."""
@@ -58,11 +57,6 @@ class TrainingLoop:
         stopped = patience is not None and self.progress.evaluations_without_gain >= patience
         return self.progress.pending is None and (self.progress.step >= self.plan.total_steps or stopped)
 
-    def limit_memory(self, recompute_plan: RecomputePlan | None) -> None:
-        """Set the memory plan for steps and evaluations that begin from now on, including retries: see
-        `MemoryLimits.plan`."""
-        self._limits.plan(recompute_plan)
-
     def lower_memory(self) -> str | None:
         """React to an out-of-memory since `run` was last suspended: compute smaller micro-batches from now on.
 
@@ -70,12 +64,12 @@ class TrainingLoop:
         never retried: some weights may have changed.
         """
         rows, recomputed = self._rows_in_progress, self._recompute_plan.recomputed
-        return None if rows is None else self._limits.lower(rows, recomputed)
+        return None if rows is None else self.limits.lower(rows, recomputed)
 
     @property
     def tokens_in_progress(self) -> int:
         """Tokens of the micro-batch being computed."""
-        return self._limits.size(self._rows_in_progress or ())
+        return self.limits.size(self._rows_in_progress or ())
 
     @property
     def next_rows(self) -> tuple[int, ...] | None:
@@ -84,14 +78,10 @@ class TrainingLoop:
 
         Cheap if the step is prepared (`BatchPlan.prepared`).
         """
-        recompute_plan = self._limits.recompute_plan if self._next is None else self._recompute_plan
+        recompute_plan = self.limits.recompute_plan if self._next is None else self._recompute_plan
         if self.progress.pending is not None or self.finished or recompute_plan.recomputes or not self._loss.shares:
             return None
-        return self._next or self._limits.cut(self.plan.step(self.progress.step).micro_batches)[0]
-
-    def size(self, rows: Sequence[int]) -> int:
-        """Tokens of these rows."""
-        return self._limits.size(rows)
+        return self._next or self.limits.cut(self.plan.step(self.progress.step).micro_batches)[0]
 
     async def run(self) -> None:
         """Train from `progress` to the end. Raises `NonFiniteLoss`, and like `TrainingSession.check_weights`."""
@@ -226,8 +216,8 @@ class TrainingLoop:
 
     def _cut(self, micro_batches: MicroBatches) -> MicroBatches:
         """Fix the recompute plan for a step or evaluation, and cut its micro-batches accordingly."""
-        self._recompute_plan = self._limits.recompute_plan
-        return self._limits.cut(micro_batches)
+        self._recompute_plan = self.limits.recompute_plan
+        return self.limits.cut(micro_batches)
 
     def _perplexity(self, loss: float) -> float | None:
         """Perplexity of a loss; None if the loss is no likelihood."""

@@ -45,6 +45,7 @@ from coserve.finetune.losses.chunked import (
     target_chunks,
 )
 from coserve.finetune.losses.loss import Loss, TokenLoss
+from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.packed_rows import PackedRows
 from coserve.kernels.attention.interface import Attention
 from coserve.kernels.attention.packed import PackedAttention
@@ -78,16 +79,11 @@ class MicroBatch:
     trainable: LayerTensors
     grads: LayerTensors
     """`trainable`, `grads`: see `MicroBatchRunner.forward_backward`."""
+    how: StepRecompute
     learns: bool
     """Forward and backward; False: an evaluation."""
     dropout: DropoutSpec | None = None
     noise: EmbeddingNoise | None = None
-    recomputed: int = 0
-    """`RecomputePlan.recomputed`."""
-    partly: int = 0
-    """`RecomputePlan.partly`."""
-    for_compiled: bool = False
-    """Whether the memory was planned for compiled layers."""
 
 
 class MicroBatchRunner:

@@ -17,7 +17,7 @@ from torch import Tensor
 from coserve.admission.optimizers import BEST, PIECE, SLICE, WEIGHTS, StateKind, aligned, paged_kinds, state_kinds
 from coserve.core.errors import CheckpointUnreadable, NonFiniteLoss
 from coserve.core.names import is_rows
-from coserve.core.training.calls import AdamParams
+from coserve.core.training.schemas import OptimStepRequest
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import BaseSpec
 from coserve.finetune.flat_tensors import FlatLayout
@@ -186,7 +186,6 @@ class AdapterOptimizer:
             yield from self._dora.slices(self._weights.sites)
 
     def _make_views(self, base: BaseSpec, row_norms: RowNorms | None) -> None:
-        """Create views of the flat buffers, as tensors and as adapters."""
         masters, grads = self.layout.views(self._weights_N), self.layout.views(self._grads_N)
         self._masters = self._adapter(masters, self._part_pairs)
         copies = {name: view.requires_grad_() for name, view in self.layout.views(self._copies_N).items()}
@@ -279,7 +278,7 @@ class AdapterOptimizer:
         }
         return LoraWeights(self._settings, pairs)
 
-    def configure(self, adam: AdamParams) -> None:
+    def configure(self, adam: OptimStepRequest) -> None:
         """Use these parameters from the next step on. Only with AdamW and moments of 32 bits."""
         assert isinstance(self._rule, AdamW), "expected AdamW"
         self._rule.configure(adam)

@@ -110,11 +110,7 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
 
     def limit(self, job: str, recompute_plan: RecomputePlan) -> None:
         """Set the job's recompute plan, as memory was planned."""
-        own = self._jobs[job]
-        if isinstance(own, ClientTrainee):
-            own.limits.plan(recompute_plan)
-        else:
-            own.loop.limit_memory(recompute_plan)
+        self._jobs[job].limits.plan(recompute_plan)
 
     @property
     def layer_costs(self) -> TrainingCosts | None:
@@ -153,7 +149,6 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
         return job in self._passes
 
     def next_micro_step(self, job: str) -> MicroStep:
-        """The kind of the job's next micro-step."""
         return self._passes.next_micro_step(job)
 
     def micro_batch_tokens(self, job: str) -> int:

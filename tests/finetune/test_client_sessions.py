@@ -11,7 +11,8 @@ import pytest
 from coserve.api.sessions.sessions import session_spec
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CoserveError, NonFiniteLoss, NotFound
-from coserve.core.training.calls import AdamParams, Compute, SaveState, SessionSpec
+from coserve.core.training.calls import Compute, SaveState, SessionSpec
+from coserve.core.training.schemas import OptimStepRequest
 from coserve.core.training.settings import Schedule
 from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import Example, corpus_batch, examples_out
@@ -20,7 +21,7 @@ from coserve.finetune.sessions.client import Result
 from tests.support.finetuning import Bench, gradient_sums, job_spec, metrics_of, random_corpus, tiny_base
 
 LORA = LoraSettings(r=4)
-ADAM = AdamParams(learning_rate=0.01, beta2=0.999, eps=1e-8)
+ADAM = OptimStepRequest(learning_rate=0.01, beta2=0.999, eps=1e-8)
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def opened(bench: Bench, id: str = "one", state: tuple[str, str] | None = None, 
     return spec
 
 
-def call(bench: Bench, work: Compute | AdamParams, id: str = "one", *, abandoned: bool = False) -> Result:
+def call(bench: Bench, work: Compute | OptimStepRequest, id: str = "one", *, abandoned: bool = False) -> Result:
     """Compute a call in slices of one micro-step. `abandoned`: it is cut off once, in its middle. Raises its error."""
     session = bench.trainer.client(id)
     session.begin_call(bench.trainer.work_of(work) if isinstance(work, Compute) else work)

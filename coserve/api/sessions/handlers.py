@@ -18,7 +18,7 @@ from coserve.api.sessions.session import ClientSession
 from coserve.core.errors import CoserveError, InvalidRequest, NotFound
 from coserve.core.link.sessions import CallDone
 from coserve.core.training import schemas
-from coserve.core.training.calls import AdamParams, Compute, Step
+from coserve.core.training.calls import Compute, Step
 from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import Example, examples_out
 from coserve.state.session_states import read_state
@@ -85,8 +85,7 @@ class SessionsApi:
     @_call_route("optim_step", "Update the weights", schemas.OptimStepRequest, schemas.OptimStepResult)
     async def optim_step(self, request: web.Request) -> web.StreamResponse:
         body, session = await self._bodies.read(request, schemas.OptimStepRequest), self._session(request)
-        adam = AdamParams(**{name: getattr(body, name) for name in AdamParams.__struct_fields__})
-        metrics = (await self._sessions.call(session, Step(adam))).metrics
+        metrics = (await self._sessions.call(session, Step(body))).metrics
         return json_response(schemas.OptimStepResult(grad_norm=metrics["grad_norm"], step=int(metrics["step"])))
 
     @_call_route("save", "Save weights and moments", schemas.SaveStateRequest, schemas.SavedState)

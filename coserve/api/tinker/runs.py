@@ -29,7 +29,7 @@ from coserve.api.tinker.schemas import (
 from coserve.api.tinker.wire import ForwardBackward, TinkerDatum, encode_forward_backward
 from coserve.core.access.principal import principal
 from coserve.core.errors import InvalidRequest, NotFound, SessionEnded
-from coserve.core.training.calls import AdamParams, Compute, Step
+from coserve.core.training.calls import Compute, Step
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.data.corpus.batch import Example, examples_out
 from coserve.state.session_states import read_state
@@ -206,9 +206,7 @@ class Runs:
         return await asyncio.to_thread(_output, call.data, done.values, done.metrics)
 
     async def optim_step(self, run: Run, body: OptimStep) -> Result:
-        given = body.adam_params
-        adam = AdamParams(**{name: getattr(given, name) for name in AdamParams.__struct_fields__})
-        done = await self._sessions.call(opened(run), Step(adam))
+        done = await self._sessions.call(opened(run), Step(body.adam_params))
         return StepResult(done.metrics)
 
     async def save(self, run: Run, body: SaveWeights) -> Result:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from coserve.core.training.jobs import JobSpec
+from coserve.core.training.schemas import OptimStepRequest
 from coserve.core.types import AdapterRef
 
 
@@ -17,18 +18,6 @@ class SessionSpec(JobSpec, frozen=True):
     """Run and name of the saved state to begin with: `DataFolder.session_state`."""
     with_optimizer: bool = False
     """Whether the saved moments and step count are loaded too."""
-
-
-class AdamParams(Struct, frozen=True):
-    """Parameters of one optimizer step. Defaults: those of the Tinker SDK."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    """Largest norm of the gradients; 0: no clipping."""
 
 
 class Compute(Struct, frozen=True, tag=True):
@@ -45,7 +34,7 @@ class Compute(Struct, frozen=True, tag=True):
 class Step(Struct, frozen=True, tag=True):
     """Update the weights with the gradients summed since the last step."""
 
-    adam: AdamParams
+    adam: OptimStepRequest
 
 
 class SaveState(Struct, frozen=True, tag=True):

@@ -202,9 +202,9 @@ def _compute(
             beta=loss.beta,
             reference=reference,
             tokens=loss.tokens,
-            recomputed=first.recomputed,
-            partly=first.partly,
-            for_compiled=all(each.for_compiled for each in micro_batches),
+            recomputed=first.how.recomputed,
+            partly=first.how.partly,
+            for_compiled=all(each.how.compiled for each in micro_batches),
             noises=[each.noise for each in micro_batches],
         )
     )

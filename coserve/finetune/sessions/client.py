@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from coserve.core.errors import CoserveError, InvalidRequest, NonFiniteLoss
-from coserve.core.training.calls import AdamParams, Compute, SessionSpec
+from coserve.core.training.calls import Compute, SessionSpec
+from coserve.core.training.schemas import OptimStepRequest
 from coserve.data.corpus.batch import Batch, Example, examples_in
 from coserve.data.corpus.packing import pack
 from coserve.finetune.losses.loss import Cispo, CrossEntropy, Dro, Gspo, ImportanceSampling, Loss, Ppo, TokenLoss
@@ -97,7 +98,7 @@ class ClientTrainee(Trainee):
         self.limits = MemoryLimits(np.zeros(0, np.int64), len(session.optimizer.trainable))
         self.outcome: Result | CoserveError | None = Result(b"", {})
         """How the last call ended; None while one is being computed."""
-        self._call: Work | AdamParams | None = None
+        self._call: Work | OptimStepRequest | None = None
         self._summed: list[Work] = []
         """Calls since the last optimizer step whose gradients are in the sums."""
         self._complete = True
@@ -106,7 +107,7 @@ class ClientTrainee(Trainee):
         """Whether the next optimizer step lacks the gradients of a call that failed."""
         self._recompute_plan, self._rows = StepRecompute(0, 0, False), tuple[int, ...]()
 
-    def begin_call(self, call: Work | AdamParams) -> None:
+    def begin_call(self, call: Work | OptimStepRequest) -> None:
         """Make `call` the one that the next training passes compute."""
         assert self._call is None, f"session {self.id} computes a call already"
         self._call, self.outcome = call, None
@@ -121,7 +122,6 @@ class ClientTrainee(Trainee):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the operator."""
         return () if self.memory_note is None else (self.memory_note,)
 
     @property
@@ -149,7 +149,7 @@ class ClientTrainee(Trainee):
         assert call is not None, "expected a call"
         self.session.check_weights()
         try:
-            self.outcome = await (self._step(call) if isinstance(call, AdamParams) else self._compute(call))
+            self.outcome = await (self._step(call) if isinstance(call, OptimStepRequest) else self._compute(call))
         except CoserveError as error:
             self.outcome = error
         self._call, self._rows = None, ()
@@ -193,7 +193,7 @@ class ClientTrainee(Trainee):
             at += size
         return Result(values.tobytes(), {"loss:sum": float(read[0])})
 
-    async def _step(self, adam: AdamParams) -> Result:
+    async def _step(self, adam: OptimStepRequest) -> Result:
         session, norms = self.session, list[float]()
         if self._missing or not self._complete:
             self._forget()

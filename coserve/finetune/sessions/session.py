@@ -176,7 +176,6 @@ class TrainingSession:
         self.optimizer.zero_grad()
 
     def keep_best(self) -> None:
-        """See `AdapterOptimizer.keep_best`."""
         self._announce(KeepBest())
         self.optimizer.keep_best()
 
@@ -209,12 +208,10 @@ class TrainingSession:
                 self.optimizer.weights(),
                 self.optimizer.trainable,
                 self.optimizer.grads,
+                how,
                 learns=learns,
                 dropout=dropout,
                 noise=noise,
-                recomputed=how.recomputed,
-                partly=how.partly,
-                for_compiled=how.compiled,
             )
         )
         assert found is not None, "expected the micro-batch's result"

@@ -152,7 +152,6 @@ class Sessions(Generic[AnyTrainee]):
         self._passes.job_ended(last=not self._jobs)
 
     def _session(self, spec: JobSpec) -> tuple[TrainingSession, Loss]:
-        """Make a job's session, with its initial weights, and its loss."""
         base, settings = self._base, self._settings
         ranks = 1 if base.sharding is None else base.sharding.mesh.size
         check_optimizer(spec.training.optimizer, ranks=ranks)

@@ -23,7 +23,6 @@ class Trainee:
     unfinished."""
 
     def __init__(self, id: str, session: TrainingSession) -> None:
-        """`id`: the job's."""
         self.id, self.session = id, session
         self.mid_step = False
         """Whether it is suspended within an optimizer step or its evaluation."""

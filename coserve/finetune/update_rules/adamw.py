@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from coserve.core.training.calls import AdamParams
+from coserve.core.training.schemas import OptimStepRequest
 from coserve.core.training.settings import TrainingSettings
 from coserve.finetune.update_rules.interface import WeightRange
 
@@ -40,7 +40,7 @@ class AdamW:
         adamw.param_groups[0]["lr"] = self._times[number] * learning_rate
         adamw.step()
 
-    def configure(self, adam: AdamParams) -> None:
+    def configure(self, adam: OptimStepRequest) -> None:
         """Use these parameters from the next step on."""
         for adamw in self._adamws:
             adamw.param_groups[0] |= {

@@ -12,7 +12,6 @@ from coserve.finetune.update_rules.lion import Lion
 
 
 def make_rule(ranges: Sequence[WeightRange], training: TrainingSettings) -> UpdateRule:
-    """Make the update rule for the ranges of one adapter."""
     if training.optimizer.eight_bit:
         return EightBit(ranges, training)
     return Lion(ranges, training) if training.optimizer.lion else AdamW(ranges, training)
