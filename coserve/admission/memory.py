@@ -48,7 +48,6 @@ class AdmitsAll:
     shared_tokens: int | None = None
 
     def admit(self, spec: JobSpec) -> Start | Hold:
-        """Start every job with its own settings."""
         return Start()
 
     def release(self, job: str) -> None:
@@ -65,7 +64,6 @@ class MemoryAdmission:
     """Admits jobs into the GPU memory for jobs, which shrinks while other processes use it."""
 
     def __init__(self, model: MemoryModel, base: BaseSpec, micro_batch_tokens: int) -> None:
-        """`micro_batch_tokens`: the engine's limit."""
         self._model, self._base, self._micro_batch_tokens = model, base, micro_batch_tokens
         self._ledger = Ledger(model.training)
         self._specs: dict[str, JobSpec] = {}
@@ -108,12 +106,8 @@ class MemoryAdmission:
         limit, planned = self._ledger.limit, self._ledger.planned
         if limit >= planned:
             return ()
-        return (
-            (
-                f"memory: other processes hold part of the GPU's memory that was planned for jobs: {limit} of "
-                f"{planned} bytes are left"
-            ),
-        )
+        lost = "other processes hold part of the GPU's memory that was planned for jobs"
+        return (f"memory: {lost}: {limit} of {planned} bytes are left",)
 
     @property
     def shared_tokens(self) -> int | None:
@@ -188,8 +182,7 @@ class MemoryAdmission:
         return Hold(
             "jobs",
             f"waiting for host memory: the state of this job and of those that train takes {needed} bytes of the "
-            f"{limit} for it; it "
-            "starts once one of them ends",
+            f"{limit} for it; it starts once one of them ends",
         )
 
     def release(self, job: str) -> None:
@@ -241,8 +234,7 @@ def _check_pinned(memory: JobMemory, model: MemoryModel) -> None:
     if model.pinned is not None and memory.pinned > model.pinned:
         raise JobTooLarge(
             f"expected a state of at most {model.pinned} bytes of host memory (pinned_memory_bytes), got "
-            f"{memory.pinned}; try "
-            "an optimizer with 8 bits, a smaller rank or fewer targets",
+            f"{memory.pinned}; try an optimizer with 8 bits, a smaller rank or fewer targets",
             field="training.optimizer",
         )
 
@@ -255,11 +247,9 @@ def too_large(memory: JobMemory, planned: int) -> JobTooLarge:
     if layers:
         micro_batch += f" that recomputes {layers} layer{'' if layers == 1 else 's'}"
     return JobTooLarge(
-        f"expected a job of at most {planned} bytes of GPU memory, got one of at least {memory.least}: {state.adapter} "
-        "for the "
-        f"adapter, {state.gradients} for its gradients, {state.optimizer} for the optimizer, and "
-        f"{smallest.activations} for "
-        f"{micro_batch}; try a smaller rank, fewer targets or a smaller max_length",
+        f"expected a job of at most {planned} bytes of GPU memory, got one of at least {memory.least}: "
+        f"{state.adapter} for the adapter, {state.gradients} for its gradients, {state.optimizer} for the optimizer, "
+        f"and {smallest.activations} for {micro_batch}; try a smaller rank, fewer targets or a smaller max_length",
         field="lora",
     )
 
@@ -280,15 +270,13 @@ def _hold(found: Shortage, planned: int) -> Hold:
     if found.needed > planned:
         return Hold(
             "jobs",
-            f"waiting for memory: with the jobs that train it needs at least {found.needed} bytes of the {planned} for "
-            "jobs; it "
-            "starts once one of them ends",
+            f"waiting for memory: with the jobs that train it needs at least {found.needed} bytes of the {planned} "
+            "for jobs; it starts once one of them ends",
         )
     return Hold(
         "others",
         f"waiting for memory: other processes hold some of the GPU's; {found.needed} bytes are needed and "
-        f"{found.limit} are left for "
-        "jobs",
+        f"{found.limit} are left for jobs",
     )
 
 

@@ -50,9 +50,8 @@ def too_large(adapter: str, pages: int, pool: PoolShape, *, field: str | None = 
     least = (pages + 1) * pool.page_tokens
     return AdapterTooLarge(
         f"expected an adapter that leaves at least one page of the KV pool of {pool.pages} pages ({pool.tokens} "
-        f"tokens, {pool.bytes} "
-        f"bytes), got {adapter!r} of {pages} pages ({pages * pool.page_bytes} bytes): it can never be served; start "
-        "the daemon with "
-        f"--kv-tokens {least} or more, or use an adapter of a smaller rank or with fewer targets",
+        f"tokens, {pool.bytes} bytes), got {adapter!r} of {pages} pages ({pages * pool.page_bytes} bytes): it can "
+        f"never be served; start the daemon with --kv-tokens {least} or more, or use an adapter of a smaller rank or "
+        "with fewer targets",
         field=field,
     )

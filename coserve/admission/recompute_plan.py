@@ -161,10 +161,8 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     pairs = np.stack([each.ravel() for each in np.meshgrid(whole, partly, indexing="ij")])
     counts = pairs[:, pairs.sum(0) <= trained]
     overheads = Overheads.of(costs, spec.tokens / max(1, spec.rows))
-    predict, tried = (
-        MicroBatchModel(costs, base, layers),
-        [RecomputePlan(tokens, compiled=compiled is not None) for tokens in _halves(most, longest)],
-    )
+    predict = MicroBatchModel(costs, base, layers)
+    tried = [RecomputePlan(tokens, compiled=compiled is not None) for tokens in _halves(most, longest)]
     sizes = np.rint(np.concatenate([predict.bytes(shape(one.tokens), counts[0], counts[1])[1] for one in tried]))
     longer = overheads.longer(counts[0], counts[1], base.layers)
     times = np.concatenate([one.time(base.layers) * (1 + longer) for one in tried])

@@ -106,8 +106,7 @@ OTHER_WAYS = {
     ),
     "jobs are evaluated every training.eval_steps steps, on the rows that training.validation_split holds back": (
         "eval_strategy evaluation_strategy eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object "
-        "eval_packing "
-        "batch_eval_metrics prediction_loss_only do_eval"
+        "eval_packing batch_eval_metrics prediction_loss_only do_eval"
     ),
     "checkpoints are written every training.checkpoint_steps steps": (
         "save_strategy save_only_model save_on_each_node save_safetensors enable_jit_checkpoint"
@@ -130,8 +129,7 @@ OTHER_WAYS = {
     ),
     "rows are packed without padding, and attention keeps them apart": (
         "packing* padding_free pad_to_multiple_of pad_token dataloader_drop_last group_by_length "
-        "train_sampling_strategy "
-        "length_column_name"
+        "train_sampling_strategy length_column_name"
     ),
     "training.seed is the seed of the order of rows, too": "data_seed shuffle_dataset full_determinism",
     "training.train_on says which tokens are learned": "completion_only_loss assistant_only_loss",
@@ -149,8 +147,7 @@ OTHER_WAYS = {
     ),
     "the loss is that of the target tokens, or training.loss with its beta": (
         "label_smoothing* loss_type loss_weights f_divergence_type f_alpha_divergence_coef use_weighting rpo_alpha "
-        "ld_alpha "
-        "discopop_tau"
+        "ld_alpha discopop_tau"
     ),
     "training.loss.reference says what a DPO loss is relative to": (
         "reference_free ref_* *_ref_model precompute_ref_* model_adapter_name"
@@ -169,8 +166,7 @@ OTHER_WAYS = {
     "the base is the daemon's --model, NAME@REVISION": "revision",
     "it is not needed here": (
         "task_type auto_mapping peft_version inference_mode fan_in_fan_out megatron_* runtime_config do_train "
-        "do_predict use_cpu "
-        "use_cache debug dataloader_*"
+        "do_predict use_cpu use_cache debug dataloader_*"
     ),
 }
 """Maps what coserve does instead to names that have no field here: settings of transformers' `TrainingArguments`, TRL's

@@ -20,7 +20,7 @@ from coserve.core.errors import (
 )
 from coserve.core.link.generation import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
-from coserve.core.types import AdapterRef, FinishReason
+from coserve.core.types import FinishReason
 from coserve.generate.checks import no_token_error
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepResult
 from coserve.generate.grammars import Grammars
@@ -82,7 +82,7 @@ class Generator:
         prompts that are scored; `lengths`: of past answers; `grammars`: None: no request may have a constraint."""
         assert max_running > 0 < step_tokens, f"expected at least 1 each, got {max_running=}, {step_tokens=}"
         self._base, self._store, self._kv = base, store, kv
-        store.use_pool(kv.buffer, self._evicted, executor.kept)
+        store.use_pool(kv.buffer, executor.evicted, executor.kept)
         preparation = Preparation(base.spec, store, kv, grammars, prefix_cache=prefix_cache)
         self.scheduler = Scheduler(
             kv,
@@ -145,13 +145,8 @@ class Generator:
         budget = self.scheduler.budget
         if not budget.lowered:
             return self._executor.troubles
-        return (
-            *self._executor.troubles,
-            (
-                f"generation: memory ran out; a step has at most {budget.tokens} tokens instead of {budget.full} until "
-                "more fit"
-            ),
-        )
+        how = f"a step has at most {budget.tokens} tokens instead of {budget.full} until more fit"
+        return (*self._executor.troubles, f"generation: memory ran out; {how}")
 
     @property
     def graphs_missing(self) -> int:
@@ -363,10 +358,6 @@ class Generator:
 
     def _runs(self, request: Request) -> bool:
         return request.state is State.ACTIVE
-
-    def _evicted(self, ref: AdapterRef) -> None:
-        """Tell the executor that an adapter's GPU copy is gone."""
-        self._executor.evicted(ref)
 
     def _accept(self, running: Sequence[Request], result: StepResult) -> list[Tokens | RequestFailed]:
         """Process a step's result: prompt scores first, then requests that asked for nothing else end, then sampled

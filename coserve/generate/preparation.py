@@ -26,7 +26,6 @@ class Preparation:
     def __init__(
         self, spec: BaseSpec, store: AdapterStore, kv: KvCache, grammars: Grammars | None, *, prefix_cache: bool
     ) -> None:
-        """`grammars`, `prefix_cache`: see `Generator`."""
         self._spec, self._store, self._kv, self._grammars = spec, store, kv, grammars
         self._prefix_cache = prefix_cache and kv.states is None
 

@@ -164,15 +164,12 @@ class KvCache:
         self.pool.label(page, key)
 
     def unlabel(self, page: int) -> None:
-        """See `PagePool.unlabel`."""
         self.pool.unlabel(page)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """See `PagePool.find`."""
         return self.pool.find(keys)
 
     def hold(self, pages: Iterable[int]) -> None:
-        """See `PagePool.hold`."""
         self.pool.hold(pages)
 
     def attention(self, runs: Sequence[TokenRun]) -> Attention:

@@ -269,7 +269,6 @@ class PagePool:
         self._cached_pages -= pages
 
     def _evict(self, first: int) -> None:
-        """Empty a cached page or span."""
         span = self._spans.pop(first, None)
         pages = 1 if span is None else span.pages
         del self._cached[first]

@@ -121,7 +121,6 @@ class DeficitRoundRobin(Generic[T]):
         return (due.item for due in self._due)
 
     def waiting(self, key: Hashable) -> int:
-        """Number of waiting items of a flow."""
         return len(flow.items) if (flow := self._flows.get(key)) is not None else 0
 
     def before_last(self, key: Hashable) -> int:

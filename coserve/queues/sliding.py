@@ -34,11 +34,10 @@ class SlidingQuantile:
             self._sum -= oldest
             del self._sorted[bisect_left(self._sorted, oldest)]
 
-    def at(self, share: float, *, few: int = 1, unknown: float = 0.0) -> float:
-        """The `share` quantile: the least value that at least this fraction does not exceed; `unknown` below `few`
-        values."""
-        if len(self._sorted) < few:
-            return unknown
+    def at(self, share: float) -> float:
+        """The `share` quantile: the least value that at least this fraction does not exceed; 0 without values."""
+        if not self._sorted:
+            return 0.0
         return self._sorted[max(1, math.ceil(len(self._sorted) * share - 1e-9)) - 1]
 
     def largest_below(self, bound: float, *, rank: int) -> float | None:

@@ -115,7 +115,6 @@ class FileStore(RecordStore[FileRecord]):
         return self._folder / record.id / CONTENT
 
     def bytes_of(self, project: str) -> int:
-        """Bytes of all files of a project."""
         return sum(record.bytes for record in self._records.values() if record.project == project)
 
     def remove(self, id: str) -> None:

@@ -16,7 +16,6 @@ from coserve.core.errors import StartupError, StorageError, StorageFailed
 from coserve.core.names import ADAPTER_FILES, CHECKPOINT_STATE
 from coserve.core.schemas import ErrorInfo
 from coserve.core.training.jobs import JobState
-from coserve.core.types import AdapterRef
 from coserve.core.validation import decoder_of
 from coserve.state.durable import read_errors, remove_dir
 from coserve.state.failpoints import failpoint
@@ -37,8 +36,7 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
     if not registry.has_claimed_versions() and (refs := folder.adapter_refs()):
         raise StartupError(
             f"the registry {folder.database} is new or empty, but {folder.adapters} has files of {len(refs)} adapter "
-            f"versions, {refs[0]} for one: "
-            "put the registry back, or move these files away and import them again"
+            f"versions, {refs[0]} for one: put the registry back, or move these files away and import them again"
         )
     for name in folder.sweep():
         log.info("removed what an interrupted write left: %s", name)
@@ -103,10 +101,6 @@ def _match_adapters(registry: Registry, folder: DataFolder) -> None:
         if ref not in known:
             log.info("removed files of %s, which was never published", ref)
             remove_dir(folder.adapter(ref))
-    _remove_empty(folder, known)
-
-
-def _remove_empty(folder: DataFolder, known: set[AdapterRef]) -> None:
     names = {ref.id for ref in known}
     for entry in folder.adapters.iterdir():
         if entry.is_dir() and entry.name not in names:

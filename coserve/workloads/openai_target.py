@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -35,6 +34,8 @@ class OpenAITarget:
     clients does. Open it as `async with`.
     """
 
+    _http: aiohttp.ClientSession
+
     def __init__(
         self,
         url: str,
@@ -50,26 +51,17 @@ class OpenAITarget:
         self.model = model
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._models_wait = models_wait
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
+        self._http = aiohttp.ClientSession(
             headers=self._headers,
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    @property
-    def _http(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "the target is not open"
-        return self._session
+    async def __aexit__(self, *error: object) -> None:
+        await self._http.close()
 
     def served_name(self, adapter: str) -> str:
         """Return the adapter's name on the server."""

@@ -45,8 +45,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "flexllm-8b": Preset(
         "FlexLLM's recipe for an 8B model on one GPU: with --trace BurstGPT.csv --trace-model ChatGPT --trace-rate "
-        "1..5 and "
-        "--prompts ShareGPT.json; without them a stand-in of ours: Gamma arrivals of cv 2, log-normal lengths",
+        "1..5 and --prompts ShareGPT.json; without them a stand-in of ours: Gamma arrivals of cv 2, log-normal lengths",
         {
             "duration": "600",
             "process": "gamma",

@@ -75,7 +75,6 @@ class DaemonTarget:
         return sorted(self._touched)
 
     def served_name(self, adapter: str) -> str:
-        """Return the adapter's name on the daemon."""
         return self._prefix + adapter
 
     async def prepare(self, names: Iterable[str] = ()) -> int:
@@ -165,7 +164,6 @@ class DaemonTarget:
             self._jobs[job.id] = job
 
     async def start(self, arrival: FinetuneArrival) -> AsyncJobHandle:
-        """Submit the job of an arrival."""
         name, training = self.served_name(arrival.adapter), self._scenario.training
         return await self._client.finetune(
             name, arrival.rows, continue_from=name, training=training, on_conflict="fork"

@@ -145,7 +145,7 @@ class DocumentJobs:
         return lesson_corpus([*learned, *lessons.replayed], texts, settings, longest)
 
     async def _show(self, id: str, job: DocumentJob, message: str) -> None:
-        await self._registry.with_reserve(lambda registry: registry.record_document(id, job, message))
+        await self._registry.with_reserve(lambda registry: registry.record(id, "document", message, document=job))
         self._recorder.watchers.notify(id)
 
     async def _fail(self, id: str, error: ErrorInfo) -> None:

@@ -127,7 +127,9 @@ class JobEvaluation:
         except CoserveError as error:
             self._recorder.deliver(JobNote(id=id, message=f"the test rows were not answered: {error}", kept=True))
             return True
-        write = partial(self._registry.with_reserve, lambda registry: registry.record_test(id, found, summary(found)))
+        write = partial(
+            self._registry.with_reserve, lambda registry: registry.record(id, "test", summary(found), test=found)
+        )
         await self._recorder.retries.run(f"test of job {id}", write)
         self._recorder.watchers.notify(id)
         return True

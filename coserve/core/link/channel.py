@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Generic
+from typing import Generic, Self
 
 import msgspec
 
@@ -166,7 +166,7 @@ class WorkerProcess(Generic[OutT, InT]):
         decoder: msgspec.msgpack.Decoder[InT],
         *arguments: str,
         environment: Mapping[str, str] | None = None,
-    ) -> WorkerProcess[OutT, InT]:
+    ) -> Self:
         """Run `python -m MODULE FD ARGUMENTS…`, where FD is its end of the channel; see `start_child`. Raises
         `OSError`."""
         ours, theirs = socket.socketpair()

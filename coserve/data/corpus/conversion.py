@@ -9,18 +9,18 @@ from __future__ import annotations
 import codecs
 import csv
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from coserve.core.errors import MalformedRow, UnreadableCorpus
+from coserve.core.errors import MalformedRow
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.json_array import array_elements
+from coserve.data.corpus.jsonl import source_errors
 from coserve.data.corpus.rows import LIMITS, CorpusLimits, choose_columns
-from coserve.data.corpus.sources import is_jsonl
+from coserve.data.corpus.sources import is_jsonl, refuse_twins
 from coserve.state.durable import disk_errors
 
 BEGINNING = 64 << 10
@@ -34,7 +34,7 @@ def is_json_lines(source: Path, columns: Columns) -> bool:
     """Return whether a source is read unconverted, as JSON Lines. Raises `UnreadableCorpus`."""
     if not is_jsonl(source):
         return False
-    with _opened(source) as file:
+    with source_errors(), source.open("rb") as file:
         return _other_format(file, columns) is None
 
 
@@ -65,7 +65,7 @@ def as_json_lines(
     """
     if not is_jsonl(source):
         return source
-    with _opened(source) as file:
+    with source_errors(), source.open("rb") as file:
         format = _other_format(file, columns)
         if format is None:
             return source
@@ -77,15 +77,6 @@ def as_json_lines(
                     progress()
                     out.write(line + b"\n")
     return target
-
-
-@contextmanager
-def _opened(source: Path) -> Iterator[BufferedReader]:
-    try:
-        with source.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise UnreadableCorpus(f"the corpus cannot be read: {error.strerror}", field="path") from error
 
 
 class _Lines:
@@ -125,9 +116,7 @@ def _csv_lines(file: BufferedReader, columns: Columns, limits: CorpusLimits) -> 
     delimiter = max(DELIMITERS, key=beginning.count)
     records = _records(lines, delimiter)
     header = next(records)
-    if len(set(header)) < len(header):
-        twin = next(name for name in header if header.count(name) > 1)
-        raise MalformedRow(f"expected one column {twin!r:.80}, got {header.count(twin)}", line=1)
+    refuse_twins(header)
     row_format, read = choose_columns(header, 1, columns)
     required = {field.encode_name for field in msgspec.structs.fields(row_format) if field.required}
     places = [(field, column, header.index(column)) for field, column in read.items()]
@@ -140,8 +129,7 @@ def _csv_lines(file: BufferedReader, columns: Columns, limits: CorpusLimits) -> 
         if len(cells) != len(header):
             raise MalformedRow(
                 f"expected {len(header)} cells, as the header has, got {len(cells)}; a text with {delimiter!r} or a "
-                "line end "
-                "stands in double quotes",
+                "line end stands in double quotes",
                 line=lines.begun,
             )
         row = {

@@ -6,6 +6,7 @@ import codecs
 import io
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -85,11 +86,18 @@ def _seek_line(file: BinaryIO, start: int) -> None:
 
 
 def _open(path: Path) -> BinaryIO:
+    with source_errors(), disk_errors():
+        return path.open("rb")
+
+
+@contextmanager
+def source_errors() -> Iterator[None]:
+    """Raise the system's errors about a source as `UnreadableCorpus`."""
     try:
-        with disk_errors():
-            return path.open("rb")
+        yield
     except OSError as error:
-        raise UnreadableCorpus(f"the corpus cannot be read: {error.strerror}", field="path") from error
+        reason = error.strerror or "it is damaged"
+        raise UnreadableCorpus(f"the corpus cannot be read: {reason}", field="path") from error
 
 
 def _decode_line(content: bytes, line: int) -> object:

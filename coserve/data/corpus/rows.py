@@ -151,9 +151,8 @@ class _Alpaca(Wire, frozen=True):
             )
         else:
             prompt = (
-                "Below is an instruction that describes a task. "
-                "Write a response that appropriately completes the request.\n\n"
-                f"### Instruction:\n{self.instruction}\n\n### Response:\n"
+                "Below is an instruction that describes a task. Write a response that appropriately completes the "
+                f"request.\n\n### Instruction:\n{self.instruction}\n\n### Response:\n"
             )
         return CompletionRow(line, prompt, self.output)
 
@@ -373,9 +372,8 @@ def choose_columns(found: Collection[object], line: int, columns: Columns) -> tu
     if others:
         first = next(key for key in _FORMATS if key in (present or found))
         raise MalformedRow(
-            f"expected the fields of one format, got those of two: {first!r} and {others[0]!r}; leave one out, or name "
-            "the "
-            f"columns to read; {FORMATS}",
+            f"expected the fields of one format, got those of two: {first!r} and {others[0]!r}; leave one out, or "
+            f"name the columns to read; {FORMATS}",
             line=line,
             field=others[0],
         )

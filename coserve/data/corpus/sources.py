@@ -18,7 +18,7 @@ import msgspec
 from coserve.core.errors import InvalidRequest, MalformedRow, UnreadableCorpus
 from coserve.core.validation import decoder_of
 from coserve.data.corpus.columns import Columns
-from coserve.data.corpus.jsonl import parse_lines
+from coserve.data.corpus.jsonl import parse_lines, source_errors
 from coserve.data.corpus.rows import LIMITS, CorpusLimits, Row, parse_row
 from coserve.state.durable import disk_errors
 
@@ -71,7 +71,7 @@ def is_jsonl(source: Path) -> bool:
     be opened."""
     if source.is_dir():
         return False
-    with _source_errors(), disk_errors(), source.open("rb") as file:
+    with source_errors(), disk_errors(), source.open("rb") as file:
         return file.read(len(PARQUET)) != PARQUET
 
 
@@ -94,7 +94,7 @@ def split_source(source: Path, sizes: PieceSizes = PIECES) -> list[Piece]:
         raise InvalidRequest(
             f"{kind} needs pyarrow, which is not installed: pip install 'coserve[datasets]'", field="path"
         )
-    with _arrow_errors(), _source_errors(), disk_errors():
+    with _arrow_errors(), source_errors(), disk_errors():
         if not source.is_dir():
             return _split_table(source, "parquet", _parquet_length(source), sizes.rows)
         return [
@@ -151,7 +151,7 @@ def table_rows(piece: Piece, limits: CorpusLimits = LIMITS) -> Iterator[tuple[ob
 
 
 def _arrow_rows(piece: Piece) -> Iterator[object]:
-    with _arrow_errors(), _source_errors(), disk_errors():
+    with _arrow_errors(), source_errors(), disk_errors():
         read = _parquet_rows if piece.format == "parquet" else _stream_rows
         yield from read(Path(piece.path), piece.start, piece.stop)
 
@@ -160,7 +160,7 @@ def _parquet_length(path: Path) -> int:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        _refuse_twins(file.schema_arrow.names)
+        refuse_twins(file.schema_arrow.names)
         rows: int = file.metadata.num_rows
         return rows
 
@@ -187,7 +187,7 @@ def _stream_length(path: Path) -> int:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
-        _refuse_twins(batches.schema.names)
+        refuse_twins(batches.schema.names)
         return sum(batch.num_rows for batch in batches)
 
 
@@ -210,7 +210,7 @@ def _batch_rows(batches: Iterable[RecordBatch], start: int, stop: int) -> Iterat
             return
 
 
-def _refuse_twins(columns: list[str]) -> None:
+def refuse_twins(columns: list[str]) -> None:
     """Raise `MalformedRow` if two columns have the same name: a row would get the last one's value."""
     if len(set(columns)) < len(columns):
         twin = next(name for name in columns if columns.count(name) > 1)
@@ -238,16 +238,6 @@ def _without_nulls(value: object) -> object:
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
-
-
-@contextmanager
-def _source_errors() -> Iterator[None]:
-    """Raise the system's errors about a source as `UnreadableCorpus`."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or "it is damaged"
-        raise UnreadableCorpus(f"the corpus cannot be read: {reason}", field="path") from error
 
 
 @contextmanager

@@ -38,25 +38,17 @@ class NotBegun(Exception):
     """The process ended before it began the task: another process may run it."""
 
 
-class HelperProcess:
+class HelperProcess(WorkerProcess[Call, Reply]):
     """One helper process. It handles one call at a time."""
 
-    def __init__(self, process: WorkerProcess[Call, Reply]) -> None:
-        self._process = process
-        self.memory = 0
+    memory = 0
 
     @classmethod
-    async def start(cls, setup: bytes, log: LogSettings) -> HelperProcess:
+    async def begin(cls, setup: bytes, log: LogSettings) -> HelperProcess:
         """Start a process. `setup`: the tokenizer's state."""
-        process = await WorkerProcess[Call, Reply].start(
-            "coserve.data.offload.main", REPLIES, log.level, log.format, environment=ONE_THREAD
-        )
+        process = await cls.start("coserve.data.offload.main", REPLIES, log.level, log.format, environment=ONE_THREAD)
         process.channel.send(Call("", b"", setup, 0.0))
-        return cls(process)
-
-    @property
-    def alive(self) -> bool:
-        return self._process.alive
+        return process
 
     async def call(self, task: str, arguments: bytes, body: bytes | bytearray, silence: float) -> bytes:
         """Return the task's result. `silence`: seconds without a heartbeat after which the process counts as stuck.
@@ -64,22 +56,17 @@ class HelperProcess:
         Raises what the task raised, `TimeoutError` for a stuck process, `PeerLost` for one that died during the task,
         `NotBegun` for one that died before it.
         """
-        self._process.channel.send(Call(task, arguments, bytes(body), silence / HEARTBEATS))
+        self.channel.send(Call(task, arguments, bytes(body), silence / HEARTBEATS))
         try:
-            reply = await self._process.receive(silence)  # the first reply says that the task begins
+            reply = await self.receive(silence)  # the first reply says that the task begins
         except PeerLost as error:
             raise NotBegun from error
         while reply.working:
-            reply = await self._process.receive(silence)
+            reply = await self.receive(silence)
         self.memory = reply.memory
         if reply.failure is not None:
             raise error_of(reply.failure)
         return reply.result
-
-    async def end(self) -> int:
-        """Kill the process and wait for its end. Returns its exit status: minus the number of the first signal that
-        ended it."""
-        return await self._process.end()
 
 
 class HelperPool:
@@ -150,7 +137,7 @@ class HelperPool:
                 await uncancelled(self._end(helper))
 
     async def _start(self) -> HelperProcess:
-        return await HelperProcess.start(await asyncio.to_thread(lambda: self._setup), self._log)
+        return await HelperProcess.begin(await asyncio.to_thread(lambda: self._setup), self._log)
 
     def _idle_helper(self) -> HelperProcess | None:
         """Return an idle process that is still alive, if any."""

@@ -84,8 +84,7 @@ def _check_folder(folder: Path, weights: bool) -> None:
     if missing:
         raise UnsupportedBase(
             f"model: {folder} is incomplete: {len(missing)} of {len(wanted)} files of weights are missing, the first "
-            "is "
-            f"{missing[0]}"
+            f"is {missing[0]}"
         )
     if not wanted:
         other = (
@@ -147,8 +146,7 @@ def hub_problem(name: str, error: BaseException) -> str:
         case LocalEntryNotFoundError() | ConnectionError() | httpx.TransportError():
             return (
                 f"no such folder: {name!r}; nor is a model of that name in the local cache, and the hub cannot be "
-                "reached "
-                "to look for it"
+                "reached to look for it"
             )
         case OSError(strerror=reason) if reason:
             return f"{name!r} cannot be fetched into the local cache: {reason}"

@@ -259,9 +259,8 @@ class Tokenizer:
             name = "" if closing is None else text[slice(*closing)]
             if self._id(name) is not None and closing not in places[first:last]:
                 raise InvalidRequest(
-                    f"expected the end of turn {name!r} to be a token of its own: the tokenizer splits it, or joins it "
-                    "with "
-                    "its neighbours, so that it would not be learned",
+                    f"expected the end of turn {name!r} to be a token of its own: the tokenizer splits it, or joins "
+                    "it with its neighbours, so that it would not be learned",
                     field="messages",
                 )
         return ids, learn

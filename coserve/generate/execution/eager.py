@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coserve.core.errors import LoraServerLost
 from coserve.core.types import AdapterRef
-from coserve.generate.execution.interface import StepInput, StepResult
+from coserve.generate.execution.interface import StepExecutor, StepInput, StepResult
 from coserve.generate.execution.packing import PackedStep, by_adapter, pack
 from coserve.generate.sampling.choices import Chosen, choices
 from coserve.generate.sampling.masks import NO_MASKS, Masks
@@ -25,9 +25,9 @@ from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
 
 
-class EagerExecutor:
-    """Implements `StepExecutor`. If the LoRA backend computes one adapter at a time, a step becomes one forward per
-    adapter."""
+class EagerExecutor(StepExecutor):
+    """Runs a step when it is collected, as one forward, or as one per adapter if the LoRA backend computes one at a
+    time."""
 
     def __init__(self, base: Base, kv: KvCache, lora_backend: LoraBackend, remote: RemoteExperts | None = None) -> None:
         """`remote`: the LoRA servers, if there are any."""
@@ -46,27 +46,10 @@ class EagerExecutor:
     def choose(self, masks: Masks) -> None:
         self._masks = masks
 
-    def forget(self, sequence: int) -> None:
-        """See `StepExecutor`. No state is kept between steps."""
-
     def evicted(self, adapter: AdapterRef) -> None:
         weights = self._seen.pop(adapter, None)
         if weights is not None:
             self._lora_backend.forget(weights.sites)
-
-    def kept(self, weights: LoraWeights) -> None:
-        """See `StepExecutor`. Nothing depends on the rank."""
-
-    @property
-    def troubles(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def graphs_missing(self) -> int:
-        return 0
-
-    def prepare(self) -> bool:
-        return False
 
     def _step(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> EagerStep:
         return EagerStep([own.sequence for own in packed.sequences], lambda: self._checked(packed, adapters))

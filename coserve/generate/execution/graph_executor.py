@@ -279,12 +279,8 @@ class GraphExecutor:
         count = len(self._decode_graphs.left_out) + len(self._mixed_graphs.left_out)
         if not count:
             return ()
-        return (
-            (
-                f"generation: {count} CUDA graphs are left out, as their capture failed (see the log); their steps run "
-                "without"
-            ),
-        )
+        why = "as their capture failed (see the log); their steps run without"
+        return (f"generation: {count} CUDA graphs are left out, {why}",)
 
     def _launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> GraphStep:
         batch = self._pack(step, adapters)

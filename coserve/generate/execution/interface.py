@@ -77,7 +77,8 @@ class StepInFlight(Protocol):
 
 
 class StepExecutor(Protocol):
-    """Runs steps on the current stream. Not thread-safe."""
+    """Runs steps on the current stream. Not thread-safe. A subclass without CUDA graphs and without state between steps
+    has only `launch`, `choose` and `evicted`."""
 
     def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
         """Launch a step. `adapters[i]`: this process's weights of `step.adapters[i]`.
@@ -93,20 +94,25 @@ class StepExecutor(Protocol):
 
     def forget(self, sequence: int) -> None:
         """Drop the state of a sequence that has ended. It may still be in a step in flight."""
+        return
 
     def evicted(self, adapter: AdapterRef) -> None:
         """The adapter's GPU copy is gone: drop its addresses. No later step uses that copy."""
 
     def kept(self, weights: LoraWeights) -> None:
         """An adapter is in host memory: steps of its LoRA rank may come."""
+        return
 
     @property
     def troubles(self) -> tuple[str, ...]:
         """Notes on what runs slower since memory ran out."""
+        return ()
 
     @property
     def graphs_missing(self) -> int:
         """CUDA graphs that `prepare` still has to capture, as known now: steps without theirs are slower."""
+        return 0
 
     def prepare(self) -> bool:
         """Do some tenths of a second of work that a later step would need; False if none is left."""
+        return False

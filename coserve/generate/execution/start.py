@@ -32,13 +32,10 @@ log = logging.getLogger(__name__)
 
 COMPILED = (
     "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others; steps of "
-    "more "
-    f"than {DECODE_BATCHES[-1]} sequences, of more than {MIXED_TOKENS[-1]} tokens or many short prompts, and with an "
-    "adapter of a rank above "
-    f"{LORA_RANKS[-1]}, run without CUDA graphs; so do the first steps with prompts of a size; where adapters change "
-    "some sites only, "
-    f"the first {PARTIAL_GROUPS} such choices of sites have graphs of their own, others use those for more sites; "
-    "block-diagonal adapters (BD-LoRA) are computed with their zeros"
+    f"more than {DECODE_BATCHES[-1]} sequences, of more than {MIXED_TOKENS[-1]} tokens or many short prompts, and with "
+    f"an adapter of a rank above {LORA_RANKS[-1]}, run without CUDA graphs; so do the first steps with prompts of a "
+    f"size; where adapters change some sites only, the first {PARTIAL_GROUPS} such choices of sites have graphs of "
+    "their own, others use those for more sites; block-diagonal adapters (BD-LoRA) are computed with their zeros"
 )
 NO_GEMMS = "generation: torch's own GEMM kernels run, as the warm-up could not measure which are faster"
 INDUCTOR = {"combo_kernels": True}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coserve.queues.policies.slack import DEADLINE_SETTINGS, MAX_SLICE, micro_steps_within
-from coserve.queues.policy import Decision, NamedPolicy, PolicySettings, Serve, Train, View, Wait
+from coserve.queues.policy import Decision, NamedPolicy, Serve, Train, View, Wait
 
 
 class InferenceFirst(NamedPolicy):
@@ -14,10 +14,6 @@ class InferenceFirst(NamedPolicy):
     """
 
     settings = DEADLINE_SETTINGS
-
-    @classmethod
-    def made(cls, settings: PolicySettings, tpot: float | None) -> InferenceFirst:
-        return cls()
 
     def decide(self, view: View, now: float) -> Decision:
         if view.running or view.waiting:

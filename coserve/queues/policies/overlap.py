@@ -9,12 +9,13 @@ from coserve.queues.policies.slack import (
     FIRST_TOKEN_WAIT,
     MAX_SLICE,
     PACED_SETTINGS,
+    Slack,
     latest_start,
     micro_steps_within,
     overdue,
 )
 from coserve.queues.policies.spatial import MAX_SLICES, MIN_SLICE
-from coserve.queues.policy import Decision, NamedPolicy, Overdue, PolicySettings, Serve, Train, View, Wait
+from coserve.queues.policy import Decision, Overdue, PolicySettings, Serve, View, Wait
 
 LONGEST = MAX_SLICE / MAX_SLICES
 """Predicted seconds of the longest slice: `MAX_SLICE` divided by the slices in flight."""
@@ -36,7 +37,7 @@ AHEAD = 5e-3
 errors."""
 
 
-class Overlap(NamedPolicy):
+class Overlap(Slack):
     """Training on a low-priority stream, generation steps on a high-priority one, both with all multiprocessors.
 
     Up to two slices are in flight, so the device need not wait for the host between them. A decode step is bound by
@@ -74,10 +75,8 @@ class Overlap(NamedPolicy):
         tpot: float | None = None,
         overlapped: bool = True,
     ) -> None:
-        """`tpot`: seconds between tokens of a typical request."""
-        assert patience >= 0 and 0 <= floor < 1 and 0 <= weight <= 1, (patience, floor, weight)
-        self._patience, self._floor = patience, floor
-        self._weight, self._tpot, self._overlapped = weight, tpot, overlapped
+        super().__init__(patience, floor=floor, weight=weight, tpot=tpot)
+        self._overlapped = overlapped
 
     def decide(self, view: View, now: float) -> Decision:
         if view.running and view.waiting and self._holds_back(view, now):
@@ -137,9 +136,6 @@ class Overlap(NamedPolicy):
             <= (1 - SPARE_SHARE) * due.window * self._weight
             for due in view.running
         )
-
-    def _train(self, view: View, micro_steps: int, overdue: Overdue | None = None) -> Train:
-        return Train(view.jobs[0], micro_steps, overdue, self._tpot)
 
 
 def _admitting_nobody(view: View) -> View:

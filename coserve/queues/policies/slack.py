@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 from coserve.queues.policy import Decision, Due, NamedPolicy, Overdue, PolicySettings, Serve, Train, View, Wait
 
@@ -48,7 +49,7 @@ class Slack(NamedPolicy):
     at most `tpot` seconds, so that it fits between the tokens of requests that arrive meanwhile.
     """
 
-    settings = PACED_SETTINGS
+    settings: ClassVar[tuple[str, ...]] = PACED_SETTINGS
 
     @classmethod
     def made(cls, settings: PolicySettings, tpot: float | None) -> Slack:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coserve.queues.policies.slack import DEADLINE_SETTINGS, MAX_SLICE, micro_steps_within
-from coserve.queues.policy import Decision, NamedPolicy, PolicySettings, Serve, Train, View, Wait
+from coserve.queues.policy import Decision, NamedPolicy, Serve, Train, View, Wait
 
 MAX_SLICES = 2
 """Slices in flight: the device begins the second one without waiting for the host."""
@@ -25,10 +25,6 @@ class Spatial(NamedPolicy):
     stream = "partition"
     settings = (*DEADLINE_SETTINGS, "training_sm_share")
     kernel_settings = ("training_sm_share",)
-
-    @classmethod
-    def made(cls, settings: PolicySettings, tpot: float | None) -> Spatial:
-        return cls()
 
     def decide(self, view: View, now: float) -> Decision:
         serves = bool(view.running or view.waiting)

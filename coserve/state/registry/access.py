@@ -77,7 +77,6 @@ class AccessTable(Database):
         return str(row[0])
 
     def quotas(self) -> dict[str, Quota]:
-        """Quotas by project."""
         return {row[0]: _quota(row[1]) for row in self._db.execute("SELECT project, record FROM quotas")}
 
     def quota(self, project: str) -> Quota:
@@ -86,7 +85,6 @@ class AccessTable(Database):
         return Quota() if row is None else _quota(row[0])
 
     def set_quota(self, project: str, quota: Quota) -> None:
-        """Replace a project's quota."""
         with self._transaction():
             self._db.execute("INSERT OR REPLACE INTO quotas VALUES (?, ?)", (project, _encode(quota)))
             self._log_on_commit("quota set", project=project, **msgspec.structs.asdict(quota))

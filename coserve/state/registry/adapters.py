@@ -194,7 +194,6 @@ class AdapterTable(NameTable, JobTable):
         return [_decode(row[0]) for row in rows]
 
     def adapter_refs(self) -> list[AdapterRef]:
-        """Refs of every version of every adapter."""
         return [AdapterRef(*row) for row in self._db.execute("SELECT id, version FROM adapters ORDER BY id, version")]
 
     def roll_back(self, ref: AdapterRef) -> AdapterRecord:

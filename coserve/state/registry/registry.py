@@ -11,7 +11,7 @@ import msgspec
 
 from coserve.core.access.principal import idempotency_key as scoped_key
 from coserve.core.errors import AdapterBusy, WrongJobState
-from coserve.core.schemas import DocumentJob, ErrorInfo, EvalResult, EventLevel, EventType, Sample
+from coserve.core.schemas import DocumentJob, ErrorInfo, EventLevel, EventType, Sample
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec, JobState
 from coserve.core.types import AdapterRef
@@ -121,15 +121,7 @@ class Registry(AccessTable, AdapterTable):
             self._append(id, "metrics", f"step {metrics.step}/{metrics.total_steps}", metrics=metrics, eta=record.eta)
             return self._save(record)
 
-    def record_document(self, id: str, document: DocumentJob, message: str) -> JobRecord:
-        """Record what the job of a document has done. Raises `JobNotFound`, `WrongJobState`."""
-        return self._record(id, "document", message, document=document)
-
-    def record_test(self, id: str, test: EvalResult, message: str) -> JobRecord:
-        """Record the measures of a job's adapter. Raises `JobNotFound`, `WrongJobState`."""
-        return self._record(id, "test", message, test=test)
-
-    def _record(self, id: str, type: EventType, message: str, **fields: Unpack[EventFields]) -> JobRecord:
+    def record(self, id: str, type: EventType, message: str, **fields: Unpack[EventFields]) -> JobRecord:
         """Add an event with `fields`, and put them into the job's record. Raises `JobNotFound`, `WrongJobState`."""
         with self._transaction():
             record = self.job(id)

@@ -259,7 +259,7 @@ def children() -> set[int]:
 async def test_a_call_that_is_cancelled_while_its_process_starts_leaves_none() -> None:
     before = children()
     for turns in range(16):
-        starting = asyncio.create_task(HelperProcess.start(b"", LogSettings()))
+        starting = asyncio.create_task(HelperProcess.begin(b"", LogSettings()))
         for _ in range(turns):
             await asyncio.sleep(0)
         starting.cancel()

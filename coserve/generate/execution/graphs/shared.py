@@ -74,6 +74,7 @@ class InputBuffer:
         self._buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._loaded: list[list[int]] | None = None
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.columns = torch.split(self._buffer, list(sizes))
         """Views of the device buffer, one per column, read by the graph."""
 
@@ -89,19 +90,12 @@ class InputBuffer:
         self._buffer.copy_(self._host, non_blocking=True)
         self._loaded = wanted
 
-
-class InputCopies:
-    """Guards one graph's pinned host inputs, which are rewritten for each step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._ended = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
     def wait(self) -> None:
         """Wait for the previous step's copies, which have normally ended long before."""
-        if self._ended is not None:
-            self._ended.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def record(self) -> None:
         """Record that all copies of this step are in the stream."""
-        if self._ended is not None:
-            self._ended.record()
+        if self._copied is not None:
+            self._copied.record()

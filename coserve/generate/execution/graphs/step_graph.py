@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coserve.generate.execution.graph_sizes import TileCapacity
-from coserve.generate.execution.graphs.shared import GraphState, InputBuffer, InputCopies
+from coserve.generate.execution.graphs.shared import GraphState, InputBuffer
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.kernels.attention.interface import MixedAttention, StaticPagedAttention, TokenRun
 from coserve.kernels.gpu.capture import captured
@@ -42,7 +42,7 @@ class StepGraph(ABC, Generic[AnyAttention]):
         device = state.token_slots.tokens.device
         self._state, self._lora = state, lora
         self._attention: AnyAttention = attention
-        self._inputs, self._copies = InputBuffer(columns, device), InputCopies(device)
+        self._inputs = InputBuffer(columns, device)
         self._captured: dict[TileCapacity | None, _Captured] = {}
         attention.load(())
 
@@ -75,14 +75,14 @@ class StepGraph(ABC, Generic[AnyAttention]):
     ) -> tuple[Tensor, Tensor]:
         """Load the inputs and launch the step. `segments`: with adapter slots. Returns logits and most likely tokens;
         the next run of any graph overwrites both."""
-        self._copies.wait()
+        self._inputs.wait()
         self._attention.load(runs)
         self._inputs.load(*columns)
         capacity: TileCapacity | None = None
         if self._lora is not None:
             assert segments is not None, "expected adapters where the graph adds them"
             capacity = self._lora.load(segments)
-        self._copies.record()
+        self._inputs.record()
         found = self._captured.get(capacity)
         if found is None:
             return self._step(self._terms(capacity))
