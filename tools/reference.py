@@ -250,7 +250,7 @@ def cli() -> Iterator[str]:
     for name in top.commands:
         if name in ("serve", "warm"):
             continue
-        group = getattr(top.commands[name], "commands", None)
+        group = getattr(top.get_command(None, name), "commands", None)
         for command in [name] if group is None else [f"{name} {each}" for each in group]:
             yield from (f"## coserve {command}", "", "```text", *_help(command), "```", "")
 

@@ -7,7 +7,6 @@ the engine in `coserve serve`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, MutableMapping
 from contextvars import copy_context
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,30 +51,6 @@ PLAIN = None
 """typer's `rich_markup_mode`: help is plain text, so that `coserve[bitsandbytes]` is not parsed as markup."""
 
 
-class _Imported(MutableMapping[str, Any]):
-    """Mapping of commands for typer that imports each command on access."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a class of typer's own
-        if name not in self._made:
-            self._made[name] = _make(name, *COMMANDS[name])
-        return self._made[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:  # noqa: ANN401
-        self._made[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
-
-
 class CommandGroup(TyperGroup):
     """Prints its help if no command is given. The help has the whole first sentence of each command's own help."""
 
@@ -97,9 +72,17 @@ def _first_sentence(text: str) -> str:
 
 
 class _Commands(CommandGroup):
+    """Imports a command when it is asked for."""
+
     def __init__(self, **given: Any) -> None:  # noqa: ANN401
         super().__init__(**given)
-        self.commands = _Imported()
+        unmade: Any = None
+        self.commands = dict.fromkeys(COMMANDS, unmade)
+
+    def get_command(self, ctx: object, cmd_name: str) -> Any:  # noqa: ANN401 - a class of typer's own
+        if cmd_name in COMMANDS and self.commands[cmd_name] is None:
+            self.commands[cmd_name] = _make(cmd_name, *COMMANDS[cmd_name])
+        return self.commands.get(cmd_name)
 
     def list_commands(self, ctx: object) -> list[str]:
         return list(COMMANDS)
