@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.common.metrics import metric_values
 from coserve.core.limits import PAGE_LIMIT
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef, SiteSpec
@@ -90,20 +90,15 @@ def wait_ready(url: str) -> None:
 def load_seconds(url: str) -> dict[str, tuple[float, float]]:
     """Loads of adapters and their seconds so far, by cause, from `/metrics`."""
     page = get(f"{url}/metrics").decode()
-    found = [
-        dict(re.findall(rf'^coserve_adapter_{name}_total{{cause="(\w+)"}} (\S+)', page, re.MULTILINE))
-        for name in ("loads", "load_seconds")
-    ]
-    return {cause: (float(count), float(found[1][cause])) for cause, count in found[0].items()}
+    counts, seconds = (metric_values(page, f"coserve_adapter_{name}_total") for name in ("loads", "load_seconds"))
+    return {dict(labels)["cause"]: (count, seconds[labels]) for labels, count in counts.items()}
 
 
 def step_totals(url: str) -> tuple[float, float, float]:
     """Generation steps, their seconds and their adapters so far, from `/metrics`."""
     page = get(f"{url}/metrics").decode()
     names = ("generation_steps", "generation_step_seconds", "step_adapters")
-    steps, seconds, adapters = (
-        sum(map(float, re.findall(rf"^coserve_{name}_total(?:{{.*}})? (\S+)", page, re.MULTILINE))) for name in names
-    )
+    steps, seconds, adapters = (sum(metric_values(page, f"coserve_{name}_total").values()) for name in names)
     return steps, seconds, adapters
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bdlora.plan import SHAPES, Shape, Variant, bd_rank
-from benchmarks.common.llama import llama_config
+from benchmarks.common.llama import llama_config, random_model
 from coserve.core.types import LoraSettings, SiteSpec
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
@@ -71,14 +71,10 @@ def make_base(shape: Shape, mesh: Mesh, device: torch.device) -> Base:
 
     Its strategy is `slora`, with which executors serve adapters of every kind; `make_adapter` cuts each by its own.
     """
+    if mesh.size == 1:
+        return wrap_base(random_model(llama_config(shape), device, SEED), name=f"{shape.name}-random")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(SEED)
-    if mesh.size == 1:
-        from transformers import AutoModelForCausalLM
-
-        with device:
-            model = AutoModelForCausalLM.from_config(llama_config(shape), dtype=dtype)
-        return wrap_base(model, name=f"{shape.name}-random")
     model = empty_model(llama_config(shape), dtype, trust_remote_code=False)
     sharding = fill_shard(model, RandomWeights(device, dtype), mesh, device, Strategy.SLORA)
     return wrap_base(model, name=f"{shape.name}-random", shard=Shard(model, sharding, "random"))

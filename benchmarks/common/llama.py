@@ -1,4 +1,4 @@
-"""The Llama that benchmarks make with random weights."""
+"""Models that benchmarks make with random weights, and the Llama among them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    import torch
+    from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -37,3 +38,15 @@ def llama_config(sizes: Llama) -> LlamaConfig:
         bos_token_id=0,
         eos_token_id=1,
     )
+
+
+def random_model(config: PretrainedConfig, device: str | torch.device, seed: int) -> PreTrainedModel:
+    """Made on the device, in bfloat16 on a GPU and in float32 elsewhere."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with torch.device(device) as own:
+        dtype = torch.bfloat16 if own.type == "cuda" else torch.float32
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model

@@ -29,8 +29,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import GPT2Config
 
+from benchmarks.common.llama import random_model
 from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, merge_results
 from benchmarks.ets.figure_5_1_report import flatness, publish
@@ -49,7 +50,7 @@ from benchmarks.ets.figure_5_1_shape import (
     TRAINER,
     Shape,
 )
-from benchmarks.ets.figure_5_1_trainer import trained_jobs
+from benchmarks.ets.figure_5_1_trainer import Jobs
 from coserve.core.link.generation import Generate, RequestFailed
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, LoraSettings, Slo
@@ -75,11 +76,7 @@ def make_base(shape: Shape) -> Base:
     config = GPT2Config(
         vocab_size=shape.vocab, n_positions=1024, n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads
     )
-    torch.manual_seed(SEED)
-    with torch.device(shape.device):
-        dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    base = wrap_base(model, name="gpt2-medium-random")
+    base = wrap_base(random_model(config, shape.device, SEED), name="gpt2-medium-random")
     FusedBase(base, compiled=False)  # stacks the weights as in the daemon
     return base
 
@@ -249,7 +246,7 @@ def calls(
     elif method == TRAINER:
         ranks = [RANKS[index % len(RANKS)] for index in range(adapters)]
         backend = "segmented" if shape.device == "cuda" else "grouped"
-        with trained_jobs(base, backend, length=shape.length, batch=batch, ranks=ranks) as jobs:
+        with Jobs(base, backend, length=shape.length, batch=batch, ranks=ranks) as jobs:
             yield jobs.train, None
     else:
         yield finetuning(base, shape, method, batch, adapters), None

@@ -8,12 +8,11 @@ adapter.
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -106,12 +105,11 @@ def forget_compiled() -> None:
 
 
 class Jobs:
-    """The trainer with a job for each adapter, over a data folder of its own."""
+    """The trainer with a job for each adapter, over a data folder of its own; a context, which frees both."""
 
     def __init__(
         self,
         base: Base,
-        root: Path,
         backend: str,
         *,
         length: int,
@@ -125,8 +123,9 @@ class Jobs:
         """`ranks`: of each adapter. `batch`: sequences of one forward. `rows` of a job's step; None: the job's share of
         the batch.
         `recomputed`: layers that the memory plan has computed again. `settings`: further ones of the daemon."""
+        self._folder = tempfile.TemporaryDirectory()
         own: dict[str, Any] = {"lora_backend": backend, "micro_batch_tokens": batch * length, **(settings or {})}
-        parts = EngineParts(base, Config(data_dir=root, **own))
+        parts = EngineParts(base, Config(data_dir=Path(self._folder.name), **own))
         compiled = _compiled(parts, levels=recomputed > 0)
         self.layers = "operation by operation" if compiled is None else "compiled"
         self._trainer = parts.make_sessions(
@@ -202,40 +201,10 @@ class Jobs:
             raise TooLittleMemory("; ".join(new))
         return found
 
-    def close(self) -> None:
-        """Free the jobs' memory."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for job in self._turns:
             self._trainer.drop(job)
-
-
-@contextlib.contextmanager
-def trained_jobs(
-    base: Base,
-    backend: str,
-    *,
-    length: int,
-    batch: int,
-    ranks: Sequence[int],
-    rows: int | None = None,
-    targets: tuple[str, ...] = TARGETS,
-    recomputed: int = 0,
-    settings: Mapping[str, Any] | None = None,
-) -> Iterator[Jobs]:
-    """See `Jobs`; with the jobs' files in a folder of the system's."""
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = Jobs(
-            base,
-            Path(folder),
-            backend,
-            length=length,
-            batch=batch,
-            ranks=ranks,
-            rows=rows,
-            targets=targets,
-            recomputed=recomputed,
-            settings=settings,
-        )
-        try:
-            yield jobs
-        finally:
-            jobs.close()
+        self._folder.cleanup()

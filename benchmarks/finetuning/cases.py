@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from transformers import GPT2Config, PretrainedConfig
@@ -18,8 +18,6 @@ PEFT_MODES = {PEFT: None, COMPILED: "default", GRAPHS: "reduce-overhead"}
 RECOMPUTED = 28 / 32
 """Layers that coserve computes again in cases with `recompute`: the fewest with which 8 rows of 512 tokens take at most
 21 GiB. PEFT's side computes all of them again."""
-COMPARED = "coserve@"
-"""What the names of sides with other settings of the daemon begin with."""
 KEYS = {OURS: "finetune"}
 """How a side's keys begin, where it is not the side's name."""
 GROUPS = ("sizes", "jobs", "costs", "gpt2")
@@ -132,23 +130,20 @@ class Turn:
     gpt2: bool = False
 
 
-def turns(compared: Sequence[str], tokens: frozenset[str]) -> list[Turn]:
-    """Everything that `tokens` chose, the most important first: the main batch of each side, then their other sizes.
-
-    `compared`: sides with other settings, which measure what coserve does. `tokens`: see `chosen`.
-    """
+def turns(tokens: frozenset[str]) -> list[Turn]:
+    """Everything that `tokens` chose (see `chosen`), the most important first: the main batch of each side, then their
+    other sizes."""
     everything = cases()
     main = [case for case, _ in everything[:4]]
 
     def of(side: str, *, gpt2: bool, first: bool) -> tuple[Case, ...]:
-        alike = OURS if side in compared else side
         return tuple(
             case
             for case, sides in everything
-            if alike in sides and case.gpt2 == gpt2 and (case in main) == first and chosen(side, case, tokens)
+            if side in sides and case.gpt2 == gpt2 and (case in main) == first and chosen(side, case, tokens)
         )
 
-    sides = (OURS, COMPILED, GRAPHS, *compared, PEFT)
+    sides = (OURS, COMPILED, GRAPHS, PEFT)
     found = [Turn(side, of(side, gpt2=False, first=True)) for side in sides]
     found += [Turn(side, of(side, gpt2=False, first=False)) for side in sides]
     found += [Turn(side, of(side, gpt2=True, first=False), gpt2=True) for side in sides]
@@ -161,13 +156,13 @@ def chosen(side: str, case: Case, tokens: frozenset[str]) -> bool:
     return not tokens or bool(names & tokens)
 
 
-def names(compared: Sequence[str]) -> Iterator[str]:
+def names() -> Iterator[str]:
     """What `--only` may name."""
     everything = cases()
-    yield from (OURS, *PEFT_MODES, *compared, *GROUPS)
+    yield from (OURS, *PEFT_MODES, *GROUPS)
     for case, _ in everything:
         yield case.name
-    for side in (OURS, *PEFT_MODES, *compared):
+    for side in (OURS, *PEFT_MODES):
         for case, _ in everything:
             yield from (f"{side}/{case.name}", f"{side}/{case.group}")
 

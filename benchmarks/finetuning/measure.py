@@ -1,7 +1,6 @@
 """Fine-tuning by coserve and by PEFT on one GPU, in one run: tokens a second, memory, and where the time goes.
 
     python -m benchmarks.finetuning.measure --out benchmarks/results [--budget 900] [--only coserve/8x512,peft_compiled]
-    python -m benchmarks.finetuning.measure --compare-set compile=off --only 8x512,8jobs1x512 --out /tmp/tried
     python -m benchmarks.finetuning.measure --publish [FOLDER/finetuning.json ...]     (takes these in, puts the keys \
         in summary.json)
     python -m benchmarks.finetuning.measure --tiny --out /tmp/tried
@@ -10,7 +9,6 @@ A Llama-3-8B shape, and GPT-2 medium's, with random weights in bfloat16; one ada
 gradients clipped to a norm of 1; rows of one length, the same in the same order for all sides.
 
 - `coserve`: the daemon's trainer (`benchmarks/ets/figure_5_1_trainer.py`) with a job, or several that share forwards
-- `coserve@X=Y`: the same with another setting of the daemon (`--compare-set X=Y`, may be repeated; `--set` is for all)
 - `peft`: PEFT and transformers as they are
 - `peft_compiled`: each decoder layer compiled for the batch's shape, cross-entropy in chunks of 1024 tokens of which
   only the gradient of the hidden states is kept (`benchmarks/finetuning/with_peft.py`)
@@ -29,7 +27,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +38,9 @@ from benchmarks.common.results import Results, Target, merge_results
 from benchmarks.ets.figure_5_1_trainer import TooLittleMemory, forget_compiled
 from benchmarks.finetuning import cases as finetuning_cases
 from benchmarks.finetuning.cases import (
-    COMPARED,
     COSTS,
     GPT2_MEDIUM,
     LLAMA,
-    OURS,
     PEFT_MODES,
     RANK,
     RECOMPUTED,
@@ -63,9 +59,7 @@ from benchmarks.finetuning.ours import make_base, recomputed, running_jobs, slic
 from benchmarks.finetuning.profile import profiled
 from benchmarks.finetuning.report import FILE, publish
 from benchmarks.finetuning.with_peft import PeftSide
-from coserve.config import Config
-from coserve.core.errors import ConfigError, JobOutOfMemory
-from coserve.core.setting_sources import parse_setting
+from coserve.core.errors import JobOutOfMemory
 from coserve.model.base import Base
 
 SLOWDOWN = Target(0.03, most=True)
@@ -128,11 +122,8 @@ def graph_bytes() -> int:
 class Benchmark:
     """Measures turns; each result is written as soon as it is there."""
 
-    def __init__(
-        self, options: argparse.Namespace, results: Results, compared: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """`compared`: the settings of the daemon of each of its sides."""
-        self._options, self._results, self._settings = options, results, compared
+    def __init__(self, options: argparse.Namespace, results: Results) -> None:
+        self._options, self._results = options, results
         self._known = results.keys() if options.skip_measured else set[str]()
         self._deadline = time.monotonic() + options.budget
         self.failed = list[str]()
@@ -187,14 +178,9 @@ class Benchmark:
             torch.cuda.empty_cache()
 
     def _jobs(self, name: str, base: Base, shape: Shape, case: Case, own: Case) -> None:
-        gpu, settings = shape.device == "cuda", self._settings[name]
-        began = time.perf_counter()
-        with running_jobs(base, shape, own, settings) as jobs:
-            about = {
-                "settings": settings,
-                "recomputed": recomputed(shape, own),
-                "load_s": round(time.perf_counter() - began, 1),
-            }
+        gpu, began = shape.device == "cuda", time.perf_counter()
+        with running_jobs(base, shape, own) as jobs:
+            about = {"recomputed": recomputed(shape, own), "load_s": round(time.perf_counter() - began, 1)}
             measured = Measured(jobs.train, warm=self._options.warm, steps=self._options.steps, gpu=gpu)
             self._put(name, shape, case, own, measured, about)
             found = profiled(base, jobs, 1e3 * statistics.median(measured.seconds))
@@ -234,19 +220,15 @@ class Benchmark:
         )
 
     def _costs(self, name: str, base: Base, shape: Shape, case: Case, own: Case) -> None:
-        prefix, settings = finetuning_cases.KEYS.get(name, name), self._settings[name]
-        about = {"side": name, "base": shape.name, "tokens": own.tokens, "settings": settings}
-        times, longest = slice_times(base, shape, own, settings)
+        prefix, about = finetuning_cases.KEYS[name], {"side": name, "base": shape.name, "tokens": own.tokens}
+        times, longest = slice_times(base, shape, own)
         by_kind = {"longest_ms": {kind.value: round(ms, 3) for kind, ms in longest.items()}}
         self._results.put(
             f"{prefix}.slice_ms.max", round(statistics.median(times), 3), "ms", SLICE_MS, times, about | by_kind
         )
-        if name == OURS:  # no setting changes it
-            shares = cut_cost(base, shape, own)
-            self._results.put(
-                f"{prefix}.cut_cost", round(statistics.median(shares), 4), "share", SLOWDOWN, shares, about
-            )
-        shares, times_suspended = suspended(base, shape, own, settings)
+        shares = cut_cost(base, shape, own)
+        self._results.put(f"{prefix}.cut_cost", round(statistics.median(shares), 4), "share", SLOWDOWN, shares, about)
+        shares, times_suspended = suspended(base, shape, own)
         self._results.put(
             f"{prefix}.suspend_cost",
             round(statistics.median(shares), 4),
@@ -264,28 +246,10 @@ def _flop(side: str, shape: Shape, case: Case) -> float:
     return shape.flop(recompute=RECOMPUTED * case.recompute, without_last=shape.device == "cuda")
 
 
-def settings_of(parser: argparse.ArgumentParser, given: Sequence[str]) -> dict[str, Any]:
-    """Settings of the daemon from `name=value`."""
-    found = dict[str, Any]()
-    for each in given:
-        name, _, text = each.partition("=")
-        if name not in Config.__dataclass_fields__:
-            parser.error(f"expected a setting of the daemon, got {name!r}")
-        try:
-            found[name] = parse_setting(Config, name, text)
-        except ConfigError as error:
-            parser.error(str(error))
-    return found
-
-
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, tiny="small shapes on the CPU, to try the script")
     parser.add_argument(
         "--only", default="", help="sides, cases, groups (sizes, jobs, costs, gpt2), SIDE/CASE or SIDE/GROUP"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the daemon")
-    parser.add_argument(
-        "--compare-set", action="append", default=[], metavar="NAME=VALUE", help="a side of its own with this setting"
     )
     parser.add_argument("--steps", type=int, default=8, help="measured batches of a case")
     parser.add_argument("--warm", type=int, default=3, help="batches ahead of those")
@@ -296,15 +260,10 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.publish is not None:
         return options
-    common = settings_of(parser, options.set)
-    options.sides = {OURS: common}
-    for each in options.compare_set:
-        options.sides[COMPARED + each] = common | settings_of(parser, [each])
-    compared = [side for side in options.sides if side != OURS]
     options.only = frozenset(options.only.split(",")) - {""}
-    if unknown := options.only - set(finetuning_cases.names(compared)):
+    if unknown := options.only - set(finetuning_cases.names()):
         parser.error(f"--only: expected sides and cases that --list shows, got {', '.join(sorted(unknown))}")
-    options.turns = turns(compared, options.only)
+    options.turns = turns(options.only)
     return options
 
 
@@ -326,10 +285,10 @@ def main() -> None:
         options,
         FILE,
         __file__,
-        {"rank": RANK, "warm": options.warm, "steps": options.steps, "set": options.set},
+        {"rank": RANK, "warm": options.warm, "steps": options.steps},
         seed=SEED,
     )
-    benchmark = Benchmark(options, results, options.sides)
+    benchmark = Benchmark(options, results)
     for turn in options.turns:
         benchmark.run(turn)
         forget_compiled()

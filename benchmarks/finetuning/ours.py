@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from benchmarks.common.llama import random_model
 from benchmarks.ets.figure_5_1 import synchronize
-from benchmarks.ets.figure_5_1_trainer import Jobs, trained_jobs
+from benchmarks.ets.figure_5_1_trainer import Jobs
 from benchmarks.finetuning.cases import RANK, RECOMPUTED, SEED, Case, Shape
 from coserve.core.training.micro_step import MicroStep
 from coserve.model.base import Base, wrap_base
@@ -25,11 +23,7 @@ REPEATS = 5
 
 
 def make_base(shape: Shape) -> Base:
-    torch.manual_seed(SEED)
-    dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
-    with torch.device(shape.device):
-        model = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
-    base = wrap_base(model, name=f"{shape.name}-random")
+    base = wrap_base(random_model(shape.config(), shape.device, SEED), name=f"{shape.name}-random")
     FusedBase(base, compiled=False)  # stacks the weights as in the daemon
     return base
 
@@ -38,11 +32,9 @@ def backend_of(base: Base) -> str:
     return "segmented" if base.device.type == "cuda" else "grouped"
 
 
-def running_jobs(
-    base: Base, shape: Shape, case: Case, settings: Mapping[str, Any], *, micro_batches: int = 1
-) -> AbstractContextManager[Jobs]:
-    """The case's jobs in a trainer with these settings of the daemon. `micro_batches` of a step."""
-    return trained_jobs(
+def running_jobs(base: Base, shape: Shape, case: Case, *, micro_batches: int = 1) -> Jobs:
+    """The case's jobs in a trainer. `micro_batches` of a step."""
+    return Jobs(
         base,
         backend_of(base),
         length=case.length,
@@ -51,7 +43,6 @@ def running_jobs(
         rows=case.rows * micro_batches,
         targets=shape.targets,
         recomputed=recomputed(shape, case),
-        settings=settings,
     )
 
 
@@ -60,10 +51,10 @@ def recomputed(shape: Shape, case: Case) -> int:
     return round(RECOMPUTED * shape.layers) if case.recompute else 0
 
 
-def suspended(base: Base, shape: Shape, case: Case, settings: Mapping[str, Any]) -> tuple[list[float], int]:
+def suspended(base: Base, shape: Shape, case: Case) -> tuple[list[float], int]:
     """What it costs to suspend a step after each micro-step, as the daemon does where requests leave it no more time:
     the device is waited for each time. Shares of the time of the same step without, and how often it is suspended."""
-    with running_jobs(base, shape, case, settings, micro_batches=MICRO_BATCHES) as jobs:
+    with running_jobs(base, shape, case, micro_batches=MICRO_BATCHES) as jobs:
         whole, cut, slices = list[float](), list[float](), 0
         for run in range(REPEATS + 2):
             synchronize(base)
@@ -79,12 +70,10 @@ def suspended(base: Base, shape: Shape, case: Case, settings: Mapping[str, Any])
     return [each / once - 1 for each, once in zip(cut, whole, strict=True)], slices - 1
 
 
-def slice_times(
-    base: Base, shape: Shape, case: Case, settings: Mapping[str, Any]
-) -> tuple[list[float], dict[MicroStep, float]]:
+def slice_times(base: Base, shape: Shape, case: Case) -> tuple[list[float], dict[MicroStep, float]]:
     """Milliseconds of the longest micro-step of each repeat, and of each kind of micro-step the longest median over the
     repeats."""
-    with running_jobs(base, shape, case, settings) as jobs:
+    with running_jobs(base, shape, case) as jobs:
         for run in range(3):
             jobs.train(run)
         repeats = [_timed_slices(base, jobs.slices(1)) for _ in range(REPEATS)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.common.options import RESULTS
 from benchmarks.common.results import summarize
-from benchmarks.finetuning.cases import COMPARED, OURS, PEFT_MODES
+from benchmarks.finetuning.cases import OURS, PEFT_MODES
 
 FILE = "finetuning.json"
 
@@ -17,14 +17,13 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def published(rows: Rows) -> dict[str, Mapping[str, Any]]:
-    """What goes into the summary: what was measured with the daemon's own settings."""
-    return {key: row for key, row in rows.items() if "oom" not in row and not key.startswith(COMPARED)}
+    """What goes into the summary."""
+    return {key: row for key, row in rows.items() if "oom" not in row}
 
 
 def table(rows: Rows) -> str:
     """Tokens a second and GiB of each side, in Markdown."""
     sides = [*PEFT_MODES, OURS]
-    sides += sorted({row["side"] for row in rows.values()} - set(sides))
     found = {(row["case"], row["side"]): row for row in rows.values() if row["unit"] == "tok/s"}
     lines = [f"| | {' | '.join(sides)} |", "|---" * (len(sides) + 1) + "|"]
     for case in dict.fromkeys(case for case, _ in found):

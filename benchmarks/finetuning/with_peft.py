@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
+from benchmarks.common.llama import random_model
 from benchmarks.ets.figure_5_1_trainer import random_corpus, training_settings
 from benchmarks.finetuning.cases import RANK, SEED, Case, Shape
 from benchmarks.peers.trainer import CHUNK, adapted
@@ -71,10 +71,7 @@ class PeftSide:
 
     def __init__(self, shape: Shape, mode: str | None) -> None:
         """`mode`: of `torch.compile` for each layer, with the loss in chunks; None: transformers as it is."""
-        torch.manual_seed(SEED)
-        dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
-        with torch.device(shape.device):
-            base = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
+        base = random_model(shape.config(), shape.device, SEED)
         self._shape, self._compiled = shape, mode is not None
         self._model: Any = adapted(base, RANK, shape.targets, compiled=self._compiled, mode=mode or "default").train()
         self._learned = [parameter for parameter in self._model.parameters() if parameter.requires_grad]

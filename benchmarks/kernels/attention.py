@@ -1,7 +1,7 @@
 """Paged attention on one GPU, one layer of Llama-3.1-8B: ours against other libraries; microseconds and share of the
 floor.
 
-    python -m benchmarks.kernels.attention --out benchmarks/results [--only decode,pool,widths,prefill,training,flex]
+    python -m benchmarks.kernels.attention --out benchmarks/results [--only decode,widths,prefill]
     python -m benchmarks.kernels.attention --tune --out DIR
 
 Each part writes `attention_<part>.json`. Times are CUDA-graph replays over pages that together exceed the L2.
@@ -9,7 +9,6 @@ Each part writes `attention_<part>.json`. Times are CUDA-graph replays over page
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
@@ -18,15 +17,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.provenance import gpu_run
-from benchmarks.common.timing import event_us, graph_us
+from benchmarks.common.timing import graph_us
 from benchmarks.kernels import attention_methods as methods
-from coserve.kernels.attention import packed as attention
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.attention.triton_paged import launch as attention_launch
 from coserve.kernels.attention.triton_paged import plan as attention_plan
@@ -39,8 +37,6 @@ CONTEXTS = (128, 512, 2048, 8192, 32768)
 CACHE_TOKENS = 8 << 20
 """32 GiB of the shape's cache: batch 256 at 32768 tokens of context."""
 SHAPE = methods.Shape()
-PITCH = 2 << 20
-"""Bytes of a pool's page that holds all layers of Llama-3.1-8B."""
 WIDTHS = (methods.Shape(32, 8, 64), methods.Shape(32, 32, 80), methods.Shape(32, 32, 96), methods.Shape(16, 8, 256))
 PREFILLS: dict[str, list[tuple[int, int]]] = {
     "8 x 512": [(0, 512)] * 8,
@@ -107,21 +103,6 @@ def decode_part(cache: methods.Cache) -> list[Row]:
     return rows
 
 
-def pool_part(_: methods.Cache) -> list[Row]:
-    """Decode where a layer's pages lie apart, in a pool whose pages hold all layers; and right behind each other."""
-    rows: list[Row] = []
-    tokens = 1 << 19
-    caches = {"pool": methods.Cache(SHAPE, tokens, PITCH), "contiguous": methods.Cache(SHAPE, tokens)}
-    for batch, context in (*product(BATCHES, (128, 512, 2048, 8192)), (32, 300)):
-        if batch * context > tokens:
-            continue
-        us = {name: _time(methods.static, cache, [(context - 1, 1)] * batch) for name, cache in caches.items()}
-        floor = batch * context * SHAPE.bytes_per_token / BANDWIDTH * 1e6
-        rows.append({"batch": batch, "context": context, "floor_us": round(floor, 2), "us": us})
-        print(rows[-1], flush=True)
-    return rows
-
-
 def widths_part(_: methods.Cache) -> list[Row]:
     """Other head sizes: decode, and chunks of prompts."""
     rows: list[Row] = []
@@ -170,42 +151,6 @@ def prefill_part(cache: methods.Cache) -> list[Row]:
     return rows
 
 
-def training_part(cache: methods.Cache) -> list[Row]:
-    """Forward and backward of packed sequences: torch's kernel for them against one call a sequence."""
-    rows: list[Row] = []
-    takes = attention._varlen_takes
-    for sequences, tokens in ((8, 512), (2, 2048)):
-        bounds = [tokens * i for i in range(sequences + 1)]
-        q, k, v = (x.detach().requires_grad_() for x in cache.qkv(bounds[-1]))
-        weights = torch.randn(bounds[-1], SHAPE.heads, SHAPE.width, device="cuda", dtype=torch.bfloat16)
-        columns = {}
-        for name, takes_it in (("varlen", takes), ("one_by_one", lambda *_: False)):
-            attention._varlen_takes = takes_it
-            packed = attention.PackedAttention(bounds)
-
-            def call(packed: attention.PackedAttention = packed) -> object:
-                out = packed.attend(0, q, k, v, SHAPE.params)  # noqa: B023
-                return torch.autograd.grad(out, (q, k, v), weights)  # noqa: B023
-
-            columns[name] = round(event_us([call] * 4).us, 1)
-        attention._varlen_takes = takes
-        rows.append({"case": f"{sequences} x {tokens}, forward and backward", "us": columns})
-        print(rows[-1], flush=True)
-    return rows
-
-
-def flex_part(cache: methods.Cache) -> list[Row]:
-    rows: list[Row] = []
-    for batch, context in ((8, 2048), (64, 2048)):
-        try:
-            us: Any = round(graph_us([methods.flex(SHAPE, batch, context)]).us, 1)
-        except Exception as error:  # noqa: BLE001 - recorded
-            us = f"{type(error).__name__}: {error}"[:300]
-        rows.append({"batch": batch, "context": context, "us": {"flex": us}})
-        print(rows[-1], flush=True)
-    return rows
-
-
 def tune(cache: methods.Cache) -> list[Row]:
     """Block sizes, and how finely sequences are cut."""
     rows: list[Row] = []
@@ -247,25 +192,20 @@ def tune(cache: methods.Cache) -> list[Row]:
 
 PARTS: dict[str, Callable[[methods.Cache], list[Row]]] = {
     "decode": decode_part,
-    "pool": pool_part,
     "widths": widths_part,
     "prefill": prefill_part,
-    "training": training_part,
-    "flex": flex_part,
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--commit", help="of this tree, where git cannot tell")
+    parser = make_parser(__doc__)
+    add_names(parser, "--only", PARTS)
+    parser.add_argument("--tune", action="store_true", help="block sizes instead")
     args = parser.parse_args()
     torch.manual_seed(0)
     args.out.mkdir(parents=True, exist_ok=True)
     cache = methods.Cache(SHAPE, CACHE_TOKENS)
-    parts = {"tune": tune} if args.tune else {name: PARTS[name] for name in args.only.split(",")}
+    parts = {"tune": tune} if args.tune else {name: PARTS[name] for name in args.only}
     for name, part in parts.items():
         begin = time.monotonic()
         rows = part(cache)

@@ -15,7 +15,6 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -45,21 +44,13 @@ class Shape:
 
 
 class Cache:
-    """A cache of random bfloat16 for `tokens` tokens, one layer, handed out in random order.
+    """A cache of random bfloat16 for `tokens` tokens, one layer, handed out in random order."""
 
-    `pitch`: bytes from one page to the next, as in a pool whose pages hold all layers; None: pages follow each other.
-    """
-
-    def __init__(self, shape: Shape, tokens: int, pitch: int | None = None) -> None:
+    def __init__(self, shape: Shape, tokens: int) -> None:
         pages = -(-tokens // PAGE)
         size = (pages + 1, PAGE, shape.kv_heads, shape.width)
         self.shape = shape
-        if pitch is None:
-            parts = [torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(2)]
-        else:
-            pool = torch.empty(pages + 1, pitch // 2, dtype=torch.bfloat16, device=DEVICE)
-            page = PAGE * shape.kv_heads * shape.width
-            parts = [pool[:, i * page : (i + 1) * page].normal_().view(size) for i in range(2)]
+        parts = [torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(2)]
         self.pages = Pages((parts[0],), (parts[1],))
         self.order = torch.randperm(pages).tolist()
         self._at = 0
@@ -232,26 +223,3 @@ def flashinfer_prefill_of(backend: str) -> Callable[[Cache, list[TokenRun]], Cal
         return lambda: wrapper.run(q, (cache.pages.keys[0], cache.pages.values[0]))
 
     return make
-
-
-def flex(shape: Shape, batch: int, context: int) -> Call:
-    """flex_attention, compiled, through torch's own page table of pages of 128 tokens; decode, one length."""
-    from torch.nn.attention.experimental._paged_attention import PagedAttention as Paged
-
-    page, pages = 128, batch * (context // 128)
-    paged = Paged(pages, page, batch, device="cuda")
-    for row in range(batch):
-        paged.reserve(index([row]), index([context]))
-    k, v = (
-        torch.randn(1, shape.kv_heads, pages * page, shape.width, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)
-    )
-    q = torch.randn(batch, shape.heads, 1, shape.width, device=DEVICE, dtype=torch.bfloat16)
-    # Each query is the last position: all its keys are visible.
-    logical = create_block_mask(
-        lambda b, h, q, k: k <= q + context - 1, batch, None, 1, context, device="cuda", BLOCK_SIZE=(128, page)
-    )
-    mask = paged.convert_logical_block_mask(logical)
-    compiled = torch.compile(flex_attention, fullgraph=True)
-    # flex takes one cache for all sequences: the batch of keys is 1, expanded.
-    k, v = (x.expand(1, -1, -1, -1) for x in (k, v))
-    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)

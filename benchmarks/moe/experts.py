@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
+from benchmarks.common.llama import random_model
 from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.ets.figure_5_1_trainer import random_corpus
@@ -70,10 +71,7 @@ def make_model(shape: Shape, moe: MoeShape) -> PreTrainedModel:
         max_position_embeddings=shape.context,
         norm_topk_prob=True,
     )
-    torch.manual_seed(SEED)
-    with torch.device(shape.device):
-        dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return random_model(config, shape.device, SEED)
 
 
 def make_adapter(base: Base, seed: int, dtype: torch.dtype | None = None) -> LoraWeights:

@@ -8,13 +8,11 @@ import time
 from dataclasses import dataclass
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
-STEPS, STEP_SECONDS, SLICES = (
-    "coserve_generation_steps_total",
-    "coserve_generation_step_seconds_total",
-    "coserve_train_seconds_total",
-)
+from benchmarks.common.metrics import metric_values
+
+STEPS, STEP_SECONDS = "coserve_generation_steps_total", "coserve_generation_step_seconds_total"
+SLICES = "coserve_train_seconds_total"
 
 
 @dataclass(frozen=True)
@@ -58,16 +56,16 @@ class Window:
 
 
 def counters_of(page: str, at: float) -> Counters:
-    steps, seconds, slices = dict[str, float](), dict[str, float](), 0.0
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            if sample.name in (STEPS, STEP_SECONDS):
-                beside = sample.labels["beside_training"] == "true"
-                kind = sample.labels["kind"] + (".beside" if beside else "")
-                (steps if sample.name == STEPS else seconds)[kind] = sample.value
-            elif sample.name == SLICES:
-                slices = sample.value
-    return Counters(at, steps, seconds, slices)
+    slices = sum(metric_values(page, SLICES).values())
+    return Counters(at, _by_kind(page, STEPS), _by_kind(page, STEP_SECONDS), slices)
+
+
+def _by_kind(page: str, name: str) -> dict[str, float]:
+    found = dict[str, float]()
+    for labels, value in metric_values(page, name).items():
+        of = dict(labels)
+        found[of["kind"] + ".beside" * (of["beside_training"] == "true")] = value
+    return found
 
 
 def device_time(before: Counters, after: Counters) -> dict[str, object]:

@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -29,7 +29,7 @@ from benchmarks.common.llama import llama_config
 from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.common.timing import event_us
-from benchmarks.ets.figure_5_1_trainer import Jobs, forget_compiled, trained_jobs
+from benchmarks.ets.figure_5_1_trainer import Jobs, forget_compiled
 from benchmarks.quant.few_rows import measure_few_rows
 from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, make_base, synchronize
 from coserve.generate.execution.start import INDUCTOR
@@ -169,10 +169,8 @@ class Benchmark:
                         found[kind].append(speed)
         self._compare(key, "tok/s", found, target)
 
-    def _jobs(
-        self, base: Base, length: int, rows: int, settings: dict[str, object], recomputed: int = 0
-    ) -> AbstractContextManager[Jobs]:
-        return trained_jobs(
+    def _jobs(self, base: Base, length: int, rows: int, settings: dict[str, object], recomputed: int = 0) -> Jobs:
+        return Jobs(
             base,
             self._backend,
             length=length,

@@ -21,12 +21,13 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
+from benchmarks.common.llama import random_model
 from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
-from benchmarks.ets.figure_5_1_trainer import trained_jobs
+from benchmarks.ets.figure_5_1_trainer import Jobs
 from benchmarks.finetuning.with_peft import chunked_loss
 from benchmarks.peers.trainer import adapted
 from benchmarks.recurrent.kernels import measure_kernels
@@ -58,11 +59,7 @@ def make_model(shape: Shape) -> PreTrainedModel:
         max_position_embeddings=shape.context,
         **({} if shape.device == "cuda" else HEADS | {"head_dim": 8}),
     )
-    torch.manual_seed(SEED)
-    with torch.device(shape.device):
-        dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model
+    return random_model(config, shape.device, SEED)
 
 
 def floor_seconds(base: Base, sequences: int, bandwidth: float) -> float:
@@ -92,7 +89,7 @@ async def serve(bench: Bench, results: Results, wanted: set[str], bandwidth: flo
             results.put(key, round(value, 1), "output tok/s", target, found, about)
         if "profile" in wanted:
             load = Load(4 if tiny else 64, 16, 12 if tiny else 256)
-            idle = await measure(bench, load, kernels=True)
+            idle = await measure(bench, load)
             shown = idle.about() | {"idle": idle.idle, "kernels": [" ".join(map(str, one)) for one in idle.kernels]}
             results.put(f"models.qwen35.decode_step_ms.b{load.requests}", idle.step_ms_unprofiled, "ms", about=shown)
 
@@ -101,7 +98,7 @@ def finetune(base: Base, shape: Shape, results: Results, *, tiny: bool) -> None:
     """Tokens a second of 8 rows of 512 tokens in one micro-batch, beside PEFT's if the file has them."""
     rows, length = batch_of(tiny=tiny)
     backend, began = "grouped" if tiny else "segmented", time.perf_counter()
-    with trained_jobs(
+    with Jobs(
         base, backend, length=length, batch=rows, ranks=[RANK], rows=rows, targets=base.spec.default_targets
     ) as jobs:
         ready = time.perf_counter() - began

@@ -23,9 +23,9 @@ from benchmarks.common.results import Results
 from coserve.core.link.generation import Generate
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import Slo
-from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.schedule import Scheduler
 from coserve.queues.request import Request
+from tests.support.lengths import OneMoreToken
 from tests.support.pages import BareAdapters, BarePages
 
 REQUESTS, PROMPT, PAGES, PAGE_TOKENS, PLACES = 1500, 50, 1024, 16, 256
@@ -40,13 +40,6 @@ LOADS: dict[str, tuple[Callable[[random.Random], float], int]] = {
 """How many tokens answers have, and how many they may have."""
 
 
-class Hopeful(OutputLengths):
-    """Each answer ends with its next token."""
-
-    def expected(self, number: int, generated: int, max_tokens: int, *, stops: bool) -> int:
-        return min(max_tokens, generated + 1)
-
-
 class Run:
     """One load under one way of admission."""
 
@@ -54,7 +47,7 @@ class Run:
         draw, most = LOADS[load]
         chance = random.Random(seed)
         self._ends = [max(1, min(most, int(draw(chance)))) for _ in range(REQUESTS)]
-        lengths = Hopeful() if how == "pages" else None
+        lengths = OneMoreToken() if how == "pages" else None
         self._scheduler = Scheduler(
             BarePages(PAGES, PAGE_TOKENS),
             BareAdapters(),

@@ -8,24 +8,17 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import torch
-from transformers import AutoModelForCausalLM
 
-from benchmarks.common.llama import Llama, llama_config
-from coserve.admission.recompute_plan import RecomputePlan
+from benchmarks.common.llama import Llama, llama_config, random_model
 from coserve.config import Config
-from coserve.core.cancellation import Cancellation
 from coserve.core.link.engine import Shutdown
 from coserve.core.link.generation import Generate, RequestFailed, Tokens
-from coserve.core.link.jobs import JobCheckpoint, JobNote, JobSnapshot, JobStarted, JobSucceeded, JobWaiting
 from coserve.core.link.link import FromEngine, ToEngine
-from coserve.core.link.stats import TrainingBatches
 from coserve.core.sampling import SamplingParams
-from coserve.core.training.jobs import JobSpec
-from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.engine.engine import Engine
 from coserve.generate.execution.eager import EagerExecutor
@@ -43,6 +36,8 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.queues.policies.choice import make_policy
+from tests.support.fake_gpu import FREE
+from tests.support.fake_ports import FakeTrainer, Meter
 from tests.support.local_link import local_pair
 
 SEED = 7
@@ -73,12 +68,7 @@ def synchronize(shape: Shape) -> None:
 
 
 def make_base(shape: Shape) -> Base:
-    config = llama_config(shape)
-    torch.manual_seed(SEED)
-    with torch.device(shape.device):
-        dtype = torch.bfloat16 if shape.device == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return wrap_base(model, name="llama-8b-random")
+    return wrap_base(random_model(llama_config(shape), shape.device, SEED), name="llama-8b-random")
 
 
 def make_adapter(base: Base, seed: int, rank: int) -> LoraWeights:
@@ -122,73 +112,6 @@ class Load:
         ]
 
 
-class NoJobs:
-    """A trainer that is never asked."""
-
-    micro_steps_done = 0
-    trained: tuple[str, ...] = ()
-    batches = TrainingBatches()
-    notes: tuple[str, ...] = ()
-
-    def load(self, spec: JobSpec, cancellation: Cancellation) -> Callable[[], JobStarted]:
-        raise AssertionError(spec)
-
-    def preparation(self, job: str) -> Callable[[Cancellation], None] | None:
-        raise AssertionError(job)
-
-    def advance(
-        self, job: str, micro_steps: int | None, others: Sequence[str] = (), shared_tokens: int | None = None
-    ) -> list[FromEngine]:
-        raise AssertionError(job)
-
-    def mid_batch(self, job: str) -> bool:
-        raise AssertionError(job)
-
-    def micro_batch_tokens(self, job: str) -> int:
-        return 0
-
-    def next_micro_step(self, job: str) -> MicroStep:
-        raise AssertionError(job)
-
-    def finished(self, job: str) -> bool:
-        raise AssertionError(job)
-
-    def checkpoint_due(self, job: str) -> bool:
-        raise AssertionError(job)
-
-    def checkpoint(self, job: str) -> Callable[[], JobCheckpoint] | None:
-        raise AssertionError(job)
-
-    def snapshot_due(self, job: str) -> bool:
-        raise AssertionError(job)
-
-    def snapshot(self, job: str) -> Callable[[], Callable[[], JobSnapshot | JobNote]]:
-        raise AssertionError(job)
-
-    layer_costs = None
-
-    def limit(self, job: str, recompute_plan: RecomputePlan) -> None:
-        raise AssertionError(job)
-
-    def limit_shared(self, tokens: int | None) -> None:
-        """No job is there."""
-
-    def abandon(self, job: str, *, finish_update: bool = False) -> None:
-        raise AssertionError(job)
-
-    def publication(self, job: str) -> Callable[[], Callable[[], JobSucceeded | JobWaiting]]:
-        raise AssertionError(job)
-
-    def drop(self, job: str) -> None:
-        raise AssertionError(job)
-
-    def holds_memory_of(self, job: str) -> bool:
-        return False
-
-    def release_memory(self) -> bool:
-        return False
-
-
 class Bench:
     """One engine over one base, and the API's end of its link."""
 
@@ -199,13 +122,10 @@ class Bench:
         *,
         kv: KvCache | None = None,
         prefix_cache: bool = False,
-        inductor: Sequence[str] = (),
-        torch_rows: bool = False,
         grammars: Grammars | None = None,
         fused: FusedBase | None = None,
     ) -> None:
-        """`inductor`: further options of torch.compile to switch on; `torch_rows`: steps of one row through torch.
-        `fused`: None: compiled on a GPU, with the GEMM kernels measured now."""
+        """`fused`: None: compiled on a GPU, with the GEMM kernels measured now."""
         self.base, self.shape = base, shape
         config = Config(max_running=shape.max_running, step_tokens=shape.step_tokens, device=shape.device)
         self._made: dict[AdapterRef, LoraWeights] = {}
@@ -215,11 +135,8 @@ class Bench:
             memory=HostMemory(0, for_kernels=True) if shape.device == "cuda" else None,
         )
         self.kv = kv or KvCache.for_base(base, shape.kv_tokens, config.page_tokens)
-        options = INDUCTOR | dict.fromkeys(inductor, True)
         if fused is None:
-            fused = FusedBase(base, options=options) if shape.device == "cuda" else FusedBase(base, compiled=False)
-        if torch_rows:
-            fused.gemms = replace(fused.gemms, gemv={}, skinny={})
+            fused = FusedBase(base, options=INDUCTOR) if shape.device == "cuda" else FusedBase(base, compiled=False)
         eager = EagerExecutor(base, self.kv, make_backend("segmented"))
         self.executor = GraphExecutor(fused, self.kv, eager, max_running=shape.max_running)
         self.generator = Generator(
@@ -237,7 +154,7 @@ class Bench:
         self.api, engine_end = local_pair()
         self.engine = Engine(
             self.generator,
-            NoJobs(),
+            FakeTrainer(Meter(), FREE, {}, random.Random(SEED), time.monotonic),  # no job is ever started
             self.store,
             make_policy(config),
             engine_end,

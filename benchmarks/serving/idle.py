@@ -62,8 +62,8 @@ class Window:
                 self._profiler.stop()
 
 
-async def measure(bench: Bench, load: Load, *, kernels: bool) -> Idle:
-    """Through the engine and its link. `kernels`: print those that take longest."""
+async def measure(bench: Bench, load: Load) -> Idle:
+    """Through the engine and its link."""
     steps = min(STEPS, load.output // 3)
     first = load.requests * min(WARM, load.output // 3)
     last = first + load.requests * steps
@@ -80,14 +80,10 @@ async def measure(bench: Bench, load: Load, *, kernels: bool) -> Idle:
     await bench.serve(load.make_requests(f"{name}/traced", bench.shape.vocab), traced.saw)
     device = DeviceType.CUDA if bench.shape.device == "cuda" else DeviceType.CPU
     events = [event for event in profiler.events() or () if event.device_type == device]  # type: ignore[no-untyped-call]
-    found = replace(
+    return replace(
         idle_of([(e.time_range.start, e.time_range.end) for e in events], steps, plain.seconds / steps),
         kernels=by_kernel([(event.name, event.time_range.elapsed_us()) for event in events], steps),
     )
-    if kernels:
-        for us, calls, name in found.kernels:
-            print(f"{us:9.1f} us/step {calls:7.1f} calls  {name}")
-    return found
 
 
 def idle_of(spans: Sequence[tuple[float, float]], steps: int, plain_step: float) -> Idle:

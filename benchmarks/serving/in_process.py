@@ -101,7 +101,7 @@ async def measure(bench: Bench, rows: Sequence[Work], results: Results, deadline
 
 
 async def everything(
-    bench: Bench, wanted: Sequence[str], results: Results, deadline: float, *, kernels: bool, tiny: bool
+    bench: Bench, wanted: Sequence[str], results: Results, deadline: float, *, tiny: bool
 ) -> list[str]:
     async with bench.serving():
         left = await measure(bench, [work for work in ROWS if work.key in wanted], results, deadline, tiny)
@@ -110,7 +110,7 @@ async def everything(
                 left.append(key)
                 continue
             load = Load(64, 16, 256, IDLE[key])
-            found = await serving_idle.measure(bench, smaller(load) if tiny else load, kernels=kernels)
+            found = await serving_idle.measure(bench, smaller(load) if tiny else load)
             results.put(key, found.idle, "fraction", Target(0.05, most=True), about=found.about())
     return left
 
@@ -132,12 +132,6 @@ def main() -> None:
         help="only keys that contain one of these, separated by commas; a $ at the end: that end with it",
     )
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
-    parser.add_argument("--inductor", default="", help="options of torch._inductor to switch on")
-    parser.add_argument("--torch-rows", action="store_true", help="steps of one row through torch's own products")
-    parser.add_argument(
-        "--kernels", action="store_true", help="print the kernels of the steps whose idle share is taken"
-    )
-    parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--summarize", action="store_true", help="bring summary.json up to date, and stop")
     options = parser.parse_args()
     if options.summarize:
@@ -145,13 +139,7 @@ def main() -> None:
         return
     wanted, deadline, began = chosen(options.only), time.monotonic() + options.budget, time.monotonic()
     shape = TINY if options.tiny else FULL
-    shape = shape if options.layers is None else replace(shape, layers=options.layers)
-    bench = Bench(
-        make_base(shape),
-        shape,
-        inductor=[name for name in options.inductor.split(",") if name],
-        torch_rows=options.torch_rows,
-    )
+    bench = Bench(make_base(shape), shape)
     print(f"base after {time.monotonic() - began:.1f} s", flush=True)
     families = {work.load.family for work in ROWS if work.key in wanted and work.load.adapters}
     families |= {"a"} if BASE_ONLY in wanted or any(IDLE.get(key) for key in wanted) else set()
@@ -163,7 +151,7 @@ def main() -> None:
         base_only(bench, results, options.tiny)
     for family in families - ({"a"} if BASE_ONLY in wanted else set()):
         bench.publish(family)
-    left = asyncio.run(everything(bench, wanted, results, deadline, kernels=options.kernels, tiny=options.tiny))
+    left = asyncio.run(everything(bench, wanted, results, deadline, tiny=options.tiny))
     if left:
         print("no time was left for", *left, flush=True)
     serving_results.summarize("serving.json", options.out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.metrics import metric_values
 from benchmarks.common.results import Target
 from coserve.workloads.replay import Sample
 
@@ -30,9 +30,6 @@ TARGETS = {
 """At most."""
 COLD_RANKS = 90.0
 """`start.cold.ready_s` of several GPUs."""
-
-_SAMPLE_LINE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def key_of(key: str, kind: str | None) -> str:
@@ -88,16 +85,6 @@ def timeline(samples: Sequence[Sample], shift: float = 0.0) -> list[list[float]]
         [second, len(waits[second]), worst(waits[second]), worst(lengths[second])]
         for second in sorted(waits.keys() | lengths.keys())
     ]
-
-
-def metric_values(page: str, name: str) -> dict[tuple[tuple[str, str], ...], float]:
-    """Values of one metric on a Prometheus page, by their labels; empty if the page lacks it."""
-    found = dict[tuple[tuple[str, str], ...], float]()
-    for line in page.splitlines():
-        match = _SAMPLE_LINE.fullmatch(line.strip())
-        if match and match["name"] == name:
-            found[tuple(_LABEL.findall(match["labels"] or ""))] = float(match["value"])
-    return found
 
 
 def trained_tokens(before: str, after: str) -> float:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.ets.figure_5_1_report import flatness, over_grouped
 from benchmarks.ets.figure_5_1_trace import Kernel, added, busy, layers_of
-from benchmarks.ets.figure_5_1_trainer import trained_jobs
+from benchmarks.ets.figure_5_1_trainer import Jobs
 from coserve.model.base import wrap_base
 from tests.support.tiny_models import tiny_model
 
@@ -20,7 +20,7 @@ from tests.support.tiny_models import tiny_model
 def test_a_batch_has_rows_of_as_many_jobs_as_fit(batch: int, jobs: int) -> None:
     torch.manual_seed(0)
     base = wrap_base(tiny_model("gpt2"), name="gpt2")
-    with trained_jobs(base, "grouped", length=8, batch=batch, ranks=[4, 8, 16][:jobs]) as running:
+    with Jobs(base, "grouped", length=8, batch=batch, ranks=[4, 8, 16][:jobs]) as running:
         assert [running.train(run) for run in range(6)] == [8 * batch] * 6
         assert running.jobs_of_batches == {min(jobs, batch)}
 

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_main_batch_of_each_side_comes_first() -> None:
-    order = [(turn.side, case.name) for turn in turns((), frozenset()) for case in turn.cases]
+    order = [(turn.side, case.name) for turn in turns(frozenset()) for case in turn.cases]
     assert order[:6] == [
         (OURS, "8x512"),
         (OURS, "1x512"),
@@ -52,12 +52,10 @@ def test_the_main_batch_of_each_side_comes_first() -> None:
 
 
 def test_only_names_sides_cases_and_groups() -> None:
-    compared = ("coserve@recompute=true",)
-
     def found(*tokens: str) -> set[tuple[str, str]]:
-        return {(turn.side, case.name) for turn in turns(compared, frozenset(tokens)) for case in turn.cases}
+        return {(turn.side, case.name) for turn in turns(frozenset(tokens)) for case in turn.cases}
 
-    assert found("peft/8x512", "coserve@recompute=true/8jobs1x512") == {(PEFT, "8x512"), (compared[0], "8jobs1x512")}
+    assert found("peft/8x512", "coserve/8jobs1x512") == {(PEFT, "8x512"), (OURS, "8jobs1x512")}
     assert {name for _, name in found("gpt2")} == {case.name for case, _ in cases() if case.gpt2}
 
 
@@ -117,12 +115,12 @@ def test_the_cut_changes_no_gradient(shape: Shape) -> None:
 
 def test_slices_are_of_one_kind_and_do_the_same_work() -> None:
     base, case = make_base(TINY_LLAMA), Case("jobs", 2, 8, jobs=2)
-    with running_jobs(base, TINY_LLAMA, case, {}) as jobs:
+    with running_jobs(base, TINY_LLAMA, case) as jobs:
         assert jobs.train(0) == case.tokens
         kinds = list(jobs.slices(1 << 20))
         assert jobs.jobs_of_batches == {2}
     assert kinds == [getattr(MicroStep, name) for name in ("BEGIN", "FORWARD", "HEAD", "BACKWARD", "OPTIMIZER")]
-    with running_jobs(base, TINY_LLAMA, Case("costs", 2, 8), {}, micro_batches=3) as jobs:
+    with running_jobs(base, TINY_LLAMA, Case("costs", 2, 8), micro_batches=3) as jobs:
         assert jobs.train(0) == 3 * 2 * 8
         assert sum(kind is MicroStep.BEGIN for kind in jobs.slices(1)) == 3
 
@@ -155,21 +153,19 @@ def test_what_does_not_fit_is_in_the_table_alone() -> None:
     rows = {
         "finetune.tok_s.8x512": row(OURS, "8x512", 9000.4, gib_allocated=20.04),
         "peft.tok_s.8x512": row(PEFT, "8x512", 0.0, oom="CUDA out of memory"),
-        "coserve@mix_jobs=false.tok_s.8x512": row("coserve@mix_jobs=false", "8x512", 8000.0),
         "finetune.cut_cost": {"side": OURS, "value": 0.01, "unit": "share"},
     }
     assert set(published(rows)) == {"finetune.tok_s.8x512", "finetune.cut_cost"}
-    assert table(rows).splitlines()[2] == "| 8x512 | does not fit |  |  | 9000, 20.0 GiB | 8000 |"
+    assert table(rows).splitlines()[2] == "| 8x512 | does not fit |  |  | 9000, 20.0 GiB |"
 
 
 @on_days(3)
 def test_the_script_runs(tmp_path: Path) -> None:
     only = "coserve/8x512,peft/8x512,peft/8x512.recompute,8jobs1x512,costs"
     command = [sys.executable, "-m", "benchmarks.finetuning.measure", "--tiny", "--out", str(tmp_path), "--only", only]
-    command += ["--steps", "1", "--warm", "1", "--compare-set", "mix_jobs=false"]
+    command += ["--steps", "1", "--warm", "1"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=100)
     rows = json.loads((tmp_path / "finetuning.json").read_text())["rows"]
-    assert rows["coserve@mix_jobs=false.tok_s.8jobs1x512"]["settings"] == {"mix_jobs": False}
     wanted = {"finetune.tok_s.8x512", "peft.tok_s.8x512", "finetune.tok_s.8jobs1x512", "finetune.cut_cost"}
     assert wanted | {"finetune.suspend_cost", "finetune.slice_ms.max"} <= set(rows)
     assert rows["finetune.suspend_cost"]["suspensions"] > 10

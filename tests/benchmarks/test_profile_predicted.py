@@ -130,7 +130,6 @@ def test_shapes_that_depend_on_values_cannot_be_predicted() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lengths": (129,)}, "at most the base's 128 tokens a row, got 129"),
         ({"workloads": make_workloads((8,), (("nowhere",),))}, "expected targets among q_proj"),
         pytest.param(
             {"workloads": make_workloads((8,), (("nowhere",),)), "backends": (Backend.PEFT,)},
@@ -144,20 +143,10 @@ def test_what_the_base_does_not_have_is_refused(changes: dict[str, object], mess
         profile(request(LLAMA, (1,), **changes), quiet)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (LLAMA | {"model_type": "no_such_family"}, "transformers cannot read its config"),
-        (LLAMA | {"hidden_size": "x"}, "transformers cannot read its config"),
-        (LLAMA | {"hidden_size": -64}, "transformers (cannot read|makes no model of) its config"),
-        (LLAMA | {"num_attention_heads": 0}, "transformers (cannot read|makes no model of) its config"),
-        (LLAMA | {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "pass --trust-remote-code"),
-        ({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64}, "bloom"),
-    ],
-)
-def test_a_base_that_is_not_served_is_not_profiled(config: dict[str, object], message: str) -> None:
-    with pytest.raises(UnsupportedBase, match=message):
-        profile(request(config, (1,)), quiet)
+def test_a_base_that_is_not_served_is_not_profiled() -> None:
+    bloom = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+    with pytest.raises(UnsupportedBase, match="bloom"):
+        profile(request(bloom, (1,)), quiet)
 
 
 GPU_SHAPE = LLAMA | {

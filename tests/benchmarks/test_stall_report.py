@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.common.metrics import metric_values
 from benchmarks.serving.stall_report import (
     TARGETS,
     allocations,
@@ -11,7 +12,6 @@ from benchmarks.serving.stall_report import (
     cost,
     key_of,
     latency,
-    metric_values,
     stalls,
     target,
     timeline,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from coserve.core.errors import InvalidRequest
-from coserve.core.limits import MAX_RANK
 from coserve.core.types import DEFAULT_RANK, Wire
 
 GPT2_XL: dict[str, object] = {
@@ -23,8 +21,6 @@ GPT2_XL: dict[str, object] = {
 """The shape of GPT-2 XL (1.56 billion parameters)."""
 FIGURE_4_1_BATCHES = (3, 10, 20, 30, 40, 50, 60, 70, 80, 100, 200, 500, 1000)
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_TOKENS = 1 << 24
-"""Most tokens of one batch."""
 
 
 class Backend(StrEnum):
@@ -76,23 +72,12 @@ class ProfileRequest(Wire, frozen=True):
     recompute: bool = False
     """See the setting of `coserve serve`; only the backend coserve supports it."""
     predict: bool = False
-    trust_remote_code: bool = False
 
 
 def make_workloads(
     ranks: Sequence[int] = (DEFAULT_RANK,), targets: Sequence[Sequence[str] | None] = (None,), *, full: bool = True
 ) -> tuple[Workload, ...]:
-    """Return inference, LoRA of each rank on each set of targets, and full fine-tuning.
-
-    Raises `InvalidRequest` for a rank out of range, and for an empty set of targets.
-    """
-    if not ranks:
-        raise InvalidRequest("expected at least one number, got none", field="ranks")
-    for rank in ranks:
-        if not 1 <= rank <= MAX_RANK:
-            raise InvalidRequest(f"expected ranks from 1 to {MAX_RANK}, got {rank}", field="ranks")
-    if any(own is not None and not own for own in targets):
-        raise InvalidRequest("expected at least one target, got none", field="targets")
+    """Return inference, LoRA of each rank on each set of targets, and full fine-tuning."""
     lora = [
         Workload(kind=Kind.LORA, rank=rank, targets=None if own is None else tuple(own))
         for own in targets
@@ -114,18 +99,3 @@ def figure_4_1() -> ProfileRequest:
         backends=(Backend.PEFT,),
         dtype="float32",
     )
-
-
-def check_request(request: ProfileRequest) -> None:
-    """Raise `InvalidRequest` for sizes out of range and for an unknown dtype."""
-    for field, values in (("batches", request.batches), ("lengths", request.lengths)):
-        if not values:
-            raise InvalidRequest("expected at least one number, got none", field=field)
-        if min(values) < 1:
-            raise InvalidRequest(f"expected numbers from 1 up, got {min(values)}", field=field)
-    if (most := max(request.batches) * max(request.lengths)) > MAX_TOKENS:
-        raise InvalidRequest(f"expected at most {MAX_TOKENS} tokens a batch, got {most}", field="batches")
-    if request.dtype not in DTYPES:
-        raise InvalidRequest(f"expected one of {', '.join(DTYPES)}, got {request.dtype!r}", field="dtype")
-    if request.recompute and Backend.PEFT in request.backends:
-        raise InvalidRequest("recompute: the backend peft does not have it", field="recompute")

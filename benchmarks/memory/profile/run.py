@@ -10,30 +10,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from benchmarks.common.provenance import versions
 from benchmarks.memory.profile.coserve_passes import CoserveTrial, SeamBackends
 from benchmarks.memory.profile.passes import Trial, read_points
 from benchmarks.memory.profile.peft_passes import PeftTrial
 from benchmarks.memory.profile.report import ProfileReport, Series, lines_of
-from benchmarks.memory.profile.request import Backend, ProfileRequest, Workload, check_request
-from coserve.core.errors import CoserveError, InvalidRequest, UnsupportedBase
+from benchmarks.memory.profile.request import Backend, ProfileRequest, Workload
 from coserve.data.pretrained.source import BUNDLED
 from coserve.finetune.memory_profiling import CudaMemoryMeter, MemoryMeter
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import choose_backend
 from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
-from coserve.model.faults import out_of_memory
-from coserve.model.settings import refuse_settings
 from coserve.model.wrappers import drop_other_parts, model_class
 from tests.support import predicted_memory as predicted
 
-PACKAGES = ("torch", "triton", "transformers", "peft")
 MEASURED = "torch's allocator: peak of allocated bytes, read for each pass alone, random weights"
 PREDICTED = "fake tensors: lifetimes of storages, and the workspaces of known kernels; no GPU ran anything"
 
@@ -61,13 +57,11 @@ def profile(request: ProfileRequest, progress: Callable[[Step], None]) -> Profil
     """Run the profile; blocks until all series are read. Nothing else may use the process's GPU meanwhile.
 
     Raises:
-        InvalidRequest: sizes, targets or a length that do not fit.
-        UnsupportedBase: no config, or a base that coserve does not serve.
+        InvalidRequest: targets that the base does not have.
+        UnsupportedBase: a base that coserve does not serve.
         ConfigError: PEFT is not installed.
     """
-    check_request(request)
     config = _config(request)
-    _check_lengths(request, config)
     total = len(request.backends) * len(request.workloads) * len(request.lengths) * len(request.batches)
     done = 0
 
@@ -98,7 +92,7 @@ def profile(request: ProfileRequest, progress: Callable[[Step], None]) -> Profil
         parameters=parameters,
         dtype=request.dtype,
         recompute=request.recompute,
-        versions=_versions(),
+        versions=versions(),
         series=tuple(found),
     )
 
@@ -173,21 +167,13 @@ def _trial(backend: Backend, model: PreTrainedModel, request: ProfileRequest, wh
 
 def _random_model(config: PretrainedConfig, request: ProfileRequest, device: torch.device) -> PreTrainedModel:
     """Build the config's model class with random weights: memory does not depend on values."""
-    try:
-        with device:
-            model: PreTrainedModel = model_class(config).from_config(
-                config, dtype=getattr(torch, request.dtype), trust_remote_code=request.trust_remote_code
-            )
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if out_of_memory(error):
-            raise
-        raise UnsupportedBase(f"{request.model}: transformers makes no model of its config.json: {error}") from error
+    with device:
+        model: PreTrainedModel = model_class(config).from_config(config, dtype=getattr(torch, request.dtype))
     drop_other_parts(model)
     return model
 
 
 def _config(request: ProfileRequest) -> PretrainedConfig:
-    """Read the model's config. Raises `UnsupportedBase`."""
     with tempfile.TemporaryDirectory() as folder:
         path = request.model
         if request.config is not None:
@@ -195,28 +181,5 @@ def _config(request: ProfileRequest) -> PretrainedConfig:
             (Path(folder) / "config.json").write_text(json.dumps(request.config))
         elif path == BUNDLED:
             path = str(resources.files("coserve") / "assets" / "tiny")
-        try:
-            settings, _ = PretrainedConfig.get_config_dict(path)
-            refuse_settings(request.model, settings, request.trust_remote_code)
-            config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=request.trust_remote_code)
-        except CoserveError:
-            raise
-        except Exception as error:  # any kind: config classes have their own checks
-            raise UnsupportedBase(f"{request.model}: transformers cannot read its config.json: {error}") from error
-    return config
-
-
-def _check_lengths(request: ProfileRequest, config: PretrainedConfig) -> None:
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(context, int) and max(request.lengths) > context:
-        raise InvalidRequest(
-            f"expected at most the base's {context} tokens a row, got {max(request.lengths)}", field="lengths"
-        )
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+        config: PretrainedConfig = AutoConfig.from_pretrained(path)
+        return config
