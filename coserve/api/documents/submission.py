@@ -25,6 +25,8 @@ from coserve.lora.files.targets import resolve_targets
 from coserve.state.thread import RegistryThread
 
 USUAL_CHUNK = 1024
+USUAL_PREFIX, USUAL_MEMORY = 512, 128
+"""Tokens of a cartridge, which then has about the bytes of a LoRA of rank 16; of each chunk with an encoder."""
 INSTRUCTION_TOKENS = 256
 """Tokens reserved in the context for the instruction about a chunk."""
 ELSEWHERE = ("data", "path", "columns", "teacher")
@@ -38,6 +40,7 @@ class CheckedDocument:
     settings: DocumentSettings
     chunk_tokens: int
     overlap_tokens: int
+    prefix_tokens: int
     cartridge: LoraSettings | None = None
     """Settings of the new cartridge, if one is trained."""
 
@@ -48,7 +51,7 @@ class CheckedDocument:
 
     def lora(self, lora: LoraSettings, base: BaseSpec) -> LoraSettings:
         """Return the settings of the adapter to train; of an encoder's memory tokens only the number is known yet."""
-        return self._with_memory(lora, base, range(self.settings.prefix_tokens))
+        return self._with_memory(lora, base, range(self.prefix_tokens))
 
     def with_prefix(
         self, lora: LoraSettings, chunks: Chunks, tokenizer: Tokenizer, base: BaseSpec, limit: int
@@ -61,7 +64,7 @@ class CheckedDocument:
             return prefix, msgspec.structs.replace(lora, r=len(prefix))
         if self.settings.recipe != "encoder":
             return (), lora
-        count, rows = self.settings.prefix_tokens, [tokenizer.encode(text) for text in chunks.texts]
+        count, rows = self.prefix_tokens, [tokenizer.encode(text) for text in chunks.texts]
         tokens = sum(map(len, rows)) + count * len(rows)
         if tokens > limit // 2:
             what = f"half of micro_batch_tokens ({limit}) for an encoder that reads the document in every step"
@@ -125,15 +128,18 @@ class DocumentSubmission:
             name, version = split_ref(generator.removeprefix("adapter:"))
             record = await find_adapter(self._registry, name, version, base, field="document.generator")
             generator = f"adapter:{record.ref}"
+        usual = {"cartridge": min(USUAL_PREFIX, most), "encoder": USUAL_MEMORY}
+        prefix = asked.prefix_tokens or usual.get(asked.recipe, 0)
         cartridge = None
         if asked.recipe == "cartridge":
-            cartridge = _cartridge(request, asked, base)
+            cartridge = _cartridge(request, prefix, most, base)
         elif asked.recipe == "encoder":
             _check_encoder(request, base)
         chosen = {field: getattr(asked, field) for field in DocumentSettings.__struct_fields__}
         chosen |= {"chunk_tokens": size, "overlap_tokens": overlap, "generator": generator}
+        chosen["prefix_tokens"] = prefix or None
         chosen["questions"] = _different(asked.questions)
-        return CheckedDocument(DocumentSettings(**chosen), size, overlap, cartridge)
+        return CheckedDocument(DocumentSettings(**chosen), size, overlap, prefix, cartridge)
 
     async def split(self, request: FinetuneRequest, upload: Path | None, checked: CheckedDocument) -> PendingDocument:
         """Return the document's chunks. Raises `InvalidRequest`, `ForbiddenPath`, `UnreadableCorpus`, `EmptyCorpus`,
@@ -187,17 +193,14 @@ def _check_encoder(request: FinetuneRequest, base: BaseSpec) -> None:
         )
 
 
-def _cartridge(request: FinetuneRequest, asked: DocumentRequest, base: BaseSpec) -> LoraSettings:
-    """Return the settings of a new cartridge. Raises `InvalidRequest`."""
+def _cartridge(request: FinetuneRequest, tokens: int, most: int, base: BaseSpec) -> LoraSettings:
+    """Return the settings of a new cartridge of `tokens` tokens, at most `most`. Raises `InvalidRequest`."""
     for name in ("lora", "continue_from"):
         if getattr(request, name) is not None:
             raise InvalidRequest("expected it left out: a cartridge has no LoRA matrices", field=name)
-    most = _most_prefix(asked, base)
-    if asked.prefix_tokens > most:
+    if tokens > most:
         what = f"the base's context of {base.context} tokens, less the prompt and answer_tokens"
-        raise InvalidRequest(
-            f"expected at most {most}, {what}, got {asked.prefix_tokens}", field="document.prefix_tokens"
-        )
-    settings = LoraSettings(r=asked.prefix_tokens, cartridge=True)
+        raise InvalidRequest(f"expected at most {most}, {what}, got {tokens}", field="document.prefix_tokens")
+    settings = LoraSettings(r=tokens, cartridge=True)
     resolve_targets(settings, base)
     return settings

@@ -37,9 +37,9 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     only. `cartridge`: learn as `topk_kd` does, not with LoRA but with a KV prefix of `prefix_tokens` tokens, which
     begins as the document's own first tokens. `encoder`: train a LoRA to read each chunk into memory tokens, from which
     the base gives the chunk's text (reconstruction) and the answers; what is published is a cartridge of them all."""
-    prefix_tokens: Annotated[int, Meta(ge=2, le=1 << 14)] = 128
+    prefix_tokens: Annotated[int, Meta(ge=2, le=1 << 14)] | None = None
     """Tokens of a `cartridge`, fewer if the document has fewer; memory tokens of each chunk with `encoder`. The whole
-    prefix takes room in the context of every request."""
+    prefix takes room in the context of every request. None: 512, or what the context leaves; 128 with `encoder`."""
     generator: Generator = "base"
     """`base`, or `adapter:NAME` or `adapter:NAME@VERSION`: the model that asks and answers. `none`, for bases that
     follow no instructions: the base continues each piece of the text with the text before it in its prompt, and the
