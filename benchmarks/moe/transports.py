@@ -1,5 +1,5 @@
 """The time of one exchange between an engine and a LoRA server, over a mailbox on the GPUs (`ipc`) and by gloo through
-host memory, as the engine sends it: the socket's message, the tensors there, the terms back. Nothing is computed.
+host memory, in a step of many: the tensors there, the terms back. Nothing is computed.
 
 `python -m benchmarks.moe.ping_pong --transports --out R`
 """
@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
 
@@ -24,13 +24,12 @@ from coserve.core.link.link import PeerLost
 from coserve.core.logs.setup import LogSettings
 from coserve.core.processes import obey_parent, spawn_child
 from coserve.core.types import BaseSpec, SiteSpec
-from coserve.engine.lora_server.connect import TRIAL, connect, connect_all, try_mailboxes, within
+from coserve.engine.lora_server.connect import connect, connect_all, try_mailboxes, within
 from coserve.engine.lora_server.ipc import Mailboxes
 from coserve.engine.lora_server.messages import (
     AnyFromServer,
     AnyToServer,
     BeginStep,
-    Exchange,
     ServerConnected,
     StartServer,
 )
@@ -110,9 +109,8 @@ def _measure(way: str, results: Results, shape: MoeShape, tokens: Sequence[int],
                 else:
                     try_mailboxes([end], device, DEADLINE, partial(_connected, channel))
                     transport = end
-                numbers = iter(range(TRIAL + 1, 1 << 30))
                 for count in tokens:
-                    whole, host = _time(transport, channel, shape, count, device, lambda: next(numbers))
+                    whole, host = _time(transport, channel, shape, count, device)
                     about = {"tokens": count, "host_us": host, "repeats_us": whole}
                     value = sorted(whole)[len(whole) // 2]
                     results.put(f"infini.exchange_us.{way}.t{count}", value, "us", None, about=about)
@@ -135,28 +133,25 @@ def _time(
     shape: MoeShape,
     tokens: int,
     device: torch.device,
-    number: Callable[[], int],
 ) -> tuple[list[float], list[float]]:
     """Return microseconds of an exchange, and those after which the engine's host goes on, of each repeat."""
     rows = tokens * shape.chosen
     x_ND = torch.zeros(tokens, shape.hidden, dtype=torch.bfloat16, device=device)
     chosen_NK = torch.zeros(tokens, shape.chosen, dtype=torch.int64, device=device)
     h_SI = torch.zeros(rows, shape.inner, dtype=torch.bfloat16, device=device)
-    weights_S = torch.zeros(rows, device=device)
+    weights_NK = torch.zeros(tokens, shape.chosen, device=device)
     y_SO, y_ND = TensorSpec((rows, 2 * shape.inner), x_ND.dtype), TensorSpec((tokens, shape.hidden), x_ND.dtype)
     rounds = max(2, min(MOST_ROUNDS, 12288 // tokens))
     whole, host = list[float](), list[float]()
     for _ in range(WARM + REPEATS):
-        channel.send(BeginStep(start=1, step=1, version=1, bounds=(0, tokens), slots=(0,)))
+        transport.begin()
+        channel.send(BeginStep(start=1, version=rounds, bounds=(0, tokens), slots=(0,)))
         _synchronize(device)
         began = time.perf_counter()
-        for _ in range(rounds):
-            for down, sent, back in ((False, (x_ND, chosen_NK), y_SO), (True, (h_SI, weights_S), y_ND)):
-                own = number()
-                transport.send(own, sent)
-                site = DOWN if down else GATE_UP
-                channel.send(Exchange(step=1, number=own, site=site, chosen=shape.chosen, rows=rows, down=down))
-                transport.receive(own, [back])
+        exchanges = (((x_ND, chosen_NK), y_SO), ((h_SI, weights_NK), y_ND))
+        for number, (sent, back) in enumerate(exchanges * rounds, 1):
+            transport.send(number, sent)
+            transport.receive(number, [back])
         host.append(round(1e6 * (time.perf_counter() - began) / (2 * rounds), 2))
         _synchronize(device)
         whole.append(round(1e6 * (time.perf_counter() - began) / (2 * rounds), 2))
@@ -180,26 +175,21 @@ def main() -> None:
         torch.cuda.set_device(device)
     transport = connect(start)
     channel.send(ServerConnected())
-    sites, tokens, terms = start.spec.experts, 0, dict[bool, torch.Tensor]()
+    up, down = start.spec.experts[GATE_UP], start.spec.experts[DOWN]
     with suppress(PeerLost):
         while True:
-            match channel.receive():
-                case BeginStep() as step:
-                    tokens = step.bounds[-1]
-                    terms = {
-                        True: torch.zeros(tokens, sites[DOWN].out_features, dtype=item, device=device),
-                        False: torch.zeros(
-                            tokens * sites[GATE_UP].chosen, sites[GATE_UP].out_features, dtype=item, device=device
-                        ),
-                    }
-                case Exchange() as own:
-                    inputs = sites[own.site].in_features
-                    if own.down:
-                        specs = [TensorSpec((own.rows, inputs), item), TensorSpec((own.rows,), torch.float32)]
-                    else:
-                        specs = [TensorSpec((tokens, inputs), item), TensorSpec((tokens, own.chosen), torch.int64)]
-                    transport.receive(own.number, specs)
-                    transport.send(own.number, [terms[own.down]])
+            step = channel.receive()
+            assert isinstance(step, BeginStep), f"expected a step, got {step}"
+            tokens, rows, chosen = step.bounds[-1], step.bounds[-1] * up.chosen, (step.bounds[-1], up.chosen)
+            there = (
+                [TensorSpec((tokens, up.in_features), item), TensorSpec(chosen, torch.int64)],
+                [TensorSpec((rows, down.in_features), item), TensorSpec(chosen, torch.float32)],
+            )
+            sizes = (rows, up.out_features), (tokens, down.out_features)
+            back = [torch.zeros(size, dtype=item, device=device) for size in sizes]
+            for number in range(2 * step.version):  # so many rounds
+                transport.receive(number + 1, there[number % 2])
+                transport.send(number + 1, [back[number % 2]])
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.memory_profiling import keep_graph_bytes, plan_memory
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.finetune.sessions.sessions import TrainerSettings
+from coserve.generate.execution.graph_sizes import padded_step
 from coserve.generate.execution.start import ExecutorStart, make_start
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
@@ -128,7 +129,7 @@ class EngineParts:
         self.lora_backend: LoraBackend = self._conditions.lora_backend
         self.step_tokens = self._conditions.work.step_tokens
         self.graph_bytes = GraphBytes(CudaMemory(base.device) if base.device.type == "cuda" else None)
-        self.servers = make_servers(base, config, self.step_tokens)
+        self.servers = make_servers(base, config, padded_step(self.step_tokens, config.batch_requests))
         """The LoRA servers, which are starting; None: there are none."""
         self.load_times = LoadTimes()
         """Times of `read_adapter`, by phase."""

@@ -230,7 +230,8 @@ class Generator:
         return [message for step in steps for message in self._collect(step)]
 
     def _launch(self, scheduled: Sequence[Scheduled]) -> list[_Launched]:
-        """Launch a step. If memory runs out, nothing is launched; any other error ends the step's requests."""
+        """Launch a step. If memory runs out or LoRA servers are lost, nothing is launched; any other error ends the
+        step's requests."""
         step, adapters = step_input(scheduled, self._store.in_pages)
         try:
             with contained(self._base.device):
@@ -241,6 +242,8 @@ class Generator:
         except Exception as error:  # noqa: BLE001 - any error concerns only these requests
             if out_of_memory(error):
                 self._lower_memory(scheduled, error)
+            elif isinstance(error, LoraServerLost):
+                self.scheduler.recompute([item.request for item in scheduled])
             else:
                 self._failed += self._abort_all([item.request for item in scheduled], error)
             return []

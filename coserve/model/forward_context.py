@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.lora.interface import PreparedLora
@@ -41,6 +41,8 @@ class Fused:
     """Weights of the groups that are quantised."""
     experts: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """The names of each layer's parameters of experts, gate and up first."""
+    apart: Mapping[int, nn.Module] = field(default_factory=dict)
+    """Each layer's module of experts, if LoRA servers may compute its terms."""
     mesh: Mesh = field(default_factory=Mesh)
     """The ranks over which experts' outputs are summed."""
 

@@ -29,6 +29,7 @@ from coserve.model import probe
 from coserve.model.adapters.end_terms import Ends
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
+from coserve.model.experts.forward import APART
 from coserve.model.forward_context import ForwardContext, Fused, current, register_ops, running
 from coserve.model.gemm_choice import GemmChoice, GemmOutput, measure_gemms
 from coserve.model.groups import share_inputs
@@ -175,9 +176,10 @@ class FusedBase:
         compiled: bool = True,
         options: Mapping[str, str | int | bool] | None = None,
         gemms: GemmChoice | None = None,
+        apart: bool = False,
     ) -> None:
         """`backend`: None is inductor with `options`. `compiled=False`: the layers run uncompiled, through the same two
-        ops. `gemms`: None measures them on a GPU."""
+        ops. `gemms`: None measures them on a GPU. `apart`: LoRA servers may compute experts' terms."""
         self.base = base
         self.groups = share_inputs(base)
         """Groups of each layer, in execution order."""
@@ -191,6 +193,10 @@ class FusedBase:
         names = [*base.spec.experts]
         pairs = zip(names[::2], names[1::2], strict=True)
         self._experts = {base.spec.experts[up].layer: (up, down) for up, down in pairs}
+        found = self._experts.items() if apart else ()
+        self._apart = {layer: modules[up.rpartition(".")[0]] for layer, (up, _) in found}
+        for module in self._apart.values():
+            setattr(module, APART, True)
         self._mesh = Mesh() if base.sharding is None else base.sharding.mesh
         self._summed = {group: shard for group, shard in self._shards.items() if shard.partition.sums}
         self._quantized = {
@@ -249,7 +255,8 @@ class FusedBase:
         """Compute `Base.forward`, never padded. `lora` is prepared for `groups`. `gather`: see `Base.run`. `ends`: what
         adapters change at the model's ends."""
         mesh = self._mesh
-        fused = Fused(attention, self.gemms, self.groups, self._summed, self._quantized, self._experts, mesh)
+        lookups = self.groups, self._summed, self._quantized, self._experts, self._apart
+        fused = Fused(attention, self.gemms, *lookups, mesh)
         context = ForwardContext(lora, fused=fused, ends=ends)
         self._layers.begin(tokens_T.shape[0])
         with running(context), self._patched():

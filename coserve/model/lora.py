@@ -271,7 +271,7 @@ class LoraSites:
         lora.experts = expert_lora(batch.segments, [adapter.experts for adapter in batch.adapters], self._device)
         if batch.remote is not None:
             slots = [adapter.remote for adapter in batch.adapters]
-            lora.remote = batch.remote.step(batch.segments, slots, self._device)
+            lora.remote = batch.remote.step(batch.segments, slots)
         return ForwardContext(lora, dropout, grouped)
 
 

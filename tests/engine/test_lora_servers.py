@@ -195,7 +195,7 @@ def test_a_server_takes_no_message_of_another_start_or_table() -> None:
     channel = Channel[AnyFromServer, AnyToServer](theirs, msgspec.msgpack.Decoder(AnyToServer))
     with closing(ours), closing(channel):
         engine = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
-        engine.send(BeginStep(start=1, step=1, version=held.version, bounds=(0, 3), slots=(2,)))
+        engine.send(BeginStep(start=1, version=held.version, bounds=(0, 3), slots=(2,)))
         with closing(engine), pytest.raises(LookupError, match="start 2"):
             LoraServer(
                 channel,

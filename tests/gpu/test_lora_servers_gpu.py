@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,15 +19,23 @@ import torch
 
 from coserve.config import Config
 from coserve.core.link.engine import Shutdown
+from coserve.core.link.generation import Tokens
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.reading import PairsReader
-from coserve.engine.lora_server.start import make_servers
+from coserve.engine.lora_server.start import ServersCopies, load_on_servers, make_servers
 from coserve.engine.lora_server.terms import HeldPairs
+from coserve.engine.parts import EngineParts
 from coserve.engine.worker import build_engine
+from coserve.generate.execution.graph_executor import GraphExecutor
+from coserve.generate.generator import Generator
+from coserve.kernels.lora.experts.interface import RemoteTerms
 from coserve.kernels.lora.segments import Segments
+from coserve.lora.store.store import AdapterStore
+from coserve.memory.kv import KvCache
 from coserve.model.base import load_base
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
+from tests.support.generation import collect, prompt, request
 from tests.support.local_link import local_pair
 from tests.support.lora_engine import Engine
 from tests.support.lora_servers import REFS, save_adapters, server_pid
@@ -40,6 +49,8 @@ DEVICE = "cuda:0"
 SEGMENTS = Segments((0, 5, 9), (0, 1))
 COLD = 60.0
 """Seconds in which a server compiles its kernels."""
+CAPTURING = 30.0
+"""Most seconds for captures: the graphs with servers are among the first ones."""
 Found = list[list[int]]
 
 
@@ -57,6 +68,7 @@ def configured(folder: Path, servers: int, ep: int, timeout: float) -> Config:
         compile="off",
         policy="slack",
         kv_tokens=512,
+        host_adapter_bytes=1 << 28,
         lora_server=servers,
         lora_server_ep=ep,
         lora_server_timeout=timeout,
@@ -155,7 +167,7 @@ def test_terms_of_each_exchange_are_those_of_one_gpu(mailboxes: bool, folder: Pa
                 load()
         assert len(servers.troubles) == (0 if mailboxes else 1), servers.troubles
         for again in range(2):
-            step = servers.step(SEGMENTS, [servers.slot(ref) for ref in REFS], device)
+            step = servers.step(SEGMENTS, [servers.slot(ref) for ref in REFS])
             own = held.step(SEGMENTS.bounds, SEGMENTS.adapters, held.version)
             assert step is not None
             for up, down in zip(*[iter(part.sites)] * 2, strict=True):
@@ -165,11 +177,161 @@ def test_terms_of_each_exchange_are_those_of_one_gpu(mailboxes: bool, folder: Pa
                 scores_NE = torch.rand(tokens, part.experts, generator=generator)
                 weights_NK, chosen_NK = (x.to(device) for x in scores_NE.topk(spec.chosen))
                 terms = step.gate_up(up, x_ND, chosen_NK)
-                compare(f"step {again}, {up}", terms, own.gate_up(up, x_ND, chosen_NK, chosen_NK.numel()))
-                terms = step.down(down, h_NKI, weights_NK)
-                compare(f"step {again}, {down}", terms, own.down(down, h_NKI.flatten(0, 1), weights_NK.view(-1)))
+                compare(f"step {again}, {up}", terms, own.gate_up(up, x_ND, chosen_NK))
+                terms = step.down(down, h_NKI.flatten(0, 1), weights_NK)
+                compare(f"step {again}, {down}", terms, own.down(down, h_NKI.flatten(0, 1), weights_NK))
         assert not servers.losses
     assert not wrong, f"the first of {len(wrong)} that differ: {wrong[0]}"
+
+
+def test_a_graph_of_exchanges_is_right_each_time_and_after_a_loss_in_its_step(folder: Path) -> None:
+    """Of 12 rows for steps of 9, with other inputs each time; a step beside it has no graph."""
+    base, device, rows = load_base(str(folder / "base"), device=DEVICE, dtype="float32"), torch.device(DEVICE), 12
+    part = part_of(base.spec, 0, 1, 1)
+    read = PairsReader(part, base.spec, DataFolder(folder / "data"), device)
+    held = HeldPairs(part.sites, len(REFS), device)
+    for slot, ref in enumerate(REFS):
+        held.expect(slot, slot)
+        for run in (pairs := read(ref, None)).runs:
+            held.add(slot, slot, run, pairs.rank)
+        held.end(slot, slot)
+    ups, downs = [*part.sites][::2], [*part.sites][1::2]
+    chosen = part.sites[ups[0]].chosen
+    inputs = {site: torch.zeros(rows, part.sites[site].in_features, device=device) for site in ups}
+    inputs |= {site: torch.zeros(rows * chosen, part.sites[site].in_features, device=device) for site in downs}
+    chosen_TK = torch.zeros(rows, chosen, dtype=torch.int64, device=device)
+    weights_TK = torch.zeros(rows, chosen, device=device)
+
+    def terms(of: RemoteTerms) -> list[torch.Tensor]:
+        found = []
+        for up, down in zip(ups, downs, strict=True):
+            found.append(of.gate_up(up, inputs[up], chosen_TK)())
+            found.append(of.down(down, inputs[down], weights_TK)())
+        return found
+
+    def draw() -> list[torch.Tensor]:
+        """New inputs; return the terms that are expected."""
+        for x in inputs.values():
+            x.normal_()
+        for to, drawn in zip((weights_TK, chosen_TK), torch.rand(rows, part.experts).topk(chosen), strict=True):
+            to.copy_(drawn)
+        own, found = held.step((*SEGMENTS.bounds, rows), (*SEGMENTS.adapters, -1), held.version), []
+        for up, down in zip(ups, downs, strict=True):
+            found += [own.gate_up(up, inputs[up], chosen_TK), own.down(down, inputs[down], weights_TK)]
+        return found
+
+    servers, changed = make_servers(base, configured(folder, 1, 1, COLD), 64), threading.Event()
+    assert servers is not None
+    servers.notify(changed.set)
+    with closing(servers):
+        recorded = servers.recorded()
+        assert recorded is not None, servers.troubles
+        for load in [servers.load(ref, None) for ref in REFS]:
+            load()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            assert not any(map(bool, [one.any() for one in terms(recorded)])), "sent before the capture"
+        torch.cuda.synchronize(device)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            found = terms(recorded)
+        slots = [servers.slot(ref) for ref in REFS]
+
+        def check() -> None:
+            for again in range(4):
+                wanted = draw()
+                torch.cuda.synchronize(device)
+                if again == 2:
+                    step = servers.step(Segments((*SEGMENTS.bounds, rows), (0, 1, -1)), slots)
+                    assert step is not None
+                    got = terms(step)
+                else:
+                    recorded.begin(SEGMENTS, slots, rows)
+                    graph.replay()
+                    recorded.launched()
+                    got = found
+                torch.cuda.synchronize(device)
+                for one, other in zip(got, wanted, strict=True):
+                    torch.testing.assert_close(one, other, atol=1e-4 * float(other.abs().max()), rtol=1e-4)
+
+        with timed("a graph's exchanges"):
+            check()
+        os.kill(pid := server_pid(), signal.SIGSTOP)
+        recorded.begin(SEGMENTS, slots, rows)
+        graph.replay()
+        recorded.launched()
+        threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+        with timed("a lost server's step"):
+            torch.cuda.synchronize(device)
+        assert servers.losses == 1
+        with timed("servers start again"):
+            while not all(info.starts == 2 and info.adapters == len(REFS) for info in servers.states()):
+                changed.wait()
+                changed.clear()
+        check()
+
+
+def graphed(folder: Path, servers: int) -> tuple[Generator, GraphExecutor, EngineParts]:
+    """A generator in bfloat16, with the engine's parts. Its graphs are not captured."""
+    base = load_base(str(folder / "base"), device=DEVICE, dtype="bfloat16")
+    config = replace(
+        configured(folder, servers, 1, 15.0), compile="on", max_running=4, step_tokens=64, host_adapter_bytes=1 << 28
+    )
+    parts = EngineParts(base, config)
+    read, own, budget = parts.read_adapter, parts.servers, parts.host_budget()
+    memory, placed = parts.host_memory(budget), base.complete_scales
+    if own is None:
+        store = AdapterStore(read, budget, memory=memory, placed=placed)
+    else:
+        shared, mirror = load_on_servers(read, own), ServersCopies(own)
+        store = AdapterStore(shared, budget, memory=memory, mirror=mirror, placed=placed, remote=own)
+    kv = KvCache.for_base(base, 2048, 16)
+    with timed(f"{servers} servers: layers are compiled"):
+        start = parts.make_start(kv)
+    assert start.graphs is not None, start.notes
+    return Generator(base, store, kv, start.executor, max_running=4, step_tokens=64), start.graphs, parts
+
+
+def test_steps_of_graphs_over_a_server_have_the_coupled_tokens(folder: Path) -> None:
+    """In bfloat16, which graphs of experts need: the adapters' prompts have tokens that rounding does not change."""
+    requests = [request(str(n), prompt(6), ref=ref) for n, ref in enumerate(REFS)]
+    coupled, _, _ = graphed(folder, 0)
+    wanted = {id: tokens for id, (tokens, _) in collect(coupled, requests).items()}
+    gen, executor, parts = graphed(folder, 1)
+    assert parts.servers is not None
+
+    def tokens(at: Callable[[], None] | None = None) -> dict[str, list[int]]:
+        found = dict[str, list[int]]()
+        for one in requests:
+            gen.add(one)
+        while gen.running:
+            for message in gen.step():
+                assert isinstance(message, Tokens), message
+                found.setdefault(message.id, []).extend(message.tokens)
+            if at is not None and min(map(len, found.values()), default=0) == 3:
+                at()
+                at = None
+        return found
+
+    def stop() -> None:
+        os.kill(pid := server_pid(), signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+
+    with closing(parts.servers):
+        with timed("without graphs"):
+            assert tokens() == wanted
+        with timed("captures"), torch.no_grad():
+            until = time.monotonic() + CAPTURING
+            while gen.prepare() and time.monotonic() < until:
+                pass
+        assert not executor.troubles and any(footprint.remote for _, footprint in executor.decode_graphs)
+        for _ in range(2):
+            with timed("with graphs"):
+                assert tokens() == wanted
+        assert not parts.servers.losses
+        with timed("a server is lost in a graph's step"):
+            assert tokens(stop) == wanted
+        assert parts.servers.losses == 1
 
 
 @pytest.mark.parametrize(("servers", "ep"), [(1, 1), (2, 2), (2, 1)])

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from coserve.engine.lora_server.ipc import PAGE, TO_ENGINE, TO_SERVER, IpcTransport, Part, SharedPage, reached
+from coserve.engine.lora_server.ipc import PAGE, TO_ENGINE, TO_SERVER, IpcTransport, Part, SharedPage
 
 LIMIT = 60.0
 """Seconds after which a wait fails."""
@@ -25,7 +25,7 @@ class HostStream:
 
     def wait(self, word: int, value: int) -> None:
         until = time.monotonic() + LIMIT
-        while not reached(ctypes.c_uint32.from_address(word).value, value):
+        while ctypes.c_uint32.from_address(word).value < value:
             assert time.monotonic() < until, "nothing came"
             time.sleep(1e-4)
 

@@ -15,14 +15,21 @@ from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.processes import obey_parent
 from coserve.engine.lora_server.connect import connect
-from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, Exchange, ServerConnected, StartServer
+from coserve.engine.lora_server.messages import AnyFromServer, ServerConnected, StartServer, ToServer
 from coserve.engine.lora_server.transport import TensorSpec
+
+
+class Echo(ToServer, frozen=True, kw_only=True):
+    """Announces message `number`, of `rows` int32 numbers."""
+
+    number: int
+    rows: int
 
 
 def main() -> None:
     obey_parent()
     sock = socket.socket(fileno=int(sys.argv[1]))
-    channel = Channel[AnyFromServer, AnyToServer](sock, msgspec.msgpack.Decoder(AnyToServer))
+    channel = Channel[AnyFromServer, StartServer | Echo](sock, msgspec.msgpack.Decoder(StartServer | Echo))
     start = channel.receive()
     assert isinstance(start, StartServer)
     torch.cuda.set_device(torch.device(start.device))
@@ -32,7 +39,7 @@ def main() -> None:
     with suppress(PeerLost):
         while True:
             message = channel.receive()
-            assert isinstance(message, Exchange)
+            assert isinstance(message, Echo)
             if not message.rows:
                 time.sleep(60.0)
             (found,) = transport.receive(message.number, [TensorSpec((message.rows,), torch.int32)])

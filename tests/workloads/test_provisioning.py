@@ -125,7 +125,7 @@ def test_experts_are_divided_where_pairs_take_longer_than_messages() -> None:
 
     assert divided(4, 10e-6) == (1, 4)
     assert divided(64, 1e-6) == (4, 1)
-    assert QWEN.token_bytes(2) == (2 * (2 * 2048 + 8 * 768), 2 * (8 * 2 * 768 + 2 * 2048))
+    assert QWEN.token_bytes(2) == (4 * (2048 + 8 * 768), 4 * (8 * 2 * 768 + 2048))
 
 
 def test_the_command_plans_from_a_config_and_a_trace(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ if {"coserve.engine.process", "coserve.engine.lora_server.process"} & {*sys.orig
     from torch import Tensor
 
     from coserve.core.types import BaseSpec
-    from coserve.engine.lora_server import placement, running, server
+    from coserve.engine.lora_server import placement, remote_step, running, server
     from coserve.engine.lora_server.reading import PairsReader
     from coserve.kernels.lora.experts.interface import Pending
 
@@ -27,7 +27,7 @@ if {"coserve.engine.process", "coserve.engine.lora_server.process"} & {*sys.orig
                 return wait
 
             for name in ("gate_up", "down"):
-                setattr(running.RemoteStep, name, at_once(getattr(running.RemoteStep, name)))
+                setattr(remote_step.RemoteStep, name, at_once(getattr(remote_step.RemoteStep, name)))
         case "layerwise":
 
             def in_one(self: PairsReader, names: Sequence[str]) -> list[list[str]]:

@@ -29,9 +29,10 @@ def connect(settings: StartServer) -> Transport:
         group = gloo_group(settings.rendezvous, settings.index + 1, settings.servers + 1, JOIN_SECONDS)
         return GlooTransport(group, ENGINE, device, settings.deadline)
     transport = open_mailbox(settings.mailbox, device)
-    (found,) = transport.receive(TRIAL, [TRIAL_SPEC])
+    trial = transport.for_trial()
+    (found,) = trial.receive(TRIAL, [TRIAL_SPEC])
     _check_trial(found)
-    transport.send(TRIAL, [found])
+    trial.send(TRIAL, [found])
     return transport
 
 
@@ -50,12 +51,13 @@ def try_mailboxes(
     raises if one cannot. Raises `IpcUnavailable` if what comes back is wrong, or does not within `deadline` seconds."""
     torch.cuda.set_device(device.index or 0)  # of this thread
     with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        for transport in transports:
-            transport.send(TRIAL, [_trial(device)])
+        trials = [transport.for_trial() for transport in transports]
+        for trial in trials:
+            trial.send(TRIAL, [_trial(device)])
         connected()
-        for transport in transports:
-            (found,) = transport.receive(TRIAL, [TRIAL_SPEC])
-            with within(deadline, transport.release):
+        for trial in trials:
+            (found,) = trial.receive(TRIAL, [TRIAL_SPEC])
+            with within(deadline, trial.release):
                 _check_trial(found)
 
 

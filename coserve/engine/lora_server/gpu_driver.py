@@ -35,7 +35,7 @@ class StreamOps(Protocol):
         ...
 
     def wait(self, word: int, value: int) -> None:
-        """Hold the stream until a 32-bit word is `value` or up to 2³¹ - 1 past it; counts wrap around."""
+        """Hold the stream until a 32-bit word is at least `value`."""
         ...
 
 

@@ -2,22 +2,25 @@
 
 The mailbox lies on the engine's GPU and has two parts, one for the message to the server and one for its answer. The
 server copies out of it and into it, over NVLink; the engine never touches a server's memory, so a server that dies
-takes nothing away. Two words in host memory, which both processes and both GPUs see, hold the numbers of the last
-message and of the last answer. The sender's stream writes a number behind its copies, and the receiver's stream waits
-for it before its own. So no host waits for a GPU, and no kernel waits for another one; and the engine's host can end a
-wait, if the server is gone, by writing a number itself.
+takes nothing away. Two words in host memory, which both processes and both GPUs see, hold the numbers of the step's
+last message and of its last answer. The sender's stream writes a number behind its copies, and the receiver's stream
+waits for it before its own. So no host waits for a GPU, and no kernel waits for another one; and the engine's host can
+end all waits of a step, if the server is gone, by writing a larger number itself.
 
 One message is answered before the next: a part is free again without a further word. The engine's stream waits for an
 answer before it sends once more, so the server has taken the message before, and the engine its answer.
+
+Numbers are those of a step's parameters, and addresses stay the same for all starts of a server: a CUDA graph can
+record a step's exchanges. The engine's host sets both words to 0 between two steps, before it tells the server of the
+next one: then nobody waits.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -29,18 +32,13 @@ from coserve.engine.lora_server.messages import Mailbox
 from coserve.engine.lora_server.transport import TensorSpec
 from coserve.memory.buffer import aligned
 
-TO_SERVER, TO_ENGINE, PAGE = 0, 64, 4096
-"""Offsets of the two words in their page, on cache lines of their own, and the page's bytes."""
-MASK, HALF, BEYOND = (1 << 32) - 1, 1 << 31, 1 << 20
-"""Words count modulo 2³²; a word is at most `HALF` - 1 past a number that it has reached. A wait is ended by a number
-that is `BEYOND` the last one."""
+TO_SERVER, TO_ENGINE, TRIAL_WORDS, PAGE = 0, 64, 128, 4096
+"""Offsets of the two words in their page, on cache lines of their own; by how much farther the trial's words are, as a
+step of the start before may still use the others; and the page's bytes."""
+BEYOND = 1 << 30
+"""Larger than any message's number."""
 TRIAL_SPEC = TensorSpec((1 << 16,), torch.int32)
 """The first message, which is sent back as it came."""
-
-
-def reached(word: int, number: int) -> bool:
-    """Return whether a word has come to a message's number, as a stream that waits for it decides."""
-    return (word - number) & MASK < HALF
 
 
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -73,10 +71,15 @@ class Part:
     size: int
     word: int
 
+    def for_trial(self) -> Part:
+        return replace(self, word=self.word + TRIAL_WORDS)
+
 
 class IpcTransport:
     """Implements `Transport`. `receive` does not wait: the stream does, so what comes is right only if the server is
     not lost by the time it is read."""
+
+    recordable = True
 
     def __init__(
         self, ops: StreamOps, page: SharedPage, words: int, device: torch.device, sends: Part, receives: Part
@@ -84,42 +87,46 @@ class IpcTransport:
         """`words`: the page's address on the device; `sends`, `receives`: the mailbox, as this end uses it."""
         self._ops, self._page, self._words, self._device = ops, page, words, device
         self._sends, self._receives = sends, receives
-        self._sent = self._received = 0
-        """Numbers of the last messages."""
-        self._since = 0.0
+        self._steps = 0
+
+    def for_trial(self) -> IpcTransport:
+        """Return the same end for a message beside a step's, with words of its own, which are 0."""
+        sends, receives = self._sends.for_trial(), self._receives.for_trial()
+        return IpcTransport(self._ops, self._page, self._words, self._device, sends, receives)
+
+    def begin(self) -> None:
+        self._steps += 1
+        for part in (self._sends, self._receives):
+            self._page.write(part.word, 0)
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         """See `Transport`. Raises `ValueError` if the mailbox is too small."""
         starts, total = layout([tensor.nbytes for tensor in tensors])
         if total > self._sends.size:
             raise ValueError(f"expected a message of at most {self._sends.size} bytes, got {total}")
-        if self._receives.word == TO_ENGINE and self._received != self._sent:
-            # The engine has given up an exchange, by an error of its own: the server may still read its message.
-            self._ops.wait(self._words + TO_ENGINE, self._sent)
         for start, tensor in zip(starts, tensors, strict=True):
             own = tensor.to(self._device).contiguous()
             self._ops.copy(self._sends.address + start, own.data_ptr(), own.nbytes)
-        self._since, self._sent = time.monotonic(), number & MASK  # in this order: another thread reads both
-        self._ops.write(self._words + self._sends.word, self._sent)
+        self._ops.write(self._words + self._sends.word, number)
 
     def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """See `Transport`; the tensors are copies, in one allocation."""
         starts, total = layout([spec.bytes for spec in specs])
         found = torch.empty(total, dtype=torch.uint8, device=self._device)
-        self._ops.wait(self._words + self._receives.word, number & MASK)
+        self._ops.wait(self._words + self._receives.word, number)
         self._ops.copy(found.data_ptr(), self._receives.address, total)
-        self._received = number & MASK
         return [
             found[start : start + spec.bytes].view(spec.dtype).view(spec.shape)
             for start, spec in zip(starts, specs, strict=True)
         ]
 
     @property
-    def waiting(self) -> float | None:
-        return None if reached(self._page.read(self._receives.word), self._sent) else self._since
+    def waiting(self) -> tuple[int, int] | None:
+        steps, answered, sent = self._steps, self._page.read(self._receives.word), self._page.read(self._sends.word)
+        return (steps, sent) if sent > answered else None
 
     def release(self) -> None:
-        self._page.write(self._receives.word, (self._sent + BEYOND) & MASK)
+        self._page.write(self._receives.word, BEYOND)
 
 
 class Mailboxes:
@@ -134,29 +141,35 @@ class Mailboxes:
         except BaseException:
             self._driver.close()
             raise
-        self._ends = list[IpcTransport]()
-        """All that were offered: streams may still write to the page of a lost server's, and a page that is registered
-        must not be unmapped: the next one may get its address, and would be refused."""
+        self._ends = dict[int, tuple[IpcTransport, int]]()
+        """The end of each server that was offered, for all its starts, and the descriptor of its page. A page that is
+        registered must not be unmapped: the next one may get its address, and would be refused."""
 
     def offer(self, index: int) -> tuple[IpcTransport, Mailbox]:
         """Return the engine's end for a server that is about to start, and what the server needs. The caller closes
         `Mailbox.page` once the server has inherited it. Raises `IpcUnavailable`."""
         address, handle = self._own[index]
-        file = os.memfd_create("lora-server")
-        try:
-            os.truncate(file, PAGE)
-            mailbox = Mailbox(handle=handle, there=self._there, back=self._back, page=file)
-            self._ends.append(_end(self._driver, self._device, address, mailbox))
-        except BaseException:
-            os.close(file)
-            raise
-        return self._ends[-1], mailbox
+        if index not in self._ends:
+            file = os.memfd_create("lora-server")
+            try:
+                os.truncate(file, PAGE)
+                own = Mailbox(handle=handle, there=self._there, back=self._back, page=file)
+                self._ends[index] = _end(self._driver, self._device, address, own), file
+            except BaseException:
+                os.close(file)
+                raise
+        end, file = self._ends[index]
+        end.for_trial().begin()
+        return end, Mailbox(handle=handle, there=self._there, back=self._back, page=os.dup(file))
 
     def close(self) -> None:
         """Give their memory back, once all servers have ended and no step will run. Raises `IpcUnavailable`."""
-        for end in self._ends:
+        for end, _ in self._ends.values():
             end.release()
+            end.for_trial().release()
         self._driver.close()
+        for _, file in self._ends.values():
+            os.close(file)
         self._ends.clear()
 
 
@@ -183,7 +196,7 @@ def mailbox_sizes(spec: BaseSpec, tokens: int) -> tuple[int, int]:
     """Return the bytes of the longest message to a server and of its longest answer, for so many tokens.
 
     There: inputs of gate and up with the experts' numbers, or inputs of down with the router's weights; back: the terms
-    (see `Exchange`). One server may have all chosen experts. `TRIAL_SPEC` fits, however few tokens there are.
+    (see `BeginStep`). `TRIAL_SPEC` fits, however few tokens there are.
     """
     item, there, back = getattr(torch, spec.dtype).itemsize, TRIAL_SPEC.bytes, TRIAL_SPEC.bytes
     sites = iter(spec.experts.values())  # of each layer gate and up first, then down

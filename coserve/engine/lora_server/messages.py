@@ -68,32 +68,20 @@ class DropPairs(ToServer, frozen=True, kw_only=True):
 
 
 class BeginStep(ToServer, frozen=True, kw_only=True):
-    """The adapters of a step's N tokens. Exchanges follow, two for each layer with experts."""
+    """The adapters of a step's T tokens, padding included. For each of its parameters of experts, in their order, the
+    server receives inputs over the transport, and returns the LoRA terms. K experts of each token, S = T K choices.
+
+    Gate and up, or up alone: inputs (T, D) and expert numbers int64 (T, K); terms (S, O) in the order of the tokens and
+    of their choices. Down: inputs (S, I) and fp32 router weights (T, K); terms (T, D). The numbers count the server's
+    own experts from 0; an expert of another server has the number one past the last, and no terms.
+    """
 
     start: int
-    step: int
     version: int
     """Version of the server's table of adapters that the engine knows."""
     bounds: tuple[int, ...]
     slots: tuple[int, ...]
-    """Tokens `bounds[i]` to `bounds[i + 1]` are of the adapter in `slots[i]`."""
-
-
-class Exchange(ToServer, frozen=True, kw_only=True):
-    """Announces inputs of an expert parameter, which come over the transport as message `number`. The server returns
-    the LoRA terms over the transport."""
-
-    step: int
-    number: int
-    site: str
-    chosen: int
-    """K: experts per token."""
-    rows: int
-    """S: choices of this server's experts, in the order of the tokens and of their choices."""
-    down: bool
-    """True: the down projection, with inputs (S, I), fp32 router weights (S), and terms (N, D). False: gate and up, or
-    up alone, with inputs (N, D), expert numbers int64 (N, K), and terms (S, O). The numbers count the server's own
-    experts from 0; an expert of another server has the number one past the last."""
+    """Tokens `bounds[i]` to `bounds[i + 1]` are of the adapter in `slots[i]`; -1: they need no terms."""
 
 
 class FromServer(Struct, frozen=True, tag=True, kw_only=True):
@@ -126,5 +114,5 @@ class PairsRefused(FromServer, frozen=True, kw_only=True):
     message: str
 
 
-AnyToServer = StartServer | LoadPairs | DropPairs | BeginStep | Exchange
+AnyToServer = StartServer | LoadPairs | DropPairs | BeginStep
 AnyFromServer = ServerReady | ServerConnected | PairsLoaded | PairsRefused

@@ -19,6 +19,10 @@ class ServerPart:
     first: int
     experts: int
 
+    def number(self, site: str) -> int:
+        """Return the number of a parameter's messages in each step: they are exchanged in the order of `sites`."""
+        return [*self.sites].index(site) + 1
+
 
 def part_of(spec: BaseSpec, index: int, servers: int, ep: int) -> ServerPart:
     """Return the part of server `index` of `servers`, which `ep` divides.

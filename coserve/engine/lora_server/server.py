@@ -22,7 +22,6 @@ from coserve.engine.lora_server.messages import (
     AnyToServer,
     BeginStep,
     DropPairs,
-    Exchange,
     LoadPairs,
     PairsLoaded,
     PairsRefused,
@@ -90,13 +89,11 @@ class LoraServer:
         """`start`: number of the servers' start; `start_thread` is called first on each thread that reads adapters."""
         self._channel, self._transport, self._pairs, self._read, self._start = channel, transport, pairs, read, start
         self._threads = ThreadPoolExecutor(READERS, "adapters", start_thread)
-        self._step: tuple[int, int, StepTerms] | None = None
-        """Number, tokens and terms of the current step."""
 
     @torch.no_grad()
     def run(self, dtype: torch.dtype) -> None:
         """Serve until the engine is gone, which raises `PeerLost`. `dtype`: of activations. Raises `LookupError` for a
-        step whose adapters are not in their slots, and for an exchange of another step."""
+        step whose adapters are not in their slots."""
         while True:
             match self._channel.receive():
                 case LoadPairs() as load:
@@ -107,26 +104,23 @@ class LoraServer:
                 case BeginStep() as step:
                     if step.start != self._start:
                         raise LookupError(f"expected a step of start {self._start}, got one of {step.start}")
-                    terms = self._pairs.step(step.bounds, step.slots, step.version)
-                    self._step = step.step, step.bounds[-1], terms
-                case Exchange() as exchange:
-                    self._answer(exchange, dtype)
+                    self._compute(self._pairs.step(step.bounds, step.slots, step.version), step.bounds[-1], dtype)
                 case other:
                     raise LookupError(f"expected no {type(other).__name__} now")
 
-    def _answer(self, exchange: Exchange, dtype: torch.dtype) -> None:
-        if self._step is None or self._step[0] != exchange.step:
-            raise LookupError(f"expected an exchange of the current step, got one of step {exchange.step}")
-        _, tokens, terms = self._step
-        inputs = self._pairs.sites[exchange.site].in_features
-        if exchange.down:
-            specs = TensorSpec((exchange.rows, inputs), dtype), TensorSpec((exchange.rows,), torch.float32)
-            found = terms.down(exchange.site, *self._transport.receive(exchange.number, specs))
-        else:
-            specs = TensorSpec((tokens, inputs), dtype), TensorSpec((tokens, exchange.chosen), torch.int64)
-            x_ND, chosen_NK = self._transport.receive(exchange.number, specs)
-            found = terms.gate_up(exchange.site, x_ND, chosen_NK, exchange.rows)
-        self._transport.send(exchange.number, [found])
+    def _compute(self, terms: StepTerms, tokens: int, dtype: torch.dtype) -> None:
+        """Exchange all messages of a step of T = `tokens` tokens. With mailboxes the host only launches: it runs ahead
+        of the engine's messages."""
+        sites = self._pairs.sites.items()
+        for number, (name, site) in enumerate(sites, 1):
+            chosen = tokens, site.chosen
+            if number % 2:  # of each layer gate and up first, then down
+                specs = TensorSpec((tokens, site.in_features), dtype), TensorSpec(chosen, torch.int64)
+                found = terms.gate_up(name, *self._transport.receive(number, specs))
+            else:
+                specs = TensorSpec((tokens * site.chosen, site.in_features), dtype), TensorSpec(chosen, torch.float32)
+                found = terms.down(name, *self._transport.receive(number, specs))
+            self._transport.send(number, [found])
 
     def _load(self, load: LoadPairs) -> None:
         """Read an adapter into its slot; on a thread. The engine may use it as soon as its first layers are there."""

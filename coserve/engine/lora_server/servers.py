@@ -8,15 +8,15 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from coserve.core.errors import LoraServerLost, StartupError
 from coserve.core.health import LoraServerInfo
 from coserve.core.logs.format import log_event
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.connect import SLOTS
 from coserve.engine.lora_server.messages import DropPairs, LoadPairs, PairsLoaded, PairsRefused
-from coserve.engine.lora_server.running import Answered, RemoteStep, RunningServers
+from coserve.engine.lora_server.recorded_step import RecordedStep
+from coserve.engine.lora_server.remote_step import RemoteStep, step_slots
+from coserve.engine.lora_server.running import Answered, RunningServers
 from coserve.kernels.lora.segments import Segments
 
 log = logging.getLogger(__name__)
@@ -238,10 +238,17 @@ class LoraServers:
 
     # ---- steps
 
-    def step(self, segments: Segments, slots: Sequence[int], device: torch.device) -> RemoteStep | None:
+    def step(self, segments: Segments, slots: Sequence[int]) -> RemoteStep | None:
         running = self._running
         if running is not None:
-            return running.step(segments, slots, device)
-        if any(slot >= 0 for slot in slots):
+            return running.step(segments, slots)
+        if step_slots(segments, slots, segments.tokens) is not None:
             raise LoraServerLost("the LoRA servers are started again")
         return None
+
+    def recorded(self) -> RecordedStep | None:
+        self.wait()
+        running = self._running
+        if running is None or not all(holder.transport.recordable for holder in running.holders):
+            return None
+        return RecordedStep(running.holders, lambda: self._running)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def make_servers(base: Base, config: Config, step_tokens: int, *, by_mailboxes: bool = True) -> LoraServers | None:
-    """Begin to start the servers; None: the settings ask for none. `step_tokens`: the most tokens of a step.
+    """Begin to start the servers; None: the settings ask for none. `step_tokens`: the most tokens of a step, padded.
     `by_mailboxes`: GPUs exchange messages over mailboxes where they can, else by gloo, with a note in `/health`. They
     take memory of the GPU, which the memory plan finds in use. Raises `UnsupportedBase` and `ConfigError` for a base
     and GPUs that cannot have servers."""

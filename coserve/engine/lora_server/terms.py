@@ -1,7 +1,6 @@
 """The experts' (A, B) pairs that a LoRA server holds, and the LoRA terms that it computes with them.
 
-N tokens, K experts of each, D hidden features, I inner ones, O outputs of gate and up; M = N K choices, S of them of
-this server's experts.
+T tokens, K experts of each, D hidden features, I inner ones, O outputs of gate and up; S = T K choices.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class HeldPairs:
     def step(self, bounds: tuple[int, ...], slots: tuple[int, ...], version: int) -> StepTerms:
         """Return the terms of a step (`BeginStep`). Raises `LookupError` if the slots have changed since `version`."""
         with self._changed:
-            found = {slot: self._slots.get(slot) for slot in slots}
+            found = {slot: self._slots.get(slot) for slot in slots if slot >= 0}
             own = {slot: held for slot, held in found.items() if held is not None and 0 < held.since <= version}
             if len(own) < len(found) or version > self.version:
                 wrong = sorted(found.keys() - own.keys())
@@ -87,13 +86,13 @@ class HeldPairs:
             segments, wait = Segments(bounds, slots), partial(self._wait, [*own.values()])
         if self._table is None:
             place = {slot: i for i, slot in enumerate(own)}
-            places = Segments(bounds, tuple(place[slot] for slot in slots))
+            places = Segments(bounds, tuple(place.get(slot, -1) for slot in slots))
             pairs = [held.pairs for held in own.values()]
             return StepTerms(GroupedExpertLora(places, pairs, self._device), self.sites, wait)
         lengths = torch.tensor([end - start for start, end in pairwise(bounds)])
-        slots_N = torch.repeat_interleave(torch.tensor(segments.adapters, dtype=torch.int32), lengths)
-        most = max(1, *(held.rank for held in own.values()))
-        return StepTerms(SlotExpertLora(self._table.tables, slots_N.to(self._device), most), self.sites, wait)
+        slots_T = torch.repeat_interleave(torch.tensor(segments.adapters, dtype=torch.int32), lengths)
+        most = max([1, *(held.rank for held in own.values())])
+        return StepTerms(SlotExpertLora(self._table.tables, slots_T.to(self._device), most), self.sites, wait)
 
     def _wait(self, own: Sequence[_Slot], layer: int) -> None:
         """Wait until the pairs of these adapters are loaded up to a layer. Raises `LookupError` if one cannot be
@@ -134,33 +133,25 @@ class StepTerms:
         """`wait`: waits until the adapters' pairs of a layer are loaded."""
         self._lora, self._sites, self._wait = lora, sites, wait
         self._rows: ExpertRows | None = None
-        """Rows of all choices of the layer whose terms of gate and up were computed last; those of other servers'
-        experts come last."""
-        self._own_S = torch.empty(0, dtype=torch.int64)
-        """Indices of this server's choices among them all, in the order of the tokens."""
+        """Rows of the layer whose terms of gate and up were computed last; those of other servers' experts come
+        last."""
 
-    def gate_up(self, site: str, x_ND: Tensor, chosen_NK: Tensor, own: int) -> Tensor:
-        """Return the terms (S, O) of gate and up, or of up alone, of the choices of this server's experts.
-
-        `chosen_NK`: numbers among these, or one past the last; `own`: S.
-        """
+    def gate_up(self, site: str, x_TD: Tensor, chosen_TK: Tensor) -> Tensor:
+        """Return the terms (S, O) of gate and up, or of up alone, zeros for other servers' experts. `chosen_TK`:
+        numbers among this server's, or one past the last."""
         spec = self._sites[site]
         self._wait(spec.layer)
-        rows = self._rows = self._lora.sorted_rows(chosen_NK, spec.experts)
-        every = torch.arange(chosen_NK.numel(), device=x_ND.device)
-        self._own_S = every if own == len(every) else every[chosen_NK.reshape(-1) < spec.experts]
-        zeros_MO = x_ND.new_zeros(chosen_NK.numel(), spec.out_features)
-        y_MO = self._lora.add(site, zeros_MO, x_ND[rows.token_S], rows)
-        return y_MO[rows.place_S[self._own_S]]
+        # A step that goes on although its engine is gone reads anything: no number may point beyond a table.
+        rows = self._rows = self._lora.sorted_rows(chosen_TK.clamp(0, spec.experts), spec.experts)
+        zeros_SO = x_TD.new_zeros(len(rows.place_S), spec.out_features)
+        return self._lora.add(site, zeros_SO, x_TD[rows.token_S], rows)[rows.place_S]
 
-    def down(self, site: str, h_SI: Tensor, weights_S: Tensor) -> Tensor:
-        """Return the terms (N, D) of down, summed over each token's experts here by the router's weights. The layer is
+    def down(self, site: str, h_SI: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the terms (T, D) of down, summed over each token's experts here by the router's weights. The layer is
         that of the last `gate_up`."""
-        rows, own_S = self._rows, self._own_S
+        rows = self._rows
         assert rows is not None, "expected the inputs of gate and up first"
-        h_MI = h_SI.new_zeros(len(rows.place_S), h_SI.shape[1])
-        h_MI[rows.place_S[own_S]] = h_SI
-        y_MD = self._lora.add(site, h_MI.new_zeros(len(h_MI), self._sites[site].out_features), h_MI, rows)
-        weights_M = weights_S.new_zeros(len(h_MI))
-        weights_M[own_S] = weights_S
-        return summed(y_MD, rows.place_S, weights_M.view(-1, rows.chosen)).to(h_SI.dtype)
+        sorted_SI = torch.empty_like(h_SI)
+        sorted_SI[rows.place_S] = h_SI
+        zeros_SD = h_SI.new_zeros(len(h_SI), self._sites[site].out_features)
+        return summed(self._lora.add(site, zeros_SD, sorted_SI, rows), rows.place_S, weights_TK).to(h_SI.dtype)

@@ -14,9 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TAGS = 1 << 20
-"""Number of messages after which gloo's tags repeat."""
-
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -31,8 +28,17 @@ class TensorSpec:
 
 
 class Transport(Protocol):
-    """One end of a connection. Both ends know number, shapes and dtypes of a message before it is received: these go
-    over the socket. The engine sends first, each message is answered, by the same number, and numbers increase."""
+    """One end of a connection. Both ends know the messages of a step, with their shapes and dtypes, from the socket's.
+    The engine sends first, each message is answered, by the same number, and numbers increase from 1 within a step."""
+
+    recordable: bool
+    """Whether a CUDA graph can record a step's messages, and replay them for other steps, and after other starts of the
+    peer."""
+
+    def begin(self) -> None:
+        """Begin a step, at the engine's end. The engine's GPU must have come to the end of the step before; the server
+        must not know of this one."""
+        ...
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         """Send a message without waiting for the peer. Raises `ConnectionError` if it is gone."""
@@ -44,9 +50,9 @@ class Transport(Protocol):
         ...
 
     @property
-    def waiting(self) -> float | None:
-        """Return the time (monotonic) since which a GPU may wait for the answer to the last message; None: it is there,
-        or `receive` waits itself."""
+    def waiting(self) -> tuple[int, int] | None:
+        """Return the step (counted from 1) and the number of the message for whose answer the engine's GPU waits, or
+        soon will; None: the answer is there, or `receive` waits itself."""
         ...
 
     def release(self) -> None:
@@ -58,6 +64,8 @@ class GlooTransport:
     """Implements `Transport` by gloo's messages, whose tag is the message's number. Tensors on a GPU go through host
     memory: `send` waits for them, and `receive` for the message, while the GPU computes what was launched before."""
 
+    recordable = False
+
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device, deadline: float) -> None:
         """`device`: of tensors that are received; `deadline`: timeout of a message in seconds."""
         self._group, self._peer, self._device = group, peer, device
@@ -65,20 +73,23 @@ class GlooTransport:
         self._sent = deque[tuple[dist.Work, Tensor]]()
         """Messages that may still be on their way."""
 
+    def begin(self) -> None:
+        """See `Transport`: steps do not overlap, so a number is not in use any more."""
+
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         for place, tensor in enumerate(tensors):
             own = tensor.cpu().contiguous()
             with _connection():
-                work = self._group.send([own], self._peer, _tag(number, place))
+                work = self._group.send([own], self._peer, 2 * number + place)
             self._sent.append((work, own))
 
     def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
         found = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
         for place, tensor in enumerate(found):
             with _connection():
-                self._group.recv([tensor], self._peer, _tag(number, place)).wait(self._deadline)
+                self._group.recv([tensor], self._peer, 2 * number + place).wait(self._deadline)
         return [tensor.to(self._device) for tensor in found]
 
     @property
@@ -96,10 +107,6 @@ def _connection() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ConnectionError(str(error)) from error
-
-
-def _tag(number: int, place: int) -> int:
-    return 2 * (number % TAGS) + place
 
 
 def gloo_group(path: str, rank: int, size: int, seconds: float) -> dist.ProcessGroup:

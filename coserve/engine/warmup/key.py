@@ -50,6 +50,7 @@ SHAPE_SETTINGS = (
     "trust_remote_code",
     "tp",
     "ep",
+    "lora_server",
     "lora_sharding",
 )
 """Settings that decide which kernels an engine needs, besides the base."""

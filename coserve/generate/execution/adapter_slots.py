@@ -78,6 +78,8 @@ class AdapterSlots:
         self.experts = ExpertSlots(experts, slots, device) if experts else None
         self.scaled = [False] * slots
         """Whether each slot's adapter is DoRA."""
+        self.remote = [-1] * slots
+        """The slot at LoRA servers of each slot's adapter; -1: it is not there."""
         self.groups: list[frozenset[int]] = [frozenset()] * slots
         """Site groups that each slot's adapter changes (`LoraFootprint.groups`)."""
         self._slots: OrderedDict[AdapterRef, int] = OrderedDict()  # least recently used first
@@ -103,7 +105,7 @@ class AdapterSlots:
                 self.sharded.clear(slot)
             if self.experts is not None:
                 self.experts.clear(slot)
-            self.groups[slot], self.scaled[slot] = frozenset(), False
+            self.groups[slot], self.scaled[slot], self.remote[slot] = frozenset(), False, -1
             self._free.append(slot)
 
     def groups_of(self, names: Iterable[str]) -> frozenset[int]:
@@ -120,7 +122,8 @@ class AdapterSlots:
         blocks = -(-max(local, sharded, experts, 1) // RANK_BLOCK)
         scaled = any(self.scaled[slot] for slot in present)
         local_too = bool(local or not sharded)
-        kinds = {"sharded": bool(sharded), "scaled": scaled, "experts": bool(experts)}
+        remote = any(self.remote[slot] >= 0 for slot in present)
+        kinds = {"sharded": bool(sharded), "scaled": scaled, "experts": bool(experts), "remote": remote}
         return LoraFootprint(blocks * RANK_BLOCK, groups, local=local_too, **kinds)
 
     def _put(self, ref: AdapterRef, weights: LoraWeights, wanted: Mapping[AdapterRef, LoraWeights]) -> None:
@@ -140,7 +143,7 @@ class AdapterSlots:
         if self.experts is not None and weights.experts:
             self.experts.put(slot, weights.experts)
         self.groups[slot] = self.groups_of(weights.sites)
-        self.scaled[slot] = weights.settings.use_dora
+        self.scaled[slot], self.remote[slot] = weights.settings.use_dora, weights.remote
 
 
 def _columns(weights: LoraWeights, names: Sequence[str]) -> tuple[SlotColumns, object]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coserve.core.errors import LoraServerLost
 from coserve.core.types import AdapterRef
 from coserve.generate.execution.interface import StepExecutor, StepInput, StepResult
 from coserve.generate.execution.packing import PackedStep, by_adapter, pack
@@ -17,7 +16,7 @@ from coserve.generate.sampling.masks import NO_MASKS, Masks
 from coserve.generate.sampling.rows import is_likeliest
 from coserve.generate.sampling.sampler import choose
 from coserve.generate.sampling.scoring import prompt_logprobs
-from coserve.kernels.lora.experts.interface import RemoteExperts
+from coserve.kernels.lora.experts.interface import RemoteExperts, none_lost
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.kv import KvCache
@@ -55,14 +54,13 @@ class EagerExecutor(StepExecutor):
         return EagerStep([own.sequence for own in packed.sequences], lambda: self._checked(packed, adapters))
 
     def _checked(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> StepResult:
-        """Run a step. Raises `LoraServerLost` if LoRA servers were lost meanwhile: a GPU does not wait for them."""
-        losses = 0 if self._remote is None else self._remote.losses
+        """Run a step. Raises `LoraServerLost` if LoRA servers were lost meanwhile."""
+        check = None if self._remote is None else none_lost(self._remote)
         found = self._run(packed, adapters)
-        if self._remote is not None:
+        if check is not None:
             if self._base.device.type == "cuda":
                 torch.cuda.current_stream(self._base.device).synchronize()  # a step without results has not waited
-            if self._remote.losses != losses:
-                raise LoraServerLost("LoRA servers were lost during the step")
+            check()
         return found
 
     def _run(self, packed: PackedStep, adapters: Sequence[LoraWeights]) -> StepResult:

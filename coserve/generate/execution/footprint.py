@@ -24,11 +24,14 @@ class LoraFootprint:
     """Whether some adapters are DoRA, whose rows are scaled by a launch at each site."""
     experts: bool = False
     """Whether some adapters change experts: the experts' rows are then sorted by adapter as well."""
+    remote: bool = False
+    """Whether LoRA servers compute experts' terms of some adapters."""
 
     def covers(self, other: LoraFootprint) -> bool:
         enough = self.max_rank >= other.max_rank and self.groups >= other.groups
         kinds = ("local", "sharded", "scaled", "experts")
-        return enough and all(getattr(self, kind) >= getattr(other, kind) for kind in kinds)
+        kept = all(getattr(self, kind) >= getattr(other, kind) for kind in kinds)
+        return enough and kept and self.remote == other.remote  # servers answer the steps that they were told of
 
 
 NO_ADAPTERS = LoraFootprint(0, frozenset())
@@ -55,7 +58,9 @@ class GraphFootprints:
         if (served := graph_rank(rank)) is not None:
             self._known[self.of_rank(served)] = None
 
-    def expect(self, rank: int, groups: frozenset[int], *, scaled: bool, experts: bool) -> None:
+    def expect(
+        self, rank: int, groups: frozenset[int], *, scaled: bool, experts: bool = False, remote: bool = False
+    ) -> None:
         """Add the footprints of steps with adapters of these properties, alone and with all that were expected before,
         if graphs serve the LoRA rank, unless known footprints of the same groups cover them."""
         served = graph_rank(rank) if rank else None
@@ -63,7 +68,7 @@ class GraphFootprints:
             return
         largest, every = self._expected
         self._expected = largest, every = max(largest, served), every | groups
-        mixed = replace(self.of_rank(largest), groups=every, scaled=scaled, experts=experts)
+        mixed = replace(self.of_rank(largest), groups=every, scaled=scaled, experts=experts, remote=remote)
         for wanted in (mixed, replace(mixed, max_rank=served, groups=groups)):  # of few places, first for all steps
             found = self._allowed(wanted)
             if not any(known.groups == found.groups and known.covers(found) for known in self._known):

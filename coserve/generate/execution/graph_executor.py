@@ -34,6 +34,7 @@ from coserve.generate.sampling.masks import NO_MASKS, Masks
 from coserve.generate.sampling.rows import SamplingRow, is_likeliest
 from coserve.generate.sampling.transfer import send_ids
 from coserve.kernels.attention.interface import TokenRun
+from coserve.kernels.lora.experts.interface import RemoteExperts, none_lost
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.sampling.constants import NOT_FINITE
 from coserve.lora.store.packing import layout_of
@@ -79,6 +80,8 @@ class GraphStep:
     copied: torch.cuda.Event | None = None
     """Recorded after the copy of the tokens to `host`."""
     overlaps: bool = True
+    check: Callable[[], None] = lambda: None
+    """Raises if LoRA servers were lost during the step."""
 
     def chose(self, chosen: Chosen) -> None:
         """Start to copy the tokens to the host."""
@@ -91,6 +94,7 @@ class GraphStep:
         assert self.host is not None, "expected `StepExecutor.choose` before the step is collected"
         if self.copied is not None:
             self.copied.synchronize()
+        self.check()
         return StepResult(list(zip(self.sampled, choices(self.host), strict=True)))
 
 
@@ -107,6 +111,8 @@ class _Batch:
     """Footprint of the graphs that serve it; None: none does."""
     at_ends: tuple[Segments, list[LoraWeights]] | None
     """Segments and their adapters, if one changes the model's embedding or head: then no graph serves the step."""
+    remote: bool
+    """Whether LoRA servers compute terms of some adapters."""
 
     @property
     def decodes(self) -> bool:
@@ -129,12 +135,13 @@ class GraphExecutor:
         capture_after: int = CAPTURE_AFTER,
         capture: Capture = Capture.IN_STEPS,
         graph_bytes: GraphBytes | None = None,
+        remote: RemoteExperts | None = None,
     ) -> None:
         """`slots`: adapters on the device at once, at least `max_running`. `step_tokens`: largest step that graphs are
         captured for. `capture_after`: see `CAPTURE_AFTER`; used with `Capture.IN_STEPS`. `graph_bytes`: counts the
-        memory of captures.
+        memory of captures. `remote`: the LoRA servers, if there are any; `fused` is `apart` then.
         """
-        base = fused.base
+        base, self._remote = fused.base, remote
         self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
         self._sampler, self._sampler_warm = DeviceSampler(base.spec.vocab, base.device), False
         most = max(slots or 0, max_running)
@@ -146,7 +153,8 @@ class GraphExecutor:
         self._footprints = GraphFootprints(self._adapter_slots.all_groups, sharded=sharded)
         batches, context = decode_batches(max_running), min(base.spec.context, kv.tokens)
         logits, pool = LogitsBuffer(batches[-1]), make_graph_pool(base.device)
-        state = GraphState(fused, self._token_slots, self._adapter_slots, logits, pool)
+        recorded = None if remote is None else remote.recorded()
+        state = GraphState(fused, self._token_slots, self._adapter_slots, logits, pool, recorded)
         self._decode_graphs = DecodeGraphs(state, kv, batches, context)
         capacities = mixed_capacities(step_tokens, batches[-1], context)
         after = capture_after if capture is Capture.IN_STEPS else None
@@ -267,11 +275,12 @@ class GraphExecutor:
     def kept(self, weights: LoraWeights) -> None:
         places = layout_of(weights).places  # the layout tells it without copying pairs to the GPU
         if not weights.settings.cartridge and not any(map(is_end, places)):  # embedding or head: no graphs
+            kind = "experts" if self._remote is None else "remote"
             self._footprints.expect(
                 max((place.rank for place in places.values()), default=0),
                 self._adapter_slots.groups_of(places),
                 scaled=weights.settings.use_dora,
-                experts=any(place.like.experts > 1 for place in places.values()),
+                **{kind: any(place.like.experts > 1 for place in places.values())},
             )
 
     @property
@@ -289,6 +298,9 @@ class GraphExecutor:
             capture = self._when is Capture.IN_STEPS
             graph = self._decode_graphs.holding(len(batch.runs), batch.footprint, capture=capture)
         launched = GraphStep([own.sequence for own in batch.sequences], [row.sequence for row in batch.sampling])
+        if self._remote is not None and batch.remote:
+            # A step's exchanges have the numbers of the next one's. And the host ends waits for one step at a time.
+            launched.overlaps, launched.check = False, none_lost(self._remote)
         choose = self._mixed(batch) if graph is None else self._decode(batch, graph)
         self._unchosen = None
         if any(row.masked for row in batch.sampling):
@@ -315,6 +327,7 @@ class GraphExecutor:
             segments,
             NO_ADAPTERS if segments is None else footprint,
             at_ends,
+            any(adapters[index].remote >= 0 for index in packed.adapters),
         )
 
     def _decode(self, batch: _Batch, graph: DecodeGraph) -> Callable[[Masks], Chosen]:
@@ -361,6 +374,8 @@ class GraphExecutor:
         )
         tokens_T = self._token_slots.fill(given_T, slots_T)
         lora = None if batch.segments is None else slot_lora(self._adapter_slots, batch.segments)
+        if lora is not None and batch.segments is not None and self._remote is not None:
+            lora.remote = self._remote.step(batch.segments, self._adapter_slots.remote)
         ends = batch.at_ends and self._fused.base.ends.prepare(*batch.at_ends, rows.keep or [0], self._device)
         attention = self._kv.attention(batch.runs)
         sharding = self._fused.base.sharding

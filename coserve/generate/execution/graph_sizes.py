@@ -74,6 +74,12 @@ def mixed_capacities(step_tokens: int, sequences: int, context: int) -> tuple[Mi
     )
 
 
+def padded_step(step_tokens: int, max_running: int) -> int:
+    """The most tokens of a step of up to `step_tokens` tokens and `max_running` sequences, padding included."""
+    mixed = mixed_capacities(step_tokens, max_running, 1)[-1].tokens
+    return max(step_tokens, mixed, decode_batches(max_running)[-1])
+
+
 def mixed_tile_capacities(
     tokens: int, sequences: int, *, decode_kernel_tokens: int = DECODE_KERNEL_TOKENS
 ) -> tuple[TileCapacity, ...]:

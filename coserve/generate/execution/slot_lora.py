@@ -12,6 +12,7 @@ from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import LoraFootprint
 from coserve.generate.execution.graph_sizes import TileCapacity
 from coserve.generate.sampling.transfer import send
+from coserve.kernels.lora.experts.interface import RecordedTerms
 from coserve.kernels.lora.experts.slot_terms import SlotExpertLora
 from coserve.kernels.lora.interface import CombinedLora, PreparedLora
 from coserve.kernels.lora.segmented import plan
@@ -54,9 +55,12 @@ class StaticSlotLora:
         tokens: int,
         footprint: LoraFootprint,
         capacities: Sequence[TileCapacity],
+        remote: RecordedTerms | None = None,
     ) -> None:
-        """Allocate buffers for steps of up to `tokens` rows whose footprint `footprint` covers."""
-        self._slots, self._footprint = slots, footprint
+        """Allocate buffers for steps of up to `tokens` rows whose footprint `footprint` covers. `remote`: what LoRA
+        servers compute, if the footprint has it."""
+        self._slots, self._footprint, self._tokens = slots, footprint, tokens
+        self._remote = remote if footprint.remote else None
         self.capacities = tuple(capacities)
         self._most = {each.rows: each for each in sorted(capacities, key=lambda each: each.tiles)}
         """Largest capacity, by rows per tile."""
@@ -80,7 +84,19 @@ class StaticSlotLora:
             for own in (self._local, self._sharded)
         )
         parts = tiles * min(_part_blocks(self._slots, self._footprint), blocks) if sharded else 0
-        return _terms(self._slots, self._footprint, local, sharded, parts, self._slots_T)
+        found = _terms(self._slots, self._footprint, local, sharded, parts, self._slots_T)
+        found.remote = self._remote
+        return found
+
+    def begin(self, segments: Segments) -> None:
+        """Begin the step that is launched next, at the LoRA servers. Raises `LoraServerLost`."""
+        if self._remote is not None:
+            self._remote.begin(segments, self._slots.remote, self._tokens)
+
+    def launched(self) -> None:
+        """Note that it was launched."""
+        if self._remote is not None:
+            self._remote.launched()
 
     def load(self, segments: Segments) -> TileCapacity:
         """Load the next step's adapters, in stream order, and return the capacity that holds them.

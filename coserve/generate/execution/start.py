@@ -53,6 +53,7 @@ class CompiledSteps:
     eager: EagerExecutor
     max_running: int
     step_tokens: int
+    remote: RemoteExperts | None = None
 
     def executor(self, kv: KvCache, capture: Capture, graph_bytes: GraphBytes | None = None) -> GraphExecutor:
         """Create an executor over `kv`, without any captured graphs."""
@@ -64,6 +65,7 @@ class CompiledSteps:
             step_tokens=self.step_tokens,
             capture=capture,
             graph_bytes=graph_bytes,
+            remote=self.remote,
         )
 
 
@@ -102,12 +104,13 @@ def make_start(
         return ExecutorStart(eager)
     if why := _no_graphs(base, lora_backend, compile=compile, remote=remote):
         return ExecutorStart(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
-    fused = FusedBase(base, options=INDUCTOR, gemms=None if gemms is None else GemmChoice())
+    apart = remote is not None
+    fused = FusedBase(base, options=INDUCTOR, gemms=None if gemms is None else GemmChoice(), apart=apart)
     choice = None if gemms is None else gemms(fused.stacked, base.device)
     fused.gemms = choice or fused.gemms
     if refusal := check_compiled(fused):
         return ExecutorStart(eager, (refusal,))
-    compiled = CompiledSteps(fused, eager, max_running, step_tokens)
+    compiled = CompiledSteps(fused, eager, max_running, step_tokens, remote)
     executor = compiled.executor(kv, Capture.BETWEEN_STEPS, graph_bytes)
     notes = (COMPILED,) if gemms is None or choice is not None else (COMPILED, NO_GEMMS)
     return ExecutorStart(executor, notes, executor, compiled)
@@ -115,14 +118,14 @@ def make_start(
 
 def _no_graphs(base: Base, lora_backend: LoraBackend, *, compile: bool, remote: RemoteExperts | None) -> str:
     """Return why steps cannot be captured; empty if they may be."""
-    if remote is not None:
-        return "LoRA servers compute experts' adapters"
     if not lora_backend.capturable:
         return f"the LoRA backend {lora_backend.name} cannot be captured"
     if not compile:
         return "compile is off"
     if base.spec.experts and base.dtype is not torch.bfloat16:
         return "products of experts wait for the host unless the base is bfloat16"
+    if remote is not None and remote.recorded() is None:
+        return "LoRA servers are reached through host memory"
     return ""
 
 

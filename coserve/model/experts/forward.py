@@ -20,6 +20,8 @@ from coserve.model.forward_context import current, register_ops
 
 SITES = "coserve_experts"
 """Attribute of a hooked module: the names of its parameters, gate and up first."""
+APART = "coserve_experts_apart"
+"""Attribute of a module whose compiled layer leaves it whole, as LoRA servers may compute its terms."""
 
 
 def experts_forward(
@@ -48,16 +50,14 @@ def remote_forward(
 ) -> Tensor:
     """Return the output (T, D) of a module that is not sharded, with terms that LoRA servers compute while the base's
     products run, and those of other adapters (`lora`). Inference only."""
-    sites, tokens_N = cast("tuple[str, str]", getattr(module, SITES)), remote.tokens_N
+    sites = cast("tuple[str, str]", getattr(module, SITES))
     rows = _sorted_rows(lora, chosen_TK, cast(int, module.num_experts))
-    row_NK = rows.place_S.view(chosen_TK.shape)[tokens_N]
-    terms = remote.gate_up(sites[0], hidden_TD[tokens_N], chosen_TK[tokens_N])
+    terms = remote.gate_up(sites[0], hidden_TD, chosen_TK)
     y_SO = _product(module, 0, hidden_TD[rows.token_S], rows, lora)
-    h_SI = _activation(module, y_SO.index_add(0, row_NK.reshape(-1), terms().flatten(0, 1)))
-    terms = remote.down(sites[1], h_SI[row_NK], weights_TK[tokens_N])
+    h_SI = _activation(module, y_SO.index_add(0, rows.place_S, terms()))
+    terms = remote.down(sites[1], h_SI[rows.place_S], weights_TK)
     y_SO = _product(module, 1, h_SI, rows, lora)
-    y_TO = summed(y_SO, rows.place_S, weights_TK).to(hidden_TD.dtype)
-    return y_TO.index_add(0, tokens_N, terms())
+    return summed(y_SO, rows.place_S, weights_TK).to(hidden_TD.dtype) + terms()
 
 
 def scored_forward(module: nn.Module, hidden_KD: Tensor) -> Tensor:
@@ -105,6 +105,8 @@ def _without(rows_SD: Tensor, absent_S1: Tensor | None) -> Tensor:
 
 def traced_forward(module: nn.Module, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return the module's output in a fused forward; traced by torch.compile."""
+    if hasattr(module, APART):
+        return cast(Tensor, torch.ops.coserve.experts_apart(hidden_TD, chosen_TK, weights_TK))
     experts, first, absent_S1 = cast(int, module.num_experts), getattr(module, FIRST, None), None
     if first is not None:
         chosen_TK = local_experts(chosen_TK, first, experts)
@@ -169,6 +171,16 @@ def _linear(
     return lora.add(fused.experts[current.layer][place], y_SO, x_SD, rows)
 
 
+def _apart(hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return the output (T, D) of the running layer's experts, with the running step's terms."""
+    fused, lora = current.context.fused, current.context.lora
+    assert fused is not None, "expected to run within FusedBase.forward"
+    module = fused.apart[current.layer]
+    if lora is not None and lora.remote is not None:
+        return remote_forward(module, lora.experts, lora.remote, hidden_TD, chosen_TK, weights_TK)
+    return experts_forward(module, _running(), hidden_TD, chosen_TK, weights_TK)
+
+
 def _sum(y_TO: Tensor) -> Tensor:
     """Return the sum of all ranks' `y` in the running step, in new memory."""
     fused = current.context.fused
@@ -198,6 +210,12 @@ def _register() -> torch.library.Library:
             lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[1]),
         ),
         ("rank_sum", "(Tensor y) -> Tensor", _sum, torch.empty_like),
+        (
+            "experts_apart",
+            "(Tensor hidden, Tensor chosen, Tensor weights) -> Tensor",
+            _apart,
+            lambda hidden, *_: hidden.new_empty(hidden.shape),
+        ),
     )
 
 

@@ -38,9 +38,10 @@ class MoeShape:
 
     def token_bytes(self, ep: int = 1) -> tuple[int, int]:
         """Return the bytes that a token sends in one layer (the inputs of both parameters) and receives (terms of gate
-        and up, and the sum of those of down). Each of `ep` GPUs gets the whole input, and returns a sum."""
-        sent, back = ep * self.hidden + self.chosen * self.inner, self.chosen * 2 * self.inner + ep * self.hidden
-        return ITEM * sent, ITEM * back
+        and up, and the sum of those of down). Each of `ep` GPUs gets all inputs, and returns zeros for experts that it
+        has not."""
+        sent, back = self.hidden + self.chosen * self.inner, self.chosen * 2 * self.inner + self.hidden
+        return ITEM * ep * sent, ITEM * ep * back
 
     def active_pairs(self, shares: Sequence[float], batch: float) -> float:
         """Return how many (adapter, expert) pairs a step of `batch` tokens is expected to read in one layer."""

@@ -27,7 +27,7 @@ class DecodeGraph(StepGraph[StaticPagedAttention]):
         batch, lora = attention.batch, None
         if footprint.max_rank:
             capacities = decode_tile_capacities(batch)
-            lora = StaticSlotLora(state.adapter_slots, batch, footprint, capacities)
+            lora = StaticSlotLora(state.adapter_slots, batch, footprint, capacities, state.remote)
         super().__init__(state, attention, lora, (batch, batch))
 
     def run(

@@ -76,7 +76,7 @@ class MixedGraph(StepGraph[MixedAttention]):
         tokens, sequences = self.capacity.tokens, self.capacity.sequences
         if footprint.max_rank:
             tiles = mixed_tile_capacities(tokens, sequences, decode_kernel_tokens=decode_kernel_tokens)
-            lora = StaticSlotLora(state.adapter_slots, tokens, footprint, tiles)
+            lora = StaticSlotLora(state.adapter_slots, tokens, footprint, tiles, state.remote)
         super().__init__(state, attention, lora, (tokens, tokens, tokens, sequences, sequences))
 
     def run(self, rows: Rows, runs: Sequence[TokenRun], segments: Segments | None) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.token_slots import TokenSlots
 from coserve.kernels.gpu.capture import GENERATION_PRIORITY
 from coserve.kernels.gpu.device import of_a_part
+from coserve.kernels.lora.experts.interface import RecordedTerms
 from coserve.model.fused import FusedBase
 
 
@@ -64,6 +65,8 @@ class GraphState:
     logits: LogitsBuffer
     pool: GraphPool | None
     """None on CPU."""
+    remote: RecordedTerms | None = None
+    """Terms that LoRA servers compute; None: there are no servers."""
 
 
 class InputBuffer:

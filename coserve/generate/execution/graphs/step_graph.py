@@ -83,10 +83,14 @@ class StepGraph(ABC, Generic[AnyAttention]):
             assert segments is not None, "expected adapters where the graph adds them"
             capacity = self._lora.load(segments)
         self._inputs.record()
+        if self._lora is not None and segments is not None:
+            self._lora.begin(segments)
         found = self._captured.get(capacity)
         if found is None:
             return self._step(self._terms(capacity))
         found.graph.replay()
+        if self._lora is not None:
+            self._lora.launched()
         return found.logits, found.likeliest
 
     def _terms(self, capacity: TileCapacity | None) -> PreparedLora | None:

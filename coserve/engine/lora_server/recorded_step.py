@@ -1,0 +1,48 @@
+"""The exchanges of a CUDA graph's steps with LoRA servers, whichever start of these runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from coserve.core.errors import LoraServerLost
+from coserve.engine.lora_server.remote_step import Holder, RemoteStep, step_slots
+from coserve.engine.lora_server.running import RunningServers
+from coserve.kernels.lora.segments import Segments
+
+
+class RecordedStep(RemoteStep):
+    """Implements `RecordedTerms`: a capture records the exchanges, and a run before it sends nothing. On a CPU, where
+    nothing is captured, the exchanges are those of the step that was begun last."""
+
+    def __init__(self, holders: Sequence[Holder], running: Callable[[], RunningServers | None]) -> None:
+        """`holders`: of any start: the connections stay the same."""
+        self._running = running
+        super().__init__(holders, self._fail, self._came, _sends)
+
+    def begin(self, segments: Segments, slots: Sequence[int], tokens: int) -> None:
+        found, running = step_slots(segments, slots, tokens), self._running()
+        assert found is not None, "expected a step that needs LoRA servers"
+        if running is None:
+            raise LoraServerLost("the LoRA servers are started again")
+        running.begin(*found)
+
+    def launched(self) -> None:
+        if (running := self._running()) is not None:
+            running.launched()
+
+    def _came(self, site: str) -> None:
+        if (running := self._running()) is not None:
+            running.received(site)
+
+    def _fail(self, index: int, error: ConnectionError) -> NoReturn:
+        if (running := self._running()) is None:
+            raise LoraServerLost("the LoRA servers are started again") from error
+        running.fail(index, error)
+
+
+def _sends(x: Tensor) -> bool:
+    return not x.is_cuda or torch.cuda.is_current_stream_capturing()
