@@ -23,6 +23,7 @@ from typer.main import get_command
 from coserve import client
 from coserve.api.access.handlers import AdminApi
 from coserve.api.anthropic.handlers import AnthropicApi
+from coserve.api.http.bodies import BodyReader
 from coserve.api.http.openapi import describe_api
 from coserve.api.http.route import ALWAYS, routes_of
 from coserve.api.metrics.prometheus import Metrics
@@ -87,7 +88,8 @@ def http() -> Iterator[str]:
         "LoRAX, TGI and huggingface_hub": (TgiApi,),
         "Tokenizer": (TokenizerApi,),
     }
-    groups = {title: routes_of(*map(object.__new__, kinds)) for title, kinds in apis.items()}  # no handler is called
+    new = object.__new__  # no handler is called
+    groups = {title: routes_of(map(new, kinds), new(BodyReader)) for title, kinds in apis.items()}
     document = describe_api([route for routes in groups.values() for route in routes])
     always = ", ".join(map(str, ALWAYS))
     yield from ("# HTTP API", "", MADE, "", "`GET /openapi.json` of a running daemon is the same for machines.", "")

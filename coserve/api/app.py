@@ -63,31 +63,32 @@ def make_app(
     request is in progress (None: left to the interpreter)."""
     bodies = BodyReader(service.helpers, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
     uploads = UploadReader(bodies, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
-    tgi, tinker = TgiApi(service, config, bodies), TinkerApi(service, bodies)
+    tgi, tinker = TgiApi(service, config), TinkerApi(service, bodies)
     native = NativeApi(service, config, bodies, uploads, tgi)
-    openai, tokenizer = OpenAIApi(service, config, bodies), TokenizerApi(service, bodies, max_texts=max_texts)
+    openai, tokenizer = OpenAIApi(service, config), TokenizerApi(service, bodies, max_texts=max_texts)
     batches = BatchRunner(
         BatchStore(service.folder.batches), service.files, batch_answers(openai, bodies), service.access.quotas.admit
     )
     described = tagged(
         {
-            "coserve": (native, AliasApi(service, bodies)),
+            "coserve": (native, AliasApi(service)),
             "Web page": (PageApi(service.history, native.pointers),),
             "LoRAX and TGI": (tgi,),
             "OpenAI": (
                 openai,
                 LoraApi(service, config, bodies, uploads),
-                ResponsesApi(openai, bodies, write_timeout=config.read_timeout),
-                BatchesApi(batches, bodies),
+                ResponsesApi(openai, write_timeout=config.read_timeout),
+                BatchesApi(batches),
                 FilesApi(service, uploads),
-                FineTuningApi(service, bodies),
+                FineTuningApi(service),
             ),
-            "Anthropic": (AnthropicApi(openai, tokenizer, bodies, write_timeout=config.read_timeout),),
+            "Anthropic": (AnthropicApi(openai, tokenizer, write_timeout=config.read_timeout),),
             "Training sessions": (SessionsApi(service, bodies),),
             "Tinker": (tinker,),
             "Tokenizer": (tokenizer,),
             "Administration": (AdminApi(service.access, service.engine, bodies),),
-        }
+        },
+        bodies,
     )
 
     routes, access = _with_description(described), service.access

@@ -17,7 +17,6 @@ from coserve.api.anthropic.schemas import (
     MessagesRequest,
     TokenCountResponse,
 )
-from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import ErrorFormat, json_response
 from coserve.api.http.route import Route
@@ -55,22 +54,21 @@ ANTHROPIC_ERRORS = ErrorFormat(AnthropicError, anthropic_error)
 class AnthropicApi:
     """One method per route."""
 
-    def __init__(self, api: OpenAIApi, tokenizer: TokenizerApi, bodies: BodyReader, *, write_timeout: float) -> None:
+    def __init__(self, api: OpenAIApi, tokenizer: TokenizerApi, *, write_timeout: float) -> None:
         """`write_timeout`: seconds that a write may wait for the client."""
-        self._api, self._tokenizer, self._bodies, self._write_timeout = api, tokenizer, bodies, write_timeout
+        self._api, self._tokenizer, self._write_timeout = api, tokenizer, write_timeout
 
     @Route(
         "POST",
         "/v1/messages",
         "Answer, as Anthropic's messages do",
-        body=MessagesRequest,
+        dialect=True,
         response=Message,
         events=MessageEvent,
         errors=(404, 422),
         error_formats=(ANTHROPIC_ERRORS,),
     )
-    async def create_message(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, MessagesRequest, dialect=True)
+    async def create_message(self, request: web.Request, body: MessagesRequest) -> web.StreamResponse:
         chat = chat_of(body, self._api.chat_template)
         if not body.stream:
             return json_response(message(await self._api.answer_chat(chat)))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import wraps
+from typing import TypeVar, get_type_hints
 
 import msgspec
 from aiohttp import web
 
-from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat
+from coserve.api.http.bodies import BodyReader
+from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat, json_response
 from coserve.api.http.security import Handler
 
 PAGE = ("after", "limit")
@@ -22,7 +24,8 @@ ALWAYS = (400, 401, 403, BUSY, 500, UNAVAILABLE)
 
 Schema = type[msgspec.Struct] | tuple[type[msgspec.Struct], ...]
 """One body type, or several alternatives."""
-T = TypeVar("T")
+Method = Callable[..., Awaitable[web.StreamResponse | msgspec.Struct]]
+MethodT = TypeVar("MethodT", bound=Method)
 
 
 async def no_handler(request: web.Request) -> web.StreamResponse:
@@ -32,13 +35,20 @@ async def no_handler(request: web.Request) -> web.StreamResponse:
 
 @dataclass(frozen=True)
 class Route:
-    """One method of one path. As a decorator it describes the method that handles the route: see `routes_of`."""
+    """One method of one path. As a decorator it describes the method of a class that handles the route.
+
+    The method may have the arguments `request`, `id` (from the path) and `body`, whose type is that of the decoded JSON
+    body. It returns a struct, which is sent as JSON, or a response of aiohttp. `body` and
+    `response` are given only where the method's annotations do not say them.
+    """
 
     method: str
     path: str
     summary: str
     handler: Handler = no_handler
     body: Schema | None = None
+    dialect: bool = False
+    """Whether the body may have unknown fields with empty values, as clients of other servers send them."""
     upload: tuple[str, ...] = ()
     """Names of the file parts if the body may also be multipart/form-data: `file`, which is required, then optional
     ones."""
@@ -72,10 +82,12 @@ class Route:
     tag: str = ""
     """Tag of the route in the OpenAPI description."""
 
-    def __call__(self, handler: T) -> T:
-        """Attach the route to a method of a class."""
-        setattr(handler, _ATTACHED, self)
-        return handler
+    def __call__(self, method: MethodT) -> MethodT:
+        """Attach the route to a method."""
+        hints = get_type_hints(method)
+        response = self.response if issubclass(hints["return"], web.StreamResponse) else hints["return"]
+        setattr(method, _ATTACHED, replace(self, body=hints.get("body", self.body), response=response))
+        return method
 
     @property
     def statuses(self) -> list[int]:
@@ -99,12 +111,33 @@ _ATTACHED = "route"
 """Attribute of a method that holds its route."""
 
 
-def routes_of(*apis: object) -> tuple[Route, ...]:
+def routes_of(apis: Iterable[object], bodies: BodyReader) -> tuple[Route, ...]:
     """Return the routes of these objects' methods, in the order of their definition."""
     found = ((api, name, getattr(method, _ATTACHED, None)) for api in apis for name, method in vars(type(api)).items())
-    return tuple(replace(route, handler=getattr(api, name)) for api, name, route in found if isinstance(route, Route))
+    return tuple(
+        replace(route, handler=_handler(route, getattr(api, name), bodies))
+        for api, name, route in found
+        if isinstance(route, Route)
+    )
 
 
-def tagged(groups: Mapping[str, Iterable[object]]) -> tuple[Route, ...]:
+def _handler(route: Route, method: Method, bodies: BodyReader) -> Handler:
+    """Return the handler that calls a method with the arguments it has, and sends what it returns."""
+    wanted = get_type_hints(method)
+
+    @wraps(method)
+    async def handler(request: web.Request) -> web.StreamResponse:
+        given: dict[str, object] = {"request": request} if "request" in wanted else {}
+        if "id" in wanted:
+            given["id"] = request.match_info["id"]
+        if "body" in wanted:
+            given["body"] = await bodies.read(request, wanted["body"], dialect=route.dialect)
+        answer = await method(**given)
+        return answer if isinstance(answer, web.StreamResponse) else json_response(answer, status=route.status)
+
+    return handler
+
+
+def tagged(groups: Mapping[str, Iterable[object]], bodies: BodyReader) -> tuple[Route, ...]:
     """Return the routes of all groups of objects in order, each with the name of its group as its tag."""
-    return tuple(replace(route, tag=tag) for tag, apis in groups.items() for route in routes_of(*apis))
+    return tuple(replace(route, tag=tag) for tag, apis in groups.items() for route in routes_of(apis, bodies))

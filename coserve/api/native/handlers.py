@@ -161,13 +161,13 @@ class NativeApi:
         await stream.send_all(events, NATIVE_ERRORS.make, error_event="error")
         return await stream.close()
 
-    @Route("GET", "/finetune", "List jobs, newest first", response=JobList, query=PAGE, errors=(404,))
-    async def list_jobs(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.jobs.list(*page(request.query)))
+    @Route("GET", "/finetune", "List jobs, newest first", query=PAGE, errors=(404,))
+    async def list_jobs(self, request: web.Request) -> JobList:
+        return await self._service.jobs.list(*page(request.query))
 
-    @Route("GET", "/finetune/{id}", "Show a job", response=Job)
-    async def get_job(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.jobs.views.get(request.match_info["id"]))
+    @Route("GET", "/finetune/{id}", "Show a job")
+    async def get_job(self, id: str) -> Job:
+        return await self._service.jobs.views.get(id)
 
     @Route(
         "GET",
@@ -177,43 +177,41 @@ class NativeApi:
         query=("after",),
         headers=("Last-Event-ID",),
     )
-    async def job_events(self, request: web.Request) -> web.StreamResponse:
-        id, after = request.match_info["id"], _last_event(request)
+    async def job_events(self, request: web.Request, id: str) -> web.StreamResponse:
         stream = EventStream(request, write_timeout=self._config.read_timeout)
-        events = self._service.jobs.views.events(id, after, HEARTBEAT)
+        events = self._service.jobs.views.events(id, _last_event(request), HEARTBEAT)
         await stream.send_all(events, NATIVE_ERRORS.make, error_event="error", id_of=lambda event: event.seq)
         if not stream.begun:
             await stream.open()  # nothing more to send: the client had seen all events
         return await stream.close()
 
-    @Route("POST", "/finetune/{id}/pause", "Pause a job", response=Job, errors=(409, 507))
-    async def pause_job(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.jobs.pause(request.match_info["id"]))
+    @Route("POST", "/finetune/{id}/pause", "Pause a job", errors=(409, 507))
+    async def pause_job(self, id: str) -> Job:
+        return await self._service.jobs.pause(id)
 
-    @Route("POST", "/finetune/{id}/resume", "Resume a job", response=Job, errors=(409, 507))
-    async def resume_job(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.jobs.resume(request.match_info["id"]))
+    @Route("POST", "/finetune/{id}/resume", "Resume a job", errors=(409, 507))
+    async def resume_job(self, id: str) -> Job:
+        return await self._service.jobs.resume(id)
 
-    @Route("POST", "/finetune/{id}/cancel", "Cancel a job", response=Job, errors=(409, 507))
-    async def cancel_job(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.jobs.cancel(request.match_info["id"]))
+    @Route("POST", "/finetune/{id}/cancel", "Cancel a job", errors=(409, 507))
+    async def cancel_job(self, id: str) -> Job:
+        return await self._service.jobs.cancel(id)
 
     @Route(
         "DELETE",
         "/finetune/{id}",
         "Delete a job that has ended, and its events; its adapter stays",
-        response=DeletedJob,
         errors=(409, 507),
     )
-    async def delete_job(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.jobs.delete(request.match_info["id"]))
+    async def delete_job(self, id: str) -> DeletedJob:
+        return await self._service.jobs.delete(id)
 
     # ---- adapters
 
-    @Route("GET", "/adapters", "List adapters by name", response=AdapterList, query=(*PAGE, *FILTERS))
-    async def list_adapters(self, request: web.Request) -> web.StreamResponse:
+    @Route("GET", "/adapters", "List adapters by name", query=(*PAGE, *FILTERS))
+    async def list_adapters(self, request: web.Request) -> AdapterList:
         after, limit = page(request.query, FILTERS)
-        return json_response(await self._service.adapters.list(after, limit, adapter_filter(request.query)))
+        return await self._service.adapters.list(after, limit, adapter_filter(request.query))
 
     @Route(
         "POST",
@@ -221,27 +219,25 @@ class NativeApi:
         "Import PEFT files",
         body=ImportRequest,
         upload=("file",),
-        response=Adapter,
         status=201,
         errors=(409, 422, 507),
     )
-    async def import_adapter(self, request: web.Request) -> web.StreamResponse:
+    async def import_adapter(self, request: web.Request) -> Adapter:
+        check = partial(check_copy, request)
         if not is_upload(request):
             body = await self._bodies.read(request, ImportRequest)
-            imported = await self._service.adapters.import_files(body, None, partial(check_copy, request))
-            return json_response(imported, status=201)
+            return await self._service.adapters.import_files(body, None, check)
         upload = self._uploads.read(request, ImportRequest, self._staging, ADAPTER_FILES)
         async with self._service.stopping.read(upload) as (settings, folder):
-            imported = await self._service.adapters.import_files(settings, folder, partial(check_copy, request))
-            return json_response(imported, status=201)
+            return await self._service.adapters.import_files(settings, folder, check)
 
-    @Route("GET", "/adapters/{id}", "Show an adapter", response=Adapter)
-    async def get_adapter(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.adapters.get(*ref_from_path(request.match_info["id"])))
+    @Route("GET", "/adapters/{id}", "Show an adapter")
+    async def get_adapter(self, id: str) -> Adapter:
+        return await self._service.adapters.get(*ref_from_path(id))
 
     @Route("GET", "/adapters/{id}/download", "Download PEFT files", media="application/x-tar", errors=(422,))
-    async def download_adapter(self, request: web.Request) -> web.StreamResponse:
-        async with self._service.adapters.archive(*ref_from_path(request.match_info["id"])) as archive:
+    async def download_adapter(self, request: web.Request, id: str) -> web.StreamResponse:
+        async with self._service.adapters.archive(*ref_from_path(id)) as archive:
             response = web.StreamResponse(
                 headers={
                     "Content-Type": "application/x-tar",
@@ -259,65 +255,53 @@ class NativeApi:
         "PATCH",
         "/adapters/{id}",
         "Set an adapter's tags, its time to live, or whether a version stays in host memory",
-        body=AdapterUpdate,
-        response=Adapter,
         errors=(422, 507),
     )
-    async def update_adapter(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, AdapterUpdate)
-        return json_response(await self._service.adapters.update(*ref_from_path(request.match_info["id"]), body))
+    async def update_adapter(self, id: str, body: AdapterUpdate) -> Adapter:
+        return await self._service.adapters.update(*ref_from_path(id), body)
 
     @Route(
         "DELETE",
         "/adapters/{id}",
         "Delete an adapter: one version of it (`name@version`) or all (`name`)",
-        response=DeletedAdapter,
         errors=(409, 507),
     )
-    async def delete_adapter(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._service.adapters.delete(*ref_from_path(request.match_info["id"])))
+    async def delete_adapter(self, id: str) -> DeletedAdapter:
+        return await self._service.adapters.delete(*ref_from_path(id))
 
     @Route(
         "POST",
         "/adapters/{id}/rollback",
         "Make an older version of an adapter the current one",
         body=RollbackRequest,
-        response=Adapter,
         errors=(507,),
     )
-    async def roll_back_adapter(self, request: web.Request) -> web.StreamResponse:
-        name, version = ref_from_path(request.match_info["id"])
+    async def roll_back_adapter(self, request: web.Request, id: str) -> Adapter:
+        name, version = ref_from_path(id)
         if version is not None:
             raise InvalidRequest("expected a name without a version: the body names it", field="id")
         body = await self._bodies.read(request, RollbackRequest)
-        return json_response(await self._service.adapters.roll_back(name, body.version))
+        return await self._service.adapters.roll_back(name, body.version)
 
     @Route(
         "POST",
         "/adapters/{id}/prefetch",
         "Read an adapter into memory before a request needs it; the answer does not wait for it",
-        response=Adapter,
         status=202,
         errors=(422,),
     )
-    async def prefetch_adapter(self, request: web.Request) -> web.StreamResponse:
-        return json_response(
-            await self._service.adapters.prefetch(*ref_from_path(request.match_info["id"])), status=202
-        )
+    async def prefetch_adapter(self, id: str) -> Adapter:
+        return await self._service.adapters.prefetch(*ref_from_path(id))
 
     @Route(
         "POST",
         "/adapters/{id}/convert",
         "Make a BD-LoRA adapter of a LoRA one, or the reverse",
-        body=ConvertRequest,
-        response=ConvertedAdapter,
         status=201,
         errors=(409, 422, 507),
     )
-    async def convert_adapter(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, ConvertRequest)
-        name, version = ref_from_path(request.match_info["id"])
-        return json_response(await self._service.conversions.convert(name, version, body), status=201)
+    async def convert_adapter(self, id: str, body: ConvertRequest) -> ConvertedAdapter:
+        return await self._service.conversions.convert(*ref_from_path(id), body)
 
     # ---- the daemon
 

@@ -101,5 +101,5 @@ def no_such_path(path: str, known: Iterable[str]) -> NotFound:
 
 
 OPENAI_ERRORS = ErrorFormat(OpenAIError, openai_error)
-openai_route = partial(Route, error_formats=(OPENAI_ERRORS,))
-"""Makes a route whose errors have OpenAI's format."""
+openai_route = partial(Route, dialect=True, error_formats=(OPENAI_ERRORS,))
+"""Makes a route whose bodies are as OpenAI's clients send them, and whose errors have OpenAI's format."""

@@ -18,7 +18,6 @@ from coserve.api.generation.full_response import collect
 from coserve.api.generation.merge import gather, merge_streams
 from coserve.api.generation.output_grammar import is_constrained
 from coserve.api.generation.prompt_group import PromptGroup
-from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import json_response
 from coserve.api.http.sse import EventStream
 from coserve.api.openai.chat import ChatLogprobsBuilder, chat_completion, chat_events
@@ -53,8 +52,8 @@ RequestT = TypeVar("RequestT", bound=SharedParams)
 class OpenAIApi:
     """One method per route."""
 
-    def __init__(self, service: Service, config: Config, bodies: BodyReader) -> None:
-        self._service, self._config, self._bodies = service, config, bodies
+    def __init__(self, service: Service, config: Config) -> None:
+        self._service, self._config = service, config
 
     @property
     def chat_template(self) -> str | None:
@@ -65,14 +64,12 @@ class OpenAIApi:
         "POST",
         "/v1/completions",
         "Generate text, as OpenAI and vLLM do",
-        body=CompletionRequest,
         response=Completion,
         events=Completion,
         stream_end=True,
         errors=(404, 422),
     )
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, CompletionRequest, dialect=True)
+    async def completions(self, request: web.Request, body: CompletionRequest) -> web.StreamResponse:
         if not body.stream:
             return json_response(await self.answer_completion(body))
         return await self._stream(request, self._completion_chunks(body))
@@ -81,14 +78,12 @@ class OpenAIApi:
         "POST",
         "/v1/chat/completions",
         "Continue a chat, as OpenAI and vLLM do",
-        body=ChatRequest,
         response=ChatCompletion,
         events=ChatChunk,
         stream_end=True,
         errors=(404, 422),
     )
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, ChatRequest, dialect=True)
+    async def chat_completions(self, request: web.Request, body: ChatRequest) -> web.StreamResponse:
         if not body.stream:
             return json_response(await self.answer_chat(body))
         return await self._stream(request, self.chat_chunks(body))
@@ -136,24 +131,23 @@ class OpenAIApi:
         parsers = AnswerParsers(self._answer_format(body, native), self._service.tokenizer)
         return body, parsers.format.prepared(native), parsers
 
-    @openai_route("GET", "/v1/models", "List the base and the adapters", response=ModelList)
-    async def list_models(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await list_models(self._service))
+    @openai_route("GET", "/v1/models", "List the base and the adapters")
+    async def list_models(self) -> ModelList:
+        return await list_models(self._service)
 
-    @openai_route("GET", "/v1/models/{id}", "Show the base or an adapter", response=Model, slashes=True)
-    async def get_model(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await get_model(self._service, request.match_info["id"]))
+    @openai_route("GET", "/v1/models/{id}", "Show the base or an adapter", slashes=True)
+    async def get_model(self, id: str) -> Model:
+        return await get_model(self._service, id)
 
     @openai_route(
         "DELETE",
         "/v1/models/{id}",
         "Delete an adapter: one version (`name@version`, or a fine-tuned model) or all (`name`)",
-        response=DeletedModel,
         slashes=True,
         errors=(409, 507),
     )
-    async def delete_model(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await delete_model(self._service, request.match_info["id"]))
+    async def delete_model(self, id: str) -> DeletedModel:
+        return await delete_model(self._service, id)
 
     def _answer_format(self, body: ChatRequest, native: GenerateRequest) -> AnswerFormat:
         template = self.chat_template

@@ -11,7 +11,6 @@ from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.parsing import local_path
-from coserve.api.http.responses import json_response
 from coserve.api.http.room import check_copy
 from coserve.api.http.route import Route
 from coserve.api.http.uploads import UploadReader, is_upload
@@ -67,21 +66,15 @@ class LoraApi:
         return web.Response(text=f"Success: LoRA adapter '{settings.lora_name}' added successfully.")
 
     @openai_route(
-        "POST",
-        "/v1/unload_lora_adapter",
-        "Unload an adapter, as vLLM does",
-        body=UnloadLoraRequest,
-        media="text/plain",
-        errors=(404, 409, 507),
+        "POST", "/v1/unload_lora_adapter", "Unload an adapter, as vLLM does", media="text/plain", errors=(404, 409, 507)
     )
-    async def unload_lora_adapter(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, UnloadLoraRequest, dialect=True)
+    async def unload_lora_adapter(self, body: UnloadLoraRequest) -> web.Response:
         with _own_field():
             await self._service.adapters.unload(body.lora_name)
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    @Route("GET", "/server_info", "What trainers read of vLLM's settings", response=ServerInfo)
-    async def server_info(self, request: web.Request) -> web.StreamResponse:
+    @Route("GET", "/server_info", "What trainers read of vLLM's settings")
+    async def server_info(self) -> ServerInfo:
         engine, config = self._service.engine, self._config
         spec = engine.spec
         served = ServedConfig(
@@ -89,7 +82,7 @@ class LoraApi:
             ServedLora(MAX_RANK, config.max_running),
             ServedParallel(config.tp),
         )
-        return json_response(ServerInfo(served))
+        return ServerInfo(served)
 
     @Route(
         "POST",
@@ -106,7 +99,7 @@ class LoraApi:
         return web.Response(text="requests run on: each finishes on the version of its adapter that it began with")
 
     @Route("POST", "/resume", "End what `/pause` did: nothing", media="text/plain")
-    async def resume(self, request: web.Request) -> web.StreamResponse:
+    async def resume(self) -> web.Response:
         return web.Response(text="nothing was paused")
 
     def _folder(self, text: str) -> Path:

@@ -14,7 +14,6 @@ from importlib import resources
 
 from aiohttp import web
 
-from coserve.api.http.responses import json_response
 from coserve.api.http.route import Route
 from coserve.api.http.security import Handler
 from coserve.api.page.history import ReportHistory
@@ -84,22 +83,16 @@ class PageApi:
         return response
 
     @Route("GET", "/page/{id}", "A file of the web page", media="application/octet-stream", public=True)
-    async def page_file(self, request: web.Request) -> web.StreamResponse:
-        return self._respond(request, request.match_info["id"])
+    async def page_file(self, request: web.Request, id: str) -> web.StreamResponse:
+        return self._respond(request, id)
 
     @Route("GET", "/docs", "This description as a page, with an example for each route", media="text/html", public=True)
     async def docs(self, request: web.Request) -> web.StreamResponse:
         return self._respond(request, DOCS)
 
-    @Route(
-        "GET",
-        "/history",
-        "The engine's reports of the last minutes, oldest first",
-        response=History,
-        query=("after",),
-    )
-    async def history(self, request: web.Request) -> web.StreamResponse:
-        return json_response(self._history.after(_seconds(request.query.get("after", "0"))))
+    @Route("GET", "/history", "The engine's reports of the last minutes, oldest first", query=("after",))
+    async def history(self, request: web.Request) -> History:
+        return self._history.after(_seconds(request.query.get("after", "0")))
 
     def _respond(self, request: web.Request, name: str) -> web.StreamResponse:
         file = self._files.get(name)

@@ -11,7 +11,6 @@ import numpy as np
 from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
-from coserve.api.http.responses import json_response
 from coserve.api.http.route import Route, Schema
 from coserve.api.service import Service
 from coserve.api.sessions.session import ClientSession
@@ -24,9 +23,8 @@ from coserve.data.corpus.batch import Example, examples_out
 from coserve.state.session_states import read_state
 
 
-def _call_route(name: str, summary: str, body: Schema, response: Schema) -> Route:
-    path = f"/sessions/{{id}}/{name}"
-    return Route("POST", path, summary, body=body, response=response, errors=(410, 507))
+def _call_route(name: str, summary: str, body: Schema | None = None) -> Route:
+    return Route("POST", f"/sessions/{{id}}/{name}", summary, body=body, errors=(410, 507))
 
 
 class SessionsApi:
@@ -35,16 +33,8 @@ class SessionsApi:
     def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service, self._sessions, self._bodies = service, service.sessions, bodies
 
-    @Route(
-        "POST",
-        "/sessions",
-        "Open a training session, whose steps come from you",
-        body=schemas.SessionRequest,
-        response=schemas.Session,
-        errors=(404, 410, 422),
-    )
-    async def open_session(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.SessionRequest)
+    @Route("POST", "/sessions", "Open a training session, whose steps come from you", errors=(404, 410, 422))
+    async def open_session(self, body: schemas.SessionRequest) -> schemas.Session:
         id, lora, seed, state = f"session-{secrets.token_hex(6)}", LoraSettings(), body.seed, None
         if body.state is None:
             lora = LoraSettings(r=body.r, alpha=body.alpha, targets=body.targets)
@@ -60,59 +50,54 @@ class SessionsApi:
         except asyncio.CancelledError:  # its client has left, and cannot know its id
             self._sessions.close(session)
             raise
-        return json_response(_view(session))
+        return _view(session)
 
-    @Route("GET", "/sessions/{id}", "Show a session", response=schemas.Session)
-    async def get_session(self, request: web.Request) -> web.StreamResponse:
-        return json_response(_view(self._session(request)))
+    @Route("GET", "/sessions/{id}", "Show a session")
+    async def get_session(self, id: str) -> schemas.Session:
+        return _view(self._session(id))
 
-    @Route("DELETE", "/sessions/{id}", "End a session and free its memory", response=schemas.ClosedSession)
-    async def close_session(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+    @Route("DELETE", "/sessions/{id}", "End a session and free its memory")
+    async def close_session(self, id: str) -> schemas.ClosedSession:
+        session = self._session(id)
         self._sessions.close(session)
-        return json_response(schemas.ClosedSession(id=session.spec.id))
+        return schemas.ClosedSession(id=session.spec.id)
 
-    @_call_route(
-        "forward_backward", "Add the gradients of a batch's loss", schemas.ComputeRequest, schemas.ComputeResult
-    )
-    async def forward_backward(self, request: web.Request) -> web.StreamResponse:
-        return await self._compute(request, learns=True)
+    @_call_route("forward_backward", "Add the gradients of a batch's loss", schemas.ComputeRequest)
+    async def forward_backward(self, request: web.Request, id: str) -> schemas.ComputeResult:
+        return await self._compute(request, id, learns=True)
 
-    @_call_route("forward", "Compute a batch's loss", schemas.ComputeRequest, schemas.ComputeResult)
-    async def forward(self, request: web.Request) -> web.StreamResponse:
-        return await self._compute(request, learns=False)
+    @_call_route("forward", "Compute a batch's loss", schemas.ComputeRequest)
+    async def forward(self, request: web.Request, id: str) -> schemas.ComputeResult:
+        return await self._compute(request, id, learns=False)
 
-    @_call_route("optim_step", "Update the weights", schemas.OptimStepRequest, schemas.OptimStepResult)
-    async def optim_step(self, request: web.Request) -> web.StreamResponse:
-        body, session = await self._bodies.read(request, schemas.OptimStepRequest), self._session(request)
-        metrics = (await self._sessions.call(session, Step(body))).metrics
-        return json_response(schemas.OptimStepResult(grad_norm=metrics["grad_norm"], step=int(metrics["step"])))
+    @_call_route("optim_step", "Update the weights")
+    async def optim_step(self, id: str, body: schemas.OptimStepRequest) -> schemas.OptimStepResult:
+        metrics = (await self._sessions.call(self._session(id), Step(body))).metrics
+        return schemas.OptimStepResult(grad_norm=metrics["grad_norm"], step=int(metrics["step"]))
 
-    @_call_route("save", "Save weights and moments", schemas.SaveStateRequest, schemas.SavedState)
-    async def save_session(self, request: web.Request) -> web.StreamResponse:
-        body, session = await self._bodies.read(request, schemas.SaveStateRequest), self._session(request)
+    @_call_route("save", "Save weights and moments")
+    async def save_session(self, id: str, body: schemas.SaveStateRequest) -> schemas.SavedState:
+        session = self._session(id)
         state = f"{session.spec.id}/{body.name}"
         with named("name"):
             await self._sessions.save_state(session, body.name, state, overwrite=body.overwrite)
-        return json_response(schemas.SavedState(state=state))
+        return schemas.SavedState(state=state)
 
-    @_call_route("publish", "Publish the weights as an adapter", schemas.PublishRequest, schemas.PublishedAdapter)
-    async def publish_session(self, request: web.Request) -> web.StreamResponse:
-        body, session = await self._bodies.read(request, schemas.PublishRequest), self._session(request)
+    @_call_route("publish", "Publish the weights as an adapter")
+    async def publish_session(self, id: str, body: schemas.PublishRequest) -> schemas.PublishedAdapter:
         with named("adapter"):
-            ref = await self._sessions.save_adapter(session, body.adapter)
-        return json_response(schemas.PublishedAdapter(adapter=ref.id, version=ref.version))
+            ref = await self._sessions.save_adapter(self._session(id), body.adapter)
+        return schemas.PublishedAdapter(adapter=ref.id, version=ref.version)
 
-    async def _compute(self, request: web.Request, *, learns: bool) -> web.StreamResponse:
-        session = self._session(request)  # before a large body
+    async def _compute(self, request: web.Request, id: str, *, learns: bool) -> schemas.ComputeResult:
+        session = self._session(id)  # before a large body
         body = await self._bodies.read(request, schemas.ComputeRequest)
         call, counts = await asyncio.to_thread(_call, body, learns)
         with named():
             done = await self._sessions.call(session, call)
-        return json_response(await asyncio.to_thread(_result, done, counts))
+        return await asyncio.to_thread(_result, done, counts)
 
-    def _session(self, request: web.Request) -> ClientSession:
-        id = request.match_info["id"]
+    def _session(self, id: str) -> ClientSession:
         found = self._sessions.find(id)
         if found is None:
             raise NotFound(f"no training session {id[:80]!r}: it has ended", field="id")

@@ -11,7 +11,6 @@ from msgspec import UNSET
 
 from coserve import __version__
 from coserve.api.generation.full_response import collect
-from coserve.api.http.bodies import BodyReader
 from coserve.api.http.body_types import refuse_unless_neutral
 from coserve.api.http.responses import error_response, json_response
 from coserve.api.http.route import Route
@@ -55,36 +54,35 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 class TgiApi:
     """`generate_root`, `generate_stream` and `info` are routes; `respond` is for a body that came to `/generate`."""
 
-    def __init__(self, service: Service, config: Config, bodies: BodyReader) -> None:
-        self._service, self._config, self._bodies = service, config, bodies
+    def __init__(self, service: Service, config: Config) -> None:
+        self._service, self._config = service, config
 
     @Route(
         "POST",
         "/",
         "Generate text, as the clients of LoRAX, TGI and huggingface_hub ask for it",
-        body=TgiRequest,
+        dialect=True,
         response=TgiResponse,
         listed=True,
         events=TgiStreamEvent,
         errors=(404, 422),
         error_formats=(TGI_ERRORS,),
     )
-    async def generate_root(self, request: web.Request) -> web.StreamResponse:
+    async def generate_root(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
         """Respond as TGI's root route: a list of one response, or a stream."""
-        body = await self._bodies.read(request, TgiRequest, dialect=True)
         return await self._stream(request, body) if body.stream else json_response([await self._collect(body)])
 
     @Route(
         "POST",
         "/generate_stream",
         "Generate text as LoRAX and TGI do, a token an event",
-        body=TgiRequest,
+        dialect=True,
         events=TgiStreamEvent,
         errors=(404, 422),
         error_formats=(TGI_ERRORS,),
     )
-    async def generate_stream(self, request: web.Request) -> web.StreamResponse:
-        return await self._stream(request, await self._bodies.read(request, TgiRequest, dialect=True))
+    async def generate_stream(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
+        return await self._stream(request, body)
 
     async def respond(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
         """Respond in TGI's format, also to errors."""
@@ -93,25 +91,23 @@ class TgiApi:
         except CoserveError as error:
             return error_response(error, TGI_ERRORS)
 
-    @Route("GET", "/info", "The base and the limits, as TGI says them", response=TgiInfo)
-    async def info(self, request: web.Request) -> web.StreamResponse:
+    @Route("GET", "/info", "The base and the limits, as TGI says them")
+    async def info(self) -> TgiInfo:
         engine = self._service.engine
         spec = engine.spec
-        return json_response(
-            TgiInfo(
-                model_id=spec.name,
-                model_sha=spec.fingerprint,
-                model_dtype=spec.dtype,
-                model_device_type=spec.device,
-                model_pipeline_tag="text-generation",
-                max_concurrent_requests=self._config.max_queue,
-                max_best_of=MAX_CHOICES,
-                max_stop_sequences=MAX_STOPS,
-                max_input_tokens=engine.max_model_len - 1,
-                max_total_tokens=engine.max_model_len,
-                router="coserve",
-                version=__version__,
-            )
+        return TgiInfo(
+            model_id=spec.name,
+            model_sha=spec.fingerprint,
+            model_dtype=spec.dtype,
+            model_device_type=spec.device,
+            model_pipeline_tag="text-generation",
+            max_concurrent_requests=self._config.max_queue,
+            max_best_of=MAX_CHOICES,
+            max_stop_sequences=MAX_STOPS,
+            max_input_tokens=engine.max_model_len - 1,
+            max_total_tokens=engine.max_model_len,
+            router="coserve",
+            version=__version__,
         )
 
     async def _collect(self, body: TgiRequest) -> TgiResponse:

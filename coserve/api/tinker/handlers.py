@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -39,33 +40,16 @@ RESULTS: Schema = (
 CallT = TypeVar("CallT", bound=schemas.Body)
 
 
-def _route(
-    method: str,
-    path: str,
-    summary: str,
-    response: Schema,
-    errors: tuple[int, ...] = (),
-    *,
-    body: Schema | None = None,
-    slashes: bool = False,
-    compressed: bool = False,
+def _route(method: str, path: str, summary: str, errors: tuple[int, ...] = (), *, slashes: bool = False) -> Route:
+    path, summary, formats = f"/api/v1/{path}", f"Tinker: {summary}", (TINKER_ERRORS,)
+    return Route(method, path, summary, dialect=True, errors=errors, error_formats=formats, slashes=slashes)
+
+
+def _post(
+    path: str, summary: str, *, body: Schema | None = None, response: Schema | None = None, compressed: bool = False
 ) -> Route:
-    return Route(
-        method,
-        f"/api/v1/{path}",
-        f"Tinker: {summary}",
-        body=body,
-        response=response,
-        errors=errors,
-        error_formats=(TINKER_ERRORS,),
-        slashes=slashes,
-        compressed=compressed,
-    )
-
-
-def _post(path: str, summary: str, body: Schema | None, response: Schema, *, compressed: bool = False) -> Route:
-    """Describe a route whose body is JSON, or with `body` None something else."""
-    return _route("POST", path, summary, response, (*BODY_ERRORS, 404, 410, 422), body=body, compressed=compressed)
+    route = _route("POST", path, summary, (*BODY_ERRORS, 404, 410, 422))
+    return replace(route, body=body, response=response, compressed=compressed)
 
 
 class TinkerApi:
@@ -80,66 +64,59 @@ class TinkerApi:
 
     # ---- the service
 
-    @_route("GET", "healthz", "Whether the daemon answers", schemas.TinkerHealth)
-    async def tinker_healthz(self, request: web.Request) -> web.StreamResponse:
-        return json_response(schemas.TinkerHealth())
+    @_route("GET", "healthz", "Whether the daemon answers")
+    async def tinker_healthz(self) -> schemas.TinkerHealth:
+        return schemas.TinkerHealth()
 
-    @_post("client/config", "Settings of the SDK", schemas.TinkerConfigRequest, schemas.TinkerConfig)
-    async def tinker_client_config(self, request: web.Request) -> web.StreamResponse:
-        await self._bodies.read(request, schemas.TinkerConfigRequest, dialect=True)
-        return json_response(schemas.TinkerConfig())
+    @_post("client/config", "Settings of the SDK")
+    async def tinker_client_config(self, body: schemas.TinkerConfigRequest) -> schemas.TinkerConfig:
+        return schemas.TinkerConfig()
 
-    @_post("client/dynamic_config", "Further ones", schemas.TinkerConfigRequest, schemas.TinkerDynamicConfig)
-    async def tinker_dynamic_config(self, request: web.Request) -> web.StreamResponse:
-        await self._bodies.read(request, schemas.TinkerConfigRequest, dialect=True)
-        return json_response(schemas.TinkerDynamicConfig())
+    @_post("client/dynamic_config", "Further ones")
+    async def tinker_dynamic_config(self, body: schemas.TinkerConfigRequest) -> schemas.TinkerDynamicConfig:
+        return schemas.TinkerDynamicConfig()
 
-    @_post("telemetry", "Reports of the SDK, which are dropped", None, schemas.Accepted)
-    async def tinker_telemetry(self, request: web.Request) -> web.StreamResponse:
+    @_post("telemetry", "Reports of the SDK, which are dropped")
+    async def tinker_telemetry(self) -> schemas.Accepted:
         """Accept the SDK's reports of itself, and keep nothing."""
-        return json_response(schemas.Accepted())
+        return schemas.Accepted()
 
-    @_route("GET", "get_server_capabilities", "The base", schemas.Capabilities)
-    async def tinker_capabilities(self, request: web.Request) -> web.StreamResponse:
+    @_route("GET", "get_server_capabilities", "The base")
+    async def tinker_capabilities(self) -> schemas.Capabilities:
         base = self._service.engine.spec
         names = [base.name] if base.hub_name in (None, base.name) else [base.name, str(base.hub_name)]
-        return json_response(
-            schemas.Capabilities([schemas.SupportedModel(name, self._service.engine.max_model_len) for name in names])
+        return schemas.Capabilities(
+            [schemas.SupportedModel(name, self._service.engine.max_model_len) for name in names]
         )
 
     # ---- sessions
 
-    @_post("create_session", "Begin a session", schemas.CreateSession, schemas.TinkerSession)
-    async def tinker_create_session(self, request: web.Request) -> web.StreamResponse:
-        await self._bodies.read(request, schemas.CreateSession, dialect=True)
-        return json_response(schemas.TinkerSession(self._runs.new_owner(), info_message=UNEMBEDDING))
+    @_post("create_session", "Begin a session")
+    async def tinker_create_session(self, body: schemas.CreateSession) -> schemas.TinkerSession:
+        return schemas.TinkerSession(self._runs.new_owner(), info_message=UNEMBEDDING)
 
-    @_post("session_heartbeat", "Keep a session's models in memory", schemas.OfSession, schemas.Heartbeat)
-    async def tinker_session_heartbeat(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.OfSession, dialect=True)
+    @_post("session_heartbeat", "Keep a session's models in memory")
+    async def tinker_session_heartbeat(self, body: schemas.OfSession) -> schemas.Heartbeat:
         self._runs.touch(body.session_id)
-        return json_response(schemas.Heartbeat())
+        return schemas.Heartbeat()
 
-    @_post("sessions/{id}/finish", "End a session", schemas.FinishSession, schemas.Accepted)
-    async def tinker_finish_session(self, request: web.Request) -> web.StreamResponse:
-        await self._bodies.read(request, schemas.FinishSession, dialect=True)
-        self._runs.finish(request.match_info["id"])
-        return json_response(schemas.Accepted())
+    @_post("sessions/{id}/finish", "End a session")
+    async def tinker_finish_session(self, id: str, body: schemas.FinishSession) -> schemas.Accepted:
+        self._runs.finish(id)
+        return schemas.Accepted()
 
     # ---- models
 
-    @_post("create_model", "Begin to train an adapter", schemas.CreateModel, schemas.TinkerFuture)
-    async def tinker_create_model(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.CreateModel, dialect=True)
+    @_post("create_model", "Begin to train an adapter")
+    async def tinker_create_model(self, body: schemas.CreateModel) -> schemas.TinkerFuture:
         id = f"{body.session_id}:train:{body.model_seq_id}:0"
         if id not in self._futures:
             run = self._runs.add(body.session_id, body.model_seq_id)
             self._futures.start(id, self._runs.create(run, body))
-        return json_response(schemas.TinkerFuture(id))
+        return schemas.TinkerFuture(id)
 
-    @_post("unload_model", "Free a model's memory", schemas.OfModel, schemas.TinkerFuture)
-    async def tinker_unload_model(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.OfModel, dialect=True)
+    @_post("unload_model", "Free a model's memory")
+    async def tinker_unload_model(self, body: schemas.OfModel) -> schemas.TinkerFuture:
         run = self._runs.run(body.model_id)
 
         async def unload() -> Result:
@@ -148,19 +125,16 @@ class TinkerApi:
 
         id = f"{run.model}:unload:{secrets.token_hex(4)}"
         self._futures.start(id, unload())
-        return json_response(schemas.TinkerFuture(id, run.model))
+        return schemas.TinkerFuture(id, run.model)
 
-    @_post("get_info", "Show a model", schemas.OfModel, schemas.ModelInfo)
-    async def tinker_get_info(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.OfModel, dialect=True)
+    @_post("get_info", "Show a model")
+    async def tinker_get_info(self, body: schemas.OfModel) -> schemas.ModelInfo:
         run, base = self._runs.run(body.model_id), self._service.engine.spec
         data = schemas.ModelData(base.family, run.base, base.hub_name or run.base)
-        return json_response(schemas.ModelInfo(run.model, data, run.base, opened(run).spec.lora.r))
+        return schemas.ModelInfo(run.model, data, run.base, opened(run).spec.lora.r)
 
-    @_post(
-        "forward_backward", "Forward and backward; the body is protobuf", None, schemas.TinkerFuture, compressed=True
-    )
-    async def tinker_forward_backward(self, request: web.Request) -> web.StreamResponse:
+    @_post("forward_backward", "Forward and backward; the body is protobuf", compressed=True)
+    async def tinker_forward_backward(self, request: web.Request) -> schemas.TinkerFuture:
         encoding = request.headers.get("Content-Encoding", "")
         async with self._bodies.body(request, compressed=True) as body:
             content = bytes(body)
@@ -169,20 +143,20 @@ class TinkerApi:
         run = self._runs.run(call.model_id)
         return self._ordered(run, call.seq_id, self._runs.forward_backward(run, call, compute))
 
-    @_post("optim_step", "Update the weights", schemas.OptimStep, schemas.TinkerFuture)
-    async def tinker_optim_step(self, request: web.Request) -> web.StreamResponse:
+    @_post("optim_step", "Update the weights", body=schemas.OptimStep)
+    async def tinker_optim_step(self, request: web.Request) -> schemas.TinkerFuture:
         body = await self._read_call(request, schemas.OptimStep)
         run = self._runs.run(body.model_id)
         return self._ordered(run, body.seq_id, self._runs.optim_step(run, body))
 
-    @_post("save_weights", "Save weights and moments", schemas.SaveWeights, schemas.TinkerFuture)
-    async def tinker_save_weights(self, request: web.Request) -> web.StreamResponse:
+    @_post("save_weights", "Save weights and moments", body=schemas.SaveWeights)
+    async def tinker_save_weights(self, request: web.Request) -> schemas.TinkerFuture:
         body = await self._read_call(request, schemas.SaveWeights)
         run = self._runs.run(body.model_id)
         return self._ordered(run, body.seq_id, self._runs.save(run, body))
 
-    @_post("load_weights", "Load a saved state", schemas.LoadWeights, schemas.TinkerFuture)
-    async def tinker_load_weights(self, request: web.Request) -> web.StreamResponse:
+    @_post("load_weights", "Load a saved state", body=schemas.LoadWeights)
+    async def tinker_load_weights(self, request: web.Request) -> schemas.TinkerFuture:
         body = await self._read_call(request, schemas.LoadWeights)
         if body.model_id is not None:
             run = self._runs.run(body.model_id)
@@ -193,10 +167,10 @@ class TinkerApi:
         if id not in self._futures:
             run = self._runs.add(body.session_id, body.model_seq_id)
             self._futures.start(id, self._runs.create_from_state(run, body))
-        return json_response(schemas.TinkerFuture(id))
+        return schemas.TinkerFuture(id)
 
-    @_post("save_weights_for_sampler", "Serve a model's weights", schemas.SaveForSampler, schemas.TinkerFuture)
-    async def tinker_save_weights_for_sampler(self, request: web.Request) -> web.StreamResponse:
+    @_post("save_weights_for_sampler", "Serve a model's weights", body=schemas.SaveForSampler)
+    async def tinker_save_weights_for_sampler(self, request: web.Request) -> schemas.TinkerFuture:
         body = await self._read_call(request, schemas.SaveForSampler)
         run = self._runs.run(body.model_id)
         return self._ordered(run, body.seq_id, self._runs.save_for_sampler(run, body))
@@ -214,7 +188,7 @@ class TinkerApi:
                 self._ordered(self._runs.run(call.model_id), call.seq_id, refused(error))
             raise
 
-    def _ordered(self, run: Run, number: int | None, work: Coroutine[Any, Any, Result]) -> web.Response:
+    def _ordered(self, run: Run, number: int | None, work: Coroutine[Any, Any, Result]) -> schemas.TinkerFuture:
         """Begin a request of a model in its turn, and answer with its id."""
         try:
             if number is None or number < 1:
@@ -228,29 +202,24 @@ class TinkerApi:
             work.close()
         else:
             self._futures.start(id, waits)
-        return json_response(schemas.TinkerFuture(id, run.model))
+        return schemas.TinkerFuture(id, run.model)
 
     # ---- samples
 
-    @_post(
-        "create_sampling_session", "Choose what to sample from", schemas.CreateSamplingSession, schemas.SamplingSession
-    )
-    async def tinker_create_sampling_session(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.CreateSamplingSession, dialect=True)
+    @_post("create_sampling_session", "Choose what to sample from")
+    async def tinker_create_sampling_session(self, body: schemas.CreateSamplingSession) -> schemas.SamplingSession:
         owner = self._runs.owner(body.session_id)
         id = f"{owner.id}:sample:{body.sampling_session_seq_id}"
         self._runs.samplers[id] = self._target(body.base_model, body.model_path)
-        return json_response(schemas.SamplingSession(id))
+        return schemas.SamplingSession(id)
 
-    @_route("GET", "samplers/{id}", "Show what a sampling session samples from", schemas.Sampler, (410, 422))
-    async def tinker_get_sampler(self, request: web.Request) -> web.StreamResponse:
-        id = request.match_info["id"]
+    @_route("GET", "samplers/{id}", "Show what a sampling session samples from", (410, 422))
+    async def tinker_get_sampler(self, id: str) -> schemas.Sampler:
         target = self._runs.sampler(id)
-        return json_response(schemas.Sampler(id, target.base, None if target.path is None else str(target.path)))
+        return schemas.Sampler(id, target.base, None if target.path is None else str(target.path))
 
-    @_post("asample", "Sample", schemas.TinkerSample, schemas.TinkerFuture)
-    async def tinker_sample(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.TinkerSample, dialect=True)
+    @_post("asample", "Sample")
+    async def tinker_sample(self, body: schemas.TinkerSample) -> schemas.TinkerFuture:
         if body.sampling_session_id is None:
             target = self._target(body.base_model, body.model_path)
         else:
@@ -261,7 +230,7 @@ class TinkerApi:
             native = request_of(body, None if target.path is None else target.path.adapter)
             self._futures.start(id, sample(body, native, target.snapshot, self._service.generation))
         ids = [f"{id}:{index}" for index in range(body.num_samples)]
-        return json_response(schemas.TinkerFuture(id, sample_sequence_ids=ids))
+        return schemas.TinkerFuture(id, sample_sequence_ids=ids)
 
     def _target(self, base: str | None, path: str | None) -> SamplerTarget:
         spec = self._service.engine.spec
@@ -273,9 +242,8 @@ class TinkerApi:
 
     # ---- results
 
-    @_post("retrieve_future", "Wait for a result; samples and forwards are protobuf", schemas.RetrieveFuture, RESULTS)
-    async def tinker_retrieve_future(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.RetrieveFuture, dialect=True)
+    @_post("retrieve_future", "Wait for a result; samples and forwards are protobuf", response=RESULTS)
+    async def tinker_retrieve_future(self, body: schemas.RetrieveFuture) -> web.Response:
         try:
             result = await self._futures.retrieve(body.request_id)
         except CoserveError as error:
@@ -290,55 +258,47 @@ class TinkerApi:
             return web.Response(body=result, content_type=PROTOBUF)
         return json_response(result)
 
-    @_post("cancel_future", "Cancel a sample", schemas.RetrieveFuture, schemas.Accepted)
-    async def tinker_cancel_future(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.RetrieveFuture, dialect=True)
+    @_post("cancel_future", "Cancel a sample")
+    async def tinker_cancel_future(self, body: schemas.RetrieveFuture) -> schemas.Accepted:
         self._futures.cancel(body.request_id)
-        return json_response(schemas.Accepted())
+        return schemas.Accepted()
 
     # ---- saved states
 
-    @_post("weights_info", "Show a saved state", schemas.WeightsPath, schemas.WeightsInfo)
-    async def tinker_weights_info(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, schemas.WeightsPath, dialect=True)
+    @_post("weights_info", "Show a saved state")
+    async def tinker_weights_info(self, body: schemas.WeightsPath) -> schemas.WeightsInfo:
         path = parse_path(body.tinker_path, sampler=False)
         state = await asyncio.to_thread(read_state, self._service.folder, *path.state)
-        return json_response(schemas.WeightsInfo(state.base, state.lora.r))
+        return schemas.WeightsInfo(state.base, state.lora.r)
 
-    @_route(
-        "GET", "training_runs/{id}/checkpoints", "List a model's saved states", schemas.TinkerCheckpoints, (410, 422)
-    )
-    async def tinker_list_checkpoints(self, request: web.Request) -> web.StreamResponse:
-        model = request.match_info["id"]
-        found = await asyncio.to_thread(saved_states, self._service.folder, model.replace(":", "."))
-        return json_response(
-            schemas.TinkerCheckpoints(
-                [
-                    schemas.TinkerCheckpoint(
-                        f"weights/{name}",
-                        "training",
-                        datetime.fromtimestamp(state.saved_at, UTC).isoformat(),
-                        f"tinker://{model}/weights/{name}",
-                    )
-                    for name, state in found
-                ]
-            )
+    @_route("GET", "training_runs/{id}/checkpoints", "List a model's saved states", (410, 422))
+    async def tinker_list_checkpoints(self, id: str) -> schemas.TinkerCheckpoints:
+        found = await asyncio.to_thread(saved_states, self._service.folder, id.replace(":", "."))
+        return schemas.TinkerCheckpoints(
+            [
+                schemas.TinkerCheckpoint(
+                    f"weights/{name}",
+                    "training",
+                    datetime.fromtimestamp(state.saved_at, UTC).isoformat(),
+                    f"tinker://{id}/weights/{name}",
+                )
+                for name, state in found
+            ]
         )
 
     @_route(
         "DELETE",
         "training_runs/{id}",
         "Delete a saved state, `MODEL/checkpoints/weights/NAME`",
-        schemas.Accepted,
         (422, 507),
         slashes=True,
     )
-    async def tinker_delete_checkpoint(self, request: web.Request) -> web.StreamResponse:
-        model, _, checkpoint = request.match_info["id"].partition("/checkpoints/")
+    async def tinker_delete_checkpoint(self, id: str) -> schemas.Accepted:
+        model, _, checkpoint = id.partition("/checkpoints/")
         path = parse_path(f"tinker://{model}/{checkpoint}", sampler=False)
         await asyncio.to_thread(read_state, self._service.folder, *path.state)
         await asyncio.to_thread(remove_dir, self._service.folder.session_state(*path.state))
-        return json_response(schemas.Accepted())
+        return schemas.Accepted()
 
 
 async def refused(error: CoserveError) -> Result:

@@ -15,7 +15,7 @@ from coserve import __version__
 from coserve.api.generation.async_tokenizer import chat_ids
 from coserve.api.http.bodies import SMALL_BODY, BodyReader
 from coserve.api.http.parsing import decode_dialect
-from coserve.api.http.responses import encoded_json, json_response
+from coserve.api.http.responses import encoded_json
 from coserve.api.http.route import Route
 from coserve.api.openai.requests import adapter_of
 from coserve.api.openai.schemas import ModelName
@@ -135,25 +135,23 @@ class TokenizerApi:
         finally:
             self._running -= 1
 
-    @Route("GET", "/tokenizer_info", "The tokenizer", response=TokenizerInfo)
-    async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
+    @Route("GET", "/tokenizer_info", "The tokenizer")
+    async def tokenizer_info(self) -> TokenizerInfo:
         tokenizer, special = self._service.tokenizer, self._service.tokenizer.special_tokens
-        return json_response(
-            TokenizerInfo(
-                tokenizer_class="PreTrainedTokenizerFast",
-                vocab_size=tokenizer.vocab_size,
-                model_max_length=self._service.engine.spec.context,
-                bos_token=special.get("bos_token"),
-                eos_token=special.get("eos_token"),
-                pad_token=special.get("pad_token"),
-                unk_token=special.get("unk_token"),
-                chat_template=tokenizer.chat_template,
-            )
+        return TokenizerInfo(
+            tokenizer_class="PreTrainedTokenizerFast",
+            vocab_size=tokenizer.vocab_size,
+            model_max_length=self._service.engine.spec.context,
+            bos_token=special.get("bos_token"),
+            eos_token=special.get("eos_token"),
+            pad_token=special.get("pad_token"),
+            unk_token=special.get("unk_token"),
+            chat_template=tokenizer.chat_template,
         )
 
-    @Route("GET", "/version", "coserve's version", response=Version)
-    async def version(self, request: web.Request) -> web.StreamResponse:
-        return json_response(Version(version=__version__))
+    @Route("GET", "/version", "coserve's version")
+    async def version(self) -> Version:
+        return Version(version=__version__)
 
 
 class BaseLimits(msgspec.Struct, frozen=True):

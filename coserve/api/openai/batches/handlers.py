@@ -7,9 +7,7 @@ import time
 
 from aiohttp import web
 
-from coserve.api.http.bodies import BodyReader
 from coserve.api.http.body_types import refuse_unless_neutral
-from coserve.api.http.responses import json_response
 from coserve.api.http.route import PAGE
 from coserve.api.openai.batches.runner import BatchRunner
 from coserve.api.openai.batches.schemas import Batch, BatchList, BatchProblems, NewBatch, RequestCounts
@@ -23,19 +21,11 @@ from coserve.core.limits import PAGE_LIMIT
 class BatchesApi:
     """One method per route."""
 
-    def __init__(self, runner: BatchRunner, bodies: BodyReader) -> None:
-        self._store, self._runner, self._bodies = runner.store, runner, bodies
+    def __init__(self, runner: BatchRunner) -> None:
+        self._store, self._runner = runner.store, runner
 
-    @openai_route(
-        "POST",
-        "/v1/batches",
-        "Answer the requests of a file, when others leave room",
-        body=NewBatch,
-        response=Batch,
-        errors=(404, 507),
-    )
-    async def create_batch(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, NewBatch, dialect=True)
+    @openai_route("POST", "/v1/batches", "Answer the requests of a file, when others leave room", errors=(404, 507))
+    async def create_batch(self, body: NewBatch) -> Batch:
         refuse_unless_neutral("output_expires_after", body.output_expires_after, ())
         record = BatchRecord(
             id=f"batch_{secrets.token_hex(12)}",
@@ -47,29 +37,23 @@ class BatchesApi:
             project=principal().project,
         )
         await self._runner.create(record)
-        return json_response(batch(record))
+        return batch(record)
 
-    @openai_route("GET", "/v1/batches", "List batches, newest first", response=BatchList, query=PAGE, errors=(404,))
-    async def list_batches(self, request: web.Request) -> web.StreamResponse:
+    @openai_route("GET", "/v1/batches", "List batches, newest first", query=PAGE, errors=(404,))
+    async def list_batches(self, request: web.Request) -> BatchList:
         after, limit = list_query(request.query, (), PAGE_LIMIT)
         records = behind(self._store.all()[::-1], after)
         data = [batch(record) for record in records[:limit]]
         ends = (data[0].id, data[-1].id) if data else (None, None)
-        return json_response(BatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(records) > limit))
+        return BatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(records) > limit)
 
-    @openai_route("GET", "/v1/batches/{id}", "Show a batch", response=Batch)
-    async def get_batch(self, request: web.Request) -> web.StreamResponse:
-        return json_response(batch(self._store.get(request.match_info["id"])))
+    @openai_route("GET", "/v1/batches/{id}", "Show a batch")
+    async def get_batch(self, id: str) -> Batch:
+        return batch(self._store.get(id))
 
-    @openai_route(
-        "POST",
-        "/v1/batches/{id}/cancel",
-        "Cancel a batch; answers that it has are kept",
-        response=Batch,
-        errors=(507,),
-    )
-    async def cancel_batch(self, request: web.Request) -> web.StreamResponse:
-        return json_response(batch(await self._runner.cancel(request.match_info["id"])))
+    @openai_route("POST", "/v1/batches/{id}/cancel", "Cancel a batch; answers that it has are kept", errors=(507,))
+    async def cancel_batch(self, id: str) -> Batch:
+        return batch(await self._runner.cancel(id))
 
 
 def batch(record: BatchRecord) -> Batch:

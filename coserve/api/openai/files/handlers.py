@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from coserve.api.http.responses import CHUNK, json_response
+from coserve.api.http.responses import CHUNK
 from coserve.api.http.route import PAGE
 from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.openai.errors import openai_route
@@ -30,14 +30,9 @@ class FilesApi:
         self._service, self._files, self._uploads = service, service.files, uploads
 
     @openai_route(
-        "POST",
-        "/v1/files",
-        "Upload rows to fine-tune on, or a batch of requests",
-        form=FileForm,
-        response=FileObject,
-        errors=(507,),
+        "POST", "/v1/files", "Upload rows to fine-tune on, or a batch of requests", form=FileForm, errors=(507,)
     )
-    async def upload_file(self, request: web.Request) -> web.StreamResponse:
+    async def upload_file(self, request: web.Request) -> FileObject:
         if not is_upload(request):
             raise InvalidRequest("expected multipart/form-data with a file and its purpose", field="file")
         async with (
@@ -54,17 +49,12 @@ class FilesApi:
                 got = "none" if purpose is None else repr(purpose[:80])
                 raise InvalidRequest(f"expected one of {', '.join(PURPOSES)}, got {got}", field="purpose")
             record = await uncancelled_thread(self._files.add, form.path, form.filename, purpose)
-        return json_response(file_object(record))
+        return file_object(record)
 
     @openai_route(
-        "GET",
-        "/v1/files",
-        "List uploaded files, newest first",
-        response=FileList,
-        query=(*PAGE, "order", "purpose"),
-        errors=(404,),
+        "GET", "/v1/files", "List uploaded files, newest first", query=(*PAGE, "order", "purpose"), errors=(404,)
     )
-    async def list_files(self, request: web.Request) -> web.StreamResponse:
+    async def list_files(self, request: web.Request) -> FileList:
         after, limit = list_query(request.query, ("order", "purpose"), MAX_LISTED, MAX_LISTED)
         order, purpose = request.query.get("order", "desc"), request.query.get("purpose")
         if order not in ("asc", "desc"):
@@ -75,15 +65,15 @@ class FilesApi:
         found = [record for record in behind(records, after) if purpose in (None, record.purpose)]
         data = [file_object(record) for record in found[:limit]]
         ends = (data[0].id, data[-1].id) if data else (None, None)
-        return json_response(FileList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(found) > limit))
+        return FileList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(found) > limit)
 
-    @openai_route("GET", "/v1/files/{id}", "Show a file", response=FileObject)
-    async def get_file(self, request: web.Request) -> web.StreamResponse:
-        return json_response(file_object(self._files.get(request.match_info["id"])))
+    @openai_route("GET", "/v1/files/{id}", "Show a file")
+    async def get_file(self, id: str) -> FileObject:
+        return file_object(self._files.get(id))
 
     @openai_route("GET", "/v1/files/{id}/content", "Download a file", media="application/octet-stream")
-    async def file_content(self, request: web.Request) -> web.StreamResponse:
-        record = self._files.get(request.match_info["id"])
+    async def file_content(self, request: web.Request, id: str) -> web.StreamResponse:
+        record = self._files.get(id)
         try:
             with read_errors():
                 file = await asyncio.to_thread(self._files.content(record.id).open, "rb")
@@ -102,13 +92,12 @@ class FilesApi:
         "DELETE",
         "/v1/files/{id}",
         "Delete a file; jobs that were made from it have their own copy",
-        response=DeletedFile,
         errors=(507,),
     )
-    async def delete_file(self, request: web.Request) -> web.StreamResponse:
-        id = self._files.get(request.match_info["id"]).id
+    async def delete_file(self, id: str) -> DeletedFile:
+        id = self._files.get(id).id
         await asyncio.shield(asyncio.to_thread(self._files.remove, id))
-        return json_response(DeletedFile(id=id))
+        return DeletedFile(id=id)
 
 
 def file_object(record: FileRecord) -> FileObject:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from aiohttp import web
 
-from coserve.api.http.bodies import BodyReader
-from coserve.api.http.responses import json_response
 from coserve.api.http.route import PAGE
 from coserve.api.jobs.sources import UploadedRows
 from coserve.api.openai.errors import openai_route
@@ -33,20 +31,17 @@ JOBS = "/v1/fine_tuning/jobs"
 class FineTuningApi:
     """One method per route."""
 
-    def __init__(self, service: Service, bodies: BodyReader) -> None:
-        self._service, self._bodies = service, bodies
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     @openai_route(
         "POST",
         JOBS,
         "Start a fine-tuning job from an uploaded file, as OpenAI does",
-        body=CreateJob,
-        response=FineTuningJob,
         headers=("Idempotency-Key",),
         errors=(404, 409, 422, 507),
     )
-    async def create_tuning(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, CreateJob, dialect=True)
+    async def create_tuning(self, request: web.Request, body: CreateJob) -> FineTuningJob:
         key = request.headers.get("Idempotency-Key")
         native, batch_rows = job_request(body, self._service.engine.spec, key)
         training = self._file(body.training_file, "training_file")
@@ -71,19 +66,11 @@ class FineTuningApi:
         except (InvalidRequest, NotFound) as error:
             raise InvalidRequest(error.message, field=field) from None
 
-    async def _show(self, id: str) -> web.StreamResponse:
-        record = await self._service.jobs.views.record(id)
-        return json_response(job_object(record, self._service.engine.spec))
+    async def _show(self, id: str) -> FineTuningJob:
+        return job_object(await self._service.jobs.views.record(id), self._service.engine.spec)
 
-    @openai_route(
-        "GET",
-        JOBS,
-        "List jobs, newest first, in OpenAI's format",
-        response=FineTuningJobList,
-        query=(*PAGE, "metadata"),
-        errors=(404,),
-    )
-    async def list_tunings(self, request: web.Request) -> web.StreamResponse:
+    @openai_route("GET", JOBS, "List jobs, newest first, in OpenAI's format", query=(*PAGE, "metadata"), errors=(404,))
+    async def list_tunings(self, request: web.Request) -> FineTuningJobList:
         wanted = {key[9:-1]: value for key, value in request.query.items() if _of_metadata(key)}
         after, limit = list_query(request.query, ("metadata", *filter(_of_metadata, request.query)))
         if (none := request.query.get("metadata", "null")) != "null":
@@ -94,43 +81,34 @@ class FineTuningApi:
 
         records = await self._service.jobs.views.records(after, limit + 1, keep)
         data = [job_object(record, self._service.engine.spec) for record in records[:limit]]
-        return json_response(FineTuningJobList(data=data, has_more=len(records) > limit))
+        return FineTuningJobList(data=data, has_more=len(records) > limit)
 
-    @openai_route("GET", f"{JOBS}/{{id}}", "Show a job in OpenAI's format", response=FineTuningJob)
-    async def get_tuning(self, request: web.Request) -> web.StreamResponse:
-        return await self._show(request.match_info["id"])
+    @openai_route("GET", f"{JOBS}/{{id}}", "Show a job in OpenAI's format")
+    async def get_tuning(self, id: str) -> FineTuningJob:
+        return await self._show(id)
 
-    @openai_route("POST", f"{JOBS}/{{id}}/cancel", "Cancel a job", response=FineTuningJob, errors=(409, 507))
-    async def cancel_tuning(self, request: web.Request) -> web.StreamResponse:
-        return await self._show((await self._service.jobs.cancel(request.match_info["id"])).id)
+    @openai_route("POST", f"{JOBS}/{{id}}/cancel", "Cancel a job", errors=(409, 507))
+    async def cancel_tuning(self, id: str) -> FineTuningJob:
+        return await self._show((await self._service.jobs.cancel(id)).id)
 
-    @openai_route("POST", f"{JOBS}/{{id}}/pause", "Pause a job", response=FineTuningJob, errors=(409, 507))
-    async def pause_tuning(self, request: web.Request) -> web.StreamResponse:
-        return await self._show((await self._service.jobs.pause(request.match_info["id"])).id)
+    @openai_route("POST", f"{JOBS}/{{id}}/pause", "Pause a job", errors=(409, 507))
+    async def pause_tuning(self, id: str) -> FineTuningJob:
+        return await self._show((await self._service.jobs.pause(id)).id)
 
-    @openai_route("POST", f"{JOBS}/{{id}}/resume", "Resume a job", response=FineTuningJob, errors=(409, 507))
-    async def resume_tuning(self, request: web.Request) -> web.StreamResponse:
-        return await self._show((await self._service.jobs.resume(request.match_info["id"])).id)
+    @openai_route("POST", f"{JOBS}/{{id}}/resume", "Resume a job", errors=(409, 507))
+    async def resume_tuning(self, id: str) -> FineTuningJob:
+        return await self._show((await self._service.jobs.resume(id)).id)
 
-    @openai_route(
-        "GET", f"{JOBS}/{{id}}/events", "List a job's events, newest first", response=FineTuningEventList, query=PAGE
-    )
-    async def tuning_events(self, request: web.Request) -> web.StreamResponse:
-        id, (after, limit) = request.match_info["id"], list_query(request.query)
+    @openai_route("GET", f"{JOBS}/{{id}}/events", "List a job's events, newest first", query=PAGE)
+    async def tuning_events(self, request: web.Request, id: str) -> FineTuningEventList:
+        after, limit = list_query(request.query)
         before = None if after is None else _event_number(after, id)
         events = await self._service.jobs.views.latest_events(id, before, limit + 1)
-        data = [event_object(event) for event in events[:limit]]
-        return json_response(FineTuningEventList(data=data, has_more=len(events) > limit))
+        return FineTuningEventList(data=[event_object(event) for event in events[:limit]], has_more=len(events) > limit)
 
-    @openai_route(
-        "GET",
-        f"{JOBS}/{{id}}/checkpoints",
-        "List the weights of a job that requests can use",
-        response=CheckpointList,
-        query=PAGE,
-    )
-    async def tuning_checkpoints(self, request: web.Request) -> web.StreamResponse:
-        id, (after, limit) = request.match_info["id"], list_query(request.query)
+    @openai_route("GET", f"{JOBS}/{{id}}/checkpoints", "List the weights of a job that requests can use", query=PAGE)
+    async def tuning_checkpoints(self, request: web.Request, id: str) -> CheckpointList:
+        after, limit = list_query(request.query)
         views = self._service.jobs.views
         record = await views.record(id)
         data = list[Checkpoint]()
@@ -140,7 +118,7 @@ class FineTuningApi:
                 step = (await views.show(record)).published_step
                 data = checkpoint_objects(record, step, self._service.engine.spec)[:limit]
         ends = (data[0].id, data[-1].id) if data else (None, None)
-        return json_response(CheckpointList(data=data, first_id=ends[0], last_id=ends[1]))
+        return CheckpointList(data=data, first_id=ends[0], last_id=ends[1])
 
 
 def _of_metadata(parameter: str) -> bool:

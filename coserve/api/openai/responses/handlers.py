@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import ErrorFormat, json_response
-from coserve.api.http.route import Route
 from coserve.api.http.sse import EventStream
-from coserve.api.openai.errors import openai_error
+from coserve.api.openai.errors import openai_error, openai_route
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.responses.answers import ResponseEvents, response
 from coserve.api.openai.responses.requests import chat_of
@@ -32,21 +30,19 @@ def _error(error: CoserveError) -> OpenAIError:
 class ResponsesApi:
     """One method per route."""
 
-    def __init__(self, api: OpenAIApi, bodies: BodyReader, *, write_timeout: float) -> None:
-        self._api, self._bodies, self._write_timeout = api, bodies, write_timeout
+    def __init__(self, api: OpenAIApi, *, write_timeout: float) -> None:
+        self._api, self._write_timeout = api, write_timeout
 
-    @Route(
+    @openai_route(
         "POST",
         "/v1/responses",
         "Answer, as OpenAI's responses do; nothing is stored",
-        body=ResponseRequest,
         response=Response,
         events=ResponseEvent,
         errors=(404, 422),
         error_formats=(ErrorFormat(OpenAIError, _error),),
     )
-    async def create_response(self, request: web.Request) -> web.StreamResponse:
-        body = await self._bodies.read(request, ResponseRequest, dialect=True)
+    async def create_response(self, request: web.Request, body: ResponseRequest) -> web.StreamResponse:
         chat = chat_of(body, self._api.chat_template)
         if not body.stream:
             return json_response(response(body, await self._api.answer_chat(chat)))
