@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import re2
 
 from coserve.core.errors import CorpusError, InvalidRequest, MalformedRow
@@ -65,31 +64,22 @@ def question(row: Row) -> Question:
             raise MalformedRow("expected rows of texts, prompts and completions, or chats, got a pair", line=row.line)
 
 
-class ReadQuestions(Wire, frozen=True):
-    """Arguments of `read_questions`: a file or folder of rows, and a path for a copy as JSON Lines."""
-
-    source: str
-    copy: str
-    columns: dict[str, str]
-    most: int
-
-
-def read_questions(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Task of a helper process: `ReadQuestions` in, the first `most` `Question`s out, as MessagePack. Raises as
-    `as_json_lines`, `split_source` and `PieceReader`, and `MalformedRow`, with the line in the source."""
-    request = msgspec.msgpack.decode(arguments, type=ReadQuestions)
-    columns, found, lines = Columns(request.columns), list[Question](), 0
+def read_questions(context: TaskContext, source: str, copy: str, columns: dict[str, str], most: int) -> list[Question]:
+    """Helper task: return the first `most` questions of a file or folder of rows. `copy`: path for a copy as JSON
+    Lines. Raises as `as_json_lines`, `split_source` and `PieceReader`, and `MalformedRow`, with the line in the
+    source."""
+    read, found, lines = Columns(columns), list[Question](), 0
     with bounded_memory(MEMORY):
-        for part in split_source(as_json_lines(Path(request.source), Path(request.copy), columns, context.progress)):
-            piece = PieceReader(part, columns=columns)
+        for part in split_source(as_json_lines(Path(source), Path(copy), read, context.progress)):
+            piece = PieceReader(part, columns=read)
             try:
-                found += [question(row) for row in islice(piece, request.most - len(found))]
+                found += [question(row) for row in islice(piece, most - len(found))]
             except CorpusError as error:
                 raise error.moved(lines) from error
             lines += piece.lines
-            if len(found) == request.most:
+            if len(found) == most:
                 break
-    return msgspec.msgpack.encode(found)
+    return found
 
 
 def matcher(regex: str | None, field: str | None) -> Match:

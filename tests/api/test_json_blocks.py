@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from coserve.api.generation.output_queue import MAX_MERGED, OutputQueue
-from coserve.api.http.decode_tasks import MAX_CHARACTERS, MAX_VALUES, DecodeBodyArguments, decode_body, unpack
+from coserve.api.http.decode_tasks import MAX_CHARACTERS, MAX_VALUES, decode_body, unpack
 from coserve.api.http.json_blocks import BLOCK, JsonListBuilder, encode_json
 from coserve.api.openai.schemas import ChatRequest, CompletionRequest
 from coserve.core.errors import InvalidRequest
@@ -55,9 +55,8 @@ async def test_messages_that_pile_up_come_in_parts() -> None:
 
 
 def decode(body: dict[str, object], type: type[msgspec.Struct]) -> object:
-    arguments = DecodeBodyArguments(name_of(type), dialect=True)
     context = TaskContext(tokenizer(), lambda: None)
-    return unpack(decode_body(context, msgspec.msgpack.encode(arguments), msgspec.json.encode(body)))
+    return unpack(decode_body(context, msgspec.json.encode(body), name_of(type), dialect=True))
 
 
 def chat(characters: int) -> dict[str, object]:

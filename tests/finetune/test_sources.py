@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ from coserve.core.errors import InvalidRequest, MalformedRow, NoTargets, Unreada
 from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.rows import ChatRow, CompletionRow, TextRow, parse_row
 from coserve.data.corpus.sources import Piece, is_jsonl
-from coserve.data.corpus.staging import CorpusPart, TokenizePiece, tokenize_piece
+from coserve.data.corpus.staging import Tokenization, tokenize_piece
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.chat import ChatTemplate
@@ -146,19 +145,18 @@ def test_a_small_file_whose_rows_are_huge_ends_at_the_bound_of_memory(tmp_path: 
     rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), text)
     pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "bomb.parquet", compression="zstd")
     assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
+    options = Tokenization(100)
     bomb = Piece(str(tmp_path / "bomb.parquet"), "parquet", 0, 64)
-    task = TokenizePiece(bomb, str(tmp_path / "out" / "corpus"), 100, memory=900 << 20)
 
     async def run() -> None:
         pool = HelperPool(tokenizer.state, 1)
         try:
             with pytest.raises(UnreadableCorpus, match="expected a corpus that is read within 900 MiB of memory"):
-                await pool.run(tokenize_piece, task)
+                await pool.run(tokenize_piece, bomb, str(tmp_path / "out" / "corpus"), options, {}, 900 << 20)
             (tmp_path / "rows.jsonl").write_text('{"text": "The cat sat."}')
             target = str(tmp_path / "next" / "corpus")
             piece = Piece(str(tmp_path / "rows.jsonl"), "jsonl", 0, 100)
-            small = msgspec.structs.replace(task, piece=piece, target=target, memory=4 << 30)
-            assert msgspec.msgpack.decode(await pool.run(tokenize_piece, small), type=CorpusPart).rows == 1
+            assert (await pool.run(tokenize_piece, piece, target, options, {}, 4 << 30)).rows == 1
         finally:
             await pool.close()
 

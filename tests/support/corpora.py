@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from coserve.core.errors import CorpusError
 from coserve.data.corpus.rows import Row, parse_row
 from coserve.data.corpus.sources import PIECES, PieceReader, PieceSizes, split_source
-from coserve.data.corpus.staging import CorpusPart, JoinParts, StagedCorpus, TokenizePiece, join_parts, tokenize_piece
+from coserve.data.corpus.staging import StagedCorpus, Tokenization, join_parts, tokenize_piece
 from coserve.data.offload.protocol import TaskContext
 from coserve.data.pretrained.tokenizer import Tokenizer
 
@@ -44,10 +43,8 @@ def stage(
     context, parts = TaskContext(tokenizer, lambda: None), []
     for number, piece in enumerate(split_source(source, sizes)):
         part = target.with_name(f"part-{number}")
-        request = msgspec.msgpack.encode(TokenizePiece(piece, str(part), max_length, pairs=pairs))
-        parts.append(msgspec.msgpack.decode(tokenize_piece(context, request, b""), type=CorpusPart))
-    joined = join_parts(context, msgspec.msgpack.encode(JoinParts(parts, str(target))), b"")
-    return msgspec.msgpack.decode(joined, type=StagedCorpus)
+        parts.append(tokenize_piece(context, piece, str(part), Tokenization(max_length, pairs=pairs), {}))
+    return join_parts(context, parts, str(target))
 
 
 def check_tables_of(row: dict[str, Any], folder: Path) -> None:

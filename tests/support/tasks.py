@@ -8,86 +8,88 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
-
 from coserve.core.errors import InvalidRequest, MalformedRow, StorageFull
+from coserve.data.corpus.sources import Piece
+from coserve.data.corpus.staging import Tokenization
 from coserve.data.offload.protocol import TaskContext
 from coserve.data.pretrained import sandbox
 from coserve.data.pretrained.chat import ChatTemplate
 
 
-def echo(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def echo(context: TaskContext, body: bytes) -> bytes:
     return body
 
 
-def pid(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    return str(os.getpid()).encode()
+def pid(context: TaskContext) -> int:
+    return os.getpid()
 
 
-def refuse(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def refuse(context: TaskContext) -> None:
     raise InvalidRequest("expected more", field="a.b")
 
 
-def refuse_row(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def refuse_row(context: TaskContext) -> None:
     raise MalformedRow("expected text", line=7)
 
 
-def fail(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def fail(context: TaskContext) -> None:
     raise KeyError("/secret/path")
 
 
-def sleep(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def sleep(context: TaskContext) -> None:
     time.sleep(600)
-    return b""
 
 
-def work(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def work(context: TaskContext) -> str:
     """Three seconds in all, with heartbeats."""
     for _ in range(300):
         time.sleep(0.01)
         context.progress()
-    return b"done"
+    return "done"
 
 
-def half_an_answer(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def half_an_answer(context: TaskContext) -> None:
     """Write the beginning of a frame to the socket, then stop."""
     os.write(int(sys.argv[1]), (1 << 20).to_bytes(4, "big") + b"x")
     time.sleep(600)
-    return b""
 
 
-def full_disk(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def full_disk(context: TaskContext, body: bytes, file: str) -> None:
     """`decode_corpus` on a disk that fills up."""
-    Path(msgspec.msgpack.decode(arguments)["file"]).write_bytes(b"{")
+    Path(file).write_bytes(b"{")
     raise StorageFull("the disk is full")
 
 
-def key(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    return os.environ.get("COSERVE_API_KEY", "none").encode()
+def key(context: TaskContext) -> str:
+    return os.environ.get("COSERVE_API_KEY", "none")
 
 
-def tokens(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    return str(context.tokenizer.encode(body.decode())).encode()
+def tokens(context: TaskContext, text: str) -> list[int]:
+    return context.tokenizer.encode(text)
 
 
-def die(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Note in the file that `body` names that it ran, if there is one; then the process is killed."""
-    if body:
-        with Path(body.decode()).open("a") as file:
-            file.write("ran\n")
+def die(context: TaskContext, path: str) -> None:
+    """Note in the file at `path` that it ran; then the process is killed."""
+    with Path(path).open("a") as file:
+        file.write("ran\n")
     os.kill(os.getpid(), signal.SIGKILL)
-    return b""
 
 
-def render(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def die_of_a_piece(
+    context: TaskContext, piece: Piece, target: str, options: Tokenization, columns: dict[str, str]
+) -> None:
+    """`tokenize_piece` in a process that is killed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def render(context: TaskContext, template: str) -> str:
     """A chat by a template of its own."""
-    template = ChatTemplate(msgspec.msgpack.decode(arguments)["template"], {}, limits=sandbox.limits)
-    return template.render([{"role": "user", "content": "hi"}]).encode()
+    return ChatTemplate(template, {}, limits=sandbox.limits).render([{"role": "user", "content": "hi"}])
 
 
-def compute(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def compute(context: TaskContext) -> int:
     """Take almost as much processor time as a template may."""
     seconds, began = sandbox.SECONDS - 1, time.process_time()
     while time.process_time() - began < seconds:
         pass
-    return str(seconds).encode()
+    return seconds

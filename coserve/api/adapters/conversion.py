@@ -32,16 +32,6 @@ NICENESS = 10
 """Niceness of the helper process: the engine and the API have priority."""
 
 
-class ConvertArguments(msgspec.Struct, frozen=True):
-    """Arguments of `convert`. `target`: an empty folder."""
-
-    source: str
-    target: str
-    base: BaseSpec
-    options: ConversionOptions
-    digests: AdapterDigests
-
-
 class Conversions:
     """Runs conversions one at a time; further ones wait."""
 
@@ -79,8 +69,7 @@ class Conversions:
         try:
             await uncancelled_thread(staging.mkdir)
             source = str(self._folder.adapter(record.ref))
-            arguments = ConvertArguments(source, str(staging), spec, options, record.digests)
-            report = msgspec.msgpack.decode(await self._helpers.run(convert, arguments), type=ConversionReport)
+            report = await self._helpers.run(convert, source, str(staging), spec, options, record.digests)
             publication = self._publish(staging, new, spec, record.ref, request.distill)
             adapter, job = await uncancelled(asyncio.create_task(publication))
         except (AdapterError, StorageError):
@@ -115,13 +104,12 @@ class Conversions:
         return (await self._submit(request, UploadedRows(), None)).id
 
 
-def convert(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task of `Conversions.convert`."""
+def convert(
+    context: TaskContext, source: str, target: str, base: BaseSpec, options: ConversionOptions, digests: AdapterDigests
+) -> ConversionReport:
+    """Helper task of `Conversions.convert`. `target`: an empty folder."""
     os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
-    options = msgspec.msgpack.decode(arguments, type=ConvertArguments)
-    source, target = Path(options.source), Path(options.target)
-    report = convert_adapter(source, target, options.base, options.options, options.digests, context.progress)
-    return msgspec.msgpack.encode(report)
+    return convert_adapter(Path(source), Path(target), base, options, digests, context.progress)
 
 
 def default_name(name: str, blocks: int) -> str:

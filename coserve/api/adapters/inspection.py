@@ -9,8 +9,6 @@ import asyncio
 import os
 from pathlib import Path
 
-import msgspec
-
 from coserve.core.errors import CoserveError, StorageError
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef, BaseSpec, LoraSettings
@@ -25,21 +23,6 @@ MAX_THREAD_BYTES = 256 << 10
 """Most bytes of JSON (config plus the weights file's header) that a thread reads."""
 
 
-class InspectArguments(msgspec.Struct, frozen=True):
-    folder: str
-    base: BaseSpec
-
-
-class RecordArguments(msgspec.Struct, frozen=True):
-    """Arguments of `record`. `created_at`: seconds since the epoch."""
-
-    folder: str
-    base: BaseSpec
-    ref: AdapterRef
-    source: str
-    created_at: float
-
-
 class Inspection:
     """Checks adapters against the base, off the event loop. Raises what `inspect_adapter` raises, and `HelperLost`."""
 
@@ -50,8 +33,7 @@ class Inspection:
         """Return the settings of a valid adapter."""
         if await asyncio.to_thread(_json_bytes, folder) <= MAX_THREAD_BYTES:
             return (await asyncio.to_thread(inspect_adapter, folder, base)).settings
-        found = await self._helpers.run(inspect, InspectArguments(str(folder), base))
-        return msgspec.msgpack.decode(found, type=LoraSettings)
+        return await self._helpers.run(inspect, str(folder), base)
 
     async def record(
         self, folder: Path, ref: AdapterRef, base: BaseSpec, *, source: str, created_at: float
@@ -59,30 +41,19 @@ class Inspection:
         """Return the record of a valid adapter: see `record_adapter`."""
         if await asyncio.to_thread(_json_bytes, folder) <= MAX_THREAD_BYTES:
             return await asyncio.to_thread(record_adapter, folder, ref, base, source=source, created_at=created_at)
-        found = await self._helpers.run(record, RecordArguments(str(folder), base, ref, source, created_at))
-        return msgspec.msgpack.decode(found, type=AdapterRecord)
+        return await self._helpers.run(record, str(folder), ref, base, source, created_at)
 
 
-def inspect(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def inspect(context: TaskContext, folder: str, base: BaseSpec) -> LoraSettings:
     """Helper task of `Inspection.settings`."""
-    options = msgspec.msgpack.decode(arguments, type=InspectArguments)
-    return msgspec.msgpack.encode(inspect_adapter(Path(options.folder), options.base, context.progress).settings)
+    return inspect_adapter(Path(folder), base, context.progress).settings
 
 
-def record(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def record(
+    context: TaskContext, folder: str, ref: AdapterRef, base: BaseSpec, source: str, created_at: float
+) -> AdapterRecord:
     """Helper task of `Inspection.record`."""
-    options = msgspec.msgpack.decode(arguments, type=RecordArguments)
-    folder = Path(options.folder)
-    return msgspec.msgpack.encode(
-        record_adapter(
-            folder,
-            options.ref,
-            options.base,
-            source=options.source,
-            created_at=options.created_at,
-            progress=context.progress,
-        )
-    )
+    return record_adapter(Path(folder), ref, base, source=source, created_at=created_at, progress=context.progress)
 
 
 def _json_bytes(folder: Path) -> int:

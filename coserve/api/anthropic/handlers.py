@@ -90,9 +90,9 @@ class AnthropicApi:
         return await self._tokenizer.answer(request, count_tokens)
 
 
-def count_tokens(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def count_tokens(context: TaskContext, base: BaseLimits, body: bytes) -> bytes:
     """Helper task of `POST /v1/messages/count_tokens`: return the response as JSON."""
-    request, base = decode_dialect(body, CountTokensRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
+    request = decode_dialect(body, CountTokensRequest)
     adapter_of(request.model, base)
     ids = template_ids(context.tokenizer, template_chat(request, context.tokenizer.chat_template))
     return msgspec.json.encode(TokenCountResponse(input_tokens=len(ids)))

@@ -18,7 +18,7 @@ from coserve.core.types import BaseSpec, LoraSettings
 from coserve.data.documents.encoder import unused_ids
 from coserve.data.documents.pending import PendingDocument
 from coserve.data.documents.prompts import QUESTION_TOKENS, different
-from coserve.data.documents.reading import Chunks, SplitDocument, first_tokens, split_document
+from coserve.data.documents.reading import Chunks, first_tokens, split_document
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.lora.files.targets import resolve_targets
@@ -152,9 +152,9 @@ class DocumentSubmission:
             got = " and ".join(given) or "none"
             raise InvalidRequest(f"expected one of text, path and the part file, got {got}", field="document")
         path = upload if asked.path is None else local_path(asked.path, self._config.data_root)
-        arguments = SplitDocument(None if path is None else str(path), checked.chunk_tokens, checked.overlap_tokens)
-        packed = await self._helpers.run(split_document, arguments, (asked.text or "").encode())
-        return PendingDocument(msgspec.msgpack.decode(packed, type=Chunks))
+        source, text = None if path is None else str(path), (asked.text or "").encode()
+        sizes = checked.chunk_tokens, checked.overlap_tokens
+        return PendingDocument(await self._helpers.run(split_document, source, text, *sizes))
 
 
 def _given(request: FinetuneRequest) -> DocumentRequest:

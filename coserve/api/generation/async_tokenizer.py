@@ -4,7 +4,6 @@ in a helper process."""
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -24,31 +23,6 @@ MAX_INLINE_IDS = 1024
 """Most token ids to decode on the event loop. Decoding holds the GIL, so a thread would not help."""
 
 
-class EncodeArguments(msgspec.Struct, frozen=True):
-    """Arguments of `encode`, whose body is a text. `context`: the base's context length in tokens; `field`: the request
-    field that `PromptTooLong` names."""
-
-    context: int
-    field: str
-    add_special: bool = True
-
-
-class ChatArguments(msgspec.Struct, frozen=True):
-    """Arguments of `encode_chat`, whose body is a `Chat` as JSON. `context`: the base's context length in tokens."""
-
-    context: int
-
-
-class NoArguments(msgspec.Struct, frozen=True):
-    """Arguments of `find_end_of_turn`."""
-
-
-class DecodeArguments(msgspec.Struct, frozen=True):
-    """Arguments of `decode`. The body is token ids as int32."""
-
-    skip_special: bool
-
-
 class AsyncTokenizer:
     """Token ids of texts and chats. Raises `PromptTooLong` unless the context has room for at least one more token."""
 
@@ -63,52 +37,46 @@ class AsyncTokenizer:
         elif len(text) <= MAX_THREAD_CHARACTERS:
             ids = await asyncio.to_thread(self._tokenizer.encode, text, add_special=add_special)
         else:
-            arguments = EncodeArguments(context, field, add_special)
-            return _unpack(await self._helpers.run(encode, arguments, text.encode()))
+            return await self._helpers.run(encode, text, context, field, add_special)
         return _checked(ids, context, field)
 
     async def chat(self, chat: Chat, *, context: int) -> list[int]:
         """Return token ids of a chat by the base's template. Also raises `InvalidRequest`."""
         await self.read_template()
         body = msgspec.json.encode(chat)  # MessagePack has no integers above 64 bits, which tools may contain
-        return _unpack(await self._chats.run(encode_chat, ChatArguments(context), body))
+        return await self._chats.run(encode_chat, body, context)
 
     async def read_template(self) -> None:
         """Compile the base's chat template and find its end of turn, in a helper process that then renders chats.
         Raises `InvalidRequest`, `HelperLost`."""
         if not self.template_read:
-            found = await self._chats.run(find_end_of_turn, NoArguments())
-            self._tokenizer.end_of_turn_id = int(found) if found else None
+            self._tokenizer.end_of_turn_id = await self._chats.run(find_end_of_turn)
             self.template_read = True
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         if len(ids) <= MAX_INLINE_IDS:
             return self._tokenizer.decode(ids, skip_special=skip_special)
-        return (await self._helpers.run(decode, DecodeArguments(skip_special), array("i", ids).tobytes())).decode()
+        return await self._helpers.run(decode, list(ids), skip_special)
 
 
-def decode(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task: the text as UTF-8."""
-    options = msgspec.msgpack.decode(arguments, type=DecodeArguments)
-    return context.tokenizer.decode(_unpack(body), skip_special=options.skip_special).encode()
+def decode(context: TaskContext, ids: list[int], skip_special: bool) -> str:
+    """Helper task: return the text of token ids."""
+    return context.tokenizer.decode(ids, skip_special=skip_special)
 
 
-def encode(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task: token ids as int32."""
-    options = msgspec.msgpack.decode(arguments, type=EncodeArguments)
-    ids = context.tokenizer.encode(body.decode(), add_special=options.add_special)
-    return array("i", _checked(ids, options.context, options.field)).tobytes()
+def encode(context: TaskContext, text: str, limit: int, field: str, add_special: bool) -> list[int]:
+    """Helper task: return the token ids of a text. `limit`: the base's context length in tokens; `field`: the request
+    field that `PromptTooLong` names."""
+    return _checked(context.tokenizer.encode(text, add_special=add_special), limit, field)
 
 
-def encode_chat(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task: token ids as int32."""
-    options = msgspec.msgpack.decode(arguments, type=ChatArguments)
+def encode_chat(context: TaskContext, chat: bytes, limit: int) -> list[int]:
+    """Helper task: return the token ids of a `Chat`, which is JSON. `limit`: the base's context length in tokens."""
     try:
-        chat = msgspec.json.decode(body, type=Chat)
+        found = msgspec.json.decode(chat, type=Chat)
     except RecursionError:
         raise InvalidRequest("expected messages and tools of moderate depth", field="messages") from None
-    ids = chat_ids(context.tokenizer, chat)
-    return array("i", _checked(ids, options.context, "messages")).tobytes()
+    return _checked(chat_ids(context.tokenizer, found), limit, "messages")
 
 
 def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
@@ -122,16 +90,9 @@ def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     )
 
 
-def find_end_of_turn(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task: return the id of the end-of-turn token, or nothing."""
-    found = context.tokenizer.find_end_of_turn()
-    return b"" if found is None else str(found).encode()
-
-
-def _unpack(packed: bytes) -> list[int]:
-    ids = array("i")
-    ids.frombytes(packed)
-    return ids.tolist()
+def find_end_of_turn(context: TaskContext) -> int | None:
+    """Helper task: return the id of the end-of-turn token, if there is one."""
+    return context.tokenizer.find_end_of_turn()
 
 
 def _checked(ids: list[int], context: int, field: str) -> list[int]:

@@ -13,19 +13,11 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar, cast
 
-import msgspec
 from aiohttp import web
 from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
 
-from coserve.api.http.decode_tasks import (
-    DecodeBodyArguments,
-    DecodeCorpusArguments,
-    decode_body,
-    decode_corpus,
-    decoded,
-    unpack,
-)
+from coserve.api.http.decode_tasks import decode_body, decode_corpus, decoded, unpack
 from coserve.api.http.parsing import decode_json
 from coserve.api.http.room import ROOM, leave_room
 from coserve.api.http.server import ask_for_body
@@ -98,8 +90,7 @@ class BodyReader:
         end."""
         if len(body) <= SMALL_BODY:
             return decoded(bytes(body), decoder, dialect=dialect)
-        options = DecodeBodyArguments(name_of(decoder), dialect)
-        return cast("T", unpack(await self._helpers.run(decode_body, options, body)))
+        return cast("T", unpack(await self._helpers.run(decode_body, bytes(body), name_of(decoder), dialect)))
 
     @asynccontextmanager
     async def corpus(self, request: web.Request, staging: Path) -> AsyncIterator[tuple[FinetuneRequest, Path | None]]:
@@ -113,8 +104,7 @@ class BodyReader:
                         settings = decode_json(bytes(body), FinetuneRequest)
                     else:
                         file = staging / f"rows-{secrets.token_hex(8)}"
-                        packed = await self._helpers.run(decode_corpus, DecodeCorpusArguments(str(file)), body)
-                        settings = msgspec.msgpack.decode(packed, type=FinetuneRequest)
+                        settings = await self._helpers.run(decode_corpus, bytes(body), str(file))
                 except (InvalidRequest, MalformedJson, UnknownField) as error:
                     if error.field != "adapter" and b'"adapter"' not in body:  # it looks like a file of rows
                         error.message += f"; {SEND_FILE}"

@@ -23,14 +23,6 @@ MAX_CHARACTERS = 1 << 23
 """Most characters of text in one decoded request."""
 
 
-class DecodeBodyArguments(msgspec.Struct, frozen=True):
-    """Arguments of `decode_body`. `decoder` names a struct, or a function from bytes to a struct."""
-
-    decoder: str
-    dialect: bool
-    """Accept unknown fields with empty values, as clients of other servers send them."""
-
-
 def decoded(body: bytes, decoder: type[T] | Callable[[bytes], T], *, dialect: bool) -> T:
     """Return the body decoded by `decoder`, a struct type or a function."""
     if not isinstance(decoder, type):
@@ -38,10 +30,11 @@ def decoded(body: bytes, decoder: type[T] | Callable[[bytes], T], *, dialect: bo
     return decode_dialect(body, decoder) if dialect else decode_json(body, decoder)
 
 
-def decode_body(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task: return the name of the value's type, a line break, and the value as MessagePack."""
-    options = msgspec.msgpack.decode(arguments, type=DecodeBodyArguments)
-    value = decoded(body, find(options.decoder), dialect=options.dialect)
+def decode_body(context: TaskContext, body: bytes, decoder: str, dialect: bool) -> bytes:
+    """Helper task: return the name of the value's type, a line break, and the value as MessagePack. `decoder`: the name
+    of a struct, or of a function from bytes to a struct. `dialect`: accept unknown fields with empty values, as clients
+    of other servers send them."""
+    value = decoded(body, find(decoder), dialect=dialect)
     if isinstance(value, CoserveError):  # a decoder may return an error
         return name_of(Failure).encode() + b"\n" + msgspec.msgpack.encode(failure_of(value))
     _check_size(value)
@@ -78,24 +71,16 @@ def _check_size(value: msgspec.Struct) -> None:
             raise InvalidRequest(f"expected at most {MAX_CHARACTERS} characters of text in one request")
 
 
-class DecodeCorpusArguments(msgspec.Struct, frozen=True):
-    """Arguments of `decode_corpus`. `file`: path for the rows."""
-
-    file: str
-
-
-def decode_corpus(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task: return a `FinetuneRequest` as MessagePack. Its `data` go to a JSONL file, unless it also has a
-    `path`."""
-    options = msgspec.msgpack.decode(arguments, type=DecodeCorpusArguments)
+def decode_corpus(context: TaskContext, body: bytes, file: str) -> FinetuneRequest:
+    """Helper task: return a `FinetuneRequest`. Its `data` go to the JSONL file `file`, unless it also has a `path`."""
     request = decode_json(body, FinetuneRequest)
     if request.data is None:
-        return msgspec.msgpack.encode(request)
+        return request
     if request.path is not None:
-        return msgspec.msgpack.encode(msgspec.structs.replace(request, data=[]))
+        return msgspec.structs.replace(request, data=[])
     encoder = msgspec.json.Encoder()
-    with disk_errors(), Path(options.file).open("wb") as file:
+    with disk_errors(), Path(file).open("wb") as rows:
         for start in range(0, len(request.data), 1000):
-            file.write(b"".join(encoder.encode(row) + b"\n" for row in request.data[start : start + 1000]))
+            rows.write(b"".join(encoder.encode(row) + b"\n" for row in request.data[start : start + 1000]))
             context.progress()
-    return msgspec.msgpack.encode(msgspec.structs.replace(request, data=None))
+    return msgspec.structs.replace(request, data=None)

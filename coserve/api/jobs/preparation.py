@@ -12,7 +12,6 @@ import shutil
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,23 +21,18 @@ from coserve.api.jobs.sources import validation_errors
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import CorpusError, EmptyCorpus
 from coserve.core.schemas import Job, Preparing, SubmissionEvent
-from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.rows import LIMITS, CorpusLimits
-from coserve.data.corpus.sources import Piece
 from coserve.data.corpus.staging import (
     CorpusPart,
-    JoinParts,
-    Split,
-    SplitSource,
     StagedCorpus,
-    TokenizePiece,
+    Tokenization,
     join_parts,
     split_into_pieces,
     tokenize_piece,
 )
 from coserve.data.corpus.tokenize import NO_ROWS
-from coserve.data.evaluation import Question, ReadQuestions, read_questions
+from coserve.data.evaluation import Question, read_questions
 from coserve.data.offload.pool import HelperPool
 
 T = TypeVar("T")
@@ -46,16 +40,6 @@ Show = Callable[[Preparing], None]
 """Callback whenever more of a corpus is tokenised."""
 Report = Callable[[int, float], None]
 """Callback with the number of tokenised rows, and the fraction of the corpus that they are."""
-
-
-@dataclass(frozen=True)
-class Tokenization:
-    """Settings of tokenisation, as arguments of `tokenize_rows`."""
-
-    max_length: int
-    train_on: TrainOn | None = None
-    pairs: bool = False
-    one_row_per_answer: bool = False
 
 
 class CorpusPreparation:
@@ -83,30 +67,30 @@ class CorpusPreparation:
             if validation is not None:
                 with validation_errors():
                     held = await self._parts(validation, options, columns, folder / "held", lambda *_: None)
-            joined = await self._helpers.run(join_parts, JoinParts([*parts, *held], str(folder / "corpus")))
+            staged = await self._helpers.run(join_parts, [*parts, *held], str(folder / "corpus"))
         except BaseException:
             await uncancelled_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
-        staged = msgspec.msgpack.decode(joined, type=StagedCorpus)
         return msgspec.structs.replace(staged, validation_rows=sum(part.rows for part in held))
 
     async def questions(self, source: Path, columns: Columns, most: int) -> list[Question]:
         """Return what the first `most` rows of a file or folder ask. Raises as `tokenize`, and `MalformedRow`."""
         copy = self._folder / f"rows-{secrets.token_hex(8)}"
         try:
-            packed = await self._helpers.run(read_questions, ReadQuestions(str(source), str(copy), columns.names, most))
+            return await self._helpers.run(read_questions, str(source), str(copy), columns.names, most)
         finally:
             await uncancelled_thread(copy.unlink, missing_ok=True)
-        return msgspec.msgpack.decode(packed, type=list[Question])
 
     async def _parts(
         self, source: Path, options: Tokenization, columns: Columns, folder: Path, report: Report
     ) -> list[CorpusPart]:
-        request = SplitSource(str(source), str(folder / "rows"), columns.names)
-        split = msgspec.msgpack.decode(await self._helpers.run(split_into_pieces, request), type=Split)
+        split = await self._helpers.run(split_into_pieces, str(source), str(folder / "rows"), columns.names)
         columns.add_unused(split.unused)
         pieces = split.pieces
-        calls = (self._tokenized(each, options, columns, folder / f"part-{i}") for i, each in enumerate(pieces))
+        calls = (
+            self._helpers.run(tokenize_piece, each, str(folder / f"part-{i}"), options, columns.names)
+            for i, each in enumerate(pieces)
+        )
         parts: list[CorpusPart] = []
         lines = rows = 0
         async with aclosing(_in_order(calls, self._window)) as results:
@@ -125,18 +109,6 @@ class CorpusPreparation:
         if rows == 0:
             raise EmptyCorpus(NO_ROWS)
         return parts
-
-    async def _tokenized(self, piece: Piece, options: Tokenization, columns: Columns, target: Path) -> CorpusPart:
-        request = TokenizePiece(
-            piece,
-            str(target),
-            options.max_length,
-            options.train_on,
-            options.pairs,
-            options.one_row_per_answer,
-            columns=columns.names,
-        )
-        return msgspec.msgpack.decode(await self._helpers.run(tokenize_piece, request), type=CorpusPart)
 
 
 async def submission_events(

@@ -28,7 +28,7 @@ from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.jobs.conflicts import last_job, refuse_conflict, serialised
 from coserve.api.jobs.evaluation import JobTest, read_test
 from coserve.api.jobs.notes import row_notes
-from coserve.api.jobs.preparation import CorpusPreparation, Report, Show, Tokenization
+from coserve.api.jobs.preparation import CorpusPreparation, Report, Show
 from coserve.api.jobs.sampling import sample_request
 from coserve.api.jobs.sources import Source, UploadedRows, corpus_source, local_rows, validation_source
 from coserve.config import Config
@@ -49,7 +49,7 @@ from coserve.data.corpus.defaults import choose_training
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.limits import check_training, longest_row, micro_batch_limit
 from coserve.data.corpus.rows import ChatRow, PreferenceRow, Row, parse_rows
-from coserve.data.corpus.staging import PendingCorpus, StagedCorpus
+from coserve.data.corpus.staging import PendingCorpus, StagedCorpus, Tokenization
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.encoder import encoded_tokens

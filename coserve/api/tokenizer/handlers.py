@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -24,7 +24,7 @@ from coserve.core.errors import InvalidRequest, QueueFull
 from coserve.core.limits import MAX_MESSAGES, TokenIds
 from coserve.core.messages import Chat, ChatMessage, TemplateOptions, Tools, characters
 from coserve.core.types import Wire
-from coserve.data.offload.protocol import Task, TaskContext
+from coserve.data.offload.protocol import TaskContext
 from coserve.data.pretrained.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 4 << 20
@@ -101,12 +101,12 @@ class TokenizerApi:
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         return await self.answer(request, tokenize)
 
-    async def answer(self, request: web.Request, task: Task) -> web.StreamResponse:
+    async def answer(self, request: web.Request, task: TextTask) -> web.StreamResponse:
         """Return the JSON that `task` makes of the body, in a helper process, because the body may be a chat."""
         async with self._bodies.body(request) as body:
             helpers = self._service.helpers if len(body) > SMALL_BODY else self._service.chats
             with self._slot():
-                return encoded_json(await helpers.run(task, self._base(), body))
+                return encoded_json(await helpers.run(task, self._base(), bytes(body)))
 
     @Route(
         "POST", "/detokenize", "Token ids to text", body=DetokenizeRequest, response=DetokenizeResponse, errors=(404,)
@@ -116,9 +116,9 @@ class TokenizerApi:
         async with self._bodies.body(request) as body:
             with self._slot():
                 if len(body) > SMALL_BODY:
-                    return encoded_json(await self._service.helpers.run(detokenize, self._base(), body))
-                context, base = TaskContext(self._service.tokenizer, lambda: None), msgspec.msgpack.encode(self._base())
-                return encoded_json(await asyncio.to_thread(detokenize, context, base, bytes(body)))
+                    return encoded_json(await self._service.helpers.run(detokenize, self._base(), bytes(body)))
+                context = TaskContext(self._service.tokenizer, lambda: None)
+                return encoded_json(await asyncio.to_thread(detokenize, context, self._base(), bytes(body)))
 
     def _base(self) -> BaseLimits:
         spec = self._service.engine.spec
@@ -162,9 +162,13 @@ class BaseLimits(msgspec.Struct, frozen=True):
     vocab: int
 
 
-def tokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+TextTask = Callable[[TaskContext, BaseLimits, bytes], bytes]
+"""A helper task that makes the JSON of a response of a request's body."""
+
+
+def tokenize(context: TaskContext, base: BaseLimits, body: bytes) -> bytes:
     """Helper task of `POST /tokenize`: return the response as JSON."""
-    request, base = decode_dialect(body, TokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
+    request = decode_dialect(body, TokenizeRequest)
     adapter_of(request.model, base)
     ids = _encode(request, context.tokenizer)
     strings = [context.tokenizer.vocabulary.name(id) for id in ids] if request.return_token_strs else UNSET
@@ -201,9 +205,9 @@ def template_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     return chat_ids(tokenizer, chat)
 
 
-def detokenize(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
+def detokenize(context: TaskContext, base: BaseLimits, body: bytes) -> bytes:
     """Helper task of `POST /detokenize`: return the response as JSON."""
-    request, base = decode_dialect(body, DetokenizeRequest), msgspec.msgpack.decode(arguments, type=BaseLimits)
+    request = decode_dialect(body, DetokenizeRequest)
     adapter_of(request.model, base)
     if request.tokens and max(request.tokens) >= base.vocab:
         raise InvalidRequest(f"expected token ids below {base.vocab}, got {max(request.tokens)}", field="tokens")

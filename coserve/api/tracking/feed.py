@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coserve.api.tracking.cursors import Cursor, Cursors
 from coserve.api.tracking.points import end_of, points_of, run_of, texts_of
-from coserve.api.tracking.task import CloseAll, Track, close_all, track
+from coserve.api.tracking.task import close_all, track
 from coserve.core.errors import CoserveError, InvalidRequest, JobNotFound, TrackingFailed
 from coserve.core.schemas import JobEvent
 from coserve.data.offload.pool import HelperPool
@@ -81,7 +81,7 @@ class TrackerFeed:
                         await self._telling
                         if self._trouble is None:
                             await self._round()
-                        await self._helpers.run(close_all, CloseAll())
+                        await self._helpers.run(close_all)
         await self._helpers.close()
 
     async def _run(self) -> None:
@@ -148,8 +148,8 @@ class TrackerFeed:
                 return
             points, texts, ended = points_of(events, cursor.step), texts_of(events), end_of(events)
             if points or texts or ended is not None:
-                task = Track(self._tracker, str(self._folder), run_of(record), cursor.step, points, texts, ended)
-                await self._helpers.run(track, task)
+                told = self._tracker, str(self._folder), run_of(record), cursor.step, points, texts, ended
+                await self._helpers.run(track, *told)
             self._sent[job] = Cursor(events[-1].seq, points[-1].step if points else cursor.step)
             with _file_errors():
                 if ended is not None:

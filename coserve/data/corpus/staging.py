@@ -7,6 +7,7 @@ import resource
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -80,15 +81,6 @@ class StagedCorpus(msgspec.Struct, frozen=True):
         shutil.rmtree(Path(self.path).parent, ignore_errors=True)
 
 
-class SplitSource(msgspec.Struct, frozen=True):
-    """Arguments of `split_into_pieces`: a file or folder. `rows`: path for the rows as JSON Lines, if it is CSV or a
-    JSON array."""
-
-    source: str
-    rows: str
-    columns: dict[str, str] = {}
-
-
 class Split(msgspec.Struct, frozen=True):
     """Pieces of a source, and its unused columns as far as its beginning shows them."""
 
@@ -96,18 +88,14 @@ class Split(msgspec.Struct, frozen=True):
     unused: list[str]
 
 
-class TokenizePiece(msgspec.Struct, frozen=True):
-    """Arguments of `tokenize_piece`. `max_length`: most tokens of a row; `target`: path of the tokenised piece."""
+@dataclass(frozen=True)
+class Tokenization:
+    """Settings of tokenisation, as arguments of `tokenize_rows`. `max_length`: most tokens of a row."""
 
-    piece: Piece
-    target: str
     max_length: int
     train_on: TrainOn | None = None
     pairs: bool = False
     one_row_per_answer: bool = False
-    memory: int = MEMORY
-    """Most bytes of memory that the task may take."""
-    columns: dict[str, str] = {}
 
 
 class CorpusPart(msgspec.Struct, frozen=True):
@@ -121,65 +109,54 @@ class CorpusPart(msgspec.Struct, frozen=True):
     unused: list[str] = []
 
 
-class JoinParts(msgspec.Struct, frozen=True):
-    """Arguments of `join_parts`. `target`: path of the joined corpus."""
-
-    parts: list[CorpusPart]
-    target: str
-
-
-def split_into_pieces(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Task of a helper process: `SplitSource` in, `Split` out, as MessagePack. Raises as `split_source` and
-    `as_json_lines`."""
-    request = msgspec.msgpack.decode(arguments, type=SplitSource)
-    columns = Columns(request.columns)
+def split_into_pieces(context: TaskContext, source: str, rows: str, columns: dict[str, str]) -> Split:
+    """Helper task: split a file or folder. `rows`: path for the rows as JSON Lines, if it is CSV or a JSON array.
+    Raises as `split_source` and `as_json_lines`."""
+    read = Columns(columns)
     with bounded_memory(MEMORY):
-        source = as_json_lines(Path(request.source), Path(request.rows), columns, context.progress)
-        return msgspec.msgpack.encode(Split(split_source(source), list(columns.unused)))
+        lines = as_json_lines(Path(source), Path(rows), read, context.progress)
+        return Split(split_source(lines), list(read.unused))
 
 
-def tokenize_piece(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Task of a helper process: `TokenizePiece` in, `CorpusPart` out, as MessagePack. Raises `CorpusError`,
-    whose line counts from the piece's beginning, `StorageFull`, `StorageFailed`."""
-    request = msgspec.msgpack.decode(arguments, type=TokenizePiece)
-    with bounded_memory(request.memory):
-        return msgspec.msgpack.encode(_tokenize_piece(context, request))
+def tokenize_piece(
+    context: TaskContext,
+    piece: Piece,
+    target: str,
+    options: Tokenization,
+    columns: dict[str, str],
+    memory: int = MEMORY,
+) -> CorpusPart:
+    """Helper task: tokenise a piece into the file `target`, with at most `memory` bytes. Raises `CorpusError`, whose
+    line counts from the piece's beginning, `StorageFull`, `StorageFailed`."""
+    with bounded_memory(memory):
+        read, cut = Columns(columns), 0
+        reader = PieceReader(piece, columns=read)
+        rows = row_arrays(
+            _with_progress(reader, context.progress),
+            context.tokenizer,
+            options.max_length,
+            options.train_on,
+            pairs=options.pairs,
+            one_row_per_answer=options.one_row_per_answer,
+        )
+        with CorpusWriter(Path(target)) as part:
+            for row in rows:
+                part.add(row.tokens, row.target, row.split)
+                cut += row.cut
+        return CorpusPart(target, reader.lines, part.rows, part.target_tokens, cut, list(read.unused))
 
 
-def _tokenize_piece(context: TaskContext, request: TokenizePiece) -> CorpusPart:
-    columns = Columns(request.columns)
-    piece = PieceReader(request.piece, columns=columns)
-    rows = row_arrays(
-        _with_progress(piece, context.progress),
-        context.tokenizer,
-        request.max_length,
-        request.train_on,
-        pairs=request.pairs,
-        one_row_per_answer=request.one_row_per_answer,
-    )
-    cut = 0
-    with CorpusWriter(Path(request.target)) as part:
-        for row in rows:
-            part.add(row.tokens, row.target, row.split)
-            cut += row.cut
-    return CorpusPart(request.target, piece.lines, part.rows, part.target_tokens, cut, list(columns.unused))
-
-
-def join_parts(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Task of a helper process: `JoinParts` in, `StagedCorpus` out, as MessagePack. Raises `StorageFull`,
-    `StorageFailed`."""
-    request = msgspec.msgpack.decode(arguments, type=JoinParts)
-    with CorpusWriter(Path(request.target)) as corpus:
-        for part in request.parts:
+def join_parts(context: TaskContext, parts: list[CorpusPart], target: str) -> StagedCorpus:
+    """Helper task: join parts into the file `target`. Raises `StorageFull`, `StorageFailed`."""
+    with CorpusWriter(Path(target)) as corpus:
+        for part in parts:
             context.progress()
             corpus.append(Path(part.path), part.target_tokens)
         corpus.finish(context.progress)
     with disk_errors():
-        digest = file_digest(Path(request.target), context.progress)
-    cut = sum(part.rows_cut for part in request.parts)
-    return msgspec.msgpack.encode(
-        StagedCorpus(request.target, corpus.rows, corpus.token_count, corpus.target_tokens, cut, digest)
-    )
+        digest = file_digest(Path(target), context.progress)
+    cut = sum(part.rows_cut for part in parts)
+    return StagedCorpus(target, corpus.rows, corpus.token_count, corpus.target_tokens, cut, digest)
 
 
 @contextmanager

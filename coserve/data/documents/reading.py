@@ -8,8 +8,6 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
 from coserve.core.errors import EmptyCorpus, UnreadableCorpus
 from coserve.core.processes import limited
 from coserve.core.types import Wire
@@ -34,23 +32,13 @@ class Chunks(Wire, frozen=True):
     """SHA-256 of the whole text."""
 
 
-class SplitDocument(msgspec.Struct, frozen=True):
-    """Arguments of `split_document`, whose body is a text if `path` is None."""
-
-    path: str | None
-    chunk_tokens: int
-    overlap_tokens: int
-
-
-def split_document(context: TaskContext, arguments: bytes, body: bytes) -> bytes:
-    """Helper task: `Chunks` as MessagePack. Raises `UnreadableCorpus`, `EmptyCorpus`, `StorageError`."""
-    options = msgspec.msgpack.decode(arguments, type=SplitDocument)
+def split_document(context: TaskContext, path: str | None, text: bytes, size: int, overlap: int) -> Chunks:
+    """Helper task: split the document at `path` into chunks of `size` tokens that share `overlap` tokens. None: the
+    document is `text`, in UTF-8. Raises `UnreadableCorpus`, `EmptyCorpus`, `StorageError`."""
     try:
         with limited(resource.RLIMIT_DATA, MEMORY):
-            text = decoded_text(body) if options.path is None else read_document(Path(options.path))
-            return msgspec.msgpack.encode(
-                split_text(text, context.tokenizer, options.chunk_tokens, options.overlap_tokens)
-            )
+            read = decoded_text(text) if path is None else read_document(Path(path))
+            return split_text(read, context.tokenizer, size, overlap)
     except MemoryError:
         raise UnreadableCorpus(f"the document takes more than {MEMORY >> 20} MiB of memory to read") from None
 

@@ -21,7 +21,7 @@ from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.logs.setup import LogSettings, set_up_logging
 from coserve.core.processes import obey_parent
-from coserve.data.offload.protocol import Call, Reply, Task, TaskContext, failure_of, find
+from coserve.data.offload.protocol import Call, Reply, Task, TaskContext, arguments_of, failure_of, find
 from coserve.data.pretrained import sandbox
 from coserve.data.pretrained.tokenizer import Tokenizer
 
@@ -59,7 +59,8 @@ def _peak_memory() -> int:
 def _run(context: TaskContext, call: Call) -> Reply:
     task: Task = find(call.task)
     try:
-        result = task(context, call.arguments, call.body)
+        given = msgspec.msgpack.decode(call.arguments, type=arguments_of(task))
+        result = msgspec.msgpack.encode(task(context, **msgspec.structs.asdict(given)))
     except CoserveError as error:
         return Reply(failure=failure_of(error), memory=_peak_memory())
     except Exception:  # our own fault in one call: the process takes the next one
@@ -75,7 +76,7 @@ def main() -> None:
     channel = Channel[Reply, Call](socket.socket(fileno=int(sys.argv[1])), msgspec.msgpack.Decoder(Call))
     replies = _Replies(channel)
     with contextlib.suppress(PeerLost):
-        context = TaskContext(Tokenizer.from_state(channel.receive().body, sandbox.limits), replies.progress)
+        context = TaskContext(Tokenizer.from_state(channel.receive().arguments, sandbox.limits), replies.progress)
         while True:
             call = channel.receive()
             replies.heartbeat = call.heartbeat

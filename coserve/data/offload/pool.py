@@ -10,6 +10,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 from functools import cached_property
+from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
@@ -18,9 +19,11 @@ from coserve.core.errors import CoserveError, HelperLost, InvalidRequest
 from coserve.core.link.channel import WorkerProcess
 from coserve.core.link.link import PeerLost
 from coserve.core.logs.setup import LogSettings
-from coserve.data.offload.protocol import Call, Reply, Task, error_of, name_of
+from coserve.data.offload.protocol import Call, Reply, TaskContext, arguments_of, error_of, name_of, result_of
 from coserve.data.pretrained.sandbox import TOO_LONG
 
+P = ParamSpec("P")
+T = TypeVar("T")
 REPLIES = msgspec.msgpack.Decoder(Reply)
 SILENCE = 120.0
 """Seconds without a heartbeat after which a process counts as stuck."""
@@ -47,16 +50,16 @@ class HelperProcess(WorkerProcess[Call, Reply]):
     async def begin(cls, setup: bytes, log: LogSettings) -> HelperProcess:
         """Start a process. `setup`: the tokenizer's state."""
         process = await cls.start("coserve.data.offload.main", REPLIES, log.level, log.format, environment=ONE_THREAD)
-        process.channel.send(Call("", b"", setup, 0.0))
+        process.channel.send(Call("", setup, 0.0))
         return process
 
-    async def call(self, task: str, arguments: bytes, body: bytes | bytearray, silence: float) -> bytes:
+    async def call(self, task: str, arguments: bytes, silence: float) -> bytes:
         """Return the task's result. `silence`: seconds without a heartbeat after which the process counts as stuck.
 
         Raises what the task raised, `TimeoutError` for a stuck process, `PeerLost` for one that died during the task,
         `NotBegun` for one that died before it.
         """
-        self.channel.send(Call(task, arguments, bytes(body), silence / HEARTBEATS))
+        self.channel.send(Call(task, arguments, silence / HEARTBEATS))
         try:
             reply = await self.receive(silence)  # the first reply says that the task begins
         except PeerLost as error:
@@ -94,20 +97,24 @@ class HelperPool:
     def _setup(self) -> bytes:
         return self._make_setup()
 
-    async def run(self, task: Task, arguments: msgspec.Struct, body: bytes | bytearray = b"") -> bytes:
+    async def run(self, task: Callable[Concatenate[TaskContext, P], T], *given: P.args, **options: P.kwargs) -> T:
         """Run `task` in a process and return its result. Cancelling the call kills the process. If a process was killed
         before it began the task, another one runs it.
 
         Once this raises, the task has ended. Raises what the task raises, `HelperLost`, and `InvalidRequest` if the
         task sent no heartbeat for `silence` seconds, or a chat template took too much processor time.
         """
-        encoded = msgspec.msgpack.encode(arguments)
+        name, arguments = name_of(task), msgspec.msgpack.encode(arguments_of(task)(*given, **options))
+        result: T = msgspec.msgpack.decode(await self._run(name, arguments), type=result_of(task))
+        return result
+
+    async def _run(self, task: str, arguments: bytes) -> bytes:
         async with self._turns:
             while True:
                 helper = self._idle_helper()
                 new = helper is None
                 try:
-                    return await self._call(helper or await self._start(), task, encoded, body)
+                    return await self._call(helper or await self._start(), task, arguments)
                 except TimeoutError:
                     raise InvalidRequest(f"expected input that is read within {self.silence:.0f} s") from None
                 except PeerLost:
@@ -116,11 +123,11 @@ class HelperPool:
                     if new:
                         raise HelperLost("the process that was to read this request was killed; try again") from None
 
-    async def _call(self, helper: HelperProcess, task: Task, arguments: bytes, body: bytes | bytearray) -> bytes:
+    async def _call(self, helper: HelperProcess, task: str, arguments: bytes) -> bytes:
         """Return `HelperProcess.call`'s result; afterwards the process is idle or has ended."""
         done = False
         try:
-            result = await helper.call(name_of(task), arguments, body, self.silence)
+            result = await helper.call(task, arguments, self.silence)
             done = True
             return result
         except CoserveError:  # raised by the task

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -24,16 +26,33 @@ class TaskContext:
     """Values that tasks keep for later calls of the same process."""
 
 
-Task = Callable[[TaskContext, bytes, bytes], bytes]
-"""A module-level function of coserve: `(context, arguments, body) -> result`. It may raise `CoserveError`."""
+Task = Callable[..., Any]
+"""A module-level function of coserve, `(context, *arguments) -> result`. It may raise `CoserveError`. Its arguments and
+its result are sent as MessagePack, by its annotations."""
+
+
+@cache
+def arguments_of(task: Task) -> type[msgspec.Struct]:
+    """Return a struct with the fields of the task's arguments, in their order, without the context."""
+    _, *parameters = inspect.signature(task, eval_str=True).parameters.values()
+    fields = [
+        (each.name, each.annotation) if each.default is each.empty else (each.name, each.annotation, each.default)
+        for each in parameters
+    ]
+    return msgspec.defstruct("Arguments", fields)
+
+
+@cache
+def result_of(task: Task) -> Any:  # noqa: ANN401 - any type
+    """Return the type of the task's result."""
+    return inspect.signature(task, eval_str=True).return_annotation
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Run a task."""
+    """Run a task. `arguments`: its `arguments_of`, or in the first call, which has no task, the tokenizer's state."""
 
     task: str
     arguments: bytes
-    body: bytes
     heartbeat: float
     """Seconds between two heartbeats."""
 
@@ -53,6 +72,7 @@ class Reply(msgspec.Struct, frozen=True):
     memory: int = 0
     """Peak resident memory of the process so far, in bytes."""
     result: bytes = b""
+    """The task's result as MessagePack."""
 
 
 def name_of(function: Callable[..., object]) -> str:

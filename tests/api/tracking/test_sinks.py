@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from coserve.api.tracking.points import Point, Run, Text, values_of
-from coserve.api.tracking.task import CloseAll, Track, close_all, track
+from coserve.api.tracking.task import close_all, track
 from coserve.core.errors import TrackingFailed
 from coserve.core.step_metrics import Rewards
 from coserve.core.training.jobs import JobState
@@ -31,8 +31,7 @@ def tell(
 ) -> None:
     texts = [Text(steps[0], 1e9, 0, f"<b>said</b>\nat {steps[0]}")]
     points = [Point(step, 1e9 + step, {"train/loss": 4.0 / 2**step, "train/learning_rate": 0.5}) for step in steps]
-    told = Track(tracker, str(folder), RUN, after, points, texts, ended)
-    assert track(context, msgspec.msgpack.encode(told), b"") == b""
+    track(context, tracker, str(folder), RUN, after, points, texts, ended)
 
 
 CURVE = [(step, 4.0 / 2**step) for step in range(1, 6)]
@@ -45,7 +44,7 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     tell(killed, "tensorboard", tmp_path, 2, range(3, 5))  # and nobody learned that it was written
     tell(later, "tensorboard", tmp_path, 2, range(3, 6), JobState.SUCCEEDED)
     assert not later.kept
-    close_all(killed, msgspec.msgpack.encode(CloseAll()), b"")
+    close_all(killed)
     assert read_curve(tmp_path / "poet@2-job-1") == CURVE
     assert read_curve(tmp_path / "poet@2-job-1", "train/learning_rate") == [(step, 0.5) for step, _ in CURVE]
     said = {(step, f"    <b>said</b>\n    at {step}") for step in (1, 3)}
@@ -75,7 +74,7 @@ def test_wandb_keeps_a_run_of_the_jobs_id(tmp_path: Path, monkeypatch: pytest.Mo
     own = context()
     tell(own, "wandb", tmp_path, 0, range(1, 3))
     tell(own, "wandb", tmp_path, 2, range(3, 6))
-    close_all(own, msgspec.msgpack.encode(CloseAll()), b"")
+    close_all(own)
     (file,) = tmp_path.glob("wandb/offline-run-*/run-job-1.wandb")
     content = file.read_bytes()
     assert content.count(b"train/learning_rate") >= len(CURVE)
@@ -92,7 +91,7 @@ def test_wandb_has_a_run_for_each_job_and_each_step_once(tmp_path: Path, monkeyp
     assert (run.id, run.name, run.project, run.config) == ("job-1", "poet@2", "coserve", RUN.settings)
     assert [(step, values["train/loss"]) for step, values in run.history.items()] == CURVE
     assert [values["train/learning_rate"] for values in run.history.values()] == [0.5] * len(CURVE)
-    close_all(later, msgspec.msgpack.encode(CloseAll()), b"")
+    close_all(later)
     assert run.finished and "state" not in run.summary, "the job may go on"
     for ended, code in ((JobState.SUCCEEDED, 0), (JobState.CANCELLED, 1)):
         tell(context(), "wandb", tmp_path, 4, range(5, 6), ended)
@@ -127,8 +126,8 @@ def test_mlflow_takes_long_curves_and_settings_in_parts(tmp_path: Path, monkeypa
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "poems")
     settings: dict[str, object] = {f"metadata.{number}": "x" * 9000 for number in range(150)}
     points = [Point(step, 1e9, {f"train/{name}": 1.0 for name in "abc"}) for step in range(1, 1001)]
-    told = Track("mlflow", str(tmp_path), Run("job-2", "poet@3", settings), 0, points, [], JobState.SUCCEEDED)
-    track(context(), msgspec.msgpack.encode(told), b"")
+    run = Run("job-2", "poet@3", settings)
+    track(context(), "mlflow", str(tmp_path), run, 0, points, [], JobState.SUCCEEDED)
     (run,) = mlflow.servers["http://tracker:5000"].runs.values()
     assert (len(run.metrics), len(run.params), run.info.status) == (3000, 100, "FINISHED")
 

@@ -25,13 +25,6 @@ from tests.support.api_server import serve_api, tokenizer
 from tests.support.tokenizers import sentencepiece_like
 
 
-class Nothing(msgspec.Struct):
-    pass
-
-
-NOTHING = Nothing()
-
-
 @pytest.fixture
 async def pool() -> AsyncIterator[HelperPool]:
     pool = HelperPool(tokenizer().state, 1)
@@ -40,7 +33,7 @@ async def pool() -> AsyncIterator[HelperPool]:
 
 
 async def helper_pid(pool: HelperPool) -> int:
-    return int(await pool.run(tasks.pid, NOTHING))
+    return await pool.run(tasks.pid)
 
 
 async def until(found: Callable[[], bool]) -> None:
@@ -65,20 +58,20 @@ async def gone(pid: int) -> None:
 
 async def test_results_errors_and_large_bodies(pool: HelperPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COSERVE_API_KEY", "0123456789abcdef")
-    assert await pool.run(tasks.key, NOTHING) == b"none"
+    assert await pool.run(tasks.key) == "none"
     first = await helper_pid(pool)
     body = bytes(range(256)) * 20_000
-    assert await pool.run(tasks.echo, NOTHING, body) == body
+    assert await pool.run(tasks.echo, body) == body
     with pytest.raises(InvalidRequest, match="expected more") as refused:
-        await pool.run(tasks.refuse, NOTHING)
+        await pool.run(tasks.refuse)
     assert refused.value.field == "a.b"
     with pytest.raises(MalformedRow, match=r"^line 7: expected text$") as row:
-        await pool.run(tasks.refuse_row, NOTHING)
+        await pool.run(tasks.refuse_row)
     assert row.value.line == 7
     with pytest.raises(InternalError, match=r"^internal error$"):
-        await pool.run(tasks.fail, NOTHING)
+        await pool.run(tasks.fail)
     text = "the cat sat"
-    assert await pool.run(tasks.tokens, NOTHING, text.encode()) == str(tokenizer().encode(text)).encode()
+    assert await pool.run(tasks.tokens, text) == tokenizer().encode(text)
     assert await helper_pid(pool) == first  # errors don't cost a process
 
 
@@ -93,7 +86,7 @@ async def test_a_parent_with_much_memory_costs_no_process(pool: HelperPool) -> N
 
 async def test_a_call_that_is_cancelled_takes_its_process_with_it(pool: HelperPool) -> None:
     first = await helper_pid(pool)
-    call = asyncio.create_task(pool.run(tasks.sleep, NOTHING))
+    call = asyncio.create_task(pool.run(tasks.sleep))
     await asyncio.sleep(0.05)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
@@ -103,7 +96,7 @@ async def test_a_call_that_is_cancelled_takes_its_process_with_it(pool: HelperPo
 
 async def test_a_process_that_is_killed_is_replaced(pool: HelperPool) -> None:
     first = await helper_pid(pool)
-    call = asyncio.create_task(pool.run(tasks.sleep, NOTHING))
+    call = asyncio.create_task(pool.run(tasks.sleep))
     await asyncio.sleep(0.05)
     os.kill(first, signal.SIGKILL)
     with pytest.raises(HelperLost):
@@ -120,7 +113,7 @@ async def test_those_that_were_killed_while_they_had_nothing_to_do_cost_no_call(
     pids = await asyncio.gather(helper_pid(pool), helper_pid(pool))
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    call = asyncio.create_task(pool.run(tasks.echo, NOTHING, body := bytes(8 << 20)))
+    call = asyncio.create_task(pool.run(tasks.echo, body := bytes(8 << 20)))
     await asyncio.sleep(0.05)  # it is being written
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -133,7 +126,7 @@ async def test_a_task_that_killed_its_process_is_not_run_again(pool: HelperPool,
     runs = tmp_path / "runs"
     await helper_pid(pool)
     with pytest.raises(HelperLost):
-        await pool.run(tasks.die, NOTHING, str(runs).encode())
+        await pool.run(tasks.die, str(runs))
     assert runs.read_text() == "ran\n"
 
 
@@ -142,11 +135,11 @@ async def test_a_stuck_process_is_killed_and_one_that_works_is_not(
 ) -> None:
     first = await helper_pid(pool)
     pool.silence = 2.0
-    assert await pool.run(tasks.work, NOTHING) == b"done"
+    assert await pool.run(tasks.work) == "done"
     assert await helper_pid(pool) == first
     pool.silence = 0.1
     with pytest.raises(InvalidRequest, match="within 0 s"):
-        await pool.run(tasks.sleep, NOTHING)
+        await pool.run(tasks.sleep)
     assert not lives(first)
 
 
@@ -154,7 +147,7 @@ async def test_a_process_that_stops_within_its_answer_is_stuck_too(pool: HelperP
     first = await helper_pid(pool)
     pool.silence = 0.1
     with pytest.raises(InvalidRequest):
-        await pool.run(tasks.half_an_answer, NOTHING)
+        await pool.run(tasks.half_an_answer)
     assert not lives(first)
 
 
@@ -163,7 +156,7 @@ async def test_a_process_that_dies_while_it_starts_is_lost(monkeypatch: pytest.M
     pool = HelperPool(lambda: bytes(64 << 20), 1)
     monkeypatch.setattr(sys, "executable", shutil.which("true"))
     with pytest.raises(HelperLost):
-        await pool.run(tasks.echo, NOTHING)
+        await pool.run(tasks.echo, b"")
     await pool.close()
 
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from coserve.api.jobs import preparation
-from coserve.api.jobs.preparation import CorpusPreparation, Tokenization
+from coserve.api.jobs.preparation import CorpusPreparation
 from coserve.core.errors import EmptyCorpus, HelperLost, MalformedRow, NoTargets, UnreadableCorpus
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.rows import CorpusLimits
 from coserve.data.corpus.sources import PIECES
+from coserve.data.corpus.staging import Tokenization
 from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.offload.pool import HelperPool
@@ -95,7 +96,7 @@ async def test_a_worker_that_is_killed_ends_its_own_job_alone(
     one, source = CorpusPreparation(pool, tmp_path / "staging", 3), rows(tmp_path / "rows.jsonl")
     (tmp_path / "staging").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "tokenize_piece", tasks.die)
+        patch.setattr(preparation, "tokenize_piece", tasks.die_of_a_piece)
         with pytest.raises(HelperLost):
             await one.tokenize(source, OPTIONS)
     assert list((tmp_path / "staging").iterdir()) == []
