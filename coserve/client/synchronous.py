@@ -22,6 +22,7 @@ from coserve.client.options import cut_warning, rows_of
 from coserve.client.retry import RetryPolicy
 from coserve.client.training import AsyncTrainingSession
 from coserve.client.transport import Transport
+from coserve.core.cancellation import cancel_all
 from coserve.core.errors import InvalidRequest
 from coserve.core.schemas import Job, Preparing
 from coserve.core.training.schemas import Session
@@ -129,10 +130,7 @@ def _stop(
 
 async def _finish(closing: Callable[[], Coroutine[Any, Any, None]]) -> None:
     loop = asyncio.get_running_loop()
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
     await closing()
     # The loop's executor is not waited for: that needs a new thread, which an exiting interpreter cannot start.
     await loop.shutdown_asyncgens()

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -101,6 +101,22 @@ async def uncancelled_thread(call: Callable[P, T], *arguments: P.args, **options
     return await uncancelled(asyncio.create_task(asyncio.to_thread(call, *arguments, **options)))
 
 
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until all have ended. Their errors are dropped."""
+    ending = tuple(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+def keep_task(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[T]]) -> asyncio.Task[T]:
+    """Start a task that is in `tasks` until it ends: the event loop alone does not keep it."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
 class Commits:
     """Runs each change in its own task. The caller keeps its lock or upload folder until the change has ended."""
 
@@ -109,10 +125,7 @@ class Commits:
 
     async def run(self, change: Coroutine[Any, Any, T]) -> T:
         """Return the result of `change`, or raise what it raises. See `uncancelled`."""
-        task = asyncio.create_task(change)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return await uncancelled(task)
+        return await uncancelled(keep_task(change, self._running))
 
     async def close(self) -> None:
         """Wait for all running changes."""

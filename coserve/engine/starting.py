@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from coserve.core.cancellation import cancel_all
 from coserve.core.link.channel import AsyncChannel
 from coserve.core.link.engine import EngineWarming, Shutdown
 from coserve.core.link.link import FromEngine, Link, PeerLost, ToEngine
@@ -47,10 +48,7 @@ async def until_shutdown(start: Coroutine[Any, Any, T], link: Link[FromEngine, T
             assert isinstance(message, Shutdown), f"expected no message before the engine is ready, got {message}"
         raise EndedAtStart
     finally:
-        tasks = (starting, receiving)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all((starting, receiving))
 
 
 LOADING, CAPTURING = 10, 40

@@ -10,6 +10,7 @@ Leftovers of a crash, and of deletions that the machine refused, have names that
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -234,6 +235,15 @@ def remove_dir(target: Path) -> None:
     with _later(target.parent):
         failpoint("remove.after_rename")
         shutil.rmtree(trash)
+
+
+async def remove_unlisted(target: Path, what: str) -> None:
+    """Delete a folder whose row in the registry is gone. Where that fails, the next start does it; `what` names the
+    folder's owner in the log."""
+    try:
+        await asyncio.to_thread(remove_dir, target)
+    except (OSError, StorageError) as error:
+        log.warning("%s: its files stay until the next start: %s", what, error)
 
 
 def sweep(folder: Path) -> list[str]:

@@ -13,7 +13,6 @@ import aiohttp
 import msgspec
 import pytest
 
-from coserve.api.jobs import recorder
 from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.submission import Submission
 from coserve.core.errors import QueueFull
@@ -21,6 +20,7 @@ from coserve.core.link.engine import DropAdapter
 from coserve.core.link.jobs import CancelJob, JobFailed, JobPaused, JobProgress, JobWaiting, PauseJob, StartJob
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.data.corpus.tokenized import Corpus
+from coserve.state import durable
 from coserve.state.durable import remove_dir
 from coserve.state.failpoints import armed
 from tests.support.api_server import REPLY, Api, read_events, serve_api
@@ -72,7 +72,7 @@ async def test_no_job_waits_for_the_files_of_another_to_be_deleted(api: Api, mon
         may_delete.wait(60)
         remove_dir(path)
 
-    monkeypatch.setattr(recorder, "remove_dir", slow)
+    monkeypatch.setattr(durable, "remove_dir", slow)
     first, second = await submit(api, adapter="one"), await submit(api, adapter="two")
     for job in (first, second):
         await api.job_until(job["id"], "succeeded")

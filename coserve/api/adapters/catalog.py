@@ -25,7 +25,7 @@ from coserve.api.adapters.size import refuse_too_large
 from coserve.api.engine_client import EngineClient
 from coserve.api.http.parsing import local_path
 from coserve.config import Config
-from coserve.core.cancellation import Commits, uncancelled
+from coserve.core.cancellation import Commits, keep_task, uncancelled
 from coserve.core.errors import (
     AdapterNotFound,
     BaseMismatch,
@@ -40,7 +40,7 @@ from coserve.core.schemas import Adapter, AdapterList, AdapterUpdate, DeletedAda
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.data.offload.pool import HelperPool
 from coserve.lora.files.archive import AdapterArchive
-from coserve.state.durable import remove_dir, replace_dir
+from coserve.state.durable import remove_dir, remove_unlisted, replace_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.state.registry.records import LOADED, AdapterRecord, Labels
@@ -323,8 +323,7 @@ class AdapterCatalog:
             await self._registry.read(lambda _: None)
         for ref in refs:
             if ref in self._in_use:
-                self._leaving.add(task := asyncio.create_task(self._remove_unused(ref)))
-                task.add_done_callback(self._leaving.discard)
+                keep_task(self._remove_unused(ref), self._leaving)
             else:
                 await self._remove(ref)
         current_ref = None if current is None else str(AdapterRef(name, current))
@@ -338,10 +337,7 @@ class AdapterCatalog:
         """Remove a version's copies in memory and its files; its row is gone."""
         with suppress(EngineUnavailable):  # the next engine starts with empty memory
             self._engine.send(DropAdapter(ref=ref))
-        try:
-            await asyncio.to_thread(remove_dir, self._folder.adapter(ref))
-        except (OSError, StorageError) as error:  # the version counts as deleted anyway
-            log.warning("files of adapter %s stay until the next start: %s", ref, error)
+        await remove_unlisted(self._folder.adapter(ref), f"adapter {ref}")
 
 
 def _copy(source: Path, target: Path) -> None:

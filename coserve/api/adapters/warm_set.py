@@ -9,6 +9,7 @@ from collections import Counter
 from contextlib import suppress
 
 from coserve.api.engine_client import EngineClient
+from coserve.core.cancellation import keep_task
 from coserve.core.errors import EngineUnavailable, StorageError
 from coserve.core.link.engine import PrefetchAdapter
 from coserve.core.types import AdapterRef
@@ -54,9 +55,7 @@ class WarmSet:
         await self._count()
 
     def _start(self, reads: bool) -> None:
-        task = asyncio.create_task(self._read() if reads else self._count())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        keep_task(self._read() if reads else self._count(), self._tasks)
 
     async def _count(self) -> None:
         self._flush, uses = None, self._uses

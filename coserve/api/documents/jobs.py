@@ -18,6 +18,7 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.jobs.owner import act_as_owner
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.config import Config
+from coserve.core.cancellation import cancel_all
 from coserve.core.errors import (
     CoserveError,
     EmptyCorpus,
@@ -87,10 +88,7 @@ class DocumentJobs:
         return len(self._tasks)
 
     async def close(self) -> None:
-        tasks = tuple(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks.values())
 
     async def _prepare(self, id: str, earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from contextlib import aclosing
 from typing import TypeVar
 
-from coserve.core.cancellation import uncancelled
+from coserve.core.cancellation import cancel_all, uncancelled
 from coserve.core.schemas import GenerateChunk
 
 Chunks = AsyncGenerator[GenerateChunk, None]
@@ -40,10 +40,7 @@ async def _cancel(tasks: Sequence[asyncio.Task[T]]) -> None:
 
 async def _cancel_groups(tasks: Sequence[asyncio.Task[T]]) -> None:
     for first in range(0, len(tasks), GROUP):
-        group = tasks[first : first + GROUP]
-        for task in group:
-            task.cancel()
-        await asyncio.gather(*group, return_exceptions=True)
+        await cancel_all(tasks[first : first + GROUP])
 
 
 async def merge_streams(

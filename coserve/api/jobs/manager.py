@@ -17,7 +17,6 @@ from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.chain import Decision, JobChain
 from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
 from coserve.api.jobs.deaths import ENGINE_CRASHED, MAX_DEATHS, Deaths
-from coserve.api.jobs.deletion import delete_job
 from coserve.api.jobs.evaluation import JobTest
 from coserve.api.jobs.keys import IdempotencyKeys
 from coserve.api.jobs.notes import record_cut_rows, replacement_notes
@@ -30,7 +29,7 @@ from coserve.api.jobs.views import JobViews
 from coserve.api.stopping import Stopping
 from coserve.config import Config
 from coserve.core.access.principal import idempotency_key, principal
-from coserve.core.cancellation import Commits
+from coserve.core.cancellation import Commits, cancel_all, keep_task
 from coserve.core.errors import CoserveError, EngineUnavailable, InvalidRequest, QueueFull, QuotaExceeded, WrongJobState
 from coserve.core.link.jobs import CancelJob, PauseJob, ResumeJob, StartJob
 from coserve.core.schemas import DeletedJob, DocumentJob, FinetuneRequest, Job, JobList
@@ -40,7 +39,7 @@ from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.pending import PendingDocument
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.state.durable import remove_dir
+from coserve.state.durable import remove_dir, remove_unlisted
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
 from coserve.state.recover import drop_unrecorded_checkpoints, recover
@@ -78,7 +77,7 @@ class JobManager:
         recorder.ended = self._ended
         self._documents = documents
         documents.prepared = self._train_document
-        self._releases: set[asyncio.Task[object]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
         self._closed = False
         self.views = JobViews(registry, recorder)
         self._started: set[str] = set()
@@ -198,9 +197,7 @@ class JobManager:
         """Wait for changes in progress. Jobs that wait for others stay waiting."""
         self._closed = True
         await self._documents.close()
-        for task in self._releases:
-            task.cancel()
-        await asyncio.gather(*self._releases, return_exceptions=True)
+        await cancel_all(self._releases)
         await self._commits.close()
 
     # ---- jobs that wait for others
@@ -214,9 +211,7 @@ class JobManager:
         if self._closed:
             work.close()
             return
-        task = asyncio.create_task(work)
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        keep_task(work, self._releases)
 
     async def _release(self, ended: str) -> None:
         for id in await self._chain.followers(ended):
@@ -371,8 +366,16 @@ class JobManager:
         return await self._transition(id, JobState.CANCELLED, CancelJob(id=id))
 
     async def delete(self, id: str) -> DeletedJob:
-        """Delete a job. Raises `JobNotFound`, `WrongJobState` for a job that has not ended."""
-        return await self._commits.run(delete_job(id, self._registry, self._folder, self._recorder))
+        """Delete a job's record and events, then its files; durable when this returns. Its adapter stays. Raises
+        `JobNotFound`, `WrongJobState` for a job that has not ended, `StorageError`."""
+        return await self._commits.run(self._delete(id))
+
+    async def _delete(self, id: str) -> DeletedJob:
+        record = await self._registry.with_reserve(lambda registry: registry.delete_job(id))
+        self._recorder.watchers.notify(id)
+        await remove_unlisted(self._folder.job(id), f"job {id}")
+        result = None if record.result is None else str(record.result)
+        return DeletedJob(id=id, adapter=record.spec.adapter, result=result)
 
     async def resume(self, id: str) -> Job:
         """Queue a paused job again. Raises `JobNotFound`, `WrongJobState`."""

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from coserve.api.jobs.sources import validation_errors
-from coserve.core.cancellation import uncancelled_thread
+from coserve.core.cancellation import cancel_all, uncancelled_thread
 from coserve.core.errors import CorpusError, EmptyCorpus
 from coserve.core.schemas import Job, Preparing, SubmissionEvent
 from coserve.data.corpus.columns import Columns
@@ -138,8 +138,7 @@ async def submission_events(
                 yield SubmissionEvent(preparing=latest[0])
         yield SubmissionEvent(job=await task)
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_all([task])
 
 
 async def _in_order(calls: Iterable[Coroutine[None, None, T]], window: int) -> AsyncGenerator[T, None]:
@@ -156,6 +155,4 @@ async def _in_order(calls: Iterable[Coroutine[None, None, T]], window: int) -> A
             yield await running[0]
             running.popleft()
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(running)

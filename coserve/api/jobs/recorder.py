@@ -15,6 +15,7 @@ from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.progress import Progress, ProgressWriter
 from coserve.api.jobs.watchers import JobWatchers
 from coserve.api.metrics.prometheus import Metrics
+from coserve.core.cancellation import cancel_all, keep_task
 from coserve.core.errors import (
     AdapterError,
     CoserveError,
@@ -31,7 +32,7 @@ from coserve.core.schemas import ErrorInfo
 from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef
 from coserve.lora.files.record import record_adapter
-from coserve.state.durable import remove_dir
+from coserve.state.durable import remove_unlisted
 from coserve.state.folder import DataFolder
 from coserve.state.registry.records import JobRecord
 from coserve.state.registry.registry import Registry
@@ -94,9 +95,7 @@ class JobRecorder:
     async def close(self) -> None:
         """Write unwritten progress; what does not fit on the disk is lost. Jobs in `publishing` are still in it after
         the next start."""
-        for task in self._publications:
-            task.cancel()
-        await asyncio.gather(*self._publications, return_exceptions=True)
+        await cancel_all(self._publications)
         await self.files_deleted()
         await self._progress.close()
 
@@ -144,9 +143,7 @@ class JobRecorder:
 
     def _hold(self, message: JobSucceeded) -> None:
         self._held[message.id] = deque([message])
-        task = asyncio.create_task(self._write_held(message.id))
-        self._publications.add(task)
-        task.add_done_callback(self._publications.discard)
+        keep_task(self._write_held(message.id), self._publications)
 
     async def _write_held(self, id: str) -> None:
         """Write a job's held messages in order."""
@@ -192,16 +189,8 @@ class JobRecorder:
         record = await self._registry.with_reserve(change)
         self._metrics.job_ended(record.state)
         self.ended(id)
-        task = asyncio.create_task(self._remove_files(id))
-        self._removals.add(task)
-        task.add_done_callback(self._removals.discard)
+        keep_task(remove_unlisted(self._folder.job(id), f"job {id}"), self._removals)
         return record
-
-    async def _remove_files(self, id: str) -> None:
-        try:
-            await asyncio.to_thread(remove_dir, self._folder.job(id))
-        except (OSError, CoserveError) as error:
-            log.warning("job %s: its files stay until the next start: %s", id, error)
 
     async def _fail(self, message: JobMessage) -> None:
         """Fail a job whose change of state could not be written; otherwise its record would be wrong until the next
@@ -238,14 +227,10 @@ class JobRecorder:
             log.warning("job %s: the engine still has it: %s", message.id, problem)
 
     async def _discard(self, message: JobSucceeded) -> None:
-        """Delete what a job published if the registry does not have it: the engine's copy and the files. Never
-        raises."""
+        """Delete what a job published if the registry does not have it: the engine's copy and the files."""
         with suppress(EngineUnavailable):
             self._engine.send(DropAdapter(ref=message.ref))
-        try:
-            await asyncio.to_thread(remove_dir, self._folder.adapter(message.ref))
-        except (OSError, CoserveError) as problem:
-            log.warning("job %s: files of its adapter stay until the next start: %s", message.id, problem)
+        await remove_unlisted(self._folder.adapter(message.ref), f"adapter {message.ref}")
 
     async def _is_published(self, ref: AdapterRef) -> bool:
         refs = await self._registry(lambda registry: registry.adapter_refs())

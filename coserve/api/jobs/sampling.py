@@ -11,6 +11,7 @@ from coserve.api.engine_client import EngineClient
 from coserve.api.generation.in_flight import InFlightRequests
 from coserve.api.jobs.owner import act_as_owner
 from coserve.api.jobs.progress import JobSample, Progress
+from coserve.core.cancellation import cancel_all
 from coserve.core.errors import CoserveError, EngineUnavailable
 from coserve.core.link.jobs import JobNote, JobSnapshot, SnapshotDone
 from coserve.core.messages import ChatMessage
@@ -65,10 +66,7 @@ class JobSampler:
 
     async def close(self) -> None:
         """End all samples in flight."""
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     async def _sample(self, snapshot: JobSnapshot) -> bool:
         """Generate the samples of a snapshot. Returns False if the engine or the daemon ends first: the job, which

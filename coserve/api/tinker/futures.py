@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from coserve.core.access.principal import principal
+from coserve.core.cancellation import cancel_all
 from coserve.core.errors import CoserveError, InternalError, QueueFull, SessionEnded
 
 log = logging.getLogger(__name__)
@@ -92,10 +93,7 @@ class Futures:
             task.cancel()
 
     async def close(self) -> None:
-        """Cancel what is left."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await cancel_all(self._tasks.values())
 
 
 class Order:

@@ -23,6 +23,7 @@ import msgspec
 
 from coserve.cli.daemon.rank_watch import WatchedRank, find_loss
 from coserve.config import Config, config_to_json
+from coserve.core.cancellation import cancel_all
 from coserve.core.errors import CoserveError, error_from_code
 from coserve.core.health import RankInfo
 from coserve.core.link.channel import AsyncChannel
@@ -162,9 +163,7 @@ class RankGroup:
             rank.exiting for rank in self._ranks if rank.exiting is not None and rank.process.returncode is not None
         ]
         await asyncio.gather(*ended, return_exceptions=True)  # so that the loss of a rank is recorded
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         for rank in self._ranks:
             rank.end()
         for rank in self._ranks:

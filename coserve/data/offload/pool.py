@@ -14,7 +14,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from coserve.core.cancellation import uncancelled
+from coserve.core.cancellation import keep_task, uncancelled
 from coserve.core.errors import CoserveError, HelperLost, InvalidRequest
 from coserve.core.link.channel import WorkerProcess
 from coserve.core.link.link import PeerLost
@@ -156,10 +156,7 @@ class HelperPool:
         return None
 
     def _end(self, helper: HelperProcess) -> asyncio.Task[int]:
-        task = asyncio.create_task(helper.end())
-        self._ends.add(task)
-        task.add_done_callback(self._ends.discard)
-        return task
+        return keep_task(helper.end(), self._ends)
 
     async def close(self) -> None:
         """End all processes. No call may be running."""

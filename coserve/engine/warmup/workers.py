@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from coserve.core.cancellation import cancel_all
 from coserve.core.link.channel import WorkerProcess
 from coserve.core.link.link import PeerLost
 from coserve.engine.warmup.messages import PartReport, WarmUpTask
@@ -85,9 +86,7 @@ async def run_parts(
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
 
 class _Pool:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from coserve.core.cancellation import keep_task
 from coserve.core.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
 from coserve.core.health import LoraServerInfo
 from coserve.core.types import AdapterDigests, AdapterRef
@@ -333,9 +334,7 @@ class AdapterStore:
 
     def _start_reading(self, entry: Entry) -> None:
         entry.reading, entry.failure = True, None
-        task = asyncio.create_task(self._read(entry))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        keep_task(self._read(entry), self._tasks)
 
     async def _read(self, entry: Entry) -> None:
         try:

@@ -21,7 +21,7 @@ from coserve.api.openai.batches.schemas import Answered, BatchAnswer, BatchLine,
 from coserve.api.openai.batches.store import ERRORS, OUTPUT, BatchProblem, BatchRecord, BatchStatus, BatchStore
 from coserve.api.openai.errors import openai_error
 from coserve.core.access.principal import Principal, Scope, act_as
-from coserve.core.cancellation import uncancelled_thread
+from coserve.core.cancellation import cancel_all, uncancelled_thread
 from coserve.core.errors import (
     CoserveError,
     EngineUnavailable,
@@ -86,10 +86,7 @@ class BatchRunner:
 
     async def close(self) -> None:
         """Stop. Unanswered requests are answered after the next start."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks.values())
 
     async def create(self, record: BatchRecord) -> None:
         """Store a batch and start it. Raises `NotFound` without its file, `InvalidRequest` if the file has another
