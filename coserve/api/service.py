@@ -12,6 +12,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from coserve import __version__
 from coserve.api.access.access import Access
 from coserve.api.adapters.aliases import Aliases
@@ -32,7 +34,7 @@ from coserve.api.metrics.prometheus import Metrics
 from coserve.api.page.history import ReportHistory
 from coserve.api.sessions.sessions import TrainingSessions
 from coserve.api.stopping import Stopping
-from coserve.api.tracking.feed import CLOSING, Tracking
+from coserve.api.tracking.feed import CLOSING, TrackerFeed
 from coserve.config import Config
 from coserve.core.errors import EngineUnavailable
 from coserve.core.health import BaseInfo, EngineRanks, Health
@@ -116,14 +118,13 @@ class Service:
         self.scrub = Scrub(registry, folder)
         converters = HelperPool(tokenizer.state, 1, config.logs, max_memory=0)
         self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters, self.jobs.submit)
-        self._tracking = Tracking(
-            config.tracker,
-            config.tracking_dir or folder.tracking,
-            registry,
-            lambda: HelperPool(tokenizer.state, 1, config.logs),
-            closing=closing,
-        )
-        self.recorder.watchers.subscribe(self._tracking.notify)
+        own = (config.tracking_dir or folder.tracking).absolute()
+        self._trackers = [
+            TrackerFeed(name, own / name, registry, HelperPool(tokenizer.state, 1, config.logs), closing=closing)
+            for name in dict.fromkeys(config.tracker)
+        ]
+        for tracker in self._trackers:
+            self.recorder.watchers.subscribe(tracker.notify)
         self._started_monotonic, self.started_at = time.monotonic(), time.time()
         self._receiver: asyncio.Task[Exception | None] | None = None
         """Task that reads the messages of the last engine."""
@@ -140,7 +141,8 @@ class Service:
             await asyncio.to_thread(self.files.load)
             await self.access.load()
             await self._registry.read(lambda registry: registry.notes())  # later there may be no descriptors for it
-            self._tracking.open()
+            for tracker in self._trackers:
+                tracker.open()
             self.adapters.open()
             self.scrub.open()
 
@@ -217,7 +219,7 @@ class Service:
         await self._sampler.close()
         await self.recorder.settled()
         await self.recorder.close()
-        await self._tracking.close()
+        await asyncio.gather(*(tracker.close() for tracker in self._trackers))
         self.engine_lost()
         if self._recording is not None:
             self._recording.cancel()
@@ -284,18 +286,6 @@ class Service:
         """Return the response of `GET /health`."""
         ready, stats = self.engine.ready, self.engine.stats
         spec = ready.spec if ready is not None else None
-        base = None
-        if spec is not None:
-            base = BaseInfo(
-                name=spec.name,
-                fingerprint=spec.fingerprint,
-                family=spec.family,
-                dtype=spec.dtype,
-                quantization=spec.quantization,
-                device=spec.device,
-                context=spec.context,
-                vocab=spec.vocab,
-            )
         ttft, tpot = (None, None) if spec is None else self._config.targets(device=spec.device)
         return Health(
             status="stopping" if self.stopping.stopped else self.engine.status,
@@ -303,7 +293,7 @@ class Service:
             uptime=time.monotonic() - self._started_monotonic,
             engine_alive=self.engine.alive,
             engine_restarts=self.engine.restarts,
-            base=base,
+            base=None if spec is None else msgspec.convert(spec, BaseInfo, from_attributes=True),
             lora_backend=ready.lora_backend if ready is not None else None,
             kv_tokens=ready.kv_tokens if ready is not None else None,
             notes=[
@@ -317,7 +307,7 @@ class Service:
                 *self._registry.notes,
                 *self.recorder.notes,
                 *self.scrub.notes,
-                *self._tracking.notes,
+                *(note for tracker in self._trackers for note in tracker.notes),
             ],
             waiting=stats.waiting if stats is not None else 0,
             running=stats.running if stats is not None else 0,

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from coserve.client.archive import save_adapter
 from coserve.client.caller import Caller, decode
-from coserve.client.failures import event_error, response_error
+from coserve.client.failures import response_error
 from coserve.client.handles import AsyncJobHandle
 from coserve.client.options import (
     DocumentOptions,
@@ -30,7 +30,6 @@ from coserve.client.options import (
     cut_warning,
     finetune_request,
     generate_request,
-    learn_request,
 )
 from coserve.client.remote_files import local_files
 from coserve.client.retry import RetryPolicy
@@ -142,8 +141,6 @@ class AsyncClient:
         request = self._caller.request("POST", "/generate", headers={"Accept": "text/event-stream"}, body=body)
         async with aclosing(self._caller.events(request)) as events:
             async for event in events:
-                if event.event == "error":
-                    raise event_error(event.data)
                 if event.data == STREAM_END:
                     return
                 yield decode(event.data, GenerateChunk)
@@ -207,22 +204,24 @@ class AsyncClient:
             raise InvalidRequest(
                 "expected one of data, file and path, got more", field="data" if file is None else "file"
             )
-        key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
-        check_header(key, "idempotency_key")
+        headers = {"Idempotency-Key": _checked_key(idempotency_key), "Accept": "text/event-stream, application/json"}
         if isinstance(data, str | Path):
             data, file = None, data
         body = finetune_request(
-            adapter, data, path, continue_from, teacher, lora, training, metadata, on_conflict, columns, test
+            adapter,
+            data=data,
+            path=path,
+            continue_from=continue_from,
+            teacher=teacher,
+            lora=lora,
+            training=training,
+            metadata=metadata,
+            on_conflict=on_conflict,
+            columns=columns,
+            test=test,
         )
-        request = self._caller.request(
-            "POST",
-            "/finetune",
-            headers={
-                "Idempotency-Key": key,
-                "Accept": "text/event-stream, application/json",
-            },
-            body=await asyncio.to_thread(corpus_body, body, file, validation),
-        )
+        upload = await asyncio.to_thread(corpus_body, body, file, validation)
+        request = self._caller.request("POST", "/finetune", headers=headers, body=upload)
         job = await self._caller.submit(request, on_preparing or (lambda _: None))
         self._warn_of_cut(job)
         return AsyncJobHandle(self._caller, job)
@@ -250,18 +249,21 @@ class AsyncClient:
         its evaluation; a job whose adapter has learned nothing fails with `NotLearned`. docs/guide/documents.md
         describes all.
         """
-        given = {"text": text, "path": path}
-        if sum(each is not None for each in (*given.values(), file)) != 1:
+        if sum(each is not None for each in (text, path, file)) != 1:
             raise InvalidRequest("expected one of text, file and path", field="text")
-        body = learn_request(adapter, {**given, **settings}, continue_from, lora, training, metadata, on_conflict)
-        key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
-        check_header(key, "idempotency_key")
-        request = self._caller.request(
-            "POST",
-            "/finetune",
-            headers={"Idempotency-Key": key},
-            body=body if file is None else corpus_upload(body, file),
+        document = {"text": text, "path": path, **settings}
+        body = finetune_request(
+            adapter,
+            document={name: value for name, value in document.items() if value is not None},
+            continue_from=continue_from,
+            lora=lora,
+            training=training,
+            metadata=metadata,
+            on_conflict=on_conflict,
         )
+        headers = {"Idempotency-Key": _checked_key(idempotency_key)}
+        upload = body if file is None else corpus_upload(body, file)
+        request = self._caller.request("POST", "/finetune", headers=headers, body=upload)
         return AsyncJobHandle(self._caller, await self._caller.submit(request, lambda _: None))
 
     def _warn_of_cut(self, job: Job) -> None:
@@ -434,6 +436,13 @@ class AsyncClient:
     async def openapi(self) -> dict[str, Any]:
         """Return the API's OpenAPI 3.1 document."""
         return await self._caller.json(self._caller.request("GET", "/openapi.json"), dict[str, Any])
+
+
+def _checked_key(given: str | None) -> str:
+    """Return an `Idempotency-Key`: a new one if none is given. Raises `InvalidRequest`."""
+    key = uuid.uuid4().hex if given is None else given
+    check_header(key, "idempotency_key")
+    return key
 
 
 def _quoted(id: str) -> str:

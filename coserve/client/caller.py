@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -91,10 +91,11 @@ class Caller:
         return decode(await self.read(request, wait=wait), type)
 
     async def events(self, request: Request, *, again: bool = True) -> AsyncGenerator[Event, None]:
-        """Yield the events of a response. `again`: retry until the response begins, but not afterwards."""
+        """Yield the events of a response. `again`: retry until the response begins, but not afterwards. Raises the
+        error of an event `error`."""
         response = await (self._attempts(request, _as_it_is) if again else self._attempt(request, _as_it_is, ()))
         try:
-            async for event in events(response):
+            async for event in _events(response):
                 yield event
         except Unreachable:
             self._check_open()
@@ -144,9 +145,7 @@ async def submitted(response: Response, show: Callable[[Preparing], None]) -> Jo
     if not response.headers.get("content-type", "").startswith("text/event-stream"):
         return decode(await response.read(), Job)
     try:
-        async for event in events(response):
-            if event.event == "error":
-                raise event_error(event.data)
+        async for event in _events(response):
             submission = decode(event.data, SubmissionEvent)
             if submission.job is not None:
                 return submission.job
@@ -155,6 +154,14 @@ async def submitted(response: Response, show: Callable[[Preparing], None]) -> Jo
     finally:
         response.close()
     raise Unreachable("the answer broke off before its end", sent=True)
+
+
+async def _events(response: Response) -> AsyncIterator[Event]:
+    """Yield the events of a response. Raises the error of an event `error`."""
+    async for event in events(response):
+        if event.event == "error":
+            raise event_error(event.data)
+        yield event
 
 
 async def _as_it_is(response: Response) -> Response:

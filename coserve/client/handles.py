@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from coserve.client.caller import Caller, decode
-from coserve.client.failures import event_error, job_error
+from coserve.client.failures import job_error
 from coserve.client.progress import progress_for
 from coserve.core.errors import CapacityError, CoserveError, Unreachable
 from coserve.core.schemas import DeletedJob, Job, JobEvent
@@ -84,8 +84,6 @@ class AsyncJobHandle:
         request = self._caller.request("GET", f"/finetune/{self.id}/events", headers=headers)
         async with aclosing(self._caller.events(request, again=False)) as events:
             async for event in events:
-                if event.event == "error":
-                    raise event_error(event.data)
                 yield decode(event.data, JobEvent)
 
     async def wait(

@@ -25,8 +25,6 @@ from coserve.core.schemas import (
     GenerateRequest,
     ImportRequest,
     Job,
-    OnConflict,
-    RowField,
     UserQuestion,
 )
 from coserve.core.schemas.output_format import ResponseFormat, StructuredOutputs
@@ -129,39 +127,23 @@ def _token_id(value: Any, place: int) -> int:  # noqa: ANN401 - may be wrong
         raise InvalidRequest(f"expected int, got {type(value).__name__}", field=f"prompt[{place}]") from None
 
 
-def finetune_request(
-    adapter: str,
-    data: Iterable[Mapping[str, Any]] | None,
-    path: str | None,
-    continue_from: str | None,
-    teacher: str | None,
-    lora: LoraRequest | Mapping[str, Any] | None,
-    training: TrainingRequest | Mapping[str, Any] | None,
-    metadata: Mapping[str, str] | None,
-    on_conflict: OnConflict,
-    columns: Mapping[RowField, str] | None,
-    test: EvalRequest | Mapping[str, Any] | None = None,
-) -> FinetuneRequest:
-    """Build the request. Raises `InvalidRequest` for rows, metadata or settings of a wrong type; `encode` and
-    `corpus_body` check the values inside."""
-    for field, given in (("metadata", metadata), ("columns", columns)):
-        if given is not None and not isinstance(given, Mapping):
-            raise InvalidRequest(f"expected a mapping, got {type(given).__name__}", field=field)
-    request = FinetuneRequest(
-        adapter=adapter,
-        data=None if data is None else rows_of(data),
-        path=path,
-        continue_from=continue_from,
-        teacher=teacher,
-        lora=None if lora is None else _lora_request(lora),
-        metadata=dict(metadata or {}),
-        on_conflict=on_conflict,
-        columns=dict(columns or {}),
-        test=None if test is None else as_struct(test, EvalRequest, "test"),
-    )
-    if training is None:
-        return request  # the daemon's defaults apply, not ours
-    return msgspec.structs.replace(request, training=as_struct(training, TrainingRequest, "training"))
+def finetune_request(adapter: str, **given: Any) -> FinetuneRequest:  # noqa: ANN401 - as users give them
+    """Build the request from the fields that are not None; for the others, the daemon's defaults apply. Raises
+    `InvalidRequest` for rows, metadata or settings of a wrong type; `encode` and `corpus_body` check the values
+    inside."""
+    fields = {name: value for name, value in given.items() if value is not None}
+    for name in ("metadata", "columns"):
+        if not isinstance(mapping := fields.get(name, {}), Mapping):
+            raise InvalidRequest(f"expected a mapping, got {type(mapping).__name__}", field=name)
+        fields[name] = dict(mapping)
+    if "data" in fields:
+        fields["data"] = rows_of(fields["data"])
+    if "lora" in fields:
+        fields["lora"] = _lora_request(fields["lora"])
+    for name, kind in (("test", EvalRequest), ("training", TrainingRequest), ("document", DocumentRequest)):
+        if name in fields:
+            fields[name] = as_struct(fields[name], kind, name)
+    return FinetuneRequest(adapter=adapter, **fields)
 
 
 def _lora_request(given: LoraRequest | Mapping[str, Any]) -> LoraRequest:
@@ -193,21 +175,6 @@ class DocumentOptions(TypedDict, total=False):
     lm_weight: float
     holdout: float
     publish: Literal["if_learned", "always"]
-
-
-def learn_request(
-    adapter: str,
-    document: Mapping[str, object],
-    continue_from: str | None,
-    lora: LoraRequest | Mapping[str, Any] | None,
-    training: TrainingRequest | Mapping[str, Any] | None,
-    metadata: Mapping[str, str] | None,
-    on_conflict: OnConflict,
-) -> FinetuneRequest:
-    """Build the request for a document. Raises as `finetune_request`."""
-    request = finetune_request(adapter, None, None, continue_from, None, lora, training, metadata, on_conflict, None)
-    given = {name: value for name, value in document.items() if value is not None}
-    return msgspec.structs.replace(request, document=as_struct(given, DocumentRequest, "document"))
 
 
 def rows_of(data: Iterable[Mapping[str, Any]], field: str = "data") -> list[dict[str, Any]]:

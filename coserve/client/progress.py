@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Protocol, Self
+from contextlib import AbstractContextManager
+from typing import Self
 
 from coserve.core.schemas import Job, JobEvent, Sample
 from coserve.core.step_metrics import StepMetrics
@@ -15,25 +15,10 @@ EVERY = 30.0
 """Seconds between two lines of progress without a terminal."""
 
 
-class ProgressDisplay(Protocol):
-    """Shows a job's progress."""
+class Silent(AbstractContextManager["Silent"]):
+    """Shows nothing of a job's progress."""
 
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def show(self, event: JobEvent) -> None: ...
-
-
-class Silent:
-    """Shows nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def show(self, event: JobEvent) -> None:
@@ -63,7 +48,7 @@ class Lines(Silent):
             print(f"{self._name}  {event.message}", file=sys.stderr, flush=True)
 
 
-class Bar:
+class Bar(Silent):
     """Shows a bar with steps, loss, accuracy (or DPO rewards), tokens per second and time left; samples above it."""
 
     def __init__(self, job: Job) -> None:
@@ -86,9 +71,7 @@ class Bar:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def show(self, event: JobEvent) -> None:
@@ -132,7 +115,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def progress_for(job: Job, wanted: bool | None) -> ProgressDisplay:
+def progress_for(job: Job, wanted: bool | None) -> Silent:
     """Return the display for a job. `wanted` None: a bar if standard error is a terminal, otherwise lines."""
     if wanted or (wanted is None and sys.stderr.isatty()):
         return Bar(job)

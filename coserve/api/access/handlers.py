@@ -17,8 +17,6 @@ from coserve.core.names import NAME_RULE, is_name
 
 
 class AdminApi:
-    """One method per route."""
-
     def __init__(self, access: Access, engine: EngineClient, bodies: BodyReader) -> None:
         self._access, self._engine, self._bodies = access, engine, bodies
 

@@ -8,6 +8,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from coserve.core.access.principal import DAEMON, Principal, Scope
 from coserve.core.access.schemas import ApiKey, CreateKey
 from coserve.core.errors import InvalidRequest, Unauthorized
@@ -82,12 +84,4 @@ class KeyRing:
 
 
 def key_view(record: KeyRecord) -> ApiKey:
-    return ApiKey(
-        id=record.id,
-        project=record.project,
-        scopes=list(record.scopes),
-        name=record.name,
-        created_at=record.created_at,
-        expires_at=record.expires_at,
-        revoked_at=record.revoked_at,
-    )
+    return msgspec.convert(record, ApiKey, from_attributes=True)

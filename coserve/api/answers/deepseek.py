@@ -13,7 +13,6 @@ OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _HEAD = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([\w.-]{1,256})\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*")
 """Text between `BEGIN` and the arguments."""
-_MAX_HEAD = 512
 
 
 class DeepSeekParser(ToolParser):
@@ -29,7 +28,9 @@ class DeepSeekParser(ToolParser):
                 self._expected = "first" if found else "content"
                 return found
             case "head":
-                return self._head()
+                begun = self._begin_headed(_HEAD, BEGIN)
+                self._expected = "content" if begun else "head"
+                return begun
             case "first":
                 marker = self._marker(BEGIN)
             case "more":
@@ -52,18 +53,6 @@ class DeepSeekParser(ToolParser):
         found = next((marker for marker in markers if rest.startswith(marker)), "")
         self._buffer = rest.removeprefix(found) if found else self._buffer
         return found
-
-    def _head(self) -> bool:
-        at = self._buffer.find("{", 0, _MAX_HEAD)
-        if at < 0 and len(self._buffer) < _MAX_HEAD:
-            return False
-        head = None if at < 0 else _HEAD.fullmatch(self._buffer, 0, at)
-        if head is None:
-            self._expected = "content"
-            self._collector.add_content(BEGIN)
-        else:
-            self._begin_call("", self._buffer[at:], head[1])
-        return True
 
     def _ended(self, named: bool) -> None:
         self._expected = "more"

@@ -11,8 +11,6 @@ from coserve.api.answers.tool_parser import ToolParser
 MARKER = "[TOOL_CALLS]"
 _NAME = re.compile(r"\s*([\w.-]{1,256})\s*(\[CALL_ID\][^\[{]*)?(\[ARGS\])?\s*")
 """Text between the marker and the arguments, in the newer form."""
-_MAX_HEAD = 512
-"""Most characters between the marker and the arguments."""
 
 
 class MistralParser(ToolParser):
@@ -40,16 +38,9 @@ class MistralParser(ToolParser):
         if rest.startswith("["):
             self._begin_listed(MARKER, len(self._buffer) - len(rest) + 1)
             return True
-        at = self._buffer.find("{", 0, _MAX_HEAD)
-        if at < 0 and len(self._buffer) < _MAX_HEAD:
+        if not self._begin_headed(_NAME, MARKER):
             return False
-        self._expected = "content"
-        head = None if at < 0 else _NAME.fullmatch(self._buffer, 0, at)
-        if head is None:
-            self._collector.add_content(MARKER)
-        else:
-            self._listed = False
-            self._begin_call("", self._buffer[at:], head[1])
+        self._expected, self._listed = "content", False
         return True
 
     def _next_call(self) -> bool:

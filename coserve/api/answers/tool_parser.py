@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 
 from coserve.api.answers.call_reader import CallReader, Reader
 from coserve.api.answers.deltas import AnswerDelta, Collector, held_back
 from coserve.api.answers.typed_arguments import Schemas
+
+MAX_HEAD = 512
+"""Most characters between a call's marker and its arguments."""
 
 
 class ToolParser(ABC):
@@ -50,6 +54,19 @@ class ToolParser(ABC):
         """Begin a call. `before`: the marker that was read; `rest`: the text after it; `name`: see `CallReader`."""
         self._before, self._buffer = before, rest
         self._call = self._reader() if name is None else CallReader(self._collector, name)
+
+    def _begin_headed(self, head: re.Pattern[str], marker: str) -> bool:
+        """Begin a call with a head before its arguments, whose group 1 is the call's name; what is no such head is
+        content, and so is the `marker` before it. Returns False if more text is needed to tell."""
+        at = self._buffer.find("{", 0, MAX_HEAD)
+        if at < 0 and len(self._buffer) < MAX_HEAD:
+            return False
+        found = None if at < 0 else head.fullmatch(self._buffer, 0, at)
+        if found is None:
+            self._collector.add_content(marker)
+        else:
+            self._begin_call("", self._buffer[at:], found[1])
+        return True
 
     def _reader(self) -> Reader:
         """Return a reader of one call."""

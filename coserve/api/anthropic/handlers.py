@@ -52,8 +52,6 @@ ANTHROPIC_ERRORS = ErrorFormat(AnthropicError, anthropic_error)
 
 
 class AnthropicApi:
-    """One method per route."""
-
     def __init__(self, api: OpenAIApi, tokenizer: TokenizerApi, *, write_timeout: float) -> None:
         """`write_timeout`: seconds that a write may wait for the client."""
         self._api, self._tokenizer, self._write_timeout = api, tokenizer, write_timeout

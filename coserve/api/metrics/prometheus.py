@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate
+from typing import TypeVar
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -19,6 +21,9 @@ from coserve.core.step_metrics import LoadSeconds
 from coserve.core.training.jobs import JobState
 from coserve.core.types import FinishReason
 
+K = TypeVar("K")
+T = TypeVar("T")
+CountT = TypeVar("CountT", StepCounts, LoadSeconds)
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 
@@ -302,28 +307,18 @@ class EngineGauges(Collector):
 
     def _stalls(self) -> dict[str, StallCounts]:
         """Stalls by cause."""
-        found = dict(self._stalls_before)
-        for new in () if self._stats is None else self._stats.stalls:
-            old = found.get(new.cause)
-            found[new.cause] = new if old is None else _sum(old, new)
-        return found
+        now = () if self._stats is None else self._stats.stalls
+        return _added(self._stalls_before, {each.cause: each for each in now}, _longer)
 
     def _steps(self) -> dict[tuple[str, bool], StepCounts]:
         """Steps by kind, and by whether training was computed in them."""
-        found = dict(self._steps_before)
-        for new in () if self._stats is None else self._stats.steps:
-            key = new.kind, new.overlapped
-            old = found.get(key, StepCounts(*key, 0, 0.0))
-            found[key] = StepCounts(*key, old.count + new.count, old.seconds + new.seconds)
-        return found
+        now = () if self._stats is None else self._stats.steps
+        return _added(self._steps_before, {(each.kind, each.overlapped): each for each in now}, _more)
 
     def _loads(self) -> dict[str, LoadSeconds]:
         """Loads of adapters, by phase."""
-        found = dict(self._loads_before)
-        for new in () if self._stats is None else self._stats.loads:
-            old = found.get(new.cause, LoadSeconds(new.cause, 0, 0.0))
-            found[new.cause] = LoadSeconds(new.cause, old.count + new.count, old.seconds + new.seconds)
-        return found
+        now = () if self._stats is None else self._stats.loads
+        return _added(self._loads_before, {each.cause: each for each in now}, _more)
 
     def collect(self) -> Iterable[Metric]:
         s = self._stats
@@ -378,6 +373,15 @@ class EngineGauges(Collector):
         yield stalls
 
 
-def _sum(old: StallCounts, new: StallCounts) -> StallCounts:
+def _added(before: dict[K, T], now: dict[K, T], add: Callable[[T, T], T]) -> dict[K, T]:
+    """Return the sums of the counts that both have, and the other counts as they are."""
+    return before | {key: add(before[key], new) if key in before else new for key, new in now.items()}
+
+
+def _longer(old: StallCounts, new: StallCounts) -> StallCounts:
     buckets = tuple(a + b for a, b in zip(old.buckets, new.buckets, strict=True))
     return StallCounts(cause=new.cause, seconds=old.seconds + new.seconds, buckets=buckets)
+
+
+def _more(old: CountT, new: CountT) -> CountT:
+    return msgspec.structs.replace(new, count=old.count + new.count, seconds=old.seconds + new.seconds)

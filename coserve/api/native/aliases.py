@@ -10,8 +10,6 @@ from coserve.core.schemas import Alias, AliasList, AliasRequest
 
 
 class AliasApi:
-    """One method per route."""
-
     def __init__(self, service: Service) -> None:
         self._aliases = service.aliases
 

@@ -89,8 +89,6 @@ DOCS = {
 
 
 class NativeApi:
-    """One method per route."""
-
     def __init__(
         self, service: Service, config: Config, bodies: BodyReader, uploads: UploadReader, tgi: TgiApi
     ) -> None:

@@ -50,8 +50,6 @@ RequestT = TypeVar("RequestT", bound=SharedParams)
 
 
 class OpenAIApi:
-    """One method per route."""
-
     def __init__(self, service: Service, config: Config) -> None:
         self._service, self._config = service, config
 

@@ -32,8 +32,6 @@ from coserve.core.names import ADAPTER_FILES
 
 
 class LoraApi:
-    """One method per route."""
-
     def __init__(self, service: Service, config: Config, bodies: BodyReader, uploads: UploadReader) -> None:
         self._service, self._config, self._bodies, self._uploads = service, config, bodies, uploads
 

@@ -62,7 +62,7 @@ def page_files() -> dict[str, PageFile]:
 
 
 class PageApi:
-    """One method per route. `pointers` answers `GET /` to clients that do not ask for HTML."""
+    """`pointers` answers `GET /` to clients that do not ask for HTML."""
 
     def __init__(self, history: ReportHistory, pointers: Handler) -> None:
         self._history, self._pointers = history, pointers

@@ -28,8 +28,6 @@ def _call_route(name: str, summary: str, body: Schema | None = None) -> Route:
 
 
 class SessionsApi:
-    """One method per route."""
-
     def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service, self._sessions, self._bodies = service, service.sessions, bodies
 

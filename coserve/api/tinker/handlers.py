@@ -53,7 +53,7 @@ def _post(
 
 
 class TinkerApi:
-    """One method per route. `close` ends the requests in flight."""
+    """`close` ends the requests in flight."""
 
     def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service, self._bodies = service, bodies

@@ -84,7 +84,7 @@ class Version(Wire, frozen=True):
 
 
 class TokenizerApi:
-    """One method per route. `max_texts`: most texts that are tokenised concurrently; further requests get 429."""
+    """`max_texts`: most texts that are tokenised concurrently; further requests get 429."""
 
     def __init__(self, service: Service, bodies: BodyReader, *, max_texts: int = MAX_TEXTS) -> None:
         self._service, self._bodies, self._max_texts = service, bodies, max_texts

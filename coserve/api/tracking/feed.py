@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from coserve.api.tracking.cursors import Cursor, Cursors
@@ -170,38 +170,3 @@ def _file_errors() -> Iterator[None]:
 
 def _reader(job: str, after: int) -> Callable[[Registry], tuple[JobRecord, list[JobEvent]]]:
     return lambda registry: (registry.job(job), registry.events(job, after=after))
-
-
-class Tracking:
-    """All trackers that the daemon was asked for."""
-
-    def __init__(
-        self,
-        trackers: Iterable[str],
-        folder: Path,
-        registry: RegistryThread,
-        helpers: Callable[[], HelperPool],
-        *,
-        closing: float = CLOSING,
-    ) -> None:
-        """`folder`: contains a folder for each tracker, by name. `helpers` makes each tracker's pool of one process.
-        `closing`: see `CLOSING`."""
-        self._feeds = [
-            TrackerFeed(name, folder.absolute() / name, registry, helpers(), closing=closing)
-            for name in dict.fromkeys(trackers)
-        ]
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(note for feed in self._feeds for note in feed.notes)
-
-    def open(self) -> None:
-        for feed in self._feeds:
-            feed.open()
-
-    def notify(self, job: str) -> None:
-        for feed in self._feeds:
-            feed.notify(job)
-
-    async def close(self) -> None:
-        await asyncio.gather(*(feed.close() for feed in self._feeds))

@@ -19,8 +19,6 @@ from coserve.core.limits import PAGE_LIMIT
 
 
 class BatchesApi:
-    """One method per route."""
-
     def __init__(self, runner: BatchRunner) -> None:
         self._store, self._runner = runner.store, runner
 

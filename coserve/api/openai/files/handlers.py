@@ -24,8 +24,6 @@ MAX_LISTED = 10_000
 
 
 class FilesApi:
-    """One method per route."""
-
     def __init__(self, service: Service, uploads: UploadReader) -> None:
         self._service, self._files, self._uploads = service, service.files, uploads
 

@@ -29,8 +29,6 @@ JOBS = "/v1/fine_tuning/jobs"
 
 
 class FineTuningApi:
-    """One method per route."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
 

@@ -28,8 +28,6 @@ def _error(error: CoserveError) -> OpenAIError:
 
 
 class ResponsesApi:
-    """One method per route."""
-
     def __init__(self, api: OpenAIApi, *, write_timeout: float) -> None:
         self._api, self._write_timeout = api, write_timeout
 
