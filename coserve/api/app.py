@@ -153,24 +153,18 @@ def _open_and_close(app: web.Application, batches: BatchRunner, tinker: TinkerAp
     """Open the service and its batches when the application starts; end what is in progress when it shuts down."""
     service = app[SERVICE]
 
-    async def open_batches(_: web.Application) -> None:
+    async def start(_: web.Application) -> None:
         await service.open()
         await batches.open()
 
-    service.background.append(batches.close)
-    app.on_startup.append(open_batches)
-    app.on_shutdown.append(lambda _: batches.close())
-    app.on_shutdown.append(_end_streams)
-
-    async def end_tinker(app: web.Application) -> None:
+    async def stop(_: web.Application) -> None:
+        await batches.close()
+        service.stop()  # ends requests in flight with an error, and event streams with an error event
         await tinker.close()
 
-    app.on_shutdown.append(end_tinker)
-
-
-async def _end_streams(app: web.Application) -> None:
-    """On shutdown, end requests in flight with an error, and event streams with an error event."""
-    app[SERVICE].stop()
+    service.background.append(batches.close)
+    app.on_startup.append(start)
+    app.on_shutdown.append(stop)
 
 
 def make_runner(app: web.Application, config: Config) -> web.AppRunner:

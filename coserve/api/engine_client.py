@@ -88,9 +88,7 @@ class EngineClient:
     @property
     def spec(self) -> BaseSpec:
         """The base, also while its engine is being restarted. Raises `EngineUnavailable` before the first engine."""
-        if self.ready is None:
-            raise EngineUnavailable(starting_line(self.warming))
-        return self.ready.spec
+        return self._last_ready.spec
 
     @property
     def memory(self) -> MemoryModel | None:
@@ -100,9 +98,13 @@ class EngineClient:
     @property
     def pool(self) -> PoolShape:
         """The page pool. Raises as `spec`."""
+        return self._last_ready.pool
+
+    @property
+    def _last_ready(self) -> EngineReady:
         if self.ready is None:
             raise EngineUnavailable(starting_line(self.warming))
-        return self.ready.pool
+        return self.ready
 
     def name(self) -> str:
         """The base's name; empty before the first engine."""
@@ -111,8 +113,7 @@ class EngineClient:
     @property
     def max_model_len(self) -> int:
         """Tokens of the longest sequence that fits the base's context and the KV pool. Raises as `spec`."""
-        context = self.spec.context
-        return context if self.ready is None else min(context, self.ready.kv_tokens)
+        return min(self.spec.context, self._last_ready.kv_tokens)
 
     def send(self, message: ToEngine) -> None:
         """Send a message. Raises `EngineUnavailable` if there is no engine."""

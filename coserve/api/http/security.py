@@ -51,7 +51,8 @@ class Gate:
         compressed: frozenset[str],
     ) -> None:
         self._hosts = LOOPBACK | {host.lower() for host in config.allowed_hosts}
-        if not _is_wildcard(config.host):
+        address = _address(config.host)
+        if config.host and not (address and address.is_unspecified):
             self._hosts |= {config.host.lower()}
         self._public, self._identify, self._compressed = public, identify, compressed
 
@@ -61,7 +62,7 @@ class Gate:
         public = request.match_info.route.name in self._public
         host = _host(f"//{request.headers.get('Host', '')}")
         # Probes use the daemon's address as host, or none. DNS rebinding, which this check prevents, needs a host name.
-        probes = public and ("Host" not in request.headers or _is_address(host))
+        probes = public and ("Host" not in request.headers or _address(host) is not None)
         if host not in self._hosts and not probes:
             raise ForbiddenOrigin(
                 "the Host header names none of this daemon's hosts; see --allowed-hosts", field="Host"
@@ -74,19 +75,12 @@ class Gate:
             raise UnsupportedEncoding("compressed bodies are not accepted", field="Content-Encoding")
 
 
-def _is_address(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address that a host is; None: it is a name."""
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return host == ""
+        return None
 
 
 def _host(url: str) -> str:

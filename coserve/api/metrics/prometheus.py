@@ -229,20 +229,10 @@ def gpu_memory(use: MemoryUse | None) -> Iterable[Metric]:
     for name in USES if use is not None else ():
         uses.add_metric([name], getattr(use, name))
     yield uses
-    of_jobs = (
-        (
-            "limit",
-            "GPU memory there is for jobs now; less than was planned while other processes take it",
-            None if use is None else use.training,
-        ),
-        (
-            "needed",
-            "GPU memory that the jobs that have started are predicted to need",
-            None if use is None else use.needed,
-        ),
-    )
-    for name, text, value in of_jobs:
-        yield GaugeMetricFamily(f"coserve_jobs_memory_{name}_bytes", text, value=value)
+    limit = "GPU memory there is for jobs now; less than was planned while other processes take it"
+    yield GaugeMetricFamily("coserve_jobs_memory_limit_bytes", limit, value=None if use is None else use.training)
+    needed = "GPU memory that the jobs that have started are predicted to need"
+    yield GaugeMetricFamily("coserve_jobs_memory_needed_bytes", needed, value=None if use is None else use.needed)
 
 
 def load_seconds(loads: Iterable[LoadSeconds]) -> Iterable[Metric]:

@@ -15,11 +15,10 @@ import msgspec
 from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
-from coserve.api.http.responses import json_response
+from coserve.api.http.responses import ErrorFormat, error_info, json_response
 from coserve.api.http.route import BODY_ERRORS, Route, Schema
 from coserve.api.service import Service
 from coserve.api.tinker import schemas
-from coserve.api.tinker.errors import TINKER_ERRORS, tinker_error
 from coserve.api.tinker.futures import Futures, Result
 from coserve.api.tinker.paths import check_base, parse_path
 from coserve.api.tinker.runs import Run, Runs, SamplerTarget, compute_of, opened
@@ -38,6 +37,17 @@ RESULTS: Schema = (
     schemas.PathResult,
 )
 CallT = TypeVar("CallT", bound=schemas.Body)
+
+
+def tinker_error(error: CoserveError) -> schemas.TinkerError:
+    """Return the error in Tinker's format: a text that names the field, and the category, `user` or `server`."""
+    info = error_info(error)
+    message = info.message if info.field is None or info.field in info.message else f"{info.field}: {info.message}"
+    return schemas.TinkerError(message, "user" if error.status < 500 else "server")
+
+
+TINKER_ERRORS = ErrorFormat(schemas.TinkerError, tinker_error, bad_request=422)
+"""The SDK sends a request again that had status 400, as if a proxy had refused it."""
 
 
 def _route(method: str, path: str, summary: str, errors: tuple[int, ...] = (), *, slashes: bool = False) -> Route:

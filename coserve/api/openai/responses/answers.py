@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from coserve.api.openai.errors import openai_error
 from coserve.api.openai.responses.schemas import (
@@ -133,8 +134,8 @@ class ResponseEvents:
             async for chunk in chunks:
                 if begun is None:
                     begun = new_response(self._body, chunk.model, chunk.created)
-                    yield self._of_response("created", begun)
-                    yield self._of_response("in_progress", begun)
+                    yield self._event("created", response=begun)
+                    yield self._event("in_progress", response=begun)
                 if isinstance(chunk.usage, Usage):
                     usage = chunk.usage
                 for choice in chunk.choices:
@@ -156,7 +157,7 @@ class ResponseEvents:
                 raise
             info = openai_error(error).error
             failed = msgspec.structs.replace(begun, status="failed", error=ResponseError(info.code, info.message))
-            yield self._of_response("failed", failed)
+            yield self._event("failed", response=failed)
             return
         assert begun is not None, "a stream has a chunk"
         if self._open is None and not self._output:
@@ -168,7 +169,7 @@ class ResponseEvents:
         for event in self._end("incomplete" if finish == "length" else "completed"):
             yield event
         ended = _ended(begun, self._output, finish, usage)
-        yield self._of_response(ended.status, ended)
+        yield self._event(ended.status, response=ended)
 
     def _text(
         self, kind: type[MessageItem | ReasoningItem], text: str, logprobs: list[ChatLogprob]
@@ -179,7 +180,7 @@ class ResponseEvents:
         self._open.texts.append(text)
         self._open.logprobs += logprobs
         scores = logprobs if kind is MessageItem else UNSET
-        yield self._of_part(f"{_part_name(self._open.item)}.delta", delta=text, logprobs=scores)
+        yield self._of_open(f"{_part_name(self._open.item)}.delta", content_index=0, delta=text, logprobs=scores)
 
     def _call(self, call: ToolCallDelta) -> Iterator[ResponseEvent]:
         if isinstance(call.id, str):
@@ -188,15 +189,15 @@ class ResponseEvents:
         assert self._open is not None, "a call was begun"
         if call.function.arguments:
             self._open.texts.append(call.function.arguments)
-            yield self._of_call("delta", delta=call.function.arguments)
+            yield self._of_open("function_call_arguments.delta", delta=call.function.arguments)
 
     def _begin(self, item: OutputItem) -> Iterator[ResponseEvent]:
         yield from self._end()
         self._open = _Open(len(self._output), item)
-        yield self._of_item("added", self._open.index, item)
+        yield self._event("output_item.added", output_index=self._open.index, item=item)
         if not isinstance(item, CallItem):
             empty = OutputText("") if isinstance(item, MessageItem) else ReasoningText("")
-            yield self._of_part("content_part.added", part=empty)
+            yield self._of_open("content_part.added", content_index=0, part=empty)
 
     def _end(self, status: Status = "completed") -> Iterator[ResponseEvent]:
         """End the open item, if there is one."""
@@ -204,61 +205,24 @@ class ResponseEvents:
             return
         done = self._open.done(status)
         if isinstance(done, CallItem):
-            yield self._of_call("done", done=done)
+            yield self._of_open("function_call_arguments.done", name=done.name, arguments=done.arguments)
         else:
             part = done.content[0]
             scores = part.logprobs if isinstance(part, OutputText) else UNSET
-            yield self._of_part(f"{_part_name(done)}.done", text=part.text, logprobs=scores)
-            yield self._of_part("content_part.done", part=part)
-        yield self._of_item("done", self._open.index, done)
+            yield self._of_open(f"{_part_name(done)}.done", content_index=0, text=part.text, logprobs=scores)
+            yield self._of_open("content_part.done", content_index=0, part=part)
+        yield self._event("output_item.done", output_index=self._open.index, item=done)
         self._output.append(done)
         self._open = None
 
-    def _of_call(self, type: str, *, delta: str | UnsetType = UNSET, done: CallItem | None = None) -> ResponseEvent:
-        assert self._open is not None, "a call is open"
-        return ResponseEvent(
-            type=f"response.function_call_arguments.{type}",
-            sequence_number=self._next(),
-            output_index=self._open.index,
-            item_id=self._open.item.id,
-            delta=delta,
-            name=UNSET if done is None else done.name,
-            arguments=UNSET if done is None else done.arguments,
-        )
-
-    def _of_part(
-        self,
-        type: str,
-        *,
-        part: OutputText | ReasoningText | UnsetType = UNSET,
-        delta: str | UnsetType = UNSET,
-        text: str | UnsetType = UNSET,
-        logprobs: list[ChatLogprob] | UnsetType = UNSET,
-    ) -> ResponseEvent:
+    def _of_open(self, type: str, **fields: Any) -> ResponseEvent:  # noqa: ANN401 - those of the struct
+        """Return an event about the open item."""
         assert self._open is not None, "an item is open"
-        return ResponseEvent(
-            type=f"response.{type}",
-            sequence_number=self._next(),
-            output_index=self._open.index,
-            item_id=self._open.item.id,
-            content_index=0,
-            part=part,
-            delta=delta,
-            text=text,
-            logprobs=logprobs,
-        )
+        return self._event(type, output_index=self._open.index, item_id=self._open.item.id, **fields)
 
-    def _of_response(self, type: str, response: Response) -> ResponseEvent:
-        return ResponseEvent(type=f"response.{type}", sequence_number=self._next(), response=response)
-
-    def _of_item(self, type: str, index: int, item: OutputItem) -> ResponseEvent:
-        return ResponseEvent(
-            type=f"response.output_item.{type}", sequence_number=self._next(), output_index=index, item=item
-        )
-
-    def _next(self) -> int:
+    def _event(self, type: str, **fields: Any) -> ResponseEvent:  # noqa: ANN401 - those of the struct
         self._number += 1
-        return self._number - 1
+        return ResponseEvent(type=f"response.{type}", sequence_number=self._number - 1, **fields)
 
 
 def _part_name(item: OutputItem) -> str:
