@@ -49,7 +49,7 @@ def main() -> None:
         painted, filled = zip(*(paint(browser, url) for _ in range(REPEATS)), strict=True)
         about = {"chromium": browser.version}
     results = Results.of(options, FILE, __file__, {"repeats": REPEATS, "flags": FLAGS}, hardware=cpu_name())
-    size = sum(len(file.content) for file in page_files().values()) / 1000
+    size = sum(path.stat().st_size for path in page_files().values()) / 1000
     results.put("page.first_paint_s", round(statistics.median(painted), 3), "s", Target(1, most=True), painted, about)
     results.put("page.overview_s", round(statistics.median(filled), 3), "s", None, filled, about)
     results.put("page.bundle_kb", round(size, 1), "kB", Target(300, most=True))

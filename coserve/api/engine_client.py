@@ -184,6 +184,3 @@ class EngineClient:
         self._link = self.stats = self.warmup = self._silent_since = None
         self.residents = frozenset()
         self._changed()
-
-    def resident(self, ref: AdapterRef) -> bool:
-        return ref in self.residents

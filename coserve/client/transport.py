@@ -117,12 +117,13 @@ class HttpTransport:
             connector = aiohttp.TCPConnector(limit=most_connections())
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         opened: list[Callable[[], None]] = []
+        kind = {"Content-Type": "application/json"} if isinstance(request.body, bytes) else {}
         try:
             response = await self._session.request(
                 request.method,
                 self._base_url + request.path,
                 params=request.query,
-                headers=_headers(request),
+                headers={**kind, **request.headers},
                 data=_payload(request.body, opened),
                 allow_redirects=False,
             )
@@ -198,11 +199,6 @@ def _reason(error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError
     if not isinstance(cause, OSError):
         return str(error)
     return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or str(cause)
-
-
-def _headers(request: Request) -> dict[str, str]:
-    kind = {"Content-Type": "application/json"} if isinstance(request.body, bytes) else {}
-    return {**kind, **request.headers}
 
 
 def _payload(body: bytes | Upload | None, opened: list[Callable[[], None]]) -> bytes | aiohttp.FormData | None:

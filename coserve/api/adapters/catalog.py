@@ -197,7 +197,7 @@ class AdapterCatalog:
             created_at=record.created_at,
             bytes=record.bytes,
             sha256=record.sha256,
-            resident=self._engine.resident(record.ref),
+            resident=record.ref in self._engine.residents,
             versions=versions,
             current=current,
             newest=newest,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -11,6 +12,8 @@ Schemas = Mapping[str, dict[str, Any]]
 """JSON schemas of the tools' parameters, by the tools' names."""
 _PYTHON = {"True": True, "False": False, "None": None}
 """Python literals, which some chat templates write instead of JSON."""
+_NAMES = {NoneType: "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+"""JSON Schema's names of the types of decoded JSON."""
 
 
 def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
@@ -54,15 +57,4 @@ def _types(schema: object) -> set[str]:
 
 
 def _type(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-    return "array" if isinstance(value, list) else "object"
+    return _NAMES.get(type(value), "object")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,14 +107,11 @@ class DocumentSubmission:
     async def settings(self, request: FinetuneRequest, base: BaseSpec) -> CheckedDocument:
         """Return the settings with every value chosen. Raises `InvalidRequest`, `AdapterNotFound`, `BaseMismatch`."""
         asked = _given(request)
-        for name in ELSEWHERE:
-            if getattr(request, name):
-                raise InvalidRequest("expected it left out beside a document", field=name)
-        for name in ("loss", "train_on"):
-            if getattr(request.training, name) is not None:
-                raise InvalidRequest("expected it left out: a document's recipe says it", field=f"training.{name}")
-        if request.training.one_row_per_answer:
-            raise InvalidRequest("expected it left out beside a document", field="training.one_row_per_answer")
+        training = request.training
+        _refuse({name: getattr(request, name) for name in ELSEWHERE}, " beside a document")
+        said = {"training.loss": training.loss, "training.train_on": training.train_on}
+        _refuse(said, ": a document's recipe says it")
+        _refuse({"training.one_row_per_answer": training.one_row_per_answer}, " beside a document")
         most = _most_prefix(asked, base)
         size = asked.chunk_tokens or min(USUAL_CHUNK, base.context // 2)
         if size > most:
@@ -163,6 +160,13 @@ def _given(request: FinetuneRequest) -> DocumentRequest:
     return DocumentRequest(text=document) if isinstance(document, str) else document
 
 
+def _refuse(fields: Mapping[str, object], why: str) -> None:
+    """Raise `InvalidRequest` for the first of these fields, by path, that is given."""
+    for name, value in fields.items():
+        if value:
+            raise InvalidRequest(f"expected it left out{why}", field=name)
+
+
 def _different(given: Sequence[UserQuestion]) -> list[UserQuestion]:
     """Return the user's own questions, each once. Raises `InvalidRequest` for one alone: nothing is left to evaluate
     with."""
@@ -181,23 +185,17 @@ def _most_prefix(settings: DocumentSettings, base: BaseSpec) -> int:
 def _check_encoder(request: FinetuneRequest, base: BaseSpec) -> None:
     """Raise `InvalidRequest` for what an encoder's LoRA cannot be."""
     resolve_targets(LoraSettings(cartridge=True), base)
-    if request.continue_from is not None:
-        raise InvalidRequest("expected it left out: an encoder begins anew", field="continue_from")
-    if request.lora is not None and request.lora.trainable_token_indices:
-        raise InvalidRequest(
-            "expected it left out: an encoder learns its memory tokens", field="lora.trainable_token_indices"
-        )
-    if request.training.early_stopping_patience is not None:
-        raise InvalidRequest(
-            "expected it left out: an encoder keeps its last weights", field="training.early_stopping_patience"
-        )
+    _refuse({"continue_from": request.continue_from}, ": an encoder begins anew")
+    indices = None if request.lora is None else request.lora.trainable_token_indices
+    _refuse({"lora.trainable_token_indices": indices}, ": an encoder learns its memory tokens")
+    patience = request.training.early_stopping_patience
+    _refuse({"training.early_stopping_patience": patience is not None}, ": an encoder keeps its last weights")
 
 
 def _cartridge(request: FinetuneRequest, tokens: int, most: int, base: BaseSpec) -> LoraSettings:
     """Return the settings of a new cartridge of `tokens` tokens, at most `most`. Raises `InvalidRequest`."""
-    for name in ("lora", "continue_from"):
-        if getattr(request, name) is not None:
-            raise InvalidRequest("expected it left out: a cartridge has no LoRA matrices", field=name)
+    given = {"lora": request.lora, "continue_from": request.continue_from}
+    _refuse(given, ": a cartridge has no LoRA matrices")
     if tokens > most:
         what = f"the base's context of {base.context} tokens, less the prompt and answer_tokens"
         raise InvalidRequest(f"expected at most {most}, {what}, got {tokens}", field="document.prefix_tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -17,7 +18,7 @@ from coserve.api.generation.output_grammar import output_grammar
 from coserve.api.generation.output_queue import EngineOutput
 from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.prompts import bad_word_ids, check_generate, encode_prompt, sampling_params
-from coserve.api.generation.request_state import RequestState, new_request_id, new_state
+from coserve.api.generation.request_state import RequestState, new_state
 from coserve.api.generation.stop_tokens import stop_tokens
 from coserve.api.generation.targets import targets_of
 from coserve.api.generation.waiting_limit import IterationBudget, WaitingLimit
@@ -113,7 +114,7 @@ class InFlightRequests:
         semaphore = asyncio.Semaphore() if semaphore is None else semaphore
         state: RequestState | None = None
         prompt_scores = 0
-        id = new_request_id()
+        id = f"gen-{secrets.token_hex(8)}"
         name, version = (None, None) if request.adapter is None else split_ref(request.adapter)
         batch = request.slo_class == "batch"
         waiting = self._start_waiting(name, request.n, batch=batch)

@@ -74,10 +74,6 @@ class RequestState:
         )
 
 
-def new_request_id() -> str:
-    return f"gen-{secrets.token_hex(8)}"
-
-
 def new_state(
     id: str,
     request: GenerateRequest,

@@ -34,12 +34,6 @@ class Decision:
     source: AdapterRef | None = None
     ends: bool = False
 
-    @property
-    def decided_on(self) -> tuple[str | None, str, JobState]:
-        """State that the decision is valid for: the awaited job, the job whose end decides, and the state of that
-        job."""
-        return self.waiting.after, self.before.spec.id, self.before.state
-
 
 class JobChain:
     """Ends the waits of jobs. `decide` reads files without any lock; the caller of `apply` holds the lock on changes of
@@ -109,7 +103,8 @@ class JobChain:
             record, before = _waiting(registry, decision.waiting.spec.id)
             if record.after is None and not decision.ends:
                 return record  # changed by an earlier call
-            if before is None or (record.after, before.spec.id, before.state) != decision.decided_on:
+            decided_on = (decision.waiting.after, decision.before.spec.id, decision.before.state)
+            if before is None or (record.after, before.spec.id, before.state) != decided_on:
                 raise _Outdated
             if decision.source is not None:
                 registry.adapter(decision.source.id, decision.source.version)  # raises if it was deleted meanwhile

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import msgspec
+from typing import Any, Protocol
 
 from coserve.api.http.body_types import refuse_unless_neutral
 from coserve.api.openai.names import PREFIX, ref_of
@@ -20,7 +18,7 @@ from coserve.api.openai.schemas import (
 from coserve.api.openai.tool_choice import forced_call
 from coserve.core.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
 from coserve.core.limits import MAX_SEED, TokenId
-from coserve.core.messages import ChatMessage, TemplateOptions, Tools
+from coserve.core.messages import TemplateOptions
 from coserve.core.names import is_adapter_ref
 from coserve.core.schemas import GenerateRequest, GenerationFields
 from coserve.core.schemas.output_format import StructuredOutputs
@@ -97,12 +95,12 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
     counts = [body.prompt_logprobs, (body.logprobs or 0) if scored else None]
     prompt_logprobs = max((count for count in counts if count is not None), default=None)
     logprobs = body.logprobs if candidates == body.n else body.logprobs or 0
+    shared = _shared_fields(body, spec) | {"n": candidates}
     return [
-        _request(
-            msgspec.structs.replace(body, n=candidates),
-            spec,
-            max_tokens=max_tokens,
+        GenerateRequest(
+            **shared,
             prompt=prompt,
+            max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             add_special_tokens=body.add_special_tokens,
@@ -117,24 +115,20 @@ def chat_request(body: ChatRequest, spec: BaseSpec, template: str | None) -> Gen
     call = forced_call(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
-    request = _request(
-        body,
-        spec,
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+    shared = _shared_fields(body, spec)
+    if call is not None:
+        shared["structured_outputs"] = StructuredOutputs(json=call)
+    return GenerateRequest(
+        **shared,
         messages=body.messages,
         tools=body.tools or None,
         chat_template_kwargs=_template_options(body, template or "") or None,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    request = msgspec.structs.replace(
-        request,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-    )
-    if call is None:
-        return request
-    return msgspec.structs.replace(request, structured_outputs=StructuredOutputs(json=call))
 
 
 def _template_options(body: ChatRequest, template: str) -> TemplateOptions:
@@ -175,34 +169,13 @@ def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> list[str | li
     return found
 
 
-def _request(
-    body: SharedParams,
-    spec: BaseSpec,
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    prompt: str | list[TokenId] | None = None,
-    messages: list[ChatMessage] | None = None,
-    tools: Tools | None = None,
-    chat_template_kwargs: TemplateOptions | None = None,
-    prompt_logprobs: int | None = None,
-    add_special_tokens: bool = True,
-) -> GenerateRequest:
+def _shared_fields(body: SharedParams, spec: BaseSpec) -> dict[str, Any]:
+    """Return the fields of the `GenerateRequest` that completions and chats give alike. Raises `AdapterNotFound`."""
     counted = body.stream_options is not None and body.stream_options.continuous_usage_stats
-    shared = {name: getattr(body, name) for name in GenerationFields.__struct_fields__}
-    shared["top_k"] = max(0, body.top_k)
-    shared["slo_class"] = body.slo_class or _CLASSES.get(body.service_tier or "auto")
-    return GenerateRequest(
-        prompt=prompt,
-        messages=messages,
-        tools=tools,
-        chat_template_kwargs=chat_template_kwargs,
-        adapter=adapter_of(body.model, spec),
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        return_prompt_ids=bool(body.return_token_ids or counted),
-        add_special_tokens=add_special_tokens,
-        seed=None if body.seed is None or body.seed == -1 else body.seed & MAX_SEED,
-        **shared,
-    )
+    return {name: getattr(body, name) for name in GenerationFields.__struct_fields__} | {
+        "top_k": max(0, body.top_k),
+        "slo_class": body.slo_class or _CLASSES.get(body.service_tier or "auto"),
+        "adapter": adapter_of(body.model, spec),
+        "return_prompt_ids": bool(body.return_token_ids or counted),
+        "seed": None if body.seed is None or body.seed == -1 else body.seed & MAX_SEED,
+    }

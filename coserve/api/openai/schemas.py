@@ -179,14 +179,19 @@ class CompletionChoice(Wire, frozen=True):
     prompt_logprobs: list[PromptTokens] | UnsetType = UNSET
 
 
-class Completion(Wire, frozen=True):
-    """The response, and each chunk of a stream."""
+class OpenAIResponse(Wire, frozen=True):
+    """Fields of every response, and of each chunk of a stream."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str
     """The base's fingerprint."""
+
+
+class Completion(OpenAIResponse, frozen=True):
+    """The response, and each chunk of a stream."""
+
     choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
     usage: Usage | UnsetType | None = UNSET
@@ -198,13 +203,10 @@ class ChatTopLogprob(Wire, frozen=True):
     bytes: list[int]
 
 
-class ChatLogprob(Wire, frozen=True):
+class ChatLogprob(ChatTopLogprob, frozen=True):
     r"""`bytes`: what the token adds to the text, as UTF-8. If it is an incomplete character, `token` shows these bytes:
     `bytes:\xf0\x9f`."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[ChatTopLogprob]
 
 
@@ -248,13 +250,9 @@ class ChatChoice(Wire, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Wire, frozen=True):
+class ChatCompletion(OpenAIResponse, frozen=True):
     """The whole response."""
 
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
@@ -292,13 +290,9 @@ class ChatChunkChoice(Wire, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(Wire, frozen=True):
+class ChatChunk(OpenAIResponse, frozen=True):
     """One event of a stream."""
 
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET

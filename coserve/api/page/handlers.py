@@ -6,11 +6,9 @@ client does.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from dataclasses import dataclass
-from functools import cache
 from importlib import resources
+from pathlib import Path
 
 from aiohttp import web
 
@@ -23,10 +21,10 @@ from coserve.core.schemas import History, Pointers
 INDEX = "index.html"
 DOCS = "docs.html"
 MEDIA = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
 HEADERS = {
     # No inline code or styles, nothing from elsewhere; the page builds DOM elements, and never parses text as HTML.
@@ -42,23 +40,10 @@ HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class PageFile:
-    content: bytes
-    media: str
-    etag: str
-
-
-@cache
-def page_files() -> dict[str, PageFile]:
-    """Return the page's files by name."""
-    found = {}
-    for entry in (resources.files("coserve") / "assets" / "page").iterdir():
-        media = MEDIA.get(entry.name.rpartition(".")[2])
-        if media is not None:
-            content = entry.read_bytes()
-            found[entry.name] = PageFile(content, media, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
-    return found
+def page_files() -> dict[str, Path]:
+    """Return the paths of the page's files by name."""
+    folder = Path(str(resources.files("coserve"))) / "assets" / "page"
+    return {path.name: path for path in folder.iterdir() if path.suffix in MEDIA}
 
 
 class PageApi:
@@ -78,30 +63,27 @@ class PageApi:
     async def root(self, request: web.Request) -> web.StreamResponse:
         accepted = request.headers.get("Accept", "")
         html = "text/html" in accepted and "application/json" not in accepted
-        response = self._respond(request, INDEX) if html else await self._pointers(request)
+        response = self._respond(INDEX) if html else await self._pointers(request)
         response.headers["Vary"] = "Accept"
         return response
 
     @Route("GET", "/page/{id}", "A file of the web page", media="application/octet-stream", public=True)
-    async def page_file(self, request: web.Request, id: str) -> web.StreamResponse:
-        return self._respond(request, id)
+    async def page_file(self, id: str) -> web.StreamResponse:
+        return self._respond(id)
 
     @Route("GET", "/docs", "This description as a page, with an example for each route", media="text/html", public=True)
-    async def docs(self, request: web.Request) -> web.StreamResponse:
-        return self._respond(request, DOCS)
+    async def docs(self) -> web.StreamResponse:
+        return self._respond(DOCS)
 
     @Route("GET", "/history", "The engine's reports of the last minutes, oldest first", query=("after",))
     async def history(self, request: web.Request) -> History:
         return self._history.after(_seconds(request.query.get("after", "0")))
 
-    def _respond(self, request: web.Request, name: str) -> web.StreamResponse:
-        file = self._files.get(name)
-        if file is None:
+    def _respond(self, name: str) -> web.FileResponse:
+        path = self._files.get(name)
+        if path is None:
             raise NotFound(f"the page has no file {name[:80]!r}")
-        headers = HEADERS | {"ETag": file.etag}
-        if request.headers.get("If-None-Match") == file.etag:
-            return web.Response(status=304, headers=headers)
-        return web.Response(body=file.content, headers=headers | {"Content-Type": file.media})
+        return web.FileResponse(path, headers=HEADERS | {"Content-Type": MEDIA[path.suffix]})
 
 
 def _seconds(text: str) -> float:

@@ -31,7 +31,7 @@ from coserve.core.link.sessions import CallDone, CallFailed, CallSession, OpenSe
 from coserve.core.names import NAME_RULE, is_name
 from coserve.core.training.calls import Call, SaveAdapter, SaveState, SessionSpec
 from coserve.core.training.settings import TrainingSettings
-from coserve.core.types import AdapterRef, BaseSpec, LoraSettings
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.lora.files.record import record_adapter
 from coserve.state.durable import remove_dir
 from coserve.state.folder import DataFolder
@@ -110,7 +110,8 @@ class TrainingSessions:
             raise InvalidRequest(f"expected 1 to {MAX_RANK}, got {lora.r}", field="rank")
         if learns_ends(lora, base):
             raise InvalidRequest(NO_SESSIONS, field="targets")
-        spec = session_spec(id, lora, seed, self._most_tokens(base), state, with_optimizer=with_optimizer)
+        tokens = min(self._config.micro_batch_tokens, base.context)
+        spec = session_spec(id, lora, seed, tokens, state, with_optimizer=with_optimizer)
         await refuse_too_large(id, lora, base, self._engine.pool, self._config, field="rank")
         if (memory := self._engine.memory) is not None:
             await asyncio.to_thread(check_fits, spec, base, memory, self._config.micro_batch_tokens)
@@ -222,9 +223,6 @@ class TrainingSessions:
             self._end(session, why or SessionEnded(f"{session.name} was closed"))
 
     # ---- own
-
-    def _most_tokens(self, base: BaseSpec) -> int:
-        return min(self._config.micro_batch_tokens, base.context)
 
     def _send(self, session: ClientSession, call: Call) -> asyncio.Future[CallDone]:
         if session.ended is not None:

@@ -96,10 +96,7 @@ class TgiAlternative(Wire, frozen=True):
     logprob: float
 
 
-class TgiToken(Wire, frozen=True):
-    id: int
-    text: str
-    logprob: float
+class TgiToken(TgiAlternative, frozen=True):
     special: bool
     alternative_tokens: list[TgiAlternative] | UnsetType = UNSET
     """With `return_k_alternatives`."""

@@ -20,7 +20,7 @@ from coserve.api.http.route import BODY_ERRORS, Route, Schema
 from coserve.api.service import Service
 from coserve.api.tinker import schemas
 from coserve.api.tinker.futures import Futures, Result
-from coserve.api.tinker.paths import check_base, parse_path
+from coserve.api.tinker.paths import check_base, parse_path, run_of
 from coserve.api.tinker.runs import Run, Runs, SamplerTarget, compute_of, opened
 from coserve.api.tinker.sampling import request_of, sample
 from coserve.api.tinker.wire import PROTOBUF, decode_forward_backward, expanded
@@ -283,7 +283,7 @@ class TinkerApi:
 
     @_route("GET", "training_runs/{id}/checkpoints", "List a model's saved states", (410, 422))
     async def tinker_list_checkpoints(self, id: str) -> schemas.TinkerCheckpoints:
-        found = await asyncio.to_thread(saved_states, self._service.folder, id.replace(":", "."))
+        found = await asyncio.to_thread(saved_states, self._service.folder, run_of(id))
         return schemas.TinkerCheckpoints(
             [
                 schemas.TinkerCheckpoint(

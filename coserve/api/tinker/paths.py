@@ -4,17 +4,12 @@ follows from it."""
 
 from __future__ import annotations
 
-import secrets
 from typing import NamedTuple
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.types import BaseSpec
 
 SCHEME = "tinker://"
-
-
-def new_session() -> str:
-    return f"s-{secrets.token_hex(6)}"
 
 
 def run_of(model: str) -> str:

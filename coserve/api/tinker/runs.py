@@ -14,7 +14,7 @@ import numpy as np
 from coserve.api.service import Service
 from coserve.api.sessions.session import ClientSession
 from coserve.api.tinker.futures import Order, Result
-from coserve.api.tinker.paths import SavedPath, check_base, new_session, parse_path, run_of, targets
+from coserve.api.tinker.paths import SavedPath, check_base, parse_path, run_of, targets
 from coserve.api.tinker.schemas import (
     CreateModel,
     LoadWeights,
@@ -98,7 +98,7 @@ class Runs:
     # ---- sessions of the SDK
 
     def new_owner(self) -> str:
-        owner = TinkerOwner(new_session(), principal().project)
+        owner = TinkerOwner(f"s-{secrets.token_hex(6)}", principal().project)
         self._owners[owner.id] = owner
         return owner.id
 
