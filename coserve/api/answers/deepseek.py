@@ -28,7 +28,7 @@ class DeepSeekParser(ToolParser):
                 self._expected = "first" if found else "content"
                 return found
             case "head":
-                begun = self._begin_headed(_HEAD, BEGIN)
+                begun = self._begin_headed(_HEAD.fullmatch, BEGIN)
                 self._expected = "content" if begun else "head"
                 return begun
             case "first":

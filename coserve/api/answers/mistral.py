@@ -38,7 +38,7 @@ class MistralParser(ToolParser):
         if rest.startswith("["):
             self._begin_listed(MARKER, len(self._buffer) - len(rest) + 1)
             return True
-        if not self._begin_headed(_NAME, MARKER):
+        if not self._begin_headed(_NAME.fullmatch, MARKER):
             return False
         self._expected, self._listed = "content", False
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from coserve.api.answers.call_reader import CallReader, Reader
 from coserve.api.answers.deltas import AnswerDelta, Collector, held_back
@@ -55,13 +56,13 @@ class ToolParser(ABC):
         self._before, self._buffer = before, rest
         self._call = self._reader() if name is None else CallReader(self._collector, name)
 
-    def _begin_headed(self, head: re.Pattern[str], marker: str) -> bool:
-        """Begin a call with a head before its arguments, whose group 1 is the call's name; what is no such head is
-        content, and so is the `marker` before it. Returns False if more text is needed to tell."""
+    def _begin_headed(self, match: Callable[[str, int, int], re.Match[str] | None], marker: str) -> bool:
+        """Begin a call with a head before its arguments. `match` matches the head, whose group 1 is the call's name;
+        what is no head is content, and so is the `marker` before it. Returns False if more text is needed to tell."""
         at = self._buffer.find("{", 0, MAX_HEAD)
         if at < 0 and len(self._buffer) < MAX_HEAD:
             return False
-        found = None if at < 0 else head.fullmatch(self._buffer, 0, at)
+        found = None if at < 0 else match(self._buffer, 0, at)
         if found is None:
             self._collector.add_content(marker)
         else:
