@@ -9,8 +9,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from coserve.core.errors import AdapterError, CorpusError, QueueFull, RequestError
@@ -115,6 +115,16 @@ def keep_task(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[T]]) -> asyn
     tasks.add(task)
     task.add_done_callback(tasks.discard)
     return task
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Open a task group that raises the first error of its tasks alone."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 class Commits:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from msgspec.inspect import StructType, type_info
 
 from coserve.api.http.parsing import decode_dialect
-from coserve.api.openai import requests as openai_requests
 from coserve.api.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
 from coserve.api.tgi.schemas import TgiParameters, TgiRequest
 from coserve.core.errors import CoserveError, UnknownField
@@ -223,13 +222,3 @@ async def test_every_field_may_say_its_default(api: Api) -> None:
             said = {name: choices[min(place, len(choices) - 1)] for name, choices in values.items()}
             status, answer = await api.call("POST", path, json=body | said)
             assert status == 200, (path, place, answer)
-
-
-def test_every_field_that_only_may_say_one_thing_exists() -> None:
-    shared, texts, chats = (
-        openai_requests.NEUTRAL,
-        openai_requests.NEUTRAL_IN_COMPLETIONS,
-        openai_requests.NEUTRAL_IN_CHATS,
-    )
-    assert {*shared, *texts} <= {*CompletionRequest.__struct_fields__}
-    assert {*shared, *chats} <= {*ChatRequest.__struct_fields__}

@@ -44,16 +44,6 @@ class DeepSeekParser(ToolParser):
             self._expected = "content"
         return True
 
-    def _marker(self, *markers: str) -> str | None:
-        """Consume one of the markers, after white space, and return it; empty: the buffer begins with none; None: more
-        text is needed to tell."""
-        rest = self._buffer.lstrip()
-        if any(marker.startswith(rest) and marker != rest for marker in markers):
-            return None
-        found = next((marker for marker in markers if rest.startswith(marker)), "")
-        self._buffer = rest.removeprefix(found) if found else self._buffer
-        return found
-
     def _ended(self, named: bool) -> None:
         self._expected = "more"
 

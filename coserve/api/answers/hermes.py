@@ -15,12 +15,8 @@ class HermesParser(ToolParser):
 
     def _search(self) -> bool:
         if self._closing:
-            rest = self._buffer.lstrip()
-            if rest != CLOSE and CLOSE.startswith(rest):
-                return False
-            self._buffer = rest.removeprefix(CLOSE) if rest.startswith(CLOSE) else self._buffer
-            self._closing = False
-            return True
+            self._closing = self._marker(CLOSE) is None
+            return not self._closing
         found = self._find(OPEN)
         if found:
             self._begin_call(OPEN, self._buffer)

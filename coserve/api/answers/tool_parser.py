@@ -81,6 +81,16 @@ class ToolParser(ABC):
         self._buffer = after if found else before[len(before) - held :]
         return bool(found)
 
+    def _marker(self, *markers: str) -> str | None:
+        """Consume one of the markers, after white space, and return it; empty: the buffer begins with none; None: more
+        text is needed to tell."""
+        rest = self._buffer.lstrip()
+        if any(marker.startswith(rest) and marker != rest for marker in markers):
+            return None
+        found = next((marker for marker in markers if rest.startswith(marker)), "")
+        self._buffer = rest.removeprefix(found) if found else self._buffer
+        return found
+
     def _step(self) -> bool:
         if self._call is None:
             return self._search()

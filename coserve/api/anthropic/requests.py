@@ -17,7 +17,7 @@ from coserve.api.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from coserve.api.http.body_types import refuse_unless_neutral
+from coserve.api.http.body_types import refuse_unsupported
 from coserve.api.openai.schemas import ChatRequest, StreamOptions
 from coserve.core.errors import EmptyPrompt, InvalidRequest
 from coserve.core.messages import Chat, ChatMessage, FunctionCall, TemplateOptions, ToolCall
@@ -27,8 +27,7 @@ from coserve.core.schemas.output_format import JsonSchemaFormat, ResponseFormat
 def chat_of(body: MessagesRequest, template: str | None) -> ChatRequest:
     """Return the chat that the request asks for. `template`: the base's chat template. Raises `InvalidRequest` and
     `EmptyPrompt`."""
-    for name in ("container", "mcp_servers"):
-        refuse_unless_neutral(name, getattr(body, name), ())
+    refuse_unsupported(body)
     format = body.output_format if body.output_config is None else body.output_config.format
     schema = None if format is None else JsonSchemaFormat(schema=format.schema, name="answer", strict=True)
     choice = body.tool_choice or ToolChoice(type="auto")

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from coserve.api.http.body_types import Unsupported
 from coserve.api.openai.schemas import ModelName
 from coserve.core.limits import MAX_MESSAGES, AuthorName, PositiveTokenCount, StopTexts, Temperature, Text, TopK, TopP
 from coserve.core.messages import MAX_TOOLS
@@ -123,8 +124,8 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     metadata: Any = None
     service_tier: Any = None
     inference_geo: Any = None
-    container: Any = None
-    mcp_servers: Any = None
+    container: Annotated[Any, Unsupported()] = None
+    mcp_servers: Annotated[Any, Unsupported()] = None
 
 
 class TokenCountResponse(Wire, frozen=True):

@@ -4,8 +4,8 @@ ordinary requests of the class batch."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -82,16 +82,6 @@ class Asker:
             slo_class="batch",
         )
         return (await self.ask(request, snapshot)).prompt_logprobs[-len(answer) :]
-
-
-@asynccontextmanager
-async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a task group that raises the first error of its tasks alone."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
 
 
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:

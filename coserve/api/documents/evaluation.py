@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
-from coserve.api.documents.asking import Asker, task_group
+from coserve.api.documents.asking import Asker
+from coserve.core.cancellation import task_group
 from coserve.core.schemas import AnswerScore, DocumentEvaluation
 from coserve.core.types import AdapterRef, Wire
 from coserve.data.documents.lessons import Lesson

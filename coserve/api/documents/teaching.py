@@ -14,7 +14,8 @@ from typing import TypeVar
 
 import msgspec
 
-from coserve.api.documents.asking import Asker, task_group
+from coserve.api.documents.asking import Asker
+from coserve.core.cancellation import task_group
 from coserve.core.schemas import DocumentJob, DocumentSettings
 from coserve.core.schemas.documents import Phase
 from coserve.core.types import Wire

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import get_type_hints
 
+import msgspec
 from msgspec.inspect import AnyType, ListType, NoneType, StructType, Type, type_info
 
 from coserve.core.errors import InvalidRequest
@@ -19,6 +21,28 @@ def is_empty(value: object, depth: int = DEPTH) -> bool:
     if isinstance(value, dict):
         return depth > 0 and all(is_empty(entry, depth - 1) for entry in value.values())
     return value is None or value == "" or value == []
+
+
+@dataclass(frozen=True, eq=False)
+class Unsupported:
+    """Annotation of a field for a feature that is not implemented. `accepts`: values besides empty ones that ask for
+    nothing, such as the defaults of OpenAI and vLLM."""
+
+    accepts: tuple[object, ...] = ()
+
+
+def refuse_unsupported(body: msgspec.Struct, *, within: str = "") -> None:
+    """Raise `InvalidRequest` for a field with the annotation `Unsupported` that asks for something. `within`: prefix of
+    the field's path in the error."""
+    for name, mark in _unsupported(type(body)).items():
+        refuse_unless_neutral(name, getattr(body, name), mark.accepts, within=within)
+
+
+@cache
+def _unsupported(type: type) -> dict[str, Unsupported]:
+    hints = get_type_hints(type, include_extras=True)
+    marks = ((name, mark) for name, hint in hints.items() for mark in getattr(hint, "__metadata__", ()))
+    return {name: mark for name, mark in marks if isinstance(mark, Unsupported)}
 
 
 def refuse_unless_neutral(name: str, value: object, defaults: tuple[object, ...], *, within: str = "") -> None:

@@ -11,10 +11,11 @@ from typing import Self
 
 import msgspec
 
-from coserve.api.documents.asking import Asker, task_group
+from coserve.api.documents.asking import Asker
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.jobs.recorder import JobRecorder
+from coserve.core.cancellation import task_group
 from coserve.core.errors import CorpusError, CoserveError, EngineUnavailable, InvalidRequest, RequestError
 from coserve.core.link.jobs import JobNote, JobSnapshot
 from coserve.core.schemas import EvalRequest, EvalResult, EvalScore, GenerateRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from coserve.api.http.body_types import refuse_unless_neutral
+from coserve.api.http.body_types import refuse_unless_neutral, refuse_unsupported
 from coserve.api.openai.names import PREFIX, ref_of
 from coserve.api.openai.schemas import (
     MAX_PROMPTS,
@@ -29,29 +29,6 @@ DEFAULT_TOKENS = 16
 
 _CLASSES: dict[str, SloClass] = {"flex": "batch", "priority": "interactive"}
 """Request class of each service tier."""
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "priority": (0,),
-    "verbosity": ("medium",),
-}
-"""Non-empty values accepted for features that are not implemented: the defaults of OpenAI and vLLM."""
-NEUTRAL_IN_COMPLETIONS: dict[str, tuple[object, ...]] = {
-    "suffix": (),
-    "reasoning_effort": ("none",),
-    "include_reasoning": (True,),
-}
-NEUTRAL_IN_CHATS: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "add_special_tokens": (False,),
-    "functions": (),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "echo": (False,),
-}
 
 
 class Named(Protocol):
@@ -73,7 +50,9 @@ def adapter_of(model: ModelName | None, spec: Named) -> str | None:
 def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int) -> list[GenerateRequest]:
     """Return one request for each prompt. `max_queue`: most choices that may wait. Raises `InvalidRequest`,
     `EmptyPrompt`, `AdapterNotFound`."""
-    _check(body, NEUTRAL | NEUTRAL_IN_COMPLETIONS)
+    _check(body)
+    refuse_unless_neutral("reasoning_effort", body.reasoning_effort, ("none",))
+    refuse_unless_neutral("include_reasoning", body.include_reasoning, (True,))
     prompts, candidates = _prompts(body.prompt), max(body.n, body.best_of or body.n)
     if body.best_of is not None and body.best_of < body.n:
         raise InvalidRequest(f"expected at least n, {body.n}, got {body.best_of}", field="best_of")
@@ -111,7 +90,7 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
 
 def chat_request(body: ChatRequest, spec: BaseSpec, template: str | None) -> GenerateRequest:
     """Translate a chat request. `template`: the base's chat template. Raises `InvalidRequest`, `AdapterNotFound`."""
-    _check(body, NEUTRAL | NEUTRAL_IN_CHATS)
+    _check(body)
     call = forced_call(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
@@ -139,10 +118,9 @@ def _template_options(body: ChatRequest, template: str) -> TemplateOptions:
     return {"reasoning_effort": body.reasoning_effort, **options} if body.reasoning_effort else options
 
 
-def _check(body: SharedParams, neutral: dict[str, tuple[object, ...]]) -> None:
+def _check(body: SharedParams) -> None:
     """Raise `InvalidRequest` for features that are not implemented, by name."""
-    for name, defaults in neutral.items():
-        refuse_unless_neutral(name, getattr(body, name), defaults)
+    refuse_unsupported(body)
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("expected prompt_logprobs without stream only", field="prompt_logprobs")
     options = body.stream_options or StreamOptions()

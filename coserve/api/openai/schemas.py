@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from coserve.api.http.body_types import Unsupported
 from coserve.core.limits import (
     MAX_MESSAGES,
     MAX_TOKENS,
@@ -81,12 +82,12 @@ class SharedParams(GenerationFields, frozen=True):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
 
-    length_penalty: Any = None
-    use_beam_search: Any = None
-    spaces_between_special_tokens: Any = None
-    truncate_prompt_tokens: Any = None
-    priority: Any = None
-    verbosity: Any = None
+    length_penalty: Annotated[Any, Unsupported((1, 1.0))] = None
+    use_beam_search: Annotated[Any, Unsupported((False,))] = None
+    spaces_between_special_tokens: Annotated[Any, Unsupported((True,))] = None
+    truncate_prompt_tokens: Annotated[Any, Unsupported()] = None
+    priority: Annotated[Any, Unsupported((0,))] = None
+    verbosity: Annotated[Any, Unsupported(("medium",))] = None
 
 
 class CompletionRequest(SharedParams, frozen=True, kw_only=True):
@@ -104,7 +105,7 @@ class CompletionRequest(SharedParams, frozen=True, kw_only=True):
     best_of: Choices | None = None
     """Choices generated for each prompt. The `n` with the highest mean log-probability per token are returned, best
     first. Not with `stream`. null: `n`."""
-    suffix: Any = None
+    suffix: Annotated[Any, Unsupported()] = None
 
 
 class ChatRequest(SharedParams, frozen=True, kw_only=True):
@@ -125,19 +126,19 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     """Older name of `max_completion_tokens`."""
     logprobs: bool = False
     top_logprobs: LogprobCount | None = None
-    add_special_tokens: Any = None
-    best_of: Any = None
+    add_special_tokens: Annotated[Any, Unsupported((False,))] = None
+    best_of: Annotated[Any, Unsupported((1,))] = None
     parallel_tool_calls: bool | None = None
     """false: only the first call is returned."""
     tool_choice: Any = None
     """`auto`; `none`; `required`, or `{"type": "function", "function": {"name": "..."}}`: the answer is one call, which
     follows the tool's schema; `{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}`: as if
     these were the only tools, and the mode (`auto` or `required`) the choice."""
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    echo: Any = None
+    functions: Annotated[Any, Unsupported()] = None
+    function_call: Annotated[Any, Unsupported(("none", "auto"))] = None
+    modalities: Annotated[Any, Unsupported((["text"],))] = None
+    audio: Annotated[Any, Unsupported()] = None
+    echo: Annotated[Any, Unsupported((False,))] = None
     add_generation_prompt: bool = True
     """false: the chat ends with its last message, without the beginning of an answer."""
     continue_final_message: bool = False

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from coserve import __version__
 from coserve.api.generation.full_response import collect
-from coserve.api.http.body_types import refuse_unless_neutral
+from coserve.api.http.body_types import refuse_unsupported
 from coserve.api.http.responses import error_response, json_response
 from coserve.api.http.route import Route
 from coserve.api.http.sse import EventStream
@@ -35,20 +35,6 @@ from coserve.core.limits import MAX_CHOICES, MAX_STOPS
 from coserve.core.schemas import GenerateChunk, GenerateRequest
 
 DEFAULT_TOKENS = 100
-
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "adapter_source": ("local",),
-    "api_token": (),
-    "merged_adapters": (),
-    "typical_p": (1, 1.0),
-    "truncate": (),
-    "watermark": (False,),
-    "apply_chat_template": (False,),
-    "schema": (),
-    "response_format": (),
-    "grammar": (),
-}
-"""Values, other than empty ones, that are accepted for features that are not implemented."""
 
 
 class TgiApi:
@@ -192,8 +178,7 @@ class TgiApi:
 def tgi_request(body: TgiRequest, *, stream: bool) -> GenerateRequest:
     """Translate a request. Raises `InvalidRequest`, which names the parameter."""
     parameters = body.parameters or TgiParameters()
-    for name, defaults in _NEUTRAL.items():
-        refuse_unless_neutral(name, getattr(parameters, name), defaults, within="parameters.")
+    refuse_unsupported(parameters, within="parameters.")
     if stream and parameters.decoder_input_details:
         raise InvalidRequest("expected it left out in streams", field="parameters.decoder_input_details")
     has_warpers = any(value is not None for value in (parameters.temperature, parameters.top_k, parameters.top_p))

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
+from coserve.api.http.body_types import Unsupported
 from coserve.core.limits import (
     Choices,
     LogprobCount,
@@ -60,16 +61,16 @@ class TgiParameters(Wire, frozen=True):
     return_full_text: bool | None = None
     """The prompt comes before the text."""
 
-    adapter_source: Any = None
-    api_token: Any = None
-    merged_adapters: Any = None
-    typical_p: Any = None
-    truncate: Any = None
-    watermark: Any = None
-    apply_chat_template: Any = None
-    schema: Any = None
-    response_format: Any = None
-    grammar: Any = None
+    adapter_source: Annotated[Any, Unsupported(("local",))] = None
+    api_token: Annotated[Any, Unsupported()] = None
+    merged_adapters: Annotated[Any, Unsupported()] = None
+    typical_p: Annotated[Any, Unsupported((1, 1.0))] = None
+    truncate: Annotated[Any, Unsupported()] = None
+    watermark: Annotated[Any, Unsupported((False,))] = None
+    apply_chat_template: Annotated[Any, Unsupported((False,))] = None
+    schema: Annotated[Any, Unsupported()] = None
+    response_format: Annotated[Any, Unsupported()] = None
+    grammar: Annotated[Any, Unsupported()] = None
 
 
 class TgiRequest(Wire, frozen=True):

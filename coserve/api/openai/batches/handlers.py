@@ -7,7 +7,7 @@ import time
 
 from aiohttp import web
 
-from coserve.api.http.body_types import refuse_unless_neutral
+from coserve.api.http.body_types import refuse_unsupported
 from coserve.api.http.route import PAGE
 from coserve.api.openai.batches.runner import BatchRunner
 from coserve.api.openai.batches.schemas import Batch, BatchList, BatchProblems, NewBatch, RequestCounts
@@ -24,7 +24,7 @@ class BatchesApi:
 
     @openai_route("POST", "/v1/batches", "Answer the requests of a file, when others leave room", errors=(404, 507))
     async def create_batch(self, body: NewBatch) -> Batch:
-        refuse_unless_neutral("output_expires_after", body.output_expires_after, ())
+        refuse_unsupported(body)
         record = BatchRecord(
             id=f"batch_{secrets.token_hex(12)}",
             endpoint=body.endpoint,

@@ -21,7 +21,7 @@ from coserve.api.openai.batches.schemas import Answered, BatchAnswer, BatchLine,
 from coserve.api.openai.batches.store import ERRORS, OUTPUT, BatchProblem, BatchRecord, BatchStatus, BatchStore
 from coserve.api.openai.errors import openai_error
 from coserve.core.access.principal import Principal, Scope, act_as
-from coserve.core.cancellation import cancel_all, uncancelled_thread
+from coserve.core.cancellation import cancel_all, task_group, uncancelled_thread
 from coserve.core.errors import (
     CoserveError,
     EngineUnavailable,
@@ -215,23 +215,14 @@ class BatchRunner:
                 await results.put(await self._answer(record, line))
 
         async def work_all() -> None:
-            async with asyncio.TaskGroup() as workers:
+            async with task_group() as workers:
                 for _ in range(min(IN_FLIGHT, len(lines))):
                     workers.create_task(work())
             await results.put(None)
 
-        refused: CoserveError | None = None
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(work_all())
-                group.create_task(self._write(record.id, results))
-        except* StorageError as errors:
-            found: BaseException = errors
-            while isinstance(found, BaseExceptionGroup):
-                found = found.exceptions[0]
-            refused = StorageError(str(found))
-        if refused is not None:
-            raise refused
+        async with task_group() as group:
+            group.create_task(work_all())
+            group.create_task(self._write(record.id, results))
 
     async def _admitted(self, project: str) -> None:
         """Wait until the project's quota has room for a request, and count it."""

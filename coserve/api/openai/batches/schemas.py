@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from coserve.api.http.body_types import Unsupported
 from coserve.api.openai.batches.store import BatchProblem, BatchStatus
 from coserve.core.limits import Text
 from coserve.core.types import Wire
@@ -22,7 +23,7 @@ class NewBatch(Wire, frozen=True):
     completion_window: Literal["24h"] = "24h"
     """Ignored: a batch runs until it is done."""
     metadata: dict[str, Any] | None = None
-    output_expires_after: Any = None
+    output_expires_after: Annotated[Any, Unsupported()] = None
 
 
 class BatchLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

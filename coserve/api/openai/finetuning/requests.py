@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 
-from coserve.api.http.body_types import refuse_unless_neutral
+from coserve.api.http.body_types import refuse_unsupported
 from coserve.api.openai.finetuning.schemas import CreateJob, DpoHyperparameters, Hyperparameters, Method
 from coserve.api.openai.names import ID_LENGTH, adapter_name
 from coserve.api.openai.requests import adapter_of
@@ -23,7 +23,7 @@ def job_request(body: CreateJob, spec: BaseSpec, key: str | None) -> tuple[Finet
 
     Raises `InvalidRequest`, `AdapterNotFound`.
     """
-    refuse_unless_neutral("integrations", body.integrations, ())
+    refuse_unsupported(body)
     found = _hyperparameters(body)
     loss = None
     if isinstance(found, DpoHyperparameters):

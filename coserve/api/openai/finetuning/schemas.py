@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
+from coserve.api.http.body_types import Unsupported
 from coserve.api.openai.schemas import ModelName
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.settings import Auto
@@ -70,7 +71,7 @@ class CreateJob(Wire, frozen=True):
         Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
         | None
     ) = None
-    integrations: Any = None
+    integrations: Annotated[Any, Unsupported()] = None
     """Refused unless empty: `--tracker` sends the metrics of all jobs."""
     lora: LoraRequest | None = None
     """coserve's own: the shape of a new adapter, as in `POST /finetune`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from coserve.api.http.body_types import is_empty, refuse_unless_neutral
+from coserve.api.http.body_types import is_empty, refuse_unsupported
 from coserve.api.openai.responses.schemas import LOGPROBS, InputItem, ResponseRequest, TextFormat
 from coserve.api.openai.schemas import ChatRequest, StreamOptions
 from coserve.core.errors import EmptyPrompt, InvalidRequest
@@ -13,22 +13,12 @@ from coserve.core.messages import ChatMessage, FunctionCall, ToolCall
 from coserve.core.sampling import SamplingFields
 from coserve.core.schemas.output_format import JsonSchemaFormat, ResponseFormat
 
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "truncation": ("disabled", "auto"),
-    "background": (False,),
-    "conversation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "max_tool_calls": (),
-}
-"""Accepted values of fields for missing features: nothing is stored, and no tool is run."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
 
 def chat_of(body: ResponseRequest, template: str | None) -> ChatRequest:
     """Return the chat that the request asks for. `template`: the base's chat template. Raises `InvalidRequest`."""
-    for name, values in NEUTRAL.items():
-        refuse_unless_neutral(name, getattr(body, name), values)
+    refuse_unsupported(body)
     wants_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not wants_logprobs:
         raise InvalidRequest(f"expected include with {LOGPROBS}", field="top_logprobs")

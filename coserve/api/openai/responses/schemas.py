@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
+from coserve.api.http.body_types import Unsupported
 from coserve.api.openai.schemas import ChatLogprob, ModelName, OpenAIErrorInfo, ServiceTier
 from coserve.core.limits import MAX_MESSAGES, LogprobCount, PositiveTokenCount, Text
 from coserve.core.messages import Tools
@@ -84,12 +85,12 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     reasoning: dict[str, Any] | None = None
     """`effort`: passed to a chat template that reads `reasoning_effort`, such as gpt-oss's. Ignored otherwise."""
     stream_options: Any = None
-    truncation: Any = None
-    background: Any = None
-    conversation: Any = None
-    previous_response_id: Any = None
-    prompt: Any = None
-    max_tool_calls: Any = None
+    truncation: Annotated[Any, Unsupported(("disabled", "auto"))] = None
+    background: Annotated[Any, Unsupported((False,))] = None
+    conversation: Annotated[Any, Unsupported()] = None
+    previous_response_id: Annotated[Any, Unsupported()] = None
+    prompt: Annotated[Any, Unsupported()] = None
+    max_tool_calls: Annotated[Any, Unsupported()] = None
 
 
 class OutputText(Wire, frozen=True, tag_field="type", tag="output_text"):
