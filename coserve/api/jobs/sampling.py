@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 
 from coserve.api.engine_client import EngineClient
+from coserve.api.generation.full_response import collect_native
 from coserve.api.generation.in_flight import InFlightRequests
 from coserve.api.jobs.owner import act_as_owner
 from coserve.api.jobs.progress import JobSample, Progress
@@ -15,7 +16,7 @@ from coserve.core.cancellation import cancel_all
 from coserve.core.errors import CoserveError, EngineUnavailable
 from coserve.core.link.jobs import JobNote, JobSnapshot, SnapshotDone
 from coserve.core.messages import ChatMessage
-from coserve.core.schemas import Finish, GenerateRequest, Sample
+from coserve.core.schemas import GenerateRequest, Sample
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import TrainingRequest
 from coserve.state.registry.missing_samples import without_samples
@@ -91,13 +92,8 @@ class JobSampler:
     async def _sample_prompt(self, snapshot: JobSnapshot, index: int, job: JobSpec) -> bool:
         """Generate one sample. Returns False as `_sample` does."""
         request = sample_request(job.training, job.training.sample_prompts[index])
-        parts: list[str] = []
-        finish: Finish | None = None
         try:
-            async with aclosing(self._generation.stream(request, snapshot=snapshot.ref)) as chunks:
-                async for chunk in chunks:
-                    parts.append(chunk.text)
-                    finish = chunk.finish_reason or finish
+            response = await collect_native(request, self._generation.stream(request, snapshot=snapshot.ref))
         except EngineUnavailable:
             return False
         except CoserveError as error:
@@ -106,8 +102,8 @@ class JobSampler:
             what = without_samples(snapshot.step, why, index)
             self._record(JobNote(id=snapshot.id, message=what))
             return True
-        assert finish is not None, "a stream ends with a reason"
-        sample = Sample(step=snapshot.step, prompt=index, text="".join(parts), finish_reason=finish)
+        (choice,) = response.choices
+        sample = Sample(step=snapshot.step, prompt=index, text=choice.text, finish_reason=choice.finish_reason)
         self._record(JobSample(snapshot.id, sample))
         return True
 

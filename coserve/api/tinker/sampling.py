@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import aclosing
+from collections.abc import Sequence
 
+from coserve.api.generation.full_response import LogprobEntry, collect
 from coserve.api.generation.in_flight import InFlightRequests
 from coserve.api.tinker.schemas import TinkerSample
 from coserve.api.tinker.wire import Sampled, encode_samples
 from coserve.core.errors import InvalidRequest, QueueFull
-from coserve.core.schemas import GenerateRequest, Logprob
+from coserve.core.schemas import GenerateRequest
 from coserve.core.types import AdapterRef
 
 
@@ -53,34 +54,29 @@ async def sample(
 async def _sample(
     body: TinkerSample, request: GenerateRequest, snapshot: AdapterRef | None, generation: InFlightRequests
 ) -> bytes:
-    tokens, values = ([list[int]() for _ in range(request.n)], [list[float]() for _ in range(request.n)])
-    tops, stopped = [list[list[tuple[int, float]]]() for _ in range(request.n)], [False] * request.n
-    prompt, prompt_tops, cached = list[float](), list[list[tuple[int, float]]](), 0
-    async with aclosing(generation.stream(request, snapshot=snapshot)) as chunks:
-        async for chunk in chunks:
-            for entry in chunk.prompt_logprobs or ():
-                prompt.append(math.nan if entry.logprob is None else entry.logprob)
-                prompt_tops.append(_pairs(entry.top))
-            tokens[chunk.index] += chunk.token_ids
-            for chosen in chunk.logprobs or ():
-                values[chunk.index].append(chosen.logprob)
-                tops[chunk.index].append(_pairs(chosen.top))
-            stopped[chunk.index] |= chunk.finish_reason == "stop"
-            if chunk.usage is not None:
-                cached = chunk.usage.prompt_tokens_details.cached_tokens
-    top = body.topk_sample_logprobs > 0
+    full = await collect(request, generation.stream(request, snapshot=snapshot), _Scores)
+    prompt, tops = full.prompt or _Scores(), body.topk_sample_logprobs > 0
+    pairs = zip(full.response.choices, (scores or _Scores() for scores in full.logprobs), strict=True)
     sequences = [
-        Sampled(*each, tops[number] if top else None)
-        for number, each in enumerate(zip(stopped, tokens, values, strict=True))
+        Sampled(choice.finish_reason == "stop", choice.token_ids, scores.values, scores.tops if tops else None)
+        for choice, scores in pairs
     ]
     return await asyncio.to_thread(  # the first call imports protobuf
         encode_samples,
         sequences,
-        prompt if body.prompt_logprobs else None,
-        prompt_tops if body.topk_prompt_logprobs else None,
-        cached,
+        prompt.values if body.prompt_logprobs else None,
+        prompt.tops if body.topk_prompt_logprobs else None,
+        full.response.usage.prompt_tokens_details.cached_tokens,
     )
 
 
-def _pairs(top: list[Logprob]) -> list[tuple[int, float]]:
-    return [(each.token_id, each.logprob) for each in top]
+class _Scores:
+    """Log-probabilities of a choice's or the prompt's tokens, and the most likely tokens at each place."""
+
+    def __init__(self) -> None:
+        self.values, self.tops = list[float](), list[list[tuple[int, float]]]()
+
+    def add(self, entries: Sequence[LogprobEntry], /) -> None:
+        for entry in entries:
+            self.values.append(math.nan if entry.logprob is None else entry.logprob)
+            self.tops.append([(each.token_id, each.logprob) for each in entry.top])
