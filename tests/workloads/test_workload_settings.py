@@ -163,6 +163,7 @@ def test_the_page_shows_what_there_is(tmp_path: Path) -> None:
         "--inference-batch-size",
         "--max-running",
         "--rates",
+        "--cells",
         "--seconds",
         "--vllm-site",
         "--out",
