@@ -39,7 +39,6 @@ class PackedLogprobs(msgspec.Struct, frozen=True):
 
     @classmethod
     def joined(cls, parts: Iterable[PackedLogprobs]) -> PackedLogprobs:
-        """Concatenate `parts`."""
         parts = list(parts)
         return cls(sum(part.count for part in parts), b"".join(part.data for part in parts))
 

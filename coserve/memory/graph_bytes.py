@@ -24,22 +24,8 @@ class Captures(Protocol):
     def stream(self) -> torch.cuda.Stream: ...
 
 
-class ReadsMemory(Protocol):
-    """Reads the device's memory use, in bytes."""
-
-    def free(self) -> int: ...
-
-    def reserved(self) -> int:
-        """Bytes reserved by this process's allocator."""
-        ...
-
-    def held(self, captures: Captures) -> int:
-        """Bytes reserved for the captures' pool, and for their stream outside of it."""
-        ...
-
-
 class CudaMemory:
-    """Implements `ReadsMemory`."""
+    """Reads the device's memory use, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,9 +34,11 @@ class CudaMemory:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def reserved(self) -> int:
+        """Bytes reserved by this process's allocator."""
         return torch.cuda.memory_reserved(self._device)
 
     def held(self, captures: Captures) -> int:
+        """Bytes reserved for the captures' pool, and for their stream outside of it."""
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return sum(
             segment["total_size"]
@@ -64,7 +52,7 @@ class GraphBytes:
     """Total bytes of the captured graphs; grows with each capture. Allocations of other threads, for jobs that start,
     are excluded."""
 
-    def __init__(self, memory: ReadsMemory | None) -> None:
+    def __init__(self, memory: CudaMemory | None) -> None:
         """`memory` is None on a CPU, where nothing is captured or counted."""
         self._memory = memory
         self._before: int | None = None

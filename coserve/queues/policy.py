@@ -9,25 +9,10 @@ same time always gives the same decision.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
-
-class Waiting(Protocol):
-    """A queued request. `deadline`: of its first token; `pending`: prompt tokens to compute; `end`: deadline of its
-    last token, infinite without one; `decodes`: most decode steps from its first token to its last."""
-
-    @property
-    def arrived(self) -> float: ...
-    @property
-    def deadline(self) -> float: ...
-    @property
-    def pending(self) -> int: ...
-    @property
-    def end(self) -> float: ...
-    @property
-    def decodes(self) -> int: ...
+from coserve.queues.request import Request
 
 
 class Due(NamedTuple):
@@ -106,7 +91,7 @@ class View:
     no request runs.
     """
 
-    waiting: tuple[Waiting, ...]
+    waiting: tuple[Request, ...]
     """Requests that can be admitted now, at most `headroom`, in order of admission (which may differ from arrival)."""
     queued: int
     """How many requests wait, including `waiting`."""
@@ -202,7 +187,7 @@ class Policy(Protocol):
         ...
 
 
-class NamedPolicy(ABC):
+class NamedPolicy(Policy):
     """A policy that the settings can name, with the properties that other modules need to know of it."""
 
     in_batches: ClassVar[bool] = False
@@ -220,7 +205,3 @@ class NamedPolicy(ABC):
         """Build the policy from the settings, if it has any. `tpot`: seconds between tokens of a typical request; None:
         unknown."""
         return cls()
-
-    @abstractmethod
-    def decide(self, view: View, now: float) -> Decision:
-        """See `Policy`."""

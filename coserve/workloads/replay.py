@@ -132,6 +132,7 @@ class ReplayResult(Wire, frozen=True):
 Probe = Callable[[float], Awaitable[Snapshot]]
 """Reads the server's gauges; the argument is the time."""
 Observer = Callable[[Sample | JobSample], None]
+Progress = Callable[[PromptArrival | JobUpdate], None]
 
 
 async def replay(
@@ -140,7 +141,8 @@ async def replay(
     *,
     rest: Rest = Rest.DRAIN,
     request_timeout: float = REQUEST_TIMEOUT,
-    observe: Observer | None = None,
+    observe: Observer = lambda _: None,
+    progress: Progress = lambda _: None,
     probe: Probe | None = None,
     probe_interval: float = 1.0,
     on_interrupt: Callable[[ReplayResult], None] = lambda _: None,
@@ -149,9 +151,10 @@ async def replay(
     `on_interrupt`.
 
     A generation that takes longer than `request_timeout` seconds is abandoned (error `timeout`). `observe` is called
-    with each sample as soon as it is complete, `probe` every `probe_interval` seconds until the end.
+    with each sample as soon as it is complete, `progress` with each request that is sent and each report of a job,
+    `probe` every `probe_interval` seconds until the end.
     """
-    recorder = _Recorder(target, asyncio.get_running_loop().time(), request_timeout, observe or (lambda sample: None))
+    recorder = _Recorder(target, asyncio.get_running_loop().time(), request_timeout, observe, progress)
     try:
         duration = await _send(trace, recorder, rest, probe, probe_interval)
     except asyncio.CancelledError:
@@ -221,6 +224,7 @@ class _Recorder:
     start: float
     request_timeout: float
     observe: Observer
+    progress: Progress
     samples: list[Sample] = field(default_factory=list)
     jobs: list[JobSample] = field(default_factory=list)
     watches: list[asyncio.Task[None]] = field(default_factory=list)
@@ -232,6 +236,7 @@ class _Recorder:
     async def generate(self, arrival: PromptArrival) -> None:
         sent, times, tokens = self.now(), list[float](), 0
         finished = sent
+        self.progress(arrival)
         error = message = None
         usage: Usage | None = None
         try:
@@ -281,10 +286,11 @@ class _Recorder:
 
     async def _watch(self, watched: _Watched, job: str) -> None:
         try:
-            async for progress in self.target.watch(job):
-                watched.state = progress.state or watched.state
-                if progress.tokens:
-                    watched.trained.append((self.now(), progress.tokens))
+            async for update in self.target.watch(job):
+                self.progress(update)
+                watched.state = update.state or watched.state
+                if update.tokens:
+                    watched.trained.append((self.now(), update.tokens))
         except (CoserveError, OSError) as failure:
             watched.fail(failure)
 

@@ -20,7 +20,7 @@ from coserve.core.errors import (
     WrongJobState,
 )
 from coserve.core.names import NAME_RULE, is_adapter_ref, is_name
-from coserve.core.schemas import Job, JobEvent
+from coserve.core.schemas import JobEvent
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraRequest
@@ -176,7 +176,9 @@ class DaemonTarget:
                 self.seen(event)
                 yield JobUpdate(tokens=0 if event.metrics is None else event.metrics.tokens, state=event.state)
                 if event.state in (JobState.PAUSED, JobState.FAILED):
-                    _check_going_on(await self._jobs[job].refresh())
+                    ended = await self._jobs[job].refresh()
+                    if ended.state in (JobState.PAUSED, JobState.FAILED):
+                        raise JobError("the job was paused") if ended.error is None else job_error(ended.error)
 
     def seen(self, event: JobEvent) -> None:
         """Called with each event of a job; override it to show progress."""
@@ -234,9 +236,3 @@ def _passes(error: CoserveError) -> bool:
     if isinstance(error, Unreachable):
         return error.sent
     return isinstance(error, AdapterBusy) or error.status in (429, 503)
-
-
-def _check_going_on(job: Job) -> None:
-    """Raise the error with which a job failed or the daemon paused it, `JobError` if a user paused it."""
-    if job.state in (JobState.PAUSED, JobState.FAILED):
-        raise JobError("the job was paused") if job.error is None else job_error(job.error)

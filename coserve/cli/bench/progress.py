@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from rich.console import Console
 
 from coserve.workloads.metrics import Limits, attains, ttft
-from coserve.workloads.replay import JobSample, JobUpdate, Sample, Target, Usage
+from coserve.workloads.replay import JobSample, JobUpdate, Sample
 from coserve.workloads.report.tables import duration_text
 from coserve.workloads.scenario import Scenario
-from coserve.workloads.trace import FinetuneArrival, PromptArrival
+from coserve.workloads.trace import PromptArrival
 
 REDRAW, REPEAT = 0.25, 5.0
 """Seconds between two updates on a terminal, and elsewhere."""
@@ -46,10 +46,13 @@ class BenchProgress:
             if sample.error is None and (first := ttft(sample)) is not None:
                 self._first.append(first)
 
-    def trained(self, tokens: int) -> None:
-        """Count the tokens of a reported optimizer step."""
-        self.tokens += tokens
-        self._steps.append((self._clock(), tokens))
+    def moved(self, event: PromptArrival | JobUpdate) -> None:
+        """Count a request that is sent, or the tokens of a reported optimizer step."""
+        if isinstance(event, PromptArrival):
+            self.sent += 1
+        elif event.tokens:
+            self.tokens += event.tokens
+            self._steps.append((self._clock(), event.tokens))
 
     def line(self) -> str:
         if self.preparing:
@@ -74,30 +77,6 @@ class BenchProgress:
         if not seconds:
             return ""
         return f", lately {sum(tokens for _, tokens in list(self._steps)[1:]) / seconds:,.0f}/s"
-
-
-class CountedTarget:
-    """A target that reports its requests and training tokens to a `BenchProgress`."""
-
-    def __init__(self, target: Target, progress: BenchProgress) -> None:
-        self._target, self._progress = target, progress
-
-    async def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
-        self._progress.sent += 1
-        async for new in self._target.generate(arrival):
-            yield new
-
-    async def submit(self, arrival: FinetuneArrival) -> str:
-        return await self._target.submit(arrival)
-
-    async def watch(self, job: str) -> AsyncIterator[JobUpdate]:
-        async for update in self._target.watch(job):
-            if update.tokens:
-                self._progress.trained(update.tokens)
-            yield update
-
-    async def cancel(self, job: str) -> None:
-        await self._target.cancel(job)
 
 
 @asynccontextmanager

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TextIO
+from typing import Any
 
-from coserve.cli.bench.progress import BenchProgress, CountedTarget, shown
+from coserve.cli.bench.progress import BenchProgress, shown
 from coserve.client import AsyncClient
 from coserve.client.transport import most_connections
 from coserve.core.errors import InvalidRequest
@@ -102,17 +102,10 @@ def _plain_warnings() -> Iterator[None]:
     suppressed."""
     said, plain = False, warnings.showwarning
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:  # noqa: ANN401
         nonlocal said
         if category is not UserWarning:
-            plain(message, category, filename, lineno, file, line)
+            plain(message, category, *where, **more)
         elif not said:
             said = True
             print(f"fine-tuning: {message}", file=sys.stderr)
@@ -184,9 +177,10 @@ async def _replay(
     progress.begin()
     return await replay(
         trace,
-        CountedTarget(target, progress),
+        target,
         rest=rest,
         observe=progress.observe,
+        progress=progress.moved,
         probe=probe if server.metrics_interval > 0 else None,
         probe_interval=server.metrics_interval,
         on_interrupt=on_interrupt,

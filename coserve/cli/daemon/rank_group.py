@@ -86,7 +86,8 @@ class RankGroup:
         board = _shared_memory(board_bytes(config.tp))
         try:
             for number in range(config.tp):
-                commands = [ours for ours, _ in pairs] if number == 0 else [pairs[number - 1][1]]
+                leads = number == 0
+                commands = [ours for ours, _ in pairs] if leads else [pairs[number - 1][1]]
                 ours, theirs = socket.socketpair()
                 with theirs:
                     place = RankPlace(
@@ -97,37 +98,28 @@ class RankGroup:
                         monitor=theirs.fileno(),
                         commands=tuple(sock.fileno() for sock in commands),
                     )
-                    await self._start_rank(place, config, ours, theirs, link, commands, board)
+                    reports = await AsyncChannel[Never, RankReport].open(ours, msgspec.msgpack.Decoder(RankReport))
+                    others: list[socket.socket | IO[bytes]] = [*([theirs] if leads else []), *commands, board]
+                    process = await start_child(
+                        "coserve.engine.process" if leads else "coserve.engine.ranks.process",
+                        link if leads else theirs,
+                        msgspec.json.encode(place).decode(),
+                        stdin=config_to_json(config),
+                        others=others,
+                    )
+                self._began(_Rank(number, process, reports, WatchedRank(number)), config.tp)
         finally:
             board.close()
             for sock in (sock for pair in pairs for sock in pair):
                 sock.close()
         self._tasks.append(asyncio.create_task(self._watch()))
 
-    async def _start_rank(
-        self,
-        place: RankPlace,
-        config: Config,
-        ours: socket.socket,
-        theirs: socket.socket,
-        link: socket.socket,
-        commands: list[socket.socket],
-        board: IO[bytes],
-    ) -> None:
-        reports = await AsyncChannel[Never, RankReport].open(ours, msgspec.msgpack.Decoder(RankReport))
-        leads = place.rank == 0
-        module = "coserve.engine.process" if leads else "coserve.engine.ranks.process"
-        end = link if leads else theirs
-        others: list[socket.socket | IO[bytes]] = [*([theirs] if leads else []), *commands, board]
-        process = await start_child(
-            module, end, msgspec.json.encode(place).decode(), stdin=config_to_json(config), others=others
-        )
-        rank = _Rank(place.rank, process, reports, WatchedRank(place.rank))
+    def _began(self, rank: _Rank, size: int) -> None:
         self._ranks.append(rank)
         listening = asyncio.create_task(self._listen(rank))
         rank.exiting = asyncio.create_task(self._await_exit(rank, listening))
         self._tasks += [listening, rank.exiting]
-        log_event(log, "rank starts", rank=place.rank, ranks=place.size, engine_pid=process.pid)
+        log_event(log, "rank starts", rank=rank.number, ranks=size, engine_pid=rank.process.pid)
 
     @property
     def leader(self) -> asyncio.subprocess.Process:

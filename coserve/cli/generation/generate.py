@@ -35,7 +35,8 @@ def _generate(
 
     POST /generate has further settings (logprobs, n, logit bias, token ids, whole conversations, ...).
     """
-    text = _without_line_end(sys.stdin.read()) if prompt == "-" else prompt
+    # `echo` and editors append a line end, which is not part of the prompt
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     source: dict[str, Any] = {"prompt": text}
     if chat or system is not None:
         messages = [] if system is None else [{"role": "system", "content": system}]
@@ -57,8 +58,3 @@ def _read_schema(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"expected a file with a JSON schema, got {path}: {error}", field="schema") from error
-
-
-def _without_line_end(text: str) -> str:
-    """Remove one line end, which `echo` and editors append to a text and which is not part of the prompt."""
-    return text.removesuffix("\n")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
@@ -17,9 +15,6 @@ PRINCIPAL = web.RequestKey("principal", Principal)
 class AccessLogger(AbstractAccessLogger):
     """Logs method, path without query, status, bytes, seconds, peer, the response's `X-Request-Id`, and the project and
     the id of the API key if the request had one."""
-
-    def __init__(self, logger: logging.Logger, log_format: str) -> None:
-        super().__init__(logger, log_format)
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         found = request.get(PRINCIPAL)

@@ -40,10 +40,8 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_time(record)} {self._process} {record.levelname} {record.name}: {escaped(record.getMessage())}"
         line = head + "".join(f" {name}={_shown(value)}" for name, value in _fields(record).items())
-        return "\n".join([line, *(f"    {escaped(part)}" for part in self._traceback(record))])
-
-    def _traceback(self, record: logging.LogRecord) -> list[str]:
-        return self.formatException(record.exc_info).split("\n") if record.exc_info else []
+        traceback = self.formatException(record.exc_info).split("\n") if record.exc_info else []
+        return "\n".join([line, *(f"    {escaped(part)}" for part in traceback)])
 
 
 def _shown(value: Value) -> str:

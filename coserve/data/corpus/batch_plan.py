@@ -141,7 +141,6 @@ class BatchPlan:
         return int(cuts[index]), int(cuts[index + 1])
 
     def _pack(self, rows: Ints, check: Callable[[], None]) -> tuple[tuple[int, ...], ...]:
-        """Pack the rows into micro-batches."""
         indices: list[int] = rows.tolist()
         sizes: list[int] = self.lengths[rows].tolist()
         packed: list[tuple[int, ...]] = []

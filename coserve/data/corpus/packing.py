@@ -74,7 +74,6 @@ class _FreeTokens:
             most[node] = free
 
     def _double(self) -> None:
-        """Double the number of leaves."""
         level = self._most[self._leaves :] + [-1] * self._leaves
         levels = [level]
         while len(level) > 1:

@@ -126,15 +126,12 @@ class PieceReader:
         if piece.format == "jsonl":
             rows = parse_lines(Path(piece.path), self._limits, piece.start, piece.stop, self._columns)
         else:
-            rows = self._table_rows()
+            found = enumerate(table_rows(piece, self._limits), start=1)
+            rows = (parse_row(row, line, self._columns) for line, (row, _) in found)
         for row in rows:
             self.lines += 1
             if row is not None:
                 yield row
-
-    def _table_rows(self) -> Iterator[Row]:
-        for line, (found, _) in enumerate(table_rows(self._piece, self._limits), start=1):
-            yield parse_row(found, line, self._columns)
 
 
 def table_rows(piece: Piece, limits: CorpusLimits = LIMITS) -> Iterator[tuple[object, bytes]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from random import Random
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -104,15 +105,11 @@ def lesson_corpus(
     return _corpus([row.cut(longest) for row in rows if len(row.prompt) < longest], soft=soft)
 
 
-class _Row:
-    def __init__(
-        self,
-        prompt: list[int],
-        answer: list[int],
-        ids: npt.NDArray[np.int32],
-        weights: npt.NDArray[np.float32],
-    ) -> None:
-        self.prompt, self.answer, self.ids, self.weights = prompt, answer, ids, weights
+class _Row(NamedTuple):
+    prompt: list[int]
+    answer: list[int]
+    ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
 
     def cut(self, longest: int) -> _Row:
         n = longest - len(self.prompt)

@@ -164,10 +164,6 @@ def asked_sentence(chunk: str, attempt: int, seed: int) -> str:
 
 def _asked_about(chunk: str, attempt: int, seed: int) -> tuple[list[str], int]:
     """Return the chunk's sentences, and the index of the one that the attempt asks about."""
-    sentences = _sentences(chunk)
-    return sentences, Random(seed).sample(range(len(sentences)), len(sentences))[attempt % len(sentences)]
-
-
-def _sentences(chunk: str) -> list[str]:
     found = [part.strip() for part in SENTENCE.split(chunk) if len(part.strip()) >= SHORTEST]
-    return [part[:LONGEST] for part in found] or [chunk[:LONGEST]]
+    sentences = [part[:LONGEST] for part in found] or [chunk[:LONGEST]]
+    return sentences, Random(seed).sample(range(len(sentences)), len(sentences))[attempt % len(sentences)]

@@ -48,6 +48,8 @@ _ROLES = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
 
 
 class GgufTokenizer(NamedTuple):
+    """The arguments of a `Tokenizer`, in order."""
+
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]
     eos_token_ids: tuple[int, ...]

@@ -66,7 +66,6 @@ class Tokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        *,
         special_tokens: dict[str, str],
         eos_token_ids: tuple[int, ...] = (),
         chat_template: str | None = None,
@@ -109,13 +108,7 @@ class Tokenizer:
                 return cls.from_folder(folder)
         folder = Path(locate(source))
         if is_gguf(str(folder)):
-            found = read_tokenizer(folder)
-            return cls(
-                found.backend,
-                special_tokens=found.special_tokens,
-                eos_token_ids=found.eos_token_ids,
-                chat_template=found.chat_template,
-            )
+            return cls(*read_tokenizer(folder))
         return cls.from_folder(folder if folder.is_dir() else fetch_files(source, _FILES))
 
     @classmethod
@@ -152,13 +145,8 @@ class Tokenizer:
     @classmethod
     def from_state(cls, state: bytes, limits: Limits = nullcontext) -> Tokenizer:
         found = msgspec.msgpack.decode(state, type=_TokenizerState)
-        return cls(
-            tokenizers.Tokenizer.from_str(found.backend),
-            special_tokens=found.special_tokens,
-            eos_token_ids=found.eos_token_ids,
-            chat_template=found.chat_template,
-            limits=limits,
-        )
+        backend = tokenizers.Tokenizer.from_str(found.backend)
+        return cls(backend, found.special_tokens, found.eos_token_ids, found.chat_template, limits)
 
     def _encode(self, text: str, *, add_special: bool) -> tokenizers.Encoding:
         """Encode a text, with offsets. `Tokenizer.encode` holds the GIL, `encode_batch` does not."""

@@ -7,7 +7,6 @@ Times are device times of layers that run as CUDA graphs: launches by the host, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -20,6 +19,7 @@ from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
+from coserve.kernels.gpu.timing import CudaClock
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
@@ -33,20 +33,11 @@ REPEATS = 6
 processes may use the GPU meanwhile."""
 
 
-class Clock(Protocol):
-    """Measures time between points of the current stream."""
-
-    def mark(self) -> object: ...
-    def seconds(self, begin: object, end: object) -> float:
-        """Seconds between two marks; waits for both."""
-        ...
-
-
 class LayerTimer:
     """Runs micro-batches with one adapter of LoRA rank `DEFAULT_RANK` at every site."""
 
     def __init__(
-        self, base: Base, compiled: CompiledLayers, backend: LoraBackend, graphs: LayerGraphs | None, clock: Clock
+        self, base: Base, compiled: CompiledLayers, backend: LoraBackend, graphs: LayerGraphs | None, clock: CudaClock
     ) -> None:
         """`graphs`: CUDA graphs of the compiled layers; None: layers run without graphs."""
         self._base, self._backend, self._clock = base, backend, clock

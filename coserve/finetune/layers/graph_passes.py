@@ -67,24 +67,6 @@ class ShapeGraphs:
             own.copy_(new)
 
 
-class WarmUpPass:
-    """Implements `LayerPass` without graphs, with the same launches and in the same memory pool as the graphs will
-    have."""
-
-    def __init__(self, graphs: ShapeGraphs, recorder: Recorder) -> None:
-        self._graphs, self._in_pool, self._layers = graphs, recorder.pool_of_pass(), graphs.begin()
-
-    def forward(self, i: int, h_1TD: Tensor) -> Tensor:
-        with self._in_pool():
-            return self._layers.forward(i, self._graphs.inputs.h_1TD if i == 0 else h_1TD)
-
-    def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        with self._in_pool():
-            found_1TD = self._layers.backward(i, gradient_1TD)
-        self._graphs.warm |= i == self._graphs.first
-        return found_1TD
-
-
 class PooledPass:
     """Implements `LayerPass` without graphs, but in the graphs' memory pool, which would otherwise lie idle."""
 
@@ -98,6 +80,23 @@ class PooledPass:
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
         with self._in_pool():
             return self._layers.backward(i, gradient_1TD)
+
+
+class WarmUpPass(PooledPass):
+    """Implements `LayerPass` without graphs, with the same launches and in the same memory pool as the graphs will
+    have."""
+
+    def __init__(self, graphs: ShapeGraphs, recorder: Recorder) -> None:
+        super().__init__(graphs.begin(), recorder)
+        self._graphs = graphs
+
+    def forward(self, i: int, h_1TD: Tensor) -> Tensor:
+        return super().forward(i, self._graphs.inputs.h_1TD if i == 0 else h_1TD)
+
+    def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
+        found_1TD = super().backward(i, gradient_1TD)
+        self._graphs.warm |= i == self._graphs.first
+        return found_1TD
 
 
 class CapturePass:
