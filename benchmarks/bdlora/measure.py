@@ -1,7 +1,5 @@
 """Tensor parallelism and LoRA's sharding strategies on N GPUs: the BD-LoRA paper's figures 1 and 5 and table 2.
 
-    python -m benchmarks.bdlora.measure --tp 2 --smoke --out /tmp/smoke         # 8B: a little of everything; fills \
-        the caches
     python -m benchmarks.bdlora.measure --tp 2 --budget 350                     # 8B and 70B, most important rows first
     python -m benchmarks.bdlora.measure --summarize [FILE ...]                  # take results in; keys, table, \
         figures; no GPU
@@ -104,7 +102,6 @@ class Run:
 def main() -> None:
     parser = make_parser(__doc__, tiny="tiny shapes on the CPU over gloo, to try the script")
     parser.add_argument("--tp", type=int, default=2, help="ranks, each on a GPU")
-    parser.add_argument("--smoke", action="store_true", help="one row of each kind, 8B; --out of its own")
     add_names(parser, "--only", PARTS, what="parts, in this order")
     parser.add_argument("--ranks", default="", help="LoRA's ranks, most important first")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
@@ -116,25 +113,24 @@ def main() -> None:
     if options.summarize is not None:
         bdlora_results.summarize(options.out, options.summarize)
         return
-    parts = ["smoke"] if options.smoke else options.only
     ranks = tuple(int(rank) for rank in options.ranks.split(",") if rank)
     plan = Plan(options.tp, TINY_RANKS, TINY_LOADS, "tiny", None) if options.tiny else Plan(options.tp)
     plan = plan.with_ranks(ranks) if ranks else plan
     folder = Path(tempfile.gettempdir()) / f"coserve-bdlora-tp{options.tp}{'-tiny' if options.tiny else ''}"
     began = time.monotonic()
     deadline = began + options.budget
-    work = [] if options.tiny and not options.warm else tasks(plan.models(parts))
+    work = [] if options.tiny and not options.warm else tasks(plan.models(options.only))
     with RankProcesses(options.tp, folder, tiny=options.tiny) as processes:
         warm_caches(work, options.tp, folder, tiny=options.tiny, limit=min(WARM_LIMIT, max(60.0, options.budget / 3)))
         machine = processes.call("hardware", limit=ITEM_LIMIT + 30.0)
         print(
             machine, f"{time.monotonic() - deadline + options.budget:.1f} s" if options.budget < 1e9 else "", flush=True
         )
-        settings = machine | {"tp": options.tp, "ranks": plan.ranks, "parts": parts}
+        settings = machine | {"tp": options.tp, "ranks": plan.ranks, "parts": options.only}
         results = Results.of(options, bdlora_results.FILE, __file__, settings, seed=SEED, hardware=machine["hardware"])
         run = Run(processes, results, deadline)
         try:
-            for part in parts:
+            for part in options.only:
                 for item in plan.items(part):
                     run.measure(item)
         except RankFailed as error:

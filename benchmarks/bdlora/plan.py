@@ -132,10 +132,8 @@ class Plan:
         return replace(self, ranks=ranks)
 
     def items(self, part: str) -> list[Item]:
-        """The items of one of `PARTS`, or of `smoke`."""
+        """The items of one of `PARTS`."""
         match part:
-            case "smoke":
-                return self._smoke()
             case "target":
                 every = (Variant(self.small), *self._variants(self.small))
                 return [Item("generate", self.small, one, self.loads[0]) for one in every]
@@ -158,23 +156,12 @@ class Plan:
         raise AssertionError(part)
 
     def models(self, parts: Sequence[str]) -> list[str]:
-        """The bases of these parts, in the order in which they are built. Of `smoke` all: a later run finds them
-        compiled."""
-        wanted = PARTS if "smoke" in parts else parts
-        items = [item for part in wanted for item in self.items(part)]
+        """The bases of these parts, in the order in which they are built."""
+        items = [item for part in parts for item in self.items(part)]
         return list(dict.fromkeys(item.model for item in items if item.what != "messages"))
 
     def _variants(self, shape: str) -> list[Variant]:
         return [Variant(shape, strategy, rank) for rank in self.ranks for strategy in self.strategies]
-
-    def _smoke(self) -> list[Item]:
-        """A little of everything, in the shape of the later run, whose kernels it leaves in the caches."""
-        base, short = Variant(self.small), self.loads[0]._replace(output=min(64, self.loads[0].output))
-        some = [base, *self._variants(self.small)[: len(self.strategies)]]
-        found = [Item("generate", self.small, one, short, 1) for one in some]
-        found += [Item("decode", self.small, one, self.loads[2], 1) for one in some[:2]]
-        found.append(Item("prefill", self.small, base, Load(1, self.loads[-1].prompt, 1), 2))
-        return [*found, Item("train", self.small, base, repeats=2)]
 
     def _retention(self) -> list[Item]:
         """Of `bd` at rank 128 at one and at the largest batch, at the load of the targets."""

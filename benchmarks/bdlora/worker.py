@@ -280,16 +280,16 @@ class Worker:
             rows, runner = self._rows(), self._runner(own)
             train_steps(own.base, runner, *rows, repeats=1, warm_ups=2)
             work = partial(train_steps, own.base, runner, *rows, repeats=PROFILED_TRAIN, warm_ups=0)
-            found |= {"train": self._profiled(own, work, PROFILED_TRAIN, host=True)}
+            found |= {"train": self._profiled(own, work, PROFILED_TRAIN)}
         return about | found
 
-    def _profiled(self, own: Model, work: Callable[[], object], steps: int, *, host: bool = False) -> dict[str, Any]:
+    def _profiled(self, own: Model, work: Callable[[], object], steps: int) -> dict[str, Any]:
         self._align(own)
         if self._tiny or self._mesh.rank:
             began = time.perf_counter()
             work()
             return {"step_ms": 1e3 * (time.perf_counter() - began) / steps}
-        return profiled(work, steps, host=host)
+        return profiled(work, steps)
 
     def _rows(self) -> tuple[int, int]:
         """Sequences and tokens of each, of an optimizer step."""

@@ -33,15 +33,16 @@ from aiohttp import web
 
 from benchmarks.clients.callbacks import measured_callbacks
 from benchmarks.common.options import make_parser
-from benchmarks.common.provenance import cpu_name
+from benchmarks.common.provenance import ROOT, cpu_name
 from benchmarks.common.results import Results, Target, summarize
+from tests.support.daemon_process import DaemonProcess
 from tests.support.heart import Heart
 from tests.support.model_folder import make_model_folder
 
 FILE, SEED, KEY, MOST_MS, CONTEXT = "openapi_cases.json", 1, "key-of-the-cases", 50.0, 64
 PHASES = "coverage,fuzzing"
 CHECKS = "status_code_conformance,content_type_conformance,response_schema_conformance"
-OPTIONS = ("--threads", "1", "--kv-tokens", "4096", "--max-jobs", "4", "--micro-batch-tokens", "512")
+OPTIONS = ("--kv-tokens", "4096", "--max-jobs", "4", "--micro-batch-tokens", "512")
 
 
 def serve(report: str, arguments: Sequence[str]) -> None:
@@ -80,31 +81,14 @@ def serve(report: str, arguments: Sequence[str]) -> None:
 @contextmanager
 def daemon(root: Path) -> Iterator[str]:
     """Run a daemon; yields its URL once it is ready."""
-    command = [sys.executable, "-m", "benchmarks.clients.openapi_cases", "--serve", str(root / "block"), "--"]
-    model = make_model_folder(root / "base", CONTEXT)
-    given = ["--model", str(model), "--data-dir", str(root / "data"), "--port", "0", *OPTIONS]
-    environment = os.environ | {"COSERVE_API_KEY": KEY, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with (root / "daemon.log").open("w") as log:
-        process = subprocess.Popen(
-            [*command, *given], stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
-        )
-    assert process.stdout is not None
-    try:
-        line = next((line for line in process.stdout if "listens on" in line), None)
-        if line is None:
-            raise SystemExit(f"the daemon did not start:\n{(root / 'daemon.log').read_text()[-3000:]}")
-        url = line.split()[-1]
-        asyncio.run(_ready(url))
-        process.send_signal(signal.SIGUSR1)  # measure from now on
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(120)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        process.stdout.close()
+    model, environ = make_model_folder(root / "base", CONTEXT), {"COSERVE_API_KEY": KEY, "PYTHONPATH": str(ROOT)}
+    module = ("benchmarks.clients.openapi_cases", "--serve", str(root / "block"), "--")
+    with DaemonProcess(model, root / "data", options=OPTIONS, environ=environ, module=module) as running:
+        running.wait_ready()
+        asyncio.run(_ready(running.url))
+        running.process.send_signal(signal.SIGUSR1)  # measure from now on
+        yield running.url
+        running.stop()
 
 
 async def _ready(url: str) -> None:
@@ -173,7 +157,7 @@ def run(
     root = root.resolve()  # its folder, since it keeps what it found there
     command += ["--report-json-path", str(root / "report.json"), "--report-ndjson-path", str(root / "events.ndjson")]
     hooks = {"SCHEMATHESIS_HOOKS": "benchmarks.clients.known_records", "KNOWN_RECORDS": json.dumps(known)}
-    hooks |= {"PYTHONPATH": str(Path(__file__).parents[2])}
+    hooks |= {"PYTHONPATH": str(ROOT)}
     with (root / "schemathesis.log").open("w") as log:
         done = subprocess.run(
             command, check=False, stdout=log, stderr=subprocess.STDOUT, cwd=root, env=os.environ | hooks

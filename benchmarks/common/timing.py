@@ -1,12 +1,15 @@
-"""GPU timing: a CUDA graph of many calls over rotating inputs, replayed between two events."""
+"""Timing: on a GPU a CUDA graph of many calls over rotating inputs, replayed between two events."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
+
+from coserve.kernels.gpu.timing import graph_ms
 
 
 @dataclass(frozen=True)
@@ -64,3 +67,30 @@ def event_us(calls: Sequence[Callable[[], object]], *, rounds: int = 10) -> Timi
         end.synchronize()
         spans.append(begin.elapsed_time(end) * 1e3 / len(calls))
     return Timing(median(spans), min(spans), max(spans))
+
+
+def microseconds(run: Callable[[], object], device: torch.device, parts: int = 1) -> float:
+    """Of one of the equal `parts` of `run`, in a CUDA graph; without a GPU of its only call."""
+    began = time.perf_counter()
+    run()
+    if device.type != "cuda":
+        return 1e6 * (time.perf_counter() - began) / parts
+    return 1e3 * graph_ms(lambda: (run(), None)[1]) / parts
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait for a GPU; nothing to wait for elsewhere."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def steps_tok_s(train: Callable[[int], int], device: torch.device | str, repeats: int) -> list[float]:
+    """Tokens a second of training steps, after two that are not timed. `train` runs one and returns its tokens."""
+    found = list[float]()
+    for run in range(2 + repeats):
+        synchronize(device)
+        began = time.perf_counter()
+        tokens = train(run)
+        synchronize(device)
+        found.append(tokens / (time.perf_counter() - began))
+    return found[2:]

@@ -34,6 +34,7 @@ from transformers import GPT2Config
 from benchmarks.common.llama import random_model
 from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, merge_results
+from benchmarks.common.timing import synchronize
 from benchmarks.ets.figure_5_1_report import flatness, publish
 from benchmarks.ets.figure_5_1_shape import (
     AS_SEGMENTED,
@@ -51,9 +52,10 @@ from benchmarks.ets.figure_5_1_shape import (
     Shape,
 )
 from benchmarks.ets.figure_5_1_trainer import Jobs
+from benchmarks.serving.case import make_adapter as random_adapter
 from coserve.core.link.generation import Generate, RequestFailed
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterRef, LoraSettings, Slo
+from coserve.core.types import AdapterRef, Slo
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
@@ -61,7 +63,7 @@ from coserve.generate.generator import Generator
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair, MainGrads
+from coserve.kernels.lora.types import MainGrads
 from coserve.lora.store.host import HostBudget
 from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.store import AdapterStore
@@ -82,19 +84,12 @@ def make_base(shape: Shape) -> Base:
 
 
 def make_adapter(base: Base, index: int, *, learns: bool = False) -> LoraWeights:
-    g = torch.Generator(base.device).manual_seed(index)
     rank = RANKS[index % len(RANKS)]
-
-    def draw(*size: int) -> torch.Tensor:
-        drawn = torch.randn(*size, generator=g, device=base.device, dtype=base.dtype) * 0.02
-        return drawn.requires_grad_(learns)
-
-    sites = {
-        name: LoraPair(draw(rank, site.in_features), draw(site.out_features, rank), 1.0)
-        for name, site in base.spec.sites.items()
-        if name.endswith(("c_attn", "c_proj"))
-    }
-    return LoraWeights(LoraSettings(r=rank), sites)
+    weights = random_adapter(base, index, rank, ("c_attn", "c_proj"))
+    for pair in weights.sites.values():
+        pair.a_RD.requires_grad_(learns)
+        pair.b_OR.requires_grad_(learns)
+    return weights
 
 
 def with_main_grads(weights: LoraWeights) -> LoraWeights:
@@ -106,11 +101,6 @@ def with_main_grads(weights: LoraWeights) -> LoraWeights:
         for name, pair in weights.sites.items()
     }
     return LoraWeights(weights.settings, sites)
-
-
-def synchronize(base: Base) -> None:
-    if base.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def serving(base: Base, shape: Shape, method: str) -> Generator:
@@ -207,10 +197,10 @@ def measure(
             pass
     speeds = []
     for run in range(repeats):
-        synchronize(base)
+        synchronize(base.device)
         began = time.perf_counter()
         tokens = call(run % batches)
-        synchronize(base)
+        synchronize(base.device)
         speeds.append(tokens / (time.perf_counter() - began))
     return speeds
 

@@ -14,16 +14,14 @@ import gc
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
-
-import torch
-from torch._C._autograd import DeviceType
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
-from benchmarks.ets.figure_5_1 import ask, finetuning, inference, make_base, serving, synchronize
+from benchmarks.common.timing import synchronize
+from benchmarks.common.traces import Kernel, added, busy, traced
+from benchmarks.ets.figure_5_1 import ask, finetuning, inference, make_base, serving
 from benchmarks.ets.figure_5_1_shape import GRAPHS, PAPER, SEED, TINY, Shape
 from coserve.generate.generator import Generator
 from coserve.model.base import Base
@@ -37,25 +35,6 @@ LISTED = 20
 """Kernels of a layer that get a row; the rest is `others`."""
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One launch as the device ran it; µs."""
-
-    name: str
-    start: float
-    end: float
-
-
-def added(kernels: Sequence[Kernel]) -> list[tuple[str, float]]:
-    """Each kernel's name and what it adds, in order of their starts; the first counts from its own start."""
-    ordered = sorted(kernels, key=lambda kernel: kernel.start)
-    found, done = list[tuple[str, float]](), ordered[0].start if ordered else 0.0
-    for kernel in ordered:
-        found.append((kernel.name, max(0.0, kernel.end - done)))
-        done = max(done, kernel.end)
-    return found
-
-
 def layers_of(kernels: Sequence[Kernel], first: str = LAYER) -> list[dict[str, float]]:
     """What each kernel adds to each layer of one step; a layer is from the end of what is ahead of one `first` to the
     end of what is ahead of the next. Keys: the kernel's index in the layer and its name."""
@@ -65,29 +44,6 @@ def layers_of(kernels: Sequence[Kernel], first: str = LAYER) -> list[dict[str, f
     for begin, end in pairwise(starts):
         found.append({f"{place:02d}.{name[:40]}": us for place, (name, us) in enumerate(names[begin:end])})
     return found
-
-
-def busy(kernels: Sequence[Kernel]) -> float:
-    """µs in which at least one of them ran."""
-    total, done = 0.0, float("-inf")
-    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        total += max(0.0, kernel.end - max(kernel.start, done))
-        done = max(done, kernel.end)
-    return total
-
-
-def traced(base: Base, call: Callable[[], object], *, host: bool = True) -> list[Kernel]:
-    """The kernels of one call. `host`: its operations are traced too, which lengthens the gaps between kernels."""
-    synchronize(base)
-    activity = torch.profiler.ProfilerActivity
-    device = [activity.CUDA] if base.device.type == "cuda" else []
-    activities = [activity.CPU, *device] if host or not device else device
-    with torch.profiler.profile(activities=activities) as profiler:
-        call()
-        synchronize(base)
-    events = profiler.events() or ()
-    found = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
-    return [Kernel(event.name, event.time_range.start, event.time_range.end) for event in found]
 
 
 def decode(base: Base, generator: Generator, shape: Shape, adapters: int, results: Results) -> None:
@@ -102,7 +58,7 @@ def decode(base: Base, generator: Generator, shape: Shape, adapters: int, result
     for _ in range(SKIPPED):
         generator.step()
     for _ in range(min(STEPS, shape.output - SKIPPED - 2)):
-        layers += layers_of(traced(base, generator.step))
+        layers += layers_of(traced(generator.step, base.device))
     while generator.running:
         generator.step()
     if not layers:
@@ -126,13 +82,13 @@ def training(base: Base, shape: Shape, adapters: int, results: Results) -> None:
         train(run % shape.repeats)
     launched, whole = list[float](), list[float]()
     for _ in range(shape.repeats):
-        synchronize(base)
+        synchronize(base.device)
         began = time.perf_counter()
         train(0)
         launched.append(1e3 * (time.perf_counter() - began))
-        synchronize(base)
+        synchronize(base.device)
         whole.append(1e3 * (time.perf_counter() - began))
-    works = [busy(traced(base, lambda: train(0))) / 1e3 for _ in range(shape.repeats)]
+    works = [busy(traced(lambda: train(0), base.device)) / 1e3 for _ in range(shape.repeats)]
     for name, values in (("launched", launched), ("whole", whole), ("busy", works)):
         key = f"finetuning.a{adapters}.{name}"
         if any(values):  # without a GPU there are no kernels

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.ets.figure_5_1 import synchronize
+from benchmarks.common.timing import synchronize
 from benchmarks.ets.figure_5_1_trainer import random_corpus, training_settings
 from benchmarks.finetuning.cases import RANK, SEED, Case, Shape
 from benchmarks.finetuning.ours import REPEATS, backend_of
@@ -84,10 +84,10 @@ def cut_cost(base: Base, shape: Shape, case: Case) -> list[float]:
     ways = BothWays(base, shape, case)
 
     def seconds(way: Callable[[], object]) -> float:
-        synchronize(base)
+        synchronize(base.device)
         began = time.perf_counter()
         way()
-        synchronize(base)
+        synchronize(base.device)
         return time.perf_counter() - began
 
     for way in (ways.in_layers, ways.whole) * 2:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 
 from benchmarks.common.llama import random_model
-from benchmarks.ets.figure_5_1 import synchronize
+from benchmarks.common.timing import synchronize
 from benchmarks.ets.figure_5_1_trainer import Jobs
 from benchmarks.finetuning.cases import RANK, RECOMPUTED, SEED, Case, Shape
 from coserve.core.training.micro_step import MicroStep
@@ -57,13 +57,13 @@ def suspended(base: Base, shape: Shape, case: Case) -> tuple[list[float], int]:
     with running_jobs(base, shape, case, micro_batches=MICRO_BATCHES) as jobs:
         whole, cut, slices = list[float](), list[float](), 0
         for run in range(REPEATS + 2):
-            synchronize(base)
+            synchronize(base.device)
             began = time.perf_counter()
             jobs.train(run)
-            synchronize(base)
+            synchronize(base.device)
             half = time.perf_counter()
             slices = sum(1 for _ in jobs.slices(1))
-            synchronize(base)
+            synchronize(base.device)
             if run > 1:
                 whole.append(half - began)
                 cut.append(time.perf_counter() - half)

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from benchmarks.ets.figure_5_1_trace import Kernel, busy, traced
+from benchmarks.common.traces import Kernel, busy, traced
 from benchmarks.ets.figure_5_1_trainer import Jobs
 from coserve.core.training.micro_step import MicroStep
 from coserve.model.base import Base
@@ -73,5 +73,5 @@ def profiled(base: Base, jobs: Jobs, step_ms: float) -> dict[str, Any] | None:
 
     while upcoming is not None:
         kind = upcoming
-        found.append((kind, traced(base, run, host=False)))
+        found.append((kind, traced(run, base.device, host=False)))
     return by_kind(found, step_ms)

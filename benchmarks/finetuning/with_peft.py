@@ -56,6 +56,16 @@ def plain_loss(model: Any, ids_BL: Tensor) -> Tensor:  # noqa: ANN401 - as `chun
     return loss
 
 
+def optimizer_step(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Backward, clipping to a norm of 1 as the daemon does by default, and the update; waits for the loss, which a
+    trainer reports."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    float(loss.detach())
+
+
 def batches(shape: Shape, case: Case) -> Iterator[Tensor]:
     """Token ids (B, L) of each optimizer step: those of the daemon's first job."""
     corpus = random_corpus(shape.vocab, 4 * case.rows, case.length, 0)
@@ -92,12 +102,7 @@ class PeftSide:
         def train(run: int) -> int:
             ids_BL = next(source)
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-            loss = loss_of(self._model, ids_BL)
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(self._learned, settings.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            float(loss.detach())  # a trainer reports it
+            optimizer_step(loss_of(self._model, ids_BL), optimizer)
             return ids_BL.numel()
 
         return train

@@ -1,6 +1,6 @@
 """The LoRA kernels against other methods, on one GPU: microseconds, and the share of the memory floor.
 
-    python -m benchmarks.kernels.lora --out benchmarks/results [--only step,decode,prefill,train,scaling,peft]
+    python -m benchmarks.kernels.lora --out benchmarks/results [--only step,decode,prefill,train,scaling]
     python -m benchmarks.kernels.lora --summarize            # from the committed results; needs no GPU
 
 Each part writes `kernels_<part>.json`. Times are CUDA-graph replays over input sets larger than the L2.
@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.provenance import gpu_run
-from benchmarks.common.timing import Timing, event_us, graph_us
+from benchmarks.common.timing import Timing, graph_us
 from benchmarks.kernels import lora_backends as backends
 from benchmarks.kernels import lora_cases as cases
 from coserve.generate.execution.graph_sizes import TileCapacity, decode_tile_capacities
@@ -100,10 +100,6 @@ def measure(group: cases.SiteGroup, adapter_of: list[int], length: int, ranks: l
         column("block_sparse", lambda layer: backends.block_sparse_call(layer, segments), replays=7)
     if length == 1 and len(set(adapter_of)) * max(ranks) <= 1024:
         column("gather_bmm", lambda layer: backends.gather_bmm_call(layer, segments), replays=7)
-    weights = backends.base_weights(layers[0])
-    column("base", lambda layer: backends.base_call(layer, weights), replays=7)
-    if segments.tokens == 64 or length > 1:
-        column("naive", lambda layer: backends.naive_call(layer, segments, weights), replays=7)
     floor = floor_us(layers[0], segments)
     row = {
         **tag,
@@ -338,29 +334,10 @@ def scaling_part() -> list[Row]:
     return rows
 
 
-def peft_part() -> list[Row]:
-    """PEFT's mixed batch, eager and with the base, against ours with the base, eager too: 64 tokens, 32 adapters."""
-    owner = [index // 2 for index in range(64)]
-    segments = cases.batch(owner, 1)
-    rows: list[Row] = []
-    for group in cases.LLAMA:
-        layer = cases.make_layer(group, 64, [16] * 32)
-        weights = backends.base_weights(layer)
-        base, own = backends.base_call(layer, weights), backends.segmented_call(layer, segments)
-        peft = backends.peft_call(layer, segments, weights)
-        columns = {"base": event_us([base]), "base+segmented": event_us([lambda: (base(), own())])}  # noqa: B023
-        if peft is not None:
-            columns["peft"] = event_us([peft])
-        rows.append({"group": group.name, "us": {name: timing.record() for name, timing in columns.items()}})
-        print(group.name, {name: round(timing.us, 1) for name, timing in columns.items()}, flush=True)
-    return rows
-
-
 PARTS: dict[str, Callable[[], Iterable[Row]]] = {
     "step": step_part,
     "train": train_part,
     "scaling": scaling_part,
-    "peft": peft_part,
     "decode": decode_part,
     "prefill": prefill_part,
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import stk.ops
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from benchmarks.kernels.lora_cases import DEVICE, DTYPE, Layer, prepared
@@ -120,49 +120,5 @@ def base_call(layer: Layer, weights: list[Tensor]) -> Call:
     def call() -> None:
         for weight in weights:
             linear(layer.x, weight)
-
-    return call
-
-
-def naive_call(layer: Layer, segments: Segments, weights: list[Tensor]) -> Call:
-    """One forward per adapter, the base's product included: compare with `base` plus another backend."""
-    batches = []
-    for adapter, runs in segments.runs.items():
-        rows = torch.tensor([row for start, end in runs for row in range(start, end)], device=DEVICE)
-        own = Segments((0, len(rows)), (adapter,))
-        batches.append((rows, *prepared(make_backend("naive"), own, layer.pairs)))
-
-    def call() -> None:
-        for rows, lora, group in batches:
-            x = layer.x.index_select(0, rows)
-            lora.add_(group, [linear(x, weight) for weight in weights], x)
-
-    return call
-
-
-def peft_call(layer: Layer, segments: Segments, weights: list[Tensor]) -> Call | None:
-    """PEFT's mixed batch at each site, base included; None where PEFT is missing or takes other arguments."""
-    try:
-        from peft import LoraConfig
-        from peft.tuners.lora.layer import Linear
-    except ImportError:
-        return None
-    names = [f"a{adapter}" for adapter in segments.adapters for _ in range(1)]
-    x = layer.x[:, None]
-    sites = []
-    for weight, site in zip(weights, layer.pairs, strict=True):
-        pairs = present(site)
-        module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=DTYPE)
-        module.weight = nn.Parameter(weight, requires_grad=False)
-        configs = [LoraConfig(r=p.rank, lora_alpha=2 * p.rank, init_lora_weights=False) for p in pairs]
-        wrapped = Linear(module, "a0", config=configs[0], r=pairs[0].rank, lora_alpha=2 * pairs[0].rank)
-        for index, (pair, config) in enumerate(zip(pairs[1:], configs[1:], strict=True), start=1):
-            wrapped.update_layer(f"a{index}", pair.rank, lora_alpha=2 * pair.rank, config=config)
-        sites.append(wrapped.to(DEVICE, DTYPE).eval())
-
-    def call() -> None:
-        with torch.no_grad():
-            for module in sites:
-                module(x, adapter_names=names)
 
     return call

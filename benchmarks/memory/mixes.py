@@ -19,13 +19,12 @@ Errors are of the whole peak, and of the part that the mix adds to the base and 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import random
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +36,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.provenance import command, commit, versions
+from benchmarks.memory.place import Place, place
 from benchmarks.memory.report import NAME, publish, summary
 from coserve.admission.ledger import Ledger, Shortage
 from coserve.admission.memory import MARGIN
@@ -49,15 +49,12 @@ from coserve.core.training.micro_step import MicroStep
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraSettings
 from coserve.finetune.init import zero_adapter
-from coserve.finetune.memory_profiling import Conditions, CudaMemoryMeter, MemoryMeter, MemoryProfiler
+from coserve.finetune.memory_profiling import Conditions, MemoryProfiler
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
 from coserve.generate.schedule import SCORED_TOKENS
-from coserve.kernels.attention.interface import Attention, TokenRun
-from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.lora.backend import choose_backend
-from coserve.kernels.lora.interface import LoraBackend
+from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.kv import KvCache
 from coserve.memory.plan import Work
@@ -68,7 +65,6 @@ from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers
-from tests.support import predicted_memory as predicted
 
 RANKS = (8, 16, 32, 64, 128)
 PAGE_TOKENS, ROW = 16, 512
@@ -105,30 +101,6 @@ class Sizes:
 
 FULL = Sizes(CONFIG, micro_batch=2048, step=2048, running=64, training=6 * GIB)
 SMALL = Sizes(TINY, micro_batch=1024, step=256, running=4, training=GIB // 4)
-
-
-@dataclass(frozen=True)
-class Place:
-    """The GPU, or its stand-in."""
-
-    device: torch.device
-    meter: MemoryMeter
-    backend: LoraBackend
-    training_attention: Callable[[Sequence[int]], Attention]
-    paged_attention: Callable[[KvCache, Sequence[TokenRun]], Attention]
-    measured: bool
-
-
-@contextlib.contextmanager
-def place() -> Iterator[Place]:
-    if torch.cuda.is_available():
-        device = torch.device("cuda")
-        backend = choose_backend("auto", device, torch.bfloat16)
-        yield Place(device, CudaMemoryMeter(device), backend, PackedAttention, KvCache.attention, measured=True)
-        return
-    with predicted.fake_tensors() as meter:
-        cpu, backend = torch.device("cpu"), predicted.FakeSegmentedBackend()
-        yield Place(cpu, meter, backend, predicted.FlashAttention, predicted.paged_attention, measured=False)
 
 
 @dataclass(frozen=True)
@@ -301,7 +273,7 @@ def measure(given: Namespace) -> dict[str, Any]:
     """All mixes."""
     plan, began = SMALL if given.tiny else FULL, time.monotonic()
     rng, rows, out_of_memory = random.Random(given.seed), list[dict[str, Any]](), 0
-    with place() as where:
+    with place(torch.bfloat16, measured=torch.cuda.is_available()) as where:
         machine = Machine(where, plan, compiled=where.measured and not given.own_layers)
         targets = machine.base.spec.default_targets
         held = machine.where.meter.now()
@@ -319,8 +291,7 @@ def measure(given: Namespace) -> dict[str, Any]:
             if peak:
                 rows.append(_row(machine, mix, jobs, waiting, before, peak))
             else:
-                gc.collect()
-                torch.cuda.empty_cache()
+                where.free()
             if len(rows) % 100 == 0:
                 print(f"{time.monotonic() - began:6.1f} s  {len(rows)} mixes", flush=True)
         device = torch.cuda.get_device_name() if where.measured else "none: fake tensors"

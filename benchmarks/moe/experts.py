@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import statistics
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,9 +29,11 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 from benchmarks.common.llama import random_model
 from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
+from benchmarks.common.timing import steps_tok_s
 from benchmarks.ets.figure_5_1_trainer import random_corpus
+from benchmarks.finetuning.with_peft import optimizer_step, plain_loss
 from benchmarks.moe.kernels import measure_kernels
-from benchmarks.serving.case import SEED, Bench, Load, Shape, synchronize
+from benchmarks.serving.case import SEED, Bench, Load, Shape
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -112,13 +113,7 @@ async def serve(bench: Adapted, results: Results, moe: MoeShape, bandwidth: floa
             speeds = dict[int, float]()
             for adapters in (0, 1, 2 if tiny else ADAPTERS):
                 load = Load(sequences, 8, 3 if tiny else 128, min(adapters, sequences))
-                name = f"{sequences}/{adapters}"
-                for run in range(0 if tiny else 6):
-                    await bench.serve(load.make_requests(f"warm{run} {name}", bench.shape.vocab))
-                found = [
-                    sequences * load.output / await bench.serve(load.make_requests(f"{run} {name}", bench.shape.vocab))
-                    for run in range(REPEATS)
-                ]
+                found = await bench.speeds(load, f"{sequences}/{adapters}", REPEATS, warm=0 if tiny else 6)
                 speeds[adapters] = statistics.median(found)
                 key = f"moe.decode_tok_s.b{sequences}.a{adapters}"
                 results.put(key, round(speeds[adapters], 1), "output tok/s", None, [round(one, 1) for one in found])
@@ -137,7 +132,7 @@ async def serve(bench: Adapted, results: Results, moe: MoeShape, bandwidth: floa
                     results.put(f"moe.of_ceiling.b{sequences}", share, "fraction", target, about=about)
 
 
-def ours(shape: Shape, moe: MoeShape, rows: int, length: int) -> Callable[[], None]:
+def ours(shape: Shape, moe: MoeShape, rows: int, length: int) -> Callable[[int], int]:
     """One optimizer step of the daemon's own parts."""
     base = wrap_base(make_model(shape, moe), name="qwen3-moe-random")
     training = TrainingSettings()
@@ -146,16 +141,17 @@ def ours(shape: Shape, moe: MoeShape, rows: int, length: int) -> Callable[[], No
     packed = pack_rows(random_corpus(shape.vocab, rows, length, 0), [*range(rows)], base.device)
     backend = make_backend("grouped" if shape.device == "cpu" else "segmented")
 
-    def step() -> None:
+    def step(run: int) -> int:
         lora = LoraBatch(Segments((0, packed.tokens), (0,)), (optimizer.weights(),), backend)
         optimizer.zero_grad()
         run_to_end(runner.forward_backward(packed, lora, optimizer.trainable, optimizer.grads))
         optimizer.step(targets=packed.targets, learning_rate=1e-4)
+        return packed.tokens
 
     return step
 
 
-def peft(shape: Shape, moe: MoeShape, rows: int, length: int) -> Callable[[], None]:
+def peft(shape: Shape, moe: MoeShape, rows: int, length: int) -> Callable[[int], int]:
     """One optimizer step of PEFT's adapter."""
     settings = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=[], target_parameters=list(BOTH))
     model: Any = get_peft_model(make_model(shape, moe), settings).train()
@@ -164,13 +160,9 @@ def peft(shape: Shape, moe: MoeShape, rows: int, length: int) -> Callable[[], No
     corpus = random_corpus(shape.vocab, rows, length, 0)
     ids_BL = torch.from_numpy(corpus.tokens.reshape(rows, length)).long().to(shape.device)
 
-    def step() -> None:
-        loss = model(input_ids=ids_BL, labels=ids_BL, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(learned, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        float(loss.detach())
+    def step(run: int) -> int:
+        optimizer_step(plain_loss(model, ids_BL), optimizer)
+        return ids_BL.numel()
 
     return step
 
@@ -181,13 +173,7 @@ def train(shape: Shape, moe: MoeShape, results: Results, *, tiny: bool) -> None:
     speeds = dict[str, float]()
     for name, make in (("ours", ours), ("peft", peft)):
         step = make(shape, moe, rows, length)
-        found = list[float]()
-        for run in range(2 + REPEATS):
-            began = time.perf_counter()
-            step()
-            synchronize(shape)
-            if run > 1:
-                found.append(rows * length / (time.perf_counter() - began))
+        found = steps_tok_s(step, shape.device, REPEATS)
         speeds[name] = statistics.median(found)
         each = [round(one, 1) for one in found]
         results.put(f"moe.ft_tok_s.{name}", round(speeds[name], 1), "tok/s", None, each, {"layers": shape.layers})

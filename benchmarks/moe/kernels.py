@@ -8,8 +8,6 @@ pairs once, at a bandwidth.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +15,7 @@ import torch
 import triton
 
 from benchmarks.common.results import Results
-from coserve.kernels.gpu.timing import graph_ms
+from benchmarks.common.timing import microseconds
 from coserve.kernels.lora.experts.rows import ExpertRows, ends_of, grouped
 from coserve.kernels.lora.experts.slot_terms import DECODING, ExpertSlots, SlotExpertLora, Tiling, add_terms
 from coserve.kernels.lora.types import LoraPair
@@ -87,15 +85,6 @@ class Terms:
         for place, (site, *_) in enumerate(self._sites):
             x_SD, y_SO = self._x[place % 2], self._y[place % 2]
             add_terms(y_SO, x_SD, self._slots_T, self.rows, self._slots.tables[site], self._width, tiling)
-
-
-def microseconds(run: Callable[[], object], device: torch.device, repeated: int) -> float:
-    """Return the microseconds of one of the `repeated` parts of `run`."""
-    began = time.perf_counter()
-    run()
-    if device.type != "cuda":
-        return 1e6 * (time.perf_counter() - began) / repeated
-    return 1e3 * graph_ms(lambda: (run(), None)[1]) / repeated
 
 
 def measure_kernels(

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from benchmarks.common.results import Results
+from benchmarks.common.timing import synchronize
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.logs.setup import LogSettings
@@ -146,21 +147,16 @@ def _time(
     for _ in range(WARM + REPEATS):
         transport.begin()
         channel.send(BeginStep(start=1, version=rounds, bounds=(0, tokens), slots=(0,)))
-        _synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         exchanges = (((x_ND, chosen_NK), y_SO), ((h_SI, weights_NK), y_ND))
         for number, (sent, back) in enumerate(exchanges * rounds, 1):
             transport.send(number, sent)
             transport.receive(number, [back])
         host.append(round(1e6 * (time.perf_counter() - began) / (2 * rounds), 2))
-        _synchronize(device)
+        synchronize(device)
         whole.append(round(1e6 * (time.perf_counter() - began) / (2 * rounds), 2))
     return whole[WARM:], host[WARM:]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main() -> None:

@@ -28,10 +28,10 @@ import torch
 from benchmarks.common.llama import llama_config
 from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
-from benchmarks.common.timing import event_us
+from benchmarks.common.timing import event_us, synchronize
 from benchmarks.ets.figure_5_1_trainer import Jobs, forget_compiled
 from benchmarks.quant.few_rows import measure_few_rows
-from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, make_base, synchronize
+from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, make_base
 from coserve.generate.execution.start import INDUCTOR
 from coserve.kernels.quantized import fp8
 from coserve.kernels.quantized.weights import Fp8Weight
@@ -183,10 +183,10 @@ class Benchmark:
         )
 
     def _speed(self, jobs: Jobs, run: int) -> float:
-        synchronize(self._shape)
+        synchronize(self._shape.device)
         began = time.perf_counter()
         tokens = jobs.train(run)
-        synchronize(self._shape)
+        synchronize(self._shape.device)
         return tokens / (time.perf_counter() - began)
 
     def _nf4(self) -> None:
@@ -209,7 +209,7 @@ class Benchmark:
         before = 0 if self._tiny else _taken() - self._context  # by earlier parts
 
         def note(stage: str) -> None:
-            synchronize(shape)
+            synchronize(shape.device)
             about[f"gib.{stage}"] = round((weights if self._tiny else _taken() - before) / GIB, 3)
             print("nf4", stage, about, flush=True)
 

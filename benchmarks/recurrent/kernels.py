@@ -10,7 +10,6 @@ In a CUDA graph over states, and weights, that exceed the L2 cache together, a s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,9 +20,9 @@ import triton
 from torch import Tensor
 
 from benchmarks.common.results import Results
+from benchmarks.common.timing import microseconds
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.gemm import skinny
-from coserve.kernels.gpu.timing import graph_ms
 from coserve.kernels.lora.types import FrozenWeight
 from coserve.kernels.recurrent.fused.steps import FusedRecurrence, RecurShape
 from coserve.kernels.recurrent.interface import RecurrenceInputs, RecurrenceParams
@@ -97,15 +96,6 @@ def _timed(run: Callable[[RecurShape], float], shapes: Iterable[RecurShape]) -> 
     return found
 
 
-def _microseconds(run: Callable[[], None], calls: int, *, tiny: bool) -> float:
-    if not tiny:
-        run()
-        return 1e3 * graph_ms(run) / calls
-    began = time.perf_counter()
-    run()
-    return 1e6 * (time.perf_counter() - began) / calls
-
-
 def cut_inputs(made: Tensor, decay: Tensor, beta: Tensor, groups: int, size: int) -> RecurrenceInputs:
     """Return a layer's inputs of T tokens, cut from its convolution's output (T, (2 · groups + heads) · size)."""
     parts = made.view(len(made), -1, size)
@@ -146,7 +136,7 @@ def _recurrences(
                 if shape is not None:
                     call(own, layer)
 
-        return _microseconds(run, len(layers), tiny=tiny)
+        return microseconds(run, device, len(layers))
 
     return (
         lambda shape: timed(shape, lambda own, layer: own.recur(layer, given)),
@@ -171,7 +161,7 @@ def _products(inputs: int, outputs: int, device: torch.device, *, tiny: bool) ->
                 torch.mul(x_TD, 0.5, out=made)
                 call(one)
 
-        return _microseconds(run, copies, tiny=tiny)
+        return microseconds(run, device, copies)
 
     def by_ours(one: FrozenWeight, shape: skinny.Shape) -> object:
         return skinny.skinny_gemm(made, one.weight, None, counters, shape)

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 import triton
-from torch._C._autograd import DeviceType
 
 from benchmarks.common.results import Results
+from benchmarks.common.timing import microseconds
+from benchmarks.common.traces import by_kernel, traced
 from benchmarks.recurrent.kernels import GROUPS, HEADS, SIZE, cut_inputs
 from benchmarks.serving.case import Bench, Load, Shape
 from coserve.generate.execution.start import INDUCTOR
@@ -65,7 +64,7 @@ def measure_recurrence(results: Results, device: torch.device, bandwidth: float,
         fused = FusedRecurrence({0: states}, tokens=tokens, sequences=sequences, device=device)
         fused.load(runs)
         right, out = fused.recur(0, given).float(), torch.zeros_like(given.v)
-        singly = _kernel_us(partial(fused.recur, 0, given), tiny=tiny)
+        singly = _kernel_us(partial(fused.recur, 0, given), device)
         results.put(f"{name}.tokens", round(sum(singly.values()), 1), "us", about=floor)
         slots, times = [run.slot for run in runs], dict[str, dict[str, float]]()
         for shape in (PROMPTS, *(SHAPES if (tokens, sequences) == STEPS[0] else ())):
@@ -77,7 +76,7 @@ def measure_recurrence(results: Results, device: torch.device, bandwidth: float,
             except triton.runtime.errors.OutOfResources:
                 continue
             error = float(torch.linalg.vector_norm(out.float() - right) / torch.linalg.vector_norm(right))
-            found = _kernel_us(partial(chunked.recur, given, out, states.recurrent), tiny=tiny)
+            found = _kernel_us(partial(chunked.recur, given, out, states.recurrent), device)
             times[_name(shape)] = {one: round(us, 1) for one, us in found.items()} | {"error": round(error, 5)}
             print(name, _name(shape), f"{sum(found.values()):.1f} us", times[_name(shape)], flush=True)
         value = sum(us for one, us in times[_name(PROMPTS)].items() if one != "error")
@@ -105,22 +104,13 @@ def _drawn(
     return given, states, [TokenRun(tokens // sequences, 1, (), slot) for slot in range(sequences)]
 
 
-def _kernel_us(run: Callable[[], object], *, tiny: bool) -> dict[str, float]:
-    """Microseconds a call of each kernel."""
-    if tiny:
-        began = time.perf_counter()
-        run()
-        return {"all": 1e6 * (time.perf_counter() - began)}
+def _kernel_us(run: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Microseconds a call of each kernel; without a GPU of the call."""
+    if device.type != "cuda":
+        return {"all": microseconds(run, device)}
     run()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(CALLS):
-            run()
-        torch.cuda.synchronize()
-    found = defaultdict[str, float](float)
-    for event in profiler.events() or ():
-        if event.device_type == DeviceType.CUDA:
-            found[event.name[:40]] += event.time_range.elapsed_us() / CALLS
-    return dict(found)
+    kernels = traced(lambda: [run() for _ in range(CALLS)], device, host=False)
+    return {name[:40]: us for us, _, name in by_kernel(kernels, CALLS)}
 
 
 def measure_prefill(base: Base, shape: Shape, results: Results, *, tiny: bool) -> None:
@@ -136,11 +126,8 @@ def measure_prefill(base: Base, shape: Shape, results: Results, *, tiny: bool) -
 async def _prefill(bench: Bench, way: str, results: Results, *, tiny: bool) -> None:
     async with bench.serving():
         for length in (32, 96) if tiny else (2048, 8192):
-            load, vocab = Load(1, length, 1), bench.shape.vocab
-            for i in range(1 if tiny else WARM):  # the graph of a step is captured when some have missed it
-                await bench.serve(load.make_requests(f"{way} warm {length}/{i}", vocab))
-            found = [
-                length / await bench.serve(load.make_requests(f"{way} {length}/{i}", vocab)) for i in range(REPEATS)
-            ]
+            warm = 1 if tiny else WARM  # the graph of a step is captured when some have missed it
+            prompts = await bench.speeds(Load(1, length, 1), f"{way} {length}", REPEATS, warm)
+            found = [length * each for each in prompts]
             key = f"models.qwen35.prefill_tok_s.{way}.{length}"
             results.put(key, round(statistics.median(found), 1), "prompt tok/s", None, found)

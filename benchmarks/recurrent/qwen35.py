@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -27,8 +27,9 @@ from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from benchmarks.common.llama import random_model
 from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
+from benchmarks.common.timing import steps_tok_s
 from benchmarks.ets.figure_5_1_trainer import Jobs
-from benchmarks.finetuning.with_peft import chunked_loss
+from benchmarks.finetuning.with_peft import chunked_loss, optimizer_step
 from benchmarks.peers.trainer import adapted
 from benchmarks.recurrent.kernels import measure_kernels
 from benchmarks.recurrent.prompts import measure_prefill, measure_recurrence
@@ -77,11 +78,7 @@ async def serve(bench: Bench, results: Results, wanted: set[str], bandwidth: flo
             if "decode" not in wanted:
                 continue
             load = Load(sequences, 16, 4 if tiny else 256)
-            await bench.serve(load.make_requests(f"warm{sequences}", bench.shape.vocab))
-            found = [
-                sequences * load.output / await bench.serve(load.make_requests(f"{sequences}/{i}", bench.shape.vocab))
-                for i in range(REPEATS)
-            ]
+            found = await bench.speeds(load, str(sequences), REPEATS)
             value, least = statistics.median(found), floor_seconds(bench.base, sequences, bandwidth)
             about = {"floor_tok_s": round(sequences / least, 1), "of_floor": round(value * least / sequences, 3)}
             target = Target(round(0.8 * sequences / least, 1)) if sequences == 64 else None
@@ -102,7 +99,7 @@ def finetune(base: Base, shape: Shape, results: Results, *, tiny: bool) -> None:
         base, backend, length=length, batch=rows, ranks=[RANK], rows=rows, targets=base.spec.default_targets
     ) as jobs:
         ready = time.perf_counter() - began
-        found = timed(jobs.train, shape)
+        found = steps_tok_s(jobs.train, shape.device, REPEATS)
     about = {"layers": jobs.layers, "ready_s": round(ready, 1)}
     peft = results.row(f"models.qwen35.peft_tok_s.{rows}x{length}")
     target = None if peft is None else Target(round(1.2 * peft["value"], 1))
@@ -119,13 +116,10 @@ def with_peft(targets: Sequence[str], shape: Shape, results: Results, *, tiny: b
     ids_BL = torch.randint(shape.vocab, (rows, length), device=shape.device)
 
     def train(run: int) -> int:
-        chunked_loss(model, ids_BL).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(learned, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer_step(chunked_loss(model, ids_BL), optimizer)
         return ids_BL.numel()
 
-    found = timed(train, shape)
+    found = steps_tok_s(train, shape.device, REPEATS)
     try:
         recurrence = f"flash-linear-attention {version('flash-linear-attention')}"
     except PackageNotFoundError:
@@ -137,19 +131,6 @@ def with_peft(targets: Sequence[str], shape: Shape, results: Results, *, tiny: b
 def batch_of(*, tiny: bool) -> tuple[int, int]:
     """Rows of a micro-batch, and their length."""
     return (2, 8) if tiny else (8, 512)
-
-
-def timed(train: Callable[[int], int], shape: Shape) -> list[float]:
-    """Tokens a second of steps, without the first two."""
-    found = list[float]()
-    for run in range(REPEATS + 2):
-        began = time.perf_counter()
-        tokens = train(run)
-        if shape.device == "cuda":
-            torch.cuda.synchronize()
-        if run > 1:
-            found.append(tokens / (time.perf_counter() - began))
-    return found
 
 
 def main() -> None:

@@ -17,15 +17,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
-from benchmarks.scheduling.slack_risk import Recording, play
-from coserve.core.link.generation import Generate, Tokens
+from benchmarks.scheduling.slack_risk import Recording, play, token_times
+from coserve.core.link.generation import Generate
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, Slo
@@ -152,10 +151,7 @@ def point(policy: Policy, factor: int, slo: Slo, seed: int, speeds: tuple[float,
     fake_ports.CONTEXT = 1 << 20
     requests = workload(factor, slo, seed)
     link, gpu, steps, both = run_virtual(_play(policy, requests, seed, speeds))
-    times = defaultdict[str, list[float]](list)
-    for at, message in link.sent:
-        if isinstance(message, Tokens):
-            times[message.id].append(at)
+    times = token_times(link)
     latencies = [times[request.id][-1] - at for at, request in requests]
     whole = (
         MICRO_SECONDS[MicroStep.BEGIN]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -31,9 +30,10 @@ from benchmarks.scheduling.slack_risk import (
     Recording,
     play,
     step_seconds,
+    token_times,
     workload,
 )
-from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.generation import Generate
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, Slo
@@ -140,11 +140,8 @@ def point(rate: float, slo: Slo, seed: int, speeds: tuple[float, float], others:
     requests = workload(rate, slo, seed)
     everything = sorted([*requests, *others], key=lambda each: each[0])
     link, training, beside = run_virtual(_play(everything, seed, speeds))
-    counted = {request.id for _, request in requests}
-    times = defaultdict[str, list[float]](list)
-    for at, message in link.sent:
-        if isinstance(message, Tokens) and message.id in counted:
-            times[message.id].append(at)
+    sent = token_times(link)
+    times = {request.id: sent[request.id] for _, request in requests}
     ttfts = {request.id: times[request.id][0] - at for at, request in requests}
     tpots = {id: sum(b - a for a, b in pairwise(own)) / max(1, len(own) - 1) for id, own in times.items()}
     good = sum(ttfts[id] <= slo.ttft and tpots[id] <= slo.tpot for id in times)

@@ -111,6 +111,15 @@ class Recording(LocalLink[FromEngine, ToEngine]):
         super().send(message)
 
 
+def token_times(link: Recording) -> dict[str, list[float]]:
+    """When each request's tokens were sent."""
+    times = defaultdict[str, list[float]](list)
+    for at, message in link.sent:
+        if isinstance(message, Tokens):
+            times[message.id].append(at)
+    return times
+
+
 def workload(rate: float, slo: Slo, seed: int) -> list[tuple[float, Generate]]:
     rng, at, found = random.Random(seed), LEAD, list[tuple[float, Generate]]()
     while (at := at + rng.expovariate(rate)) < LEAD + SECONDS:
@@ -188,10 +197,7 @@ def point(rate: float, slo: Slo, seed: int) -> Point:
     fake_ports.CONTEXT = 1 << 20
     requests = workload(rate, slo, seed)
     link, trainer = run_virtual(_play(requests, seed))
-    times = defaultdict[str, list[float]](list)
-    for at, message in link.sent:
-        if isinstance(message, Tokens):
-            times[message.id].append(at)
+    times = token_times(link)
     ttfts, tpots, good, kept, tokens = list[float](), list[float](), 0, 0, 0
     for at, request in requests:
         own = times[request.id]

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from benchmarks.common.llama import Llama, llama_config, random_model
+from benchmarks.common.timing import synchronize
 from coserve.config import Config
 from coserve.core.link.engine import Shutdown
 from coserve.core.link.generation import Generate, RequestFailed, Tokens
@@ -62,17 +63,12 @@ TINY = Shape(2, 64, 128, 4, 2, 512, 256, "cpu", 8, 64, 8192)
 """To try the scripts with, on any machine; its numbers say nothing."""
 
 
-def synchronize(shape: Shape) -> None:
-    if shape.device == "cuda":
-        torch.cuda.synchronize()
-
-
 def make_base(shape: Shape) -> Base:
     return wrap_base(random_model(llama_config(shape), shape.device, SEED), name="llama-8b-random")
 
 
-def make_adapter(base: Base, seed: int, rank: int) -> LoraWeights:
-    """On all sites."""
+def make_adapter(base: Base, seed: int, rank: int, ends: tuple[str, ...] = ("",)) -> LoraWeights:
+    """On all sites whose names end so."""
     g = torch.Generator(base.device).manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -81,6 +77,7 @@ def make_adapter(base: Base, seed: int, rank: int) -> LoraWeights:
     sites = {
         name: LoraPair(draw(rank, site.in_features), draw(site.out_features, rank), 1.0)
         for name, site in base.spec.sites.items()
+        if name.endswith(ends)
     }
     return LoraWeights(LoraSettings(r=rank, alpha=rank), sites)
 
@@ -181,7 +178,7 @@ class Bench:
         """
         began = time.perf_counter()
         self.executor.warm_up((16, *(rank for rank in ranks if rank != 16)))
-        synchronize(self.shape)
+        synchronize(self.shape.device)
         return time.perf_counter() - began
 
     @asynccontextmanager
@@ -195,7 +192,7 @@ class Bench:
 
     async def serve(self, asked: Sequence[Generate], saw: Callable[[int], None] = lambda tokens: None) -> float:
         """Seconds from the first request's sending to the last token's arrival. `saw` hears the tokens so far."""
-        synchronize(self.shape)
+        synchronize(self.shape.device)
         began = time.perf_counter()
         for one in asked:
             self.api.send(one)
@@ -211,6 +208,14 @@ class Bench:
         wanted = sum(one.sampling.max_tokens for one in asked)
         assert tokens == wanted, f"expected {wanted} tokens, got {tokens}"
         return seconds
+
+    async def speeds(self, load: Load, name: str, repeats: int, warm: int = 1) -> list[float]:
+        """Output tokens a second of runs of a load, after `warm` that are not timed. `name`: of the prompts."""
+        vocab = self.shape.vocab
+        for i in range(warm):
+            await self.serve(load.make_requests(f"{name}/warm{i or ''}", vocab))
+        runs = (load.make_requests(f"{name}/{i}", vocab) for i in range(repeats))
+        return [load.requests * load.output / await self.serve(asked) for asked in runs]
 
     def texts(self, asked: Sequence[Generate]) -> dict[str, list[int]]:
         """Token ids by request, through the generator alone: what shares a step does not depend on when things come."""

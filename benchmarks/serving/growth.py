@@ -20,7 +20,8 @@ import torch
 
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
-from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, make_base, synchronize
+from benchmarks.common.timing import synchronize
+from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, make_base
 from coserve.memory.buffer import cache_dtype
 from coserve.memory.kv import KvCache
 
@@ -80,7 +81,7 @@ def step_ms(bench: Bench, cell: Cell) -> list[float]:
     bench.generator.collect()
     for i in range(sequences):
         bench.generator.cancel(f"{name}/{i}")
-    synchronize(bench.shape)
+    synchronize(bench.shape.device)
     return times[WARM + 1 :]
 
 

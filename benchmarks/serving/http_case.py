@@ -20,7 +20,6 @@ RANK = 16
 ADAPTERS = 32
 FIRST_TOKEN = 1000
 """Of random prompts: the smaller ones may be special."""
-SITES = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
 
 
 @dataclass(frozen=True)
@@ -96,41 +95,14 @@ def model_folder(folder: Path, size: Size) -> Path:
 
 def adapter_folders(root: Path, config: dict[str, Any], distinct: int = 2) -> list[Path]:
     """PEFT folders of random adapters; a few distinct contents under many names (each is loaded on its own)."""
-    import torch
-    from safetensors.torch import save_file
+    from benchmarks.adapters.fleet import llama_sites, write_adapter
 
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads, kv = (config["head_dim"] * config[name] for name in ("num_attention_heads", "num_key_value_heads"))
-    sizes = (
-        (heads, hidden),
-        (kv, hidden),
-        (kv, hidden),
-        (hidden, heads),
-        (inner, hidden),
-        (inner, hidden),
-        (hidden, inner),
-    )
-    shapes = dict(zip(SITES, sizes, strict=True))
-    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "lora_dropout": 0.0}
-    settings |= {"target_modules": [site.split(".")[1] for site in SITES], "bias": "none"}
-    folders = list[Path]()
-    for i in range(ADAPTERS):
-        folder = root / f"a{i:02d}"
-        folder.mkdir(parents=True)
-        (folder / "adapter_config.json").write_text(json.dumps(settings))
-        file = folder / "adapter_model.safetensors"
+    sites, folders = llama_sites(config, mlp=True), [root / f"a{i:02d}" for i in range(ADAPTERS)]
+    for i, folder in enumerate(folders):
         if i < distinct:
-            g = torch.Generator().manual_seed(SEED + i)
-            tensors = {}
-            for layer in range(config["num_hidden_layers"]):
-                for site, (out_features, in_features) in shapes.items():
-                    at = f"base_model.model.model.layers.{layer}.{site}"
-                    for kind, shape in (("A", (RANK, in_features)), ("B", (out_features, RANK))):
-                        tensors[f"{at}.lora_{kind}.weight"] = (torch.randn(shape, generator=g) * 0.02).bfloat16()
-            save_file(tensors, file)
+            write_adapter(folder, sites, RANK, SEED + i)
         else:
-            os.link(folders[i % distinct] / file.name, file)
-        folders.append(folder)
+            shutil.copytree(folders[i % distinct], folder, copy_function=os.link)
     return folders
 
 

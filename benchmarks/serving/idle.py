@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -11,12 +10,11 @@ from itertools import pairwise
 import torch
 from torch._C._autograd import DeviceType
 
+from benchmarks.common.traces import by_kernel, kernels_of
 from benchmarks.serving.case import Bench, Load
 
 WARM, STEPS = 40, 150
 """Steps before the measured window, and in it."""
-MOST, NAME = 30, 110
-"""Kernels that are listed, and characters of their names."""
 SHORT = 5.0
 """µs: gaps up to this are those between the kernels of one graph."""
 
@@ -79,10 +77,10 @@ async def measure(bench: Bench, load: Load) -> Idle:
     traced = Window(first, last, profiler)
     await bench.serve(load.make_requests(f"{name}/traced", bench.shape.vocab), traced.saw)
     device = DeviceType.CUDA if bench.shape.device == "cuda" else DeviceType.CPU
-    events = [event for event in profiler.events() or () if event.device_type == device]  # type: ignore[no-untyped-call]
+    kernels = kernels_of(profiler, device)
     return replace(
-        idle_of([(e.time_range.start, e.time_range.end) for e in events], steps, plain.seconds / steps),
-        kernels=by_kernel([(event.name, event.time_range.elapsed_us()) for event in events], steps),
+        idle_of([(each.start, each.end) for each in kernels], steps, plain.seconds / steps),
+        kernels=by_kernel(kernels, steps),
     )
 
 
@@ -107,12 +105,3 @@ def idle_of(spans: Sequence[tuple[float, float]], steps: int, plain_step: float)
         idle_unprofiled=round(1 - busy / steps / (plain_step * 1e6), 4),
         longest_us=round(max(gaps, default=0.0), 1),
     )
-
-
-def by_kernel(found: Sequence[tuple[str, float]], steps: int) -> list[tuple[float, float, str]]:
-    """Return µs and calls a step of each kernel's name, the largest first. `found`: name and µs of each call."""
-    calls, total = Counter(name for name, _ in found), defaultdict[str, float](float)
-    for name, us in found:
-        total[name] += us
-    longest = sorted(total.items(), key=lambda item: -item[1])[:MOST]
-    return [(round(us / steps, 1), round(calls[name] / steps, 2), name[:NAME]) for name, us in longest]

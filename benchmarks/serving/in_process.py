@@ -84,18 +84,13 @@ def base_only(bench: Bench, results: Results, tiny: bool) -> None:
 
 async def measure(bench: Bench, rows: Sequence[Work], results: Results, deadline: float, tiny: bool) -> list[str]:
     """Output tokens a second; the keys that no time was left for."""
-    vocab, left = bench.shape.vocab, list[str]()
+    left = list[str]()
     for work in rows:
         if time.monotonic() > deadline:
             left.append(work.key)
             continue
         load = smaller(work.load) if tiny else work.load
-        tokens = load.requests * load.output
-        await bench.serve(load.make_requests(f"{work.key}/warm", vocab))
-        found = [
-            tokens / await bench.serve(load.make_requests(f"{work.key}/{i}", vocab))
-            for i in range(1 if tiny else work.repeats)
-        ]
+        found = await bench.speeds(load, work.key, 1 if tiny else work.repeats)
         results.put(work.key, round(statistics.median(found), 1), "output tok/s", None, found)
     return left
 

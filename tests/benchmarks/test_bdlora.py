@@ -100,7 +100,10 @@ def test_a_tiny_run_writes_rows_loads_and_figures(size: int, tmp_path: Path) -> 
         "--tiny",
         "--tp",
         str(size),
-        "--smoke",
+        "--ranks",
+        "16",
+        "--only",
+        "target,one_gpu",
         "--out",
         str(tmp_path),
     ]

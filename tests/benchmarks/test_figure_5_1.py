@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.common.traces import Kernel, added, busy
 from benchmarks.ets.figure_5_1_report import flatness, over_grouped
-from benchmarks.ets.figure_5_1_trace import Kernel, added, busy, layers_of
+from benchmarks.ets.figure_5_1_trace import layers_of
 from benchmarks.ets.figure_5_1_trainer import Jobs
 from coserve.model.base import wrap_base
 from tests.support.tiny_models import tiny_model

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.ets.figure_5_1_trace import Kernel
+from benchmarks.common.traces import Kernel
 from benchmarks.finetuning.cases import (
     COMPILED,
     LLAMA,

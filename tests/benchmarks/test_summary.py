@@ -37,8 +37,6 @@ ALONE = {
     "documents.json",
     "documents_reader.json",
     "families.json",
-    "house.json",
-    "house_finetuning.json",
     "http_paced.json",
     "imports.json",
     "json_valid.json",

@@ -47,12 +47,13 @@ class DaemonProcess:
         options: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
         python: Path | str = sys.executable,
+        module: Sequence[str] = ("coserve.cli", "serve"),
     ) -> None:
         """`options`: further ones of `coserve serve`; `environ`: further variables; requests have the key that they
-        give. `python`: of another environment."""
+        give. `python`: of another environment; `module`: one that runs the command, and its own arguments."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COSERVE_")}
         environment |= {"OMP_NUM_THREADS": "1", VARIABLE: failpoints, "PYTHONUNBUFFERED": "1"} | dict(environ or {})
-        command = [str(python), "-P", "-m", "coserve.cli", "serve", "--model", str(model), "--data-dir", str(data)]
+        command = [str(python), "-P", "-m", *module, "--model", str(model), "--data-dir", str(data)]
         self.data = data
         self.log = data.with_name(f"{data.name}.log")
         self._log = self.log.open("a")

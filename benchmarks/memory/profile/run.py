@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,19 +14,15 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from benchmarks.common.provenance import versions
+from benchmarks.memory.place import Place, place
 from benchmarks.memory.profile.coserve_passes import CoserveTrial, SeamBackends
 from benchmarks.memory.profile.passes import Trial, read_points
 from benchmarks.memory.profile.peft_passes import PeftTrial
 from benchmarks.memory.profile.report import ProfileReport, Series, lines_of
 from benchmarks.memory.profile.request import Backend, ProfileRequest, Workload
 from coserve.data.pretrained.source import BUNDLED
-from coserve.finetune.memory_profiling import CudaMemoryMeter, MemoryMeter
-from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.lora.backend import choose_backend
-from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
 from coserve.model.wrappers import drop_other_parts, model_class
-from tests.support import predicted_memory as predicted
 
 MEASURED = "torch's allocator: peak of allocated bytes, read for each pass alone, random weights"
 PREDICTED = "fake tensors: lifetimes of storages, and the workspaces of known kernels; no GPU ran anything"
@@ -41,16 +35,6 @@ class Step:
     done: int
     total: int
     text: str
-
-
-@dataclass(frozen=True)
-class _Where:
-    """The device or its stand-in, with its meter."""
-
-    device: torch.device
-    meter: MemoryMeter
-    free: Callable[[], None]
-    measured: bool
 
 
 def profile(request: ProfileRequest, progress: Callable[[Step], None]) -> ProfileReport:
@@ -74,7 +58,7 @@ def profile(request: ProfileRequest, progress: Callable[[Step], None]) -> Profil
     parameters = 0
     measured = torch.cuda.is_available() and not request.predict
     for backend in request.backends:
-        with _place(measured) as where:
+        with place(getattr(torch, request.dtype), measured=measured) as where:
             model = _random_model(config, request, where.device)
             parameters = sum(parameter.numel() for parameter in model.parameters())
             trial = _trial(backend, model, request, where)
@@ -102,7 +86,7 @@ def _series(
     backend: Backend,
     workload: Workload,
     request: ProfileRequest,
-    where: _Where,
+    where: Place,
     begin: Callable[[str, int], None],
 ) -> Iterator[Series]:
     """Yield one series for each length."""
@@ -137,31 +121,11 @@ def _series(
             yield Series(backend=backend, workload=workload, length=length, points=(), lines={}, ended=ended)
 
 
-@contextlib.contextmanager
-def _place(measured: bool) -> Iterator[_Where]:
-    if not measured:
-        with predicted.fake_tensors() as meter:
-            yield _Where(torch.device("cpu"), meter, lambda: None, measured=False)
-        return
-    device = torch.device("cuda")
-
-    def free() -> None:
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    yield _Where(device, CudaMemoryMeter(device), free, measured=True)
-
-
-def _trial(backend: Backend, model: PreTrainedModel, request: ProfileRequest, where: _Where) -> Trial:
+def _trial(backend: Backend, model: PreTrainedModel, request: ProfileRequest, where: Place) -> Trial:
     if backend is Backend.PEFT:
         return PeftTrial(model, where.meter)
     base = wrap_base(model, name=Path(request.model).name)
-    if where.measured:
-        lora = choose_backend("auto", base.device, base.dtype)
-        backends = SeamBackends(lora, PackedAttention, KvCache.attention, request.recompute)
-    else:
-        lora = predicted.FakeSegmentedBackend()
-        backends = SeamBackends(lora, predicted.FlashAttention, predicted.paged_attention, request.recompute)
+    backends = SeamBackends(where.backend, where.training_attention, where.paged_attention, request.recompute)
     return CoserveTrial(base, where.meter, backends)
 
 
