@@ -15,7 +15,7 @@ from typing import NamedTuple
 from coserve.core.errors import InvalidRequest, MalformedRow
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.workloads.formats.burstgpt import TIME, read_burstgpt
-from coserve.workloads.formats.lines import Recorded, naming, unreadable
+from coserve.workloads.formats.lines import Recorded, reading
 from coserve.workloads.formats.mooncake import read_mooncake
 from coserve.workloads.formats.sharegpt import read_sharegpt
 from coserve.workloads.scenario import Scenario, TraceFormat
@@ -95,11 +95,8 @@ def trace_format(scenario: Scenario) -> TraceFormat | None:
 
 def format_of(path: Path) -> TraceFormat:
     """Detect a file's format by its beginning. Raises `MalformedRow`, `InvalidRequest` for a missing file."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
-    except OSError as error:
-        raise unreadable(error) from error
+    with reading(path), path.open("rb") as file:
+        start = file.read(BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
     if TIME.encode() in start.split(b",")[0] or b"," + TIME.encode() in start:
         return TraceFormat.BURSTGPT
     if start.startswith(b"["):
@@ -112,7 +109,7 @@ def format_of(path: Path) -> TraceFormat:
         if start.startswith(b"{") and key in start:
             return found
     got = start[:40].decode(errors="replace")
-    with naming(path):
+    with reading(path):
         raise MalformedRow(f"expected a trace of coserve, BurstGPT, Mooncake or ShareGPT, got {got!r}", line=1)
 
 

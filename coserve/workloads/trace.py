@@ -29,7 +29,7 @@ from coserve.core.names import AdapterName, AdapterRefText
 from coserve.core.types import SloClass, Wire
 from coserve.core.validation import explain
 from coserve.workloads.bounds import MAX_SECONDS
-from coserve.workloads.formats.lines import JSON_ERRORS, MAX_TOKENS, naming, not_json, read_lines
+from coserve.workloads.formats.lines import JSON_ERRORS, MAX_TOKENS, not_json, read_lines, reading
 from coserve.workloads.scenario import Scenario
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ def load_trace(path: Path) -> Trace:
     Raises `MalformedRow` (with file and line) for a wrong first line, `InvalidRequest` for a missing file. The
     iteration raises `MalformedRow` for any other line that `save_trace` does not write.
     """
-    with naming(path):
+    with reading(path):
         number, first = next(read_lines(path), (1, b""))
         if not first:
             raise MalformedRow("expected a workload, got an empty file", line=1)
@@ -186,7 +186,7 @@ def _arrivals(path: Path) -> Iterator[Arrival]:
     decoder: msgspec.json.Decoder[Arrival] = msgspec.json.Decoder(Arrival)
     before, last = 0.0, dict[type[Arrival], int]()
     lines = read_lines(path)
-    with naming(path):
+    with reading(path):
         next(lines, None)  # skip the settings
         for number, line in lines:
             arrival = _decode(line, decoder, number)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coserve.core.errors import MalformedRow
-from coserve.workloads.formats.lines import MAX_TOKENS, Recorded, check_order, naming, not_utf8, unreadable
+from coserve.workloads.formats.lines import MAX_TOKENS, Recorded, check_order, not_utf8, reading
 
 TIME, MODEL, PROMPT, OUTPUT = "Timestamp", "Model", "Request tokens", "Response tokens"
 
@@ -23,17 +23,14 @@ TIME, MODEL, PROMPT, OUTPUT = "Timestamp", "Model", "Request tokens", "Response 
 def read_burstgpt(path: Path, model: str | None = None) -> Iterator[Recorded]:
     """Yield the requests of `model` (None: of all models). Raises `MalformedRow` with the line, `InvalidRequest` for a
     missing file."""
-    try:
-        with naming(path), path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
-            try:
-                yield from _rows(reader, model)
-            except csv.Error as error:
-                raise MalformedRow(f"expected CSV, got {error}", line=reader.line_num + 1) from error
-            except UnicodeDecodeError as error:
-                raise not_utf8(path, error) from error
-    except OSError as error:
-        raise unreadable(error) from error
+    with reading(path), path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file)
+        try:
+            yield from _rows(reader, model)
+        except csv.Error as error:
+            raise MalformedRow(f"expected CSV, got {error}", line=reader.line_num + 1) from error
+        except UnicodeDecodeError as error:
+            raise not_utf8(path, error) from error
 
 
 def _rows(reader: Iterator[list[str]], model: str | None) -> Iterator[Recorded]:

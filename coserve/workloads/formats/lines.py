@@ -35,29 +35,28 @@ class Recorded(NamedTuple):
 def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[tuple[int, bytes]]:
     """Yield number (from 1) and content of each line that is not blank, without its line end.
 
-    A byte order mark at the beginning is skipped. Raises `InvalidRequest` for a missing file, `MalformedRow` for a line
-    of more than `max_line` bytes.
+    A byte order mark at the beginning is skipped. Raises `MalformedRow` for a line of more than `max_line` bytes.
     """
-    try:
-        with path.open("rb") as file:
-            number = 0
-            while line := file.readline(max_line):
-                number += 1
-                if len(line) == max_line and not line.endswith(b"\n"):
-                    raise MalformedRow(f"expected at most {max_line} bytes, got more", line=number)
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if line.strip():
-                    yield number, line.rstrip(b"\r\n")
-    except OSError as error:
-        raise unreadable(error) from error
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(max_line):
+            number += 1
+            if len(line) == max_line and not line.endswith(b"\n"):
+                raise MalformedRow(f"expected at most {max_line} bytes, got more", line=number)
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield number, line.rstrip(b"\r\n")
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the file's name, without its folder, to each `MalformedRow` raised in the block."""
+def reading(path: Path) -> Iterator[None]:
+    """Add the file's name, without its folder, to each `MalformedRow` raised in the block. Raises `InvalidRequest` for
+    a file that cannot be read."""
     try:
         yield
+    except OSError as error:
+        raise InvalidRequest(f"cannot read the trace: {error.strerror}", field="trace") from error
     except MalformedRow as error:
         where = f"{path.name}, " if error.line is not None else f"{path.name}: "
         named = MalformedRow(where + error.message)
@@ -84,10 +83,6 @@ def not_json(error: Exception, line: int) -> MalformedRow:
     """Return the error for one of `JSON_ERRORS`."""
     deep = "expected JSON, got too many brackets inside each other"
     return MalformedRow(deep if isinstance(error, RecursionError) else str(error), line=line)
-
-
-def unreadable(error: OSError) -> InvalidRequest:
-    return InvalidRequest(f"cannot read the trace: {error.strerror}", field="trace")
 
 
 def check_order(at: float, before: float, line: int) -> None:

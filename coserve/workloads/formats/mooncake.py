@@ -14,7 +14,15 @@ from typing import Annotated
 
 import msgspec
 
-from coserve.workloads.formats.lines import JSON_ERRORS, MAX_TOKENS, Recorded, check_order, naming, not_json, read_lines
+from coserve.workloads.formats.lines import (
+    JSON_ERRORS,
+    MAX_TOKENS,
+    Recorded,
+    check_order,
+    not_json,
+    read_lines,
+    reading,
+)
 
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 
@@ -29,7 +37,7 @@ class _Line(msgspec.Struct):
 def read_mooncake(path: Path) -> Iterator[Recorded]:
     """Yield the requests. Raises `MalformedRow` with the line, `InvalidRequest` for a missing file."""
     decoder, before = msgspec.json.Decoder(_Line), 0.0
-    with naming(path):
+    with reading(path):
         for number, line in read_lines(path):
             try:
                 found = decoder.decode(line)

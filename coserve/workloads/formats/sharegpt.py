@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from coserve.data.corpus.json_array import array_elements
-from coserve.workloads.formats.lines import JSON_ERRORS, naming, not_json, read_lines, unreadable
+from coserve.workloads.formats.lines import JSON_ERRORS, not_json, read_lines, reading
 
 MAX_CONVERSATION = 1 << 24
 """Maximum bytes of a conversation. It bounds the memory that a file can take."""
@@ -41,7 +41,7 @@ def read_sharegpt(path: Path, *, most: int = MAX_CONVERSATION) -> Iterator[Conve
     """Yield the conversations, of about `most` bytes at most. Raises `MalformedRow` with the file and the line (for an
     array, the element's number), `InvalidRequest` for a missing file."""
     decoder = msgspec.json.Decoder(_Record)
-    with naming(path):
+    with reading(path):
         for number, content in _records(path, most):
             try:
                 turns = decoder.decode(content).conversations
@@ -54,11 +54,8 @@ def read_sharegpt(path: Path, *, most: int = MAX_CONVERSATION) -> Iterator[Conve
 
 
 def _records(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
-    try:
-        with path.open("rb") as file:
-            if file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-                yield from array_elements(file, most)
-            else:
-                yield from read_lines(path, most)
-    except OSError as error:
-        raise unreadable(error) from error
+    with path.open("rb") as file:
+        if file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            yield from array_elements(file, most)
+        else:
+            yield from read_lines(path, most)
