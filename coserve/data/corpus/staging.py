@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -29,25 +28,6 @@ from coserve.state.durable import disk_errors, move_file
 
 MEMORY = 4 << 30
 """Most bytes of memory of a process that tokenises a corpus: parquet files of a few KB can hold rows of any size."""
-
-
-class PendingCorpus(Protocol):
-    """A tokenised corpus not yet in a job's folder: a `Corpus` in memory, or a `StagedCorpus` on disk."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def token_count(self) -> int: ...
-    @property
-    def target_tokens(self) -> int: ...
-    @property
-    def rows_cut(self) -> int: ...
-    @property
-    def digest(self) -> str: ...
-
-    def arrays(self) -> Corpus: ...
-    def save(self, path: Path) -> None: ...
-    def discard(self) -> None: ...
 
 
 class StagedCorpus(msgspec.Struct, frozen=True):
@@ -79,6 +59,10 @@ class StagedCorpus(msgspec.Struct, frozen=True):
 
     def discard(self) -> None:
         shutil.rmtree(Path(self.path).parent, ignore_errors=True)
+
+
+PendingCorpus = Corpus | StagedCorpus
+"""A tokenised corpus not yet in a job's folder: in memory, or on disk."""
 
 
 class Split(msgspec.Struct, frozen=True):
