@@ -61,6 +61,7 @@ def measure_recurrence(results: Results, device: torch.device, bandwidth: float,
         heads, groups, size = given.v.shape[1], given.k.shape[1], given.v.shape[2]
         moved = 4 * (groups + heads) * size * tokens + 6 * heads * tokens + 8 * sequences * heads * size * size
         floor: dict[str, object] = {"floor": round(1e6 * moved / bandwidth, 2)}
+        FusedRecurrence.chunked_from = WAYS["tokens"]
         fused = FusedRecurrence({0: states}, tokens=tokens, sequences=sequences, device=device)
         fused.load(runs)
         right, out = fused.recur(0, given).float(), torch.zeros_like(given.v)
@@ -125,7 +126,7 @@ def measure_prefill(base: Base, shape: Shape, results: Results, *, tiny: bool) -
 
 async def _prefill(bench: Bench, way: str, results: Results, *, tiny: bool) -> None:
     async with bench.serving():
-        for length in (32, 96) if tiny else (2048, 8192):
+        for length in (32, 96) if tiny else (2048, 4096):
             warm = 1 if tiny else WARM  # the graph of a step is captured when some have missed it
             prompts = await bench.speeds(Load(1, length, 1), f"{way} {length}", REPEATS, warm)
             found = [length * each for each in prompts]

@@ -121,7 +121,7 @@ def with_peft(targets: Sequence[str], shape: Shape, results: Results, *, tiny: b
 
     found = steps_tok_s(train, shape.device, REPEATS)
     try:
-        recurrence = f"flash-linear-attention {version('flash-linear-attention')}"
+        recurrence = f"flash-linear-attention: fla-core {version('fla-core')}"
     except PackageNotFoundError:
         recurrence = "transformers' own, in torch"
     key = f"models.qwen35.peft_tok_s.{rows}x{length}"
