@@ -38,7 +38,6 @@ class ActiveRequests:
         failed: Callable[[Request, Exception], None],
         precede: Callable[[Request, int], None],
     ) -> None:
-        """See `Scheduler`."""
         self._lengths, self._loaded_bytes = lengths, loaded_bytes
         self._pages, self._adapters, self._states = pages, adapters, states
         self._failed, self._precede = failed, precede

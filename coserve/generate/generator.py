@@ -150,7 +150,6 @@ class Generator:
 
     @property
     def graphs_missing(self) -> int:
-        """See `StepExecutor`."""
         return self._executor.graphs_missing
 
     def add(self, message: Generate) -> None:

@@ -82,7 +82,6 @@ class FollowedSessions(Sessions[Followed]):
         return LoadedSession(0 if last is None else last.step, commit)
 
     def run(self, job: str, verb: Verb) -> None:
-        """See `Followed.run`."""
         self._jobs[job].run(verb)
 
     def abandon(self, job: str) -> None:

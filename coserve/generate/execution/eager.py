@@ -119,5 +119,4 @@ class EagerStep:
     overlaps: bool = False
 
     def collect(self) -> StepResult:
-        """See `StepInFlight`."""
         return self.run()
