@@ -69,7 +69,6 @@ from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import LoraSettings
 
 FILE, ROWS = "documents.json", "documents_rows.json"
-SCRIPT = "documents/learned.py"
 RECIPES = ("topk_kd", "cartridge", "ce", "lm")
 KV_BYTES = 2 * 30 * 3 * 64 * 2
 """Bytes a token of SmolLM2-135M's keys and values in bfloat16."""

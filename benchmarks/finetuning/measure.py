@@ -164,7 +164,7 @@ class Benchmark:
             if isinstance(side, PeftSide):
                 self._peft(name, side, shape, case, own)
             elif case.group == COSTS:
-                self._costs(name, side, shape, case, own)
+                self._costs(name, side, shape, own)
             else:
                 self._jobs(name, side, shape, case, own)
         except (torch.OutOfMemoryError, JobOutOfMemory, TooLittleMemory) as error:
@@ -219,7 +219,7 @@ class Benchmark:
             row | dict(about),
         )
 
-    def _costs(self, name: str, base: Base, shape: Shape, case: Case, own: Case) -> None:
+    def _costs(self, name: str, base: Base, shape: Shape, own: Case) -> None:
         prefix, about = finetuning_cases.KEYS[name], {"side": name, "base": shape.name, "tokens": own.tokens}
         times, longest = slice_times(base, shape, own)
         by_kind = {"longest_ms": {kind.value: round(ms, 3) for kind, ms in longest.items()}}

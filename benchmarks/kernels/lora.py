@@ -274,13 +274,12 @@ def train_part() -> list[Row]:
         columns = {
             "base_forward": graph_us([backends.base_call(layer, weights) for layer in layers], replays=9, repeat=3),
             "base_backward": graph_us([base_backward(layer) for layer in layers], replays=9, repeat=3),
-            "add_": graph_us([backends.segmented_call(layer, segments) for layer in layers], replays=9, repeat=3),
             "forward": graph_us([forward(item) for item in prepared], replays=9, repeat=3),
             "backward": graph_us([backward(item, add=False) for item in prepared], replays=9, repeat=3),
             "backward_summed": graph_us([backward_summed(item) for item in prepared], replays=9, repeat=3),
             "backward_and_add": graph_us([backward(item, add=True) for item in prepared], replays=9, repeat=3),
         }
-        for backend_name in ("segmented", "stk64", "stk128", "grouped"):
+        for backend_name in ("segmented", "stk64", "stk128"):
             try:
                 calls = [backends.learning_call(layer, segments, backend_name) for layer in layers]
                 columns[f"autograd_{backend_name}"] = graph_us(calls, replays=7)
@@ -309,7 +308,6 @@ def scaling_part() -> list[Row]:
                 makes: dict[str, Callable[[cases.Layer], backends.Call]] = {
                     "base": partial(backends.base_call, weights=weights),
                     "segmented": partial(backends.segmented_call, segments=segments),
-                    "grouped": partial(backends.grouped_call, segments=segments),
                 }
                 for backend_name, make in makes.items():
                     calls = [make(layer) for layer in layers]

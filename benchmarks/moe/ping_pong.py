@@ -41,7 +41,6 @@ FULL, TINY = MoeShape(48, 2048, 768, 128, 8), MoeShape(2, 32, 16, 4, 2)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 IN_GRAPH, REPLAYS, SEED = 50, 9, 7
 FILE = "ping_pong.json"
-SCRIPT = "benchmarks.moe.ping_pong"
 
 
 def exchanges(shape: MoeShape, tokens: int) -> list[tuple[int, int]]:

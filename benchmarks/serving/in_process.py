@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.common import results as serving_results
-from benchmarks.common.options import make_parser
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.serving import idle as serving_idle
 from benchmarks.serving.case import ADAPTERS, FULL, RANKS, SEED, TINY, Bench, Load, make_base
@@ -110,29 +110,16 @@ async def everything(
     return left
 
 
-def chosen(only: str) -> list[str]:
-    """The keys that contain one of the parts; exits on a part that names none."""
-    parts = [part for part in only.split(",") if part]
-    for part in parts:
-        if not any(part in f"{key}$" for key in KEYS):
-            raise SystemExit(f"--only: no key contains {part!r}; the keys are\n  " + "\n  ".join(KEYS))
-    return [key for key in KEYS if not parts or any(part in f"{key}$" for part in parts)]
-
-
 def main() -> None:
     parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
-    parser.add_argument(
-        "--only",
-        default="",
-        help="only keys that contain one of these, separated by commas; a $ at the end: that end with it",
-    )
+    add_names(parser, "--only", KEYS, what="keys")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
     parser.add_argument("--summarize", action="store_true", help="bring summary.json up to date, and stop")
     options = parser.parse_args()
     if options.summarize:
         serving_results.summarize("serving.json", options.out)
         return
-    wanted, deadline, began = chosen(options.only), time.monotonic() + options.budget, time.monotonic()
+    wanted, deadline, began = options.only, time.monotonic() + options.budget, time.monotonic()
     shape = TINY if options.tiny else FULL
     bench = Bench(make_base(shape), shape)
     print(f"base after {time.monotonic() - began:.1f} s", flush=True)

@@ -92,7 +92,6 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--tree", type=Path, help="a checkout whose engine is measured, too")
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--only-engine", action="store_true", help="no workers of a warm-up")
     options = parser.parse_args()
     results = Results.of(
         options,
@@ -114,13 +113,8 @@ def main() -> None:
         for _ in range(options.repeats):  # in turns: other programs slow down all alike
             for key, work in works.items():
                 engines[key].append(measured(work))
-        workers = [
-            measured(lambda: asyncio.run(run_parts(task)))
-            for _ in range(0 if options.only_engine else max(1, options.repeats // 2))
-        ]
+        workers = [measured(lambda: asyncio.run(run_parts(task))) for _ in range(max(1, options.repeats // 2))]
     for key, samples in (engines | {"start.workers_s": workers}).items():
-        if not samples:
-            continue
         wall, cpu = ([each[at] for each in samples] for at in (0, 1))
         about = {"cpu_s": round(statistics.median(cpu), 2), "least_cpu_s": round(min(cpu), 2)}
         results.put(key, round(statistics.median(wall), 2), "s", None, wall, about)
