@@ -39,6 +39,7 @@ from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.generation import collect, prompt, request
+from tests.support.host_stream import mailbox_ends
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_servers import REFS, Ended, in_threads, save_adapters
 
@@ -206,16 +207,34 @@ class Unreachable:
     def release(self) -> None: ...
 
 
-def test_an_error_of_the_driver_loses_the_servers(base: Base) -> None:
-    """They are started again, where each later step would fail, too."""
+@contextmanager
+def one_server(base: Base, transport: Transport) -> Iterator[tuple[RunningServers, str]]:
+    """A server that does nothing, behind this transport, and the name of its first parameter."""
     ours, theirs = socket.socketpair()
     part = part_of(base.spec, 0, 1, 1)
     channel = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
-    running = RunningServers(1, [Server(Ended(ours), channel, part)], [Unreachable()], lambda *_: None, 60.0)
-    step = running.step(Segments((0, 1), (0,)), [0])
-    assert step is not None
+    running = RunningServers(1, [Server(Ended(ours), channel, part)], [transport], lambda *_: None, 60.0)
     with closing(theirs):
-        with pytest.raises(LoraServerLost):
-            step.gate_up(next(iter(part.sites)), torch.zeros(1, 8), torch.zeros(1, 1))
+        yield running, next(iter(part.sites))
         assert running.lost
         running.end()
+
+
+def test_an_error_of_the_driver_loses_the_servers(base: Base) -> None:
+    """They are started again, where each later step would fail, too."""
+    with one_server(base, Unreachable()) as (running, site):
+        step = running.step(Segments((0, 1), (0,)), [0])
+        assert step is not None
+        with pytest.raises(LoraServerLost):
+            step.gate_up(site, torch.zeros(1, 8), torch.zeros(1, 1))
+
+
+def test_a_step_that_ended_between_two_exchanges_loses_the_servers(base: Base) -> None:
+    """By an error of the engine's own: they wait for the others, which have the numbers of the next step's."""
+    ours, _ = mailbox_ends(1 << 16, 1 << 16)
+    with one_server(base, ours) as (running, site):
+        step = running.step(Segments((0, 2, 3), (0, -1)), [0])
+        assert step is not None and running.step(Segments((0, 3), (0,)), [-1]) is None
+        step.gate_up(site, torch.zeros(3, 8), torch.zeros(3, 2))
+        with pytest.raises(LoraServerLost, match="a step that failed"):
+            running.step(Segments((0, 1), (0,)), [0])

@@ -55,6 +55,13 @@ def part(fused: FusedBase, kind: str, rank: int = 4) -> LoraWeights:
     return LoraWeights(whole.settings, {name: pair for name, pair in whole.sites.items() if name.endswith(ends)})
 
 
+def test_graphs_with_exchanges_serve_steps_with_exchanges_alone() -> None:
+    """Servers answer the steps that they are told of."""
+    with_servers, without = (LoraFootprint(16, ALL, remote=remote) for remote in (True, False))
+    assert with_servers.covers(replace(with_servers, groups=frozenset({O})))
+    assert not with_servers.covers(without) and not without.covers(with_servers)
+
+
 def generator(fused: FusedBase, kinds: Sequence[str], *, ahead: bool = True) -> tuple[Generator, GraphExecutor]:
     kv = KvCache.for_base(fused.base, 1024, 16)
     executor = graphs(fused, kv, max_running=4)

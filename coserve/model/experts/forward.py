@@ -54,7 +54,7 @@ def remote_forward(
     rows = _sorted_rows(lora, chosen_TK, cast(int, module.num_experts))
     terms = remote.gate_up(sites[0], hidden_TD, chosen_TK)
     y_SO = _product(module, 0, hidden_TD[rows.token_S], rows, lora)
-    h_SI = _activation(module, y_SO.index_add(0, rows.place_S, terms()))
+    h_SI = _activation(module, y_SO.index_add_(0, rows.place_S, terms()))
     terms = remote.down(sites[1], h_SI[rows.place_S], weights_TK)
     y_SO = _product(module, 1, h_SI, rows, lora)
     return summed(y_SO, rows.place_S, weights_TK).to(hidden_TD.dtype) + terms()
