@@ -34,6 +34,7 @@ ALONE = {
     "adapter_tiers.json",
     "adapters_many.json",
     "cpu_decode.json",
+    "disaggregated_2.json",
     "documents.json",
     "documents_reader.json",
     "families.json",
