@@ -22,11 +22,13 @@ from coserve.core.link.engine import Shutdown
 from coserve.core.link.generation import Tokens
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.reading import PairsReader
+from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.start import ServersCopies, load_on_servers, make_servers
 from coserve.engine.lora_server.terms import HeldPairs
 from coserve.engine.parts import EngineParts
 from coserve.engine.worker import build_engine
 from coserve.generate.execution.graph_executor import GraphExecutor
+from coserve.generate.execution.start import make_start
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.experts.interface import RemoteTerms
 from coserve.kernels.lora.segments import Segments
@@ -35,10 +37,10 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import load_base
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
-from tests.support.generation import collect, prompt, request
+from tests.support.generation import prompt, request
 from tests.support.local_link import local_pair
 from tests.support.lora_engine import Engine
-from tests.support.lora_servers import REFS, save_adapters, server_pid
+from tests.support.lora_servers import REFS, logits_below, save_adapters, server_pid
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,6 +53,9 @@ COLD = 60.0
 """Seconds in which a server compiles its kernels."""
 CAPTURING = 30.0
 """Most seconds for captures: the graphs with servers are among the first ones."""
+ROUNDING = 0.25
+"""Most by which the float32 logit of a token may be below the largest. On a CPU in bfloat16 it is 0.08, and with half
+an adapter's scaling at least 0.4."""
 Found = list[list[int]]
 
 
@@ -271,67 +276,81 @@ def test_a_graph_of_exchanges_is_right_each_time_and_after_a_loss_in_its_step(fo
         check()
 
 
-def graphed(folder: Path, servers: int) -> tuple[Generator, GraphExecutor, EngineParts]:
-    """A generator in bfloat16, with the engine's parts. Its graphs are not captured."""
+def graphed(folder: Path) -> tuple[Generator, GraphExecutor, LoraServers]:
+    """A generator in bfloat16, with a server. Its graphs are not captured."""
     base = load_base(str(folder / "base"), device=DEVICE, dtype="bfloat16")
-    config = replace(
-        configured(folder, servers, 1, 15.0), compile="on", max_running=4, step_tokens=64, host_adapter_bytes=1 << 28
-    )
+    config = replace(configured(folder, 1, 1, COLD), compile="on", max_running=4, step_tokens=64)
     parts = EngineParts(base, config)
-    read, own, budget = parts.read_adapter, parts.servers, parts.host_budget()
-    memory, placed = parts.host_memory(budget), base.complete_scales
-    if own is None:
-        store = AdapterStore(read, budget, memory=memory, placed=placed)
-    else:
-        shared, mirror = load_on_servers(read, own), ServersCopies(own)
-        store = AdapterStore(shared, budget, memory=memory, mirror=mirror, placed=placed, remote=own)
+    budget, own = parts.host_budget(), parts.servers
+    assert own is not None
+    store = AdapterStore(
+        load_on_servers(parts.read_adapter, own),
+        budget,
+        memory=parts.host_memory(budget),
+        mirror=ServersCopies(own),
+        placed=base.complete_scales,
+        remote=own,
+    )
     kv = KvCache.for_base(base, 2048, 16)
-    with timed(f"{servers} servers: layers are compiled"):
-        start = parts.make_start(kv)
+    with timed("layers are compiled"):
+        start = make_start(
+            base,
+            kv,
+            max_running=4,
+            lora_backend=parts.lora_backend,
+            compile=True,
+            step_tokens=64,
+            remote=own,
+            graphs_over_servers=True,
+        )
     assert start.graphs is not None, start.notes
-    return Generator(base, store, kv, start.executor, max_running=4, step_tokens=64), start.graphs, parts
+    return Generator(base, store, kv, start.executor, max_running=4, step_tokens=64), start.graphs, own
 
 
-def test_steps_of_graphs_over_a_server_have_the_coupled_tokens(folder: Path) -> None:
-    """In bfloat16, which graphs of experts need: the adapters' prompts have tokens that rounding does not change."""
-    requests = [request(str(n), prompt(6), ref=ref) for n, ref in enumerate(REFS)]
-    coupled, _, _ = graphed(folder, 0)
-    wanted = {id: tokens for id, (tokens, _) in collect(coupled, requests).items()}
-    gen, executor, parts = graphed(folder, 1)
-    assert parts.servers is not None
+def test_steps_of_graphs_over_a_server_generate_likely_tokens(tmp_path: Path) -> None:
+    """Likely by the coupled path in float32, given the tokens before: graphs of experts need bfloat16, whose rounding
+    may choose another token where two are nearly as likely."""
+    # All experts are chosen, so that rounding changes no choice of the router.
+    tiny_family("mixtral", num_experts_per_tok=4).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    exact = load_base(str(tmp_path / "base"), device="cpu", dtype="float32")
+    weights = dict(zip(REFS, save_adapters("mixtral", exact, tmp_path / "data"), strict=True))
+    requests = [request(f"{n} {ref}", prompt(n), ref=ref) for n in (6, 13) for ref in REFS]
+    gen, executor, servers = graphed(tmp_path)
 
-    def tokens(at: Callable[[], None] | None = None) -> dict[str, list[int]]:
-        found = dict[str, list[int]]()
+    def check(what: str, at: Callable[[], None] | None = None) -> None:
+        found = {one.id: list[int]() for one in requests}
         for one in requests:
             gen.add(one)
-        while gen.running:
-            for message in gen.step():
-                assert isinstance(message, Tokens), message
-                found.setdefault(message.id, []).extend(message.tokens)
-            if at is not None and min(map(len, found.values()), default=0) == 3:
-                at()
-                at = None
-        return found
+        with timed(what):
+            while gen.running:
+                for message in gen.step():
+                    assert isinstance(message, Tokens), message
+                    found[message.id].extend(message.tokens)
+                if at is not None and min(map(len, found.values())) >= 3:
+                    at()
+                    at = None
+        for one in requests:
+            assert one.adapter is not None and len(found[one.id]) == one.sampling.max_tokens
+            below = logits_below(exact, weights[one.adapter], one.prompt, found[one.id])
+            print(f"{what}, {one.id}: {found[one.id]}, at most {below:.3f} below the likeliest", flush=True)
+            assert below <= ROUNDING, what
 
     def stop() -> None:
         os.kill(pid := server_pid(), signal.SIGSTOP)
         threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
 
-    with closing(parts.servers):
-        with timed("without graphs"):
-            assert tokens() == wanted
+    with closing(servers):
+        check("without graphs")
         with timed("captures"), torch.no_grad():
             until = time.monotonic() + CAPTURING
             while gen.prepare() and time.monotonic() < until:
                 pass
         assert not executor.troubles and any(footprint.remote for _, footprint in executor.decode_graphs)
-        for _ in range(2):
-            with timed("with graphs"):
-                assert tokens() == wanted
-        assert not parts.servers.losses
-        with timed("a server is lost in a graph's step"):
-            assert tokens(stop) == wanted
-        assert parts.servers.losses == 1
+        for again in range(2):
+            check(f"with graphs, {again}")
+        assert not servers.losses
+        check("a server is lost in a graph's step", stop)
+        assert servers.losses == 1
 
 
 @pytest.mark.parametrize(("servers", "ep"), [(1, 1), (2, 2), (2, 1)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -24,13 +24,15 @@ from coserve.engine.lora_server.running import Answered, RunningServers, Server
 from coserve.engine.lora_server.server import LoraServer, ReadPairs
 from coserve.engine.lora_server.terms import HeldPairs
 from coserve.engine.lora_server.transport import GlooTransport, Transport, gloo_group
+from coserve.kernels.lora.segments import Segments
 from coserve.lora.store.files import load_adapter
 from coserve.model.base import Base
-from coserve.model.lora import LoraWeights
+from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.host_stream import mailbox_ends
-from tests.support.lora_reference import save_peft
+from tests.support.lora_backends import GROUPED
+from tests.support.lora_reference import packed, save_peft
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 KINDS = ((3, BOTH, ["q_proj", "o_proj"]), (5, BOTH[1:], []))
@@ -108,6 +110,15 @@ def save_adapters(family: str, base: Base, folder: Path) -> list[LoraWeights]:
         save_peft(tiny_family(family), path, seed=rank, r=rank, target_modules=modules, target_parameters=parameters)
         found.append(load_adapter(path, base.spec, device="cpu", dtype=torch.float32))
     return found
+
+
+def logits_below(base: Base, weights: LoraWeights, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """How far the logits of a request's tokens are below those of the likeliest ones at most, given the tokens before,
+    by the coupled path."""
+    given = torch.tensor([*prompt, *tokens[:-1]])
+    batch = LoraBatch(Segments((0, len(given)), (0,)), (weights,), GROUPED)
+    logits_TV = packed(base, [given], batch)[0][len(prompt) - 1 :]
+    return float((logits_TV.max(1).values - logits_TV[torch.arange(len(tokens)), torch.tensor(tokens)]).max())
 
 
 def server_pid() -> int:

@@ -38,6 +38,9 @@ COMPILED = (
     "their own, others use those for more sites; block-diagonal adapters (BD-LoRA) are computed with their zeros"
 )
 NO_GEMMS = "generation: torch's own GEMM kernels run, as the warm-up could not measure which are faster"
+GRAPHS_OVER_SERVERS = False
+"""Whether steps with LoRA servers run in CUDA graphs. On GPUs the exchanges of graphs have passed their test; whole
+steps were not compared yet (`tests/gpu/test_lora_servers_gpu.py`)."""
 INDUCTOR = {"combo_kernels": True}
 """Options of torch.compile: independent small kernels are fused into one (the rotary embeddings of q and k)."""
 
@@ -92,17 +95,23 @@ def make_start(
     gemms: LoadGemms | None = None,
     graph_bytes: GraphBytes | None = None,
     remote: RemoteExperts | None = None,
+    graphs_over_servers: bool = GRAPHS_OVER_SERVERS,
 ) -> ExecutorStart:
     """Compile the layers, check their logits, and return the executor. Tensor-parallel ranks call this together: all of
     them run compiled steps, or none does.
 
     `gemms`: None: the fastest GEMM kernels are measured now. `graph_bytes`: counts the memory of captures. `remote`:
-    the LoRA servers, if there are any. Without a GPU, nothing is compiled.
+    the LoRA servers, if there are any; `graphs_over_servers`: see `GRAPHS_OVER_SERVERS`. Without a GPU, nothing is
+    compiled.
     """
     eager = EagerExecutor(base, kv, lora_backend, remote)
     if base.device.type != "cuda":
         return ExecutorStart(eager)
-    if why := _no_graphs(base, lora_backend, compile=compile, remote=remote):
+    if remote is not None and not graphs_over_servers:
+        why = "LoRA servers compute experts' adapters"
+    else:
+        why = _no_graphs(base, lora_backend, compile=compile, remote=remote)
+    if why:
         return ExecutorStart(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
     apart = remote is not None
     fused = FusedBase(base, options=INDUCTOR, gemms=None if gemms is None else GemmChoice(), apart=apart)
