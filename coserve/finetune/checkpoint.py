@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -57,14 +56,6 @@ class _State(Wire, frozen=True):
     """The optimizer without its paging, which does not affect the files."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A loaded checkpoint; tensors are on the CPU."""
-
-    progress: TrainingProgress
-    tensors: dict[str, Tensor]
-
-
 def save_checkpoint(
     folder: DataFolder, spec: JobSpec, base: BaseSpec, progress: TrainingProgress, tensors: Mapping[str, Tensor]
 ) -> None:
@@ -76,8 +67,8 @@ def save_checkpoint(
         (target / CHECKPOINT_STATE).write_bytes(msgspec.json.encode(state))
 
 
-def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
-    """Load a checkpoint.
+def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> tuple[TrainingProgress, dict[str, Tensor]]:
+    """Load a checkpoint; its tensors are on the CPU.
 
     Raises:
         CheckpointUnreadable: a file is missing, damaged, or of another job, base or optimizer.
@@ -96,7 +87,7 @@ def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> Checkpoint:
         raise CheckpointUnreadable("the checkpoint is of another job or base")
     if state.optimizer is not (expected := spec.training.optimizer.unpaged):
         raise CheckpointUnreadable(f"expected a checkpoint of {expected}, got one of {state.optimizer}")
-    return Checkpoint(state.progress, tensors)
+    return state.progress, tensors
 
 
 def prune(folder: DataFolder, job: str, keep: int, left_aside: Container[int]) -> None:

@@ -94,9 +94,9 @@ def load_last(folder: DataFolder, spec: JobSpec, base: BaseSpec, optimizer: Adap
     reasons: dict[int, str] = {}
     for step, path in reversed(folder.checkpoints(spec.id)):
         try:
-            found = load_checkpoint(path, spec, base)
-            optimizer.restore(found.tensors, steps=found.progress.step)
-            return LastCheckpoint(found.progress, reasons)
+            progress, tensors = load_checkpoint(path, spec, base)
+            optimizer.restore(tensors, steps=progress.step)
+            return LastCheckpoint(progress, reasons)
         except CheckpointUnreadable as error:
             log.warning("job %s: checkpoint %d left aside: %s", spec.id, step, error.message)
             reasons[step] = error.message

@@ -7,7 +7,6 @@ by layer: `torch.autograd.grad` with respect to that leaf and the layer's LoRA t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,14 +14,6 @@ from torch import Tensor
 from coserve.finetune.layers.interface import LayerTensors
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.layers import LayerCut, LayerInputs
-
-
-@dataclass
-class _SavedLayer:
-    """A layer's tensors kept for the backward. `output_1TD` is None if the layer is recomputed."""
-
-    input_1TD: Tensor  # noqa: N815
-    output_1TD: Tensor | None  # noqa: N815
 
 
 class EagerLayerPass:
@@ -44,7 +35,8 @@ class EagerLayerPass:
         self._trainable, self._grads, self._first, self._keep_from = trainable, grads, first, keep_from
         experts = None if context.lora is None else context.lora.experts
         self._of_experts = frozenset[int]() if experts is None else experts.learned
-        self._saved: list[_SavedLayer] = []
+        self._saved: list[tuple[Tensor, Tensor | None]] = []
+        """Each layer's input and output, kept for the backward; None if the layer is recomputed."""
 
     def forward(self, i: int, h_1TD: Tensor) -> Tensor:
         learns = i >= self._first
@@ -52,12 +44,11 @@ class EagerLayerPass:
         input_1TD = h_1TD.detach().requires_grad_(keep_graph and i > self._first)
         output_1TD = self._layer(i, input_1TD, gradient=keep_graph)
         if learns:
-            self._saved.append(_SavedLayer(input_1TD, output_1TD if keep_graph else None))
+            self._saved.append((input_1TD, output_1TD if keep_graph else None))
         return output_1TD.detach()
 
     def backward(self, i: int, gradient_1TD: Tensor) -> Tensor:
-        bottom, saved = i == self._first, self._saved.pop()
-        input_1TD, output_1TD = saved.input_1TD, saved.output_1TD
+        bottom, (input_1TD, output_1TD) = i == self._first, self._saved.pop()
         if output_1TD is None:
             input_1TD = input_1TD.detach().requires_grad_(not bottom)
             output_1TD = self._layer(i, input_1TD, gradient=True)
