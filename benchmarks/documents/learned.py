@@ -380,7 +380,7 @@ def main() -> None:
     parser.add_argument("--quality", type=Path, help="a file of QuALITY, whose articles are the documents")
     parser.add_argument("--prefix-tokens", type=int, help="of a cartridge; without: what the daemon chooses")
     parser.add_argument("--per-chunk", type=int, default=24, help="questions that are generated of each chunk")
-    parser.add_argument("--replay", type=float, default=0.25, help="replayed texts as a share of the questions")
+    parser.add_argument("--replay", type=float, default=1.0, help="replayed texts as a share of the questions")
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=48, help="with --cost: of each answer")
     parser.add_argument("--steps", type=int, default=0, help="of each job; 0: what the daemon chooses")

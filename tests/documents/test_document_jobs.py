@@ -68,7 +68,6 @@ async def test_a_document_goes_through_its_phases_and_is_served(api: Api) -> Non
 RECIPES: dict[str, dict[str, Any]] = {
     "ce": ASKED | {"recipe": "ce", "lm_weight": 0.1},
     "lm": ASKED | {"recipe": "lm"},
-    "rest": ASKED | {"replay_rest": True},
     "none": {"generator": "none"},
     "path and adapter": {"text": None, "path": "bridge.md", "generator": "adapter:asker"}
     | {"chunk_tokens": 64, "questions_per_chunk": 2},

@@ -44,19 +44,17 @@ def test_rows_are_stored_and_read_with_their_candidates(tmp_path: Path) -> None:
 
 
 def test_other_tokens_than_the_candidates_are_replayed_as_one() -> None:
-    """If the settings say so; of answers about the document they are left out."""
+    """Of answers about the document they are left out."""
     one = lesson(0)
     logprobs = np.frombuffer(one.logprobs, np.float32) + np.float32(np.log(0.8))
     one = msgspec.structs.replace(one, logprobs=logprobs.tobytes())
     rows = [one, msgspec.structs.replace(one, chunk=None)]
-    made = lesson_corpus(rows, [[1, 2]], DocumentSettings(replay_rest=True), 64)
+    made = lesson_corpus(rows, [[1, 2]], DocumentSettings(), 64)
     for index, rest in enumerate((0.0, 0.2)):
         labels, weights = made.soft_targets(index) or (None, None)
         assert labels is not None and weights is not None
         assert set(labels[:, -1]) == {REST}
         assert np.allclose(weights[:, -1], rest)
-    plain = lesson_corpus(rows, [[1, 2]], DocumentSettings(), 64).soft_targets(1)
-    assert plain is not None and plain[0].shape[1] == TOP_K
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -96,7 +94,7 @@ def test_recipes() -> None:
     labels, weights = own.soft_targets(1) or (None, None)
     assert labels is not None and weights is not None
     assert labels[:, 0].tolist() == [7, 8], "the user's own answer is learned as it is"
-    assert weights.tolist() == [[1.0] + [0.0] * (TOP_K - 1)] * 2
+    assert weights.tolist() == [[1.0] + [0.0] * TOP_K] * 2
     weighted = lesson_corpus(lessons, texts, DocumentSettings(recipe="ce", lm_weight=0.25), 64)
     assert weighted.candidates is not None
     assert len(weighted.candidates) == weighted.target_tokens

@@ -59,12 +59,10 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     instruction: Text = "Answer in one short sentence."
     """Instruction that the generator gets with a chunk and a question; the adapter learns to answer that way. May be
     empty."""
-    replay: Annotated[float, Meta(ge=0, le=10)] = 0.25
+    replay: Annotated[float, Meta(ge=0, le=10)] = 1.0
     """Answers of the bare base to general prompts that the adapter learns, too, so that it forgets less: their number
-    as a fraction of the questions'."""
-    replay_rest: bool = False
-    """Replayed texts also teach the total probability of all tokens beyond the base's 20 most likely ones, so that the
-    adapter forgets less. Measured on a CPU alone."""
+    as a fraction of the questions'. Except with `ce`, they also teach the total probability of all tokens beyond the
+    base's 20 most likely ones."""
     lm_weight: Annotated[float, Meta(ge=0, le=10)] | None = None
     """Weight of the document's own text in the loss, in addition to the answers. None: 0 with `ce`, otherwise 1."""
     holdout: Annotated[float, Meta(gt=0, lt=1)] = 0.1

@@ -46,14 +46,13 @@ class Lesson(msgspec.Struct, frozen=True):
         """Number of generated tokens: those of the answer."""
         return len(self.answer)
 
-    def candidates(self, *, rest: bool = False) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return ids and probabilities (n, C). `rest`: the last candidate is all other tokens (`REST`)."""
+    def candidates(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Return ids and probabilities (n, C + 1). The last candidate is all other tokens (`REST`). A replayed prompt
+        teaches their total probability, so that the adapter forgets less; in answers about the document it is 0."""
         shape = (len(self.answer), -1)
         ids = np.frombuffer(self.top, np.int32).reshape(shape)
         likely = np.exp(np.frombuffer(self.logprobs, np.float32)).reshape(shape)
-        if not rest:
-            return ids, likely
-        others = np.maximum(0, 1 - likely.sum(1, keepdims=True))
+        others = np.maximum(0, 1 - likely.sum(1, keepdims=True)) * np.float32(self.chunk is None)
         return np.pad(ids, ((0, 0), (0, 1)), constant_values=REST), np.concatenate([likely, others], 1)
 
 
@@ -88,15 +87,11 @@ def lesson_corpus(
     weight = settings.lm_weight
     if lm or weight is None:
         weight = float(settings.recipe != "ce")
-    soft, columns = kd or (weight > 0 and not lm), TOP_K + settings.replay_rest if kd else 1
+    soft, columns = kd or (weight > 0 and not lm), TOP_K + 1 if kd else 1
     rows: list[_Row] = []
     for lesson in lessons:
         certain = not (kd and lesson.top)
-        ids, weights = (
-            _certain(lesson.answer, 1.0, columns) if certain else lesson.candidates(rest=settings.replay_rest)
-        )
-        if settings.replay_rest and lesson.chunk is not None and not certain:
-            weights[:, -1] = 0
+        ids, weights = _certain(lesson.answer, 1.0, columns) if certain else lesson.candidates()
         rows.append(_Row(lesson.prompt, lesson.answer, ids, weights))
     for tokens in texts if weight > 0 else ():
         first, *rest = tokens
