@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -50,12 +51,15 @@ def read_state(folder: DataFolder, run: str, name: str) -> SessionState:
 
 
 def saved_states(folder: DataFolder, run: str) -> list[tuple[str, SessionState]]:
-    """Names and contents of a run's saved states, oldest first. Raises `StorageError`."""
-    names = []
+    """Names and contents of a run's saved states that the principal may see, oldest first. Raises `StorageError`."""
+    names, found = [], []
     try:
         parent = folder.session_state(run, "name").parent
         with read_errors():
             names = [entry.name for entry in parent.iterdir() if not entry.name.startswith(".")]
     except (FileNotFoundError, ForbiddenPath):
         pass
-    return sorted(((name, read_state(folder, run, name)) for name in names), key=lambda one: one[1].saved_at)
+    for name in names:
+        with suppress(NotFound):  # another project's, or deleted meanwhile
+            found.append((name, read_state(folder, run, name)))
+    return sorted(found, key=lambda one: one[1].saved_at)

@@ -25,7 +25,9 @@ from coserve.core.access.schemas import CreateKey, Quota
 from coserve.core.errors import QuotaExceeded, Unauthorized
 from coserve.core.link.generation import Generate
 from coserve.core.link.jobs import JobSnapshot
-from coserve.core.types import AdapterRef
+from coserve.core.names import CHECKPOINT_STATE
+from coserve.core.types import AdapterRef, LoraSettings
+from coserve.state.session_states import SessionState, write_state
 from tests.support.api_server import Api, serve_api
 from tests.support.fake_engine import write_peft
 
@@ -172,7 +174,7 @@ async def test_a_project_sees_and_uses_only_what_is_its_own(shared: Api, tmp_pat
         assert "versions" not in told and "training" not in told and "did you mean" not in told, told
     # a name belongs to one project; an idempotency key does not
     status, found = await ask(shared, two, "POST", "/adapters", data=upload("secret"))
-    assert (status, found["error"]["code"]) == (409, "name_taken")
+    assert (status, found["error"]["code"], found["error"]["field"]) == (409, "name_taken", "name")
     status, found = await ask(shared, two, "POST", "/finetune", json=job)
     assert (status, found["error"]["code"]) == (409, "name_taken") and mine["id"] not in json.dumps(found)
     other = job | {"adapter": "own"}
@@ -181,6 +183,20 @@ async def test_a_project_sees_and_uses_only_what_is_its_own(shared: Api, tmp_pat
     # a near miss names nothing of another project
     status, found = await ask(shared, two, "POST", "/generate", json=body | {"adapter": "secre"})
     assert status == 404 and "secret" not in json.dumps(found)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_list_of_saved_states_has_those_of_the_project(shared: Api) -> None:
+    keys = {project: (await new_key(shared, project, "train"))[1] for project in ("one", "two")}
+    state = SessionState(shared.base.name, shared.base.fingerprint, LoraSettings(), 0, 0, "one")
+    for name in ("hidden", "unfinished"):
+        (folder := shared.folder.session_state("s.train.0", name)).mkdir(parents=True)
+        if name == "hidden":
+            write_state(folder / CHECKPOINT_STATE, state)
+    for project, expected in (("one", ["weights/hidden"]), ("two", [])):
+        status, found = await ask(shared, keys[project], "GET", "/api/v1/training_runs/s:train:0/checkpoints")
+        assert status == 200, found
+        assert [each["checkpoint_id"] for each in found["checkpoints"]] == expected
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -54,7 +54,9 @@ async def test_every_route_takes_an_alias_and_the_canary_gets_its_share(api: Api
             await client.generate("a", adapter="prod")
     await api.refused(400, "invalid_request", "PUT", "/aliases/a", json={"target": "poet", "weight": 0.5})
     await api.refused(404, "adapter_not_found", "POST", "/aliases/a/promote")
-    await api.refused(404, "adapter_not_found", "PUT", "/aliases/a", json={"target": "bard"})
+    for fields in ({"target": "bard"}, {"target": "poet", "canary": "bard", "weight": 0.5}):
+        refused = await api.refused(404, "adapter_not_found", "PUT", "/aliases/a", json=fields)
+        assert refused["field"] == ("canary" if "canary" in fields else "target")
 
 
 async def test_tags_are_set_and_listed_and_a_time_to_live_ends(api: Api) -> None:

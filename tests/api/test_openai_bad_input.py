@@ -220,3 +220,22 @@ async def test_a_message_begins_with_its_field(api: Api) -> None:
     assert answer["error"]["message"].startswith("max_tokens: expected")
     _, answer = await api.call("POST", PATHS[0], json=TEXT | {"model": "nobody"})
     assert answer["error"]["param"] == "model" and answer["error"]["message"].count("model:") == 1
+
+
+async def test_a_tool_that_cannot_be_enforced_is_named_as_a_tool(api: Api) -> None:
+    """The grammar of a forced call is made of the tools: the request has no `structured_outputs`."""
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
+    schema = {"type": "json_schema", "name": "a", "schema": parameters}
+    tool = {"name": "f", "parameters": parameters}
+    chat = CHAT | {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
+    answer = {"model": "fake", "input": "x"}
+    forced = answer | {"tools": [{"type": "function", **tool}], "tool_choice": "required"}
+    for path, body, param in (
+        (PATHS[1], chat, "tools"),
+        (PATHS[1], chat | {"stream": True}, "tools"),
+        ("/v1/responses", forced, "tools"),
+        ("/v1/responses", answer | {"text": {"format": schema}}, "text.format.schema"),
+    ):
+        error = (await api.answered(400, "POST", path, json=body))["error"]
+        assert error["param"] == param
+        assert "expected a JSON schema that can be enforced" in error["message"]

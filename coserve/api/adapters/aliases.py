@@ -10,7 +10,7 @@ import msgspec
 
 from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.engine_client import EngineClient
-from coserve.core.errors import InvalidRequest
+from coserve.core.errors import AdapterNotFound, InvalidRequest
 from coserve.core.names import split_ref
 from coserve.core.schemas import Alias, AliasList, AliasRequest
 from coserve.core.types import AdapterRef
@@ -42,9 +42,9 @@ class Aliases:
             before = registry.find_alias(name)
             record = AliasRecord(
                 name=name,
-                target=_version(registry, request.target),
+                target=_version(registry, request.target, "target"),
                 updated_at=time.time(),
-                canary=None if request.canary is None else _version(registry, request.canary),
+                canary=None if request.canary is None else _version(registry, request.canary, "canary"),
                 weight=request.weight,
             )
             if before is not None:
@@ -85,9 +85,14 @@ class Aliases:
         return _view(await self._registry(lambda registry: registry.set_alias(change(registry.alias(name)))))
 
 
-def _version(registry: Registry, text: str) -> AdapterRef:
-    """Return the version that `name@version` names; without a version, the current one."""
-    return registry.adapter(*split_ref(text)).ref
+def _version(registry: Registry, text: str, field: str) -> AdapterRef:
+    """Return the version that `name@version` names; without a version, the current one. Raises `AdapterNotFound`, which
+    names `field`."""
+    try:
+        return registry.adapter(*split_ref(text)).ref
+    except AdapterNotFound as error:
+        error.field = field
+        raise
 
 
 def _view(record: AliasRecord) -> Alias:

@@ -31,6 +31,7 @@ from coserve.core.errors import (
     BaseMismatch,
     EngineUnavailable,
     InvalidRequest,
+    NameTaken,
     StorageError,
     UnsafeAdapter,
 )
@@ -123,7 +124,11 @@ class AdapterCatalog:
                     "If you want to load the adapter in place, set 'load_inplace' to True.",
                     field="lora_name",
                 )
-            record = await self._commits.run(self._install(source, name, spec, origin))
+            try:
+                record = await self._commits.run(self._install(source, name, spec, origin))
+            except NameTaken as error:
+                error.field = "name"
+                raise
         with suppress(EngineUnavailable):  # the engine packs the files, so that the first request finds them in memory
             self._engine.send(PrefetchAdapter(ref=record.ref, digests=record.digests))
         failpoint("api.before_reply")

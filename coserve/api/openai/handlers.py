@@ -36,7 +36,7 @@ from coserve.api.openai.schemas import (
     ModelList,
     SharedParams,
 )
-from coserve.api.openai.tool_choice import with_allowed_tools
+from coserve.api.openai.tool_choice import naming_tools, with_allowed_tools
 from coserve.api.openai.usage import ResponseMeta, new_meta
 from coserve.api.service import Service
 from coserve.config import Config
@@ -106,15 +106,18 @@ class OpenAIApi:
         body, native, parsers = await self._prepare_chat(body)
         new = partial(ChatLogprobsBuilder, body, self._service.tokenizer.vocabulary)
         stream = self._service.generation.stream(native, read_prompt=parsers.read_prompt)
-        return await chat_completion(body, self._meta("chatcmpl", body), parsers, await collect(native, stream, new))
+        with naming_tools(body):
+            found = await collect(native, stream, new)
+        return await chat_completion(body, self._meta("chatcmpl", body), parsers, found)
 
     async def chat_chunks(self, body: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
         """Yield the events of the answer. Raises as `InFlightRequests.stream`."""
         body, native, parsers = await self._prepare_chat(body)
         meta, vocabulary = self._meta("chatcmpl", body), self._service.tokenizer.vocabulary
         async with aclosing(self._service.generation.stream(native, read_prompt=parsers.read_prompt)) as chunks:
-            async for event in chat_events(body, meta, vocabulary, parsers, chunks):
-                yield event
+            with naming_tools(body):
+                async for event in chat_events(body, meta, vocabulary, parsers, chunks):
+                    yield event
 
     async def _prepare_completion(
         self, body: CompletionRequest

@@ -119,5 +119,5 @@ def _own_field() -> Iterator[None]:
     try:
         yield
     except CoserveError as error:
-        error.field = "lora_name" if error.field == "adapter" else error.field
+        error.field = "lora_name" if error.field in ("adapter", "name") else error.field
         raise

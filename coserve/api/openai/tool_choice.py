@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -75,6 +77,17 @@ def forced_call(body: ChatRequest) -> JsonSchema | None:
             if definitions.setdefault(key, found) != found:
                 raise InvalidRequest(f"expected one definition of {key!r} in all tools' $defs", field="tools")
     return {"anyOf": [_call_of(function) for function in functions], "$defs": definitions}
+
+
+@contextmanager
+def naming_tools(body: ChatRequest) -> Iterator[None]:
+    """Name the tools in errors of a forced call's grammar, which is made of them."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if body.structured_outputs is None and error.field == "structured_outputs.json":
+            error.field = "tools"
+        raise
 
 
 def _tools(body: ChatRequest) -> list[_Tool]:

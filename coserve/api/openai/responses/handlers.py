@@ -19,6 +19,7 @@ _PARAMS = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
 }
 """Names of the fields that errors of the chat name."""
 
