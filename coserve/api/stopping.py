@@ -22,7 +22,6 @@ class Stopping:
 
     @property
     def stopped(self) -> bool:
-        """Whether the daemon stops."""
         return self._error is not None
 
     def stop(self, error: EngineUnavailable) -> None:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import update_wrapper, wraps
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from coserve.client.asynchronous import AsyncClient
@@ -28,6 +27,7 @@ from coserve.core.schemas import Job, Preparing
 from coserve.core.training.schemas import Session
 
 A = TypeVar("A")
+H = TypeVar("H", AsyncJobHandle, AsyncTrainingSession)
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -152,9 +152,7 @@ class _Closing(_Blocking[A]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -212,12 +210,18 @@ def _like(
     return copied
 
 
-def _named_alike(face: object, asynchronous: object) -> str:
-    """Return the asynchronous object's text with the name of its blocking `face`."""
-    return repr(asynchronous).replace(type(asynchronous).__name__, type(face).__name__)
+class _Handle(_Blocking[H]):
+    """Base of the handles of jobs and sessions."""
+
+    def __repr__(self) -> str:
+        return repr(self._asynchronous).replace(type(self._asynchronous).__name__, type(self).__name__)
+
+    @property
+    def id(self) -> str:
+        return self._asynchronous.id
 
 
-class JobHandle(_Blocking[AsyncJobHandle]):
+class JobHandle(_Handle[AsyncJobHandle]):
     """A handle to one job; see `AsyncJobHandle`."""
 
     refresh = _call(AsyncJobHandle.refresh)
@@ -228,19 +232,12 @@ class JobHandle(_Blocking[AsyncJobHandle]):
     events = _iterate(AsyncJobHandle.events)
     wait = _call(AsyncJobHandle.wait)
 
-    def __repr__(self) -> str:
-        return _named_alike(self, self._asynchronous)
-
-    @property
-    def id(self) -> str:
-        return self._asynchronous.id
-
     @property
     def info(self) -> Job:
         return self._asynchronous.info
 
 
-class TrainingSession(_Closing[AsyncTrainingSession]):
+class TrainingSession(_Handle[AsyncTrainingSession], _Closing[AsyncTrainingSession]):
     """A training session; see `AsyncTrainingSession`. Close it, or use it as `with`."""
 
     forward_backward = _call(AsyncTrainingSession.forward_backward)
@@ -249,13 +246,6 @@ class TrainingSession(_Closing[AsyncTrainingSession]):
     save = _call(AsyncTrainingSession.save)
     publish = _call(AsyncTrainingSession.publish)
     close = _call(AsyncTrainingSession.close)
-
-    def __repr__(self) -> str:
-        return _named_alike(self, self._asynchronous)
-
-    @property
-    def id(self) -> str:
-        return self._asynchronous.id
 
     @property
     def info(self) -> Session:

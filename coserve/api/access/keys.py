@@ -30,7 +30,6 @@ class KeyRing:
 
     @property
     def has_own(self) -> bool:
-        """Whether the daemon has a key of its own."""
         return self._own is not None
 
     def load(self, records: Iterable[KeyRecord]) -> None:

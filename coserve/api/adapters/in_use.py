@@ -26,7 +26,6 @@ class AdaptersInUse:
                 event.set()
 
     def __contains__(self, ref: AdapterRef) -> bool:
-        """Return whether a request uses the version."""
         return ref in self._counts
 
     async def unused(self, ref: AdapterRef) -> None:

@@ -186,7 +186,6 @@ def _nested(char: str, add: Callable[[str], None]) -> Generator[None, str, None]
 
 
 def _value(char: str, add: Callable[[str], None]) -> _Steps:
-    """Read any value."""
     if char == '"':
         add(char)
         yield from _quoted(add)

@@ -96,5 +96,4 @@ class AnswerParser:
 
 
 def thinks(template: str | None) -> bool:
-    """Return whether a chat template has reasoning."""
     return template is not None and CLOSE in template

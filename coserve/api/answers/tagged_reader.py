@@ -36,7 +36,6 @@ class TaggedReader(Reader):
         self._schema = self._schemas.get(self._name, {})
 
     def _argument(self, name: str, value: str) -> None:
-        """Pass on one argument."""
         before, name = ", " if self.named else "{", name.strip()
         self._begin()
         self._collector.add_arguments(f"{before}{_json(name)}: {_json(typed(value, self._schema, name))}")

@@ -70,7 +70,6 @@ class ToolParser(ABC):
         return True
 
     def _reader(self) -> Reader:
-        """Return a reader of one call."""
         return CallReader(self._collector)
 
     def _find(self, marker: str) -> bool:

@@ -26,7 +26,6 @@ _REASONS: dict[ChatFinish, StopReason] = {"length": "max_tokens", "tool_calls": 
 
 
 def message(chat: ChatCompletion) -> Message:
-    """Return the whole answer."""
     (choice,) = chat.choices
     answer, content = choice.message, list[OutputBlock]()
     if isinstance(answer.reasoning_content, str):

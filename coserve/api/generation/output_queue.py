@@ -30,7 +30,6 @@ class OutputQueue:
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
-        """Number of queued messages."""
         return len(self._messages)
 
     def put(self, message: EngineOutput) -> None:

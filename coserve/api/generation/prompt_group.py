@@ -42,7 +42,6 @@ class PromptGroup:
             raise
 
     def sent(self) -> None:
-        """Mark the group as sent."""
         self._sent.set()
 
     def messages(self) -> Iterator[tuple[RequestState, Generate]]:

@@ -1,4 +1,4 @@
-"""Generates `/openapi.json`, OpenAPI 3.1, from the table of routes and the structs."""
+"""Generates `/openapi.json`, OpenAPI 3.1, from the routes and the structs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ _RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "i
 
 
 def describe_api(routes: Sequence[Route]) -> dict[str, Any]:
-    """Return the document."""
     used = {struct for route in routes for schema in _schemas_of(route) for struct in _structs_of(schema)}
     types = sorted(used, key=lambda struct: struct.__name__)
     _, components = msgspec.json.schema_components(types, ref_template=_REF)

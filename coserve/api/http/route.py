@@ -83,7 +83,6 @@ class Route:
     """Tag of the route in the OpenAPI description."""
 
     def __call__(self, method: MethodT) -> MethodT:
-        """Attach the route to a method."""
         hints = get_type_hints(method)
         response = self.response if issubclass(hints["return"], web.StreamResponse) else hints["return"]
         setattr(method, _ATTACHED, replace(self, body=hints.get("body", self.body), response=response))
@@ -98,7 +97,6 @@ class Route:
 
     @property
     def pattern(self) -> str:
-        """Path pattern for the router."""
         return self.path.replace("{id}", "{id:.+}") if self.slashes else self.path
 
     @property

@@ -1,7 +1,7 @@
 """Middleware before every handler: checks API key, host and origin, and gives all errors one format.
 
 Authorisation depends on the route that matched, never on the path's text, and denies by default: a route is open only
-if the table says so, and unknown paths also need the key.
+if its `Route` says so, and unknown paths also need the key.
 """
 
 from __future__ import annotations

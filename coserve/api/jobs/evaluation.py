@@ -154,7 +154,6 @@ class JobEvaluation:
 
 
 def summary(found: EvalResult) -> str:
-    """Return the measures as one line."""
     return f"test: {_measures(found.adapter)}; base: {_measures(found.base)}"
 
 

@@ -56,8 +56,6 @@ KEY_PATIENCE = 60.0
 
 
 class JobManager:
-    """Manages all jobs."""
-
     def __init__(
         self,
         config: Config,

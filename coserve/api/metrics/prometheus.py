@@ -174,7 +174,7 @@ class Metrics:
         self._shed.inc()
 
     def responded(self, route: str, status: int) -> None:
-        """Count a response. `route` is the pattern of the table, never the path."""
+        """Count a response. `route` is the route's name, never the path."""
         self._responses.labels(route, str(status)).inc()
 
     # ---- jobs
@@ -296,7 +296,6 @@ class EngineGauges(Collector):
         return tuple(before + since for before, since in zip(self._before, now, strict=True))
 
     def _stalls(self) -> dict[str, StallCounts]:
-        """Stalls by cause."""
         now = () if self._stats is None else self._stats.stalls
         return _added(self._stalls_before, {each.cause: each for each in now}, _longer)
 
@@ -306,7 +305,6 @@ class EngineGauges(Collector):
         return _added(self._steps_before, {(each.kind, each.overlapped): each for each in now}, _more)
 
     def _loads(self) -> dict[str, LoadSeconds]:
-        """Loads of adapters, by phase."""
         now = () if self._stats is None else self._stats.loads
         return _added(self._loads_before, {each.cause: each for each in now}, _more)
 

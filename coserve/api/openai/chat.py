@@ -55,7 +55,6 @@ class ChatLogprobsBuilder:
 async def chat_completion(
     body: ChatRequest, meta: ResponseMeta, parsers: AnswerParsers, full: FullResponse[ChatLogprobsBuilder]
 ) -> ChatCompletion:
-    """The full response."""
     response = full.response
     answers = [await parsers.parse(choice.text) for choice in response.choices]
     return ChatCompletion(

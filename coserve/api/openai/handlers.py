@@ -55,7 +55,6 @@ class OpenAIApi:
 
     @property
     def chat_template(self) -> str | None:
-        """The base's chat template."""
         return self._service.tokenizer.chat_template
 
     @openai_route(

@@ -32,7 +32,6 @@ class SavedPath(NamedTuple):
 
     @property
     def adapter(self) -> str:
-        """Name of the adapter."""
         return f"{run_of(self.model)}-{self.name}"
 
     def __str__(self) -> str:

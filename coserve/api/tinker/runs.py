@@ -177,7 +177,6 @@ class Runs:
         await run.session.opened
 
     def unload(self, run: Run) -> None:
-        """Free a model's memory."""
         if run.session is not None:
             self._sessions.close(run.session)
         run.order.end()

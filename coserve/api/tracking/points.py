@@ -107,7 +107,6 @@ def points_of(events: Iterable[JobEvent], after: int) -> list[Point]:
 
 
 def texts_of(events: Iterable[JobEvent]) -> list[Text]:
-    """Return the samples in `events`."""
     return [
         Text(sample.step, event.created_at, sample.prompt, sample.text)
         for event in events

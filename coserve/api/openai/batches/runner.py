@@ -249,7 +249,6 @@ class BatchRunner:
                     self.store.count(id, **{"completed" if name == OUTPUT else "failed": len(lines)})
 
     async def _answer(self, record: BatchRecord, line: _Line) -> _Found:
-        """Answer one request."""
         raw = await asyncio.to_thread(_read_at, self.store.input(record.id), line.start, line.length)
         body = bytes(msgspec.json.decode(raw, type=BatchLine).body)
         while True:

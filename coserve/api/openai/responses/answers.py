@@ -33,7 +33,6 @@ from coserve.core.schemas import Usage
 
 
 def response(body: ResponseRequest, chat: ChatCompletion) -> Response:
-    """Return the whole answer."""
     (choice,) = chat.choices
     answer, logprobs = choice.message, [] if choice.logprobs is None else choice.logprobs.content
     output: list[OutputItem] = []
