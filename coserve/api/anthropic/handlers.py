@@ -91,6 +91,6 @@ class AnthropicApi:
 def count_tokens(context: TaskContext, base: BaseLimits, body: bytes) -> bytes:
     """Helper task of `POST /v1/messages/count_tokens`: return the response as JSON."""
     request = decode_dialect(body, CountTokensRequest)
-    adapter_of(request.model, base)
+    adapter_of(request.model, base.name)
     ids = template_ids(context.tokenizer, template_chat(request, context.tokenizer.chat_template))
     return msgspec.json.encode(TokenCountResponse(input_tokens=len(ids)))

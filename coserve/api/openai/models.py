@@ -55,7 +55,7 @@ async def list_models(service: Service) -> ModelList:
 async def get_model(service: Service, id: str) -> Model:
     """Return one model. Raises `AdapterNotFound`, `EngineUnavailable`."""
     spec = service.engine.spec
-    name = adapter_of(id, spec)
+    name = adapter_of(id, spec.name)
     if name is None:
         return _base(spec, service.started_at)
     try:
@@ -76,7 +76,7 @@ async def get_model(service: Service, id: str) -> Model:
 async def delete_model(service: Service, id: str) -> DeletedModel:
     """Delete an adapter: every version of a name, the one version of a fine-tuned model or `name@version`. Raises
     `AdapterNotFound`, `AdapterBusy`, `InvalidRequest` for the base."""
-    name = adapter_of(id, service.engine.spec)
+    name = adapter_of(id, service.engine.spec.name)
     if name is None:
         raise InvalidRequest("expected an adapter, got the base: it cannot be deleted", field="model")
     await service.adapters.delete(*split_ref(name))

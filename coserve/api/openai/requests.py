@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from coserve.api.http.body_types import refuse_unless_neutral, refuse_unsupported
 from coserve.api.openai.names import PREFIX, ref_of
@@ -31,16 +31,11 @@ _CLASSES: dict[str, SloClass] = {"flex": "batch", "priority": "interactive"}
 """Request class of each service tier."""
 
 
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-def adapter_of(model: ModelName | None, spec: Named) -> str | None:
-    """Return the adapter that `model` names; None: the base. Raises `AdapterNotFound`."""
-    if not model or model == spec.name:
+def adapter_of(model: ModelName | None, base: str) -> str | None:
+    """Return the adapter that `model` names; None: the base, which is called `base`. Raises `AdapterNotFound`."""
+    if not model or model == base:
         return None
-    if model.startswith(PREFIX) and (ref := ref_of(model, spec.name)) is not None:
+    if model.startswith(PREFIX) and (ref := ref_of(model, base)) is not None:
         return ref
     if not is_adapter_ref(model):
         raise AdapterNotFound(f"there is no model {model[:80]!r}", field="model")
@@ -153,7 +148,7 @@ def _shared_fields(body: SharedParams, spec: BaseSpec) -> dict[str, Any]:
     return {name: getattr(body, name) for name in GenerationFields.__struct_fields__} | {
         "top_k": max(0, body.top_k),
         "slo_class": body.slo_class or _CLASSES.get(body.service_tier or "auto"),
-        "adapter": adapter_of(body.model, spec),
+        "adapter": adapter_of(body.model, spec.name),
         "return_prompt_ids": bool(body.return_token_ids or counted),
         "seed": None if body.seed is None or body.seed == -1 else body.seed & MAX_SEED,
     }

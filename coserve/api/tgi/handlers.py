@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 from msgspec import UNSET
@@ -32,7 +33,7 @@ from coserve.api.tgi.tokens import TgiLogprobsBuilder, finish_reason, token_of, 
 from coserve.config import Config
 from coserve.core.errors import CoserveError, InvalidRequest
 from coserve.core.limits import MAX_CHOICES, MAX_STOPS
-from coserve.core.schemas import GenerateChunk, GenerateRequest
+from coserve.core.schemas import Choice, GenerateChunk, GenerateRequest
 
 DEFAULT_TOKENS = 100
 
@@ -109,28 +110,22 @@ class TgiApi:
         if not has_details(parameters):
             return TgiResponse(generated_text=text)
         prefill = [] if full.prompt is None else full.prompt.prefill.as_list()
+
+        def shared(choice: Choice, scores: TgiLogprobsBuilder) -> dict[str, Any]:
+            return {
+                "finish_reason": finish_reason(choice.finish_reason, choice.stop_reason),
+                "generated_tokens": len(choice.token_ids),
+                "seed": found.seed + choice.index if native.temperature else None,
+                "prefill": prefill,
+                "tokens": scores.tokens.as_list(),
+                "top_tokens": scores.tops(),
+            }
+
+        sequences = [TgiSequence(**shared(*other), generated_text=before + other[0].text) for other in others]
         details = TgiDetails(
-            finish_reason=finish_reason(best.finish_reason, best.stop_reason),
+            **shared(best, best_scores),
             prompt_tokens=found.usage.prompt_tokens,
-            generated_tokens=len(best.token_ids),
-            seed=found.seed + best.index if native.temperature else None,
-            prefill=prefill,
-            tokens=best_scores.tokens.as_list(),
-            top_tokens=best_scores.tops(),
-            best_of_sequences=[
-                TgiSequence(
-                    generated_text=before + other.text,
-                    finish_reason=finish_reason(other.finish_reason, other.stop_reason),
-                    generated_tokens=len(other.token_ids),
-                    seed=found.seed + other.index,
-                    prefill=prefill,
-                    tokens=scores.tokens.as_list(),
-                    top_tokens=scores.tops(),
-                )
-                for other, scores in others
-            ]
-            if others
-            else UNSET,
+            best_of_sequences=sequences or UNSET,
         )
         return TgiResponse(generated_text=text, details=details)
 

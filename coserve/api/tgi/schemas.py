@@ -103,28 +103,24 @@ class TgiToken(TgiAlternative, frozen=True):
     """With `return_k_alternatives`."""
 
 
-class TgiSequence(Wire, frozen=True):
+class TgiChoice(Wire, frozen=True, kw_only=True):
+    finish_reason: TgiFinish
+    generated_tokens: int
+    seed: int | None
+    prefill: list[TgiPrefillToken] = []
+    tokens: list[TgiToken] = []
+    top_tokens: list[list[TgiToken]] | UnsetType = UNSET
+    """One list a token, with `top_n_tokens`."""
+
+
+class TgiSequence(TgiChoice, frozen=True, kw_only=True):
     """One of the choices that `best_of` left out."""
 
     generated_text: str
-    finish_reason: TgiFinish
-    generated_tokens: int
-    seed: int | None
-    prefill: list[TgiPrefillToken] = []
-    tokens: list[TgiToken] = []
-    top_tokens: list[list[TgiToken]] | UnsetType = UNSET
 
 
-class TgiDetails(Wire, frozen=True):
-    """`top_tokens`: one list a token, with `top_n_tokens`."""
-
-    finish_reason: TgiFinish
+class TgiDetails(TgiChoice, frozen=True, kw_only=True):
     prompt_tokens: int
-    generated_tokens: int
-    seed: int | None
-    prefill: list[TgiPrefillToken] = []
-    tokens: list[TgiToken] = []
-    top_tokens: list[list[TgiToken]] | UnsetType = UNSET
     best_of_sequences: list[TgiSequence] | UnsetType = UNSET
 
 

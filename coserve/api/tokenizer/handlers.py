@@ -169,7 +169,7 @@ TextTask = Callable[[TaskContext, BaseLimits, bytes], bytes]
 def tokenize(context: TaskContext, base: BaseLimits, body: bytes) -> bytes:
     """Helper task of `POST /tokenize`: return the response as JSON."""
     request = decode_dialect(body, TokenizeRequest)
-    adapter_of(request.model, base)
+    adapter_of(request.model, base.name)
     ids = _encode(request, context.tokenizer)
     strings = [context.tokenizer.vocabulary.name(id) for id in ids] if request.return_token_strs else UNSET
     return msgspec.json.encode(
@@ -208,7 +208,7 @@ def template_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
 def detokenize(context: TaskContext, base: BaseLimits, body: bytes) -> bytes:
     """Helper task of `POST /detokenize`: return the response as JSON."""
     request = decode_dialect(body, DetokenizeRequest)
-    adapter_of(request.model, base)
+    adapter_of(request.model, base.name)
     if request.tokens and max(request.tokens) >= base.vocab:
         raise InvalidRequest(f"expected token ids below {base.vocab}, got {max(request.tokens)}", field="tokens")
     text = context.tokenizer.decode(request.tokens, skip_special=False)

@@ -39,7 +39,7 @@ def job_request(body: CreateJob, spec: BaseSpec, key: str | None) -> tuple[Finet
     )
     request = FinetuneRequest(
         adapter=adapter_name(body.suffix or "", random[:ID_LENGTH]),
-        continue_from=adapter_of(body.model, spec),
+        continue_from=adapter_of(body.model, spec.name),
         lora=body.lora,
         training=training,
         metadata=body.metadata or {},
