@@ -6,9 +6,15 @@ from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from coserve.core.errors import UnsupportedBase
 
+CODE = "auto_map"
+"""The setting that names the files' own classes."""
 _PRIVATE: dict[str, tuple[type, ...]] = {
     "_name_or_path": (str,),
     "_commit_hash": (str,),
@@ -27,27 +33,43 @@ _BEHAVIOUR = frozenset(
 """Underscored settings that transformers reads, as attributes of its own or in its models."""
 
 
-def refuse_settings(name: str, settings: dict[str, object], trust_remote_code: bool) -> frozenset[str]:
+def refuse_settings(
+    name: str, settings: dict[str, object], trust_remote_code: bool, *, needs_no_code: bool = False
+) -> frozenset[str]:
     """Refuse settings, at any depth, by which transformers would run code or load kernels from the hub.
 
-    Returns the underscored settings that transformers does not know, for `drop_settings`.
+    `needs_no_code`: of settings inside those of a family that transformers has. Returns, for `drop_settings`, the
+    underscored settings that transformers does not know, and `CODE` where the files bring code that is not run.
     """
     unknown = set[str]()
-    if "auto_map" in settings and not trust_remote_code:
-        raise UnsupportedBase(f"{name}: its files bring Python code; pass --trust-remote-code to run it")
-    own = _own_private(settings.get("model_type"))
+    needs_no_code = needs_no_code or _has_class(settings)
+    if CODE in settings and not trust_remote_code:
+        if not needs_no_code:
+            raise UnsupportedBase(f"{name}: its files bring Python code; pass --trust-remote-code to run it")
+        unknown.add(CODE)
+    own, runs_code = _own_private(settings.get("model_type")), trust_remote_code and CODE in settings
     for key, value in settings.items():
         allowed = _NUMBERS if key in own else _PRIVATE.get(key, ())
         if key.startswith("_") and value is not None and not isinstance(value, allowed):
-            if isinstance(value, (str, *_NUMBERS)) and not (allowed or key in _BEHAVIOUR or "auto_map" in settings):
+            if isinstance(value, (str, *_NUMBERS)) and not (allowed or key in _BEHAVIOUR or runs_code):
                 unknown.add(key)
                 continue
             raise UnsupportedBase(f"{name}: config.json sets {key!r}, which only transformers itself may set")
         if key in ("attn_implementation", "experts_implementation", "kernel_config"):
             raise UnsupportedBase(f"{name}: config.json sets {key!r}, which can load code")
         if isinstance(value, dict):
-            unknown |= refuse_settings(name, value, trust_remote_code)
+            unknown |= refuse_settings(name, value, trust_remote_code, needs_no_code=needs_no_code)
     return frozenset(unknown)
+
+
+def _has_class(settings: dict[str, object]) -> bool:
+    """Whether transformers has the class that a config names, of its family: written with it, or taken over since."""
+    family, named = settings.get("model_type"), settings.get("architectures")
+    if not isinstance(family, str) or not isinstance(named, list):
+        return False
+    known = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    names = {str(table[family]).replace("_", "") for table in known if family in table}  # KimiK25 became Kimi_K25
+    return any(str(one).replace("_", "") in names for one in named)
 
 
 def drop_settings(config: PretrainedConfig, names: Iterable[str]) -> None:

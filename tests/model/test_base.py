@@ -21,6 +21,7 @@ from tests.support.lora_reference import alone, packed, tokens_of
 from tests.support.tiny_models import CONTEXT, FAMILIES, VOCAB, tiny_model
 
 LENGTHS = (1, 5, 23, 2, 9)
+EVIL = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 
 
 @pytest.mark.parametrize("family", sample(FAMILIES, "llama", "gpt2", "gemma2", "qwen3"))
@@ -246,7 +247,9 @@ def test_a_multimodal_folder_is_loaded_without_its_tower(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "Python code"),
+        ({"auto_map": EVIL, "architectures": ["LlamaLikeForCausalLM"]}, "Python code"),
+        ({"auto_map": EVIL, "architectures": None}, "Python code"),
+        ({"auto_map": EVIL, "model_type": "no-such-family"}, "Python code"),
         ({"_attn_implementation_internal": "someone/kernel"}, "_attn_implementation_internal"),
         ({"text_config": {"_attn_implementation": "someone/kernel"}}, "_attn_implementation"),
         ({"attn_implementation": "someone/kernel"}, "attn_implementation"),
@@ -255,7 +258,7 @@ def test_a_multimodal_folder_is_loaded_without_its_tower(tmp_path: Path) -> None
         ({"model_type": "no-such-family"}, "no-such-family"),
         ({"vocab_size": 64}, ""),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_folder_that_would_run_code_or_cannot_be_read_is_refused(saved: Path, settings: dict, reason: str) -> None:
@@ -263,6 +266,27 @@ def test_a_folder_that_would_run_code_or_cannot_be_read_is_refused(saved: Path, 
     _edit(saved, **settings)
     with pytest.raises(UnsupportedBase, match=reason):
         load_base(str(saved), device="cpu", dtype="auto")
+
+
+@pytest.mark.parametrize("family", ["phi3", "mistral3"])
+@pytest.mark.filterwarnings("ignore")
+def test_code_that_comes_with_a_class_of_transformers_own_is_not_run(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Phi 3, DeepSeek V3, Nemotron 3 and Kimi K2.5 are published: transformers has had their classes since."""
+    model = tiny_family(family)
+    model.save_pretrained(str(tmp_path))
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for one in (config, config.get("text_config", config)):
+        one["auto_map"] = EVIL
+    _edit(tmp_path, **config, _made_with="4.1")
+    for load_format in ("auto", "dummy"):
+        base = load_base(str(tmp_path), device="cpu", dtype="auto", load_format=load_format)
+        assert type(base.model) is type(model)
+        assert "auto_map" not in str(base.model.config.to_dict())
+        assert "Python code, which is not run" in caplog.text
+        caplog.clear()
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -283,7 +307,7 @@ def test_dummy_weights_need_no_files_but_the_config_and_are_the_same_each_time(s
     assert one.dtype == torch.bfloat16
     assert one.spec.fingerprint == two.spec.fingerprint
     assert torch.isfinite(packed(one, [tokens_of(9, 0)])[0]).all()
-    _edit(saved, auto_map={"AutoModelForCausalLM": "evil.Model"})
+    _edit(saved, auto_map=EVIL, architectures=["Model"])
     with pytest.raises(UnsupportedBase, match="Python code"):
         load_base(str(saved), device="cpu", dtype="auto", load_format="dummy")
 

@@ -18,7 +18,7 @@ from coserve.model.formats.fp8 import fp8_blocks, fp8_rows
 from coserve.model.formats.gptq import gptq
 from coserve.model.formats.interface import Format, Settings
 from coserve.model.formats.mxfp4 import mxfp4
-from coserve.model.settings import drop_settings, refuse_settings
+from coserve.model.settings import CODE, drop_settings, refuse_settings
 
 FORMATS: dict[str, Callable[[Settings], Format]] = {
     "awq": awq,
@@ -40,10 +40,11 @@ def read_config(
     quantised."""
     settings, _ = PretrainedConfig.get_config_dict(path, revision=revision, local_files_only=local)
     unknown = refuse_settings(name, settings, trust_remote_code)
-    if unknown:
-        log.warning(
-            "%s: config.json sets %s, which transformers does not know: left out", name, ", ".join(sorted(unknown))
-        )
+    if CODE in unknown:
+        log.warning("%s: its files bring Python code, which is not run: transformers has its class", name)
+    if unknown - {CODE}:
+        keys = ", ".join(sorted(unknown - {CODE}))
+        log.warning("%s: config.json sets %s, which transformers does not know: left out", name, keys)
     if local and (Path(path) / ADAPTER_CONFIG).exists():
         raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
     config: PretrainedConfig = AutoConfig.from_pretrained(
