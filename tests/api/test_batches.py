@@ -91,7 +91,8 @@ async def test_answers_and_errors(tmp_path: Path) -> None:
             ),
             ("/v1/responses", {"input": "x"}, lambda body: body["output"][0]["content"][0]["text"]),
         ):
-            one = await ended(client, (await begin(client, [line("a", body, endpoint)], endpoint)).id)
+            marked = f"\ufeff{json.dumps(line('a', body, endpoint))}"  # as editors on Windows save it
+            one = await ended(client, (await begin(client, [marked], endpoint)).id)
             assert text((await results(client, one.output_file_id))["a"]["body"]) == REPLY
         assert [each.id async for each in client.batches.list(limit=1)][-1] == batch.id
 

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import time
+from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -178,6 +179,8 @@ class BatchRunner:
 
         try:
             with read_errors(), self.store.input(record.id).open("rb") as file:
+                if file.peek(len(BOM_UTF8)).startswith(BOM_UTF8):
+                    start = len(file.read(len(BOM_UTF8)))
                 for number, raw in enumerate(file, 1):
                     if len(raw) > MAX_LINE:
                         wrong("line_too_long", f"expected at most {MAX_LINE} bytes, got {len(raw)}", number)
