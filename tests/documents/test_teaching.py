@@ -7,6 +7,7 @@ from pathlib import Path
 
 from coserve.api.documents.asking import Asked
 from coserve.api.documents.teaching import Teaching
+from coserve.core.errors import PromptTooLong
 from coserve.core.schemas import DocumentJob, DocumentSettings, GenerateRequest
 from coserve.core.types import AdapterRef
 from coserve.data.documents.reading import Chunks
@@ -34,6 +35,26 @@ class Remembering:
         for sentence, question in re.findall(r"is about this: ([^\n]+)\n\nQuestion: ([^\n]+)", text):
             self.shown[question] = sentence
         return Asked(prompt=[1], text="an answer", tokens=[1])
+
+
+class Narrow(Remembering):
+    """Has no room for a prompt that asks for a question about 1903, or for an answer about 1905."""
+
+    async def ask(self, request: GenerateRequest, snapshot: AdapterRef | None = None) -> Asked:
+        text = str(request.messages[-1].content if request.messages else request.prompt)
+        if re.search(r"Sentence: [^\n]+1903|is about this: [^\n]+1905", text):
+            raise PromptTooLong("expected at most 63 tokens, got 90")
+        return await super().ask(request, snapshot)
+
+
+async def test_a_sentence_that_does_not_fit_into_the_context_is_left_out(tmp_path: Path) -> None:
+    async def show(job: DocumentJob, message: str) -> None:
+        pass
+
+    job, asker = DocumentJob(settings=DocumentSettings(questions_per_chunk=6)), Narrow()
+    teaching = Teaching(job, Chunks(CHUNKS, 32), 3, tmp_path, tokenizer(), asker, show)  # type: ignore[arg-type]
+    _, lessons = await teaching.run()
+    assert {asker.asked[lesson.question][-5:-1] for lesson in lessons.taught} == {"1901", "1902", "1904", "1906"}
 
 
 async def test_answers_are_given_with_the_sentence_that_was_asked_about(tmp_path: Path) -> None:

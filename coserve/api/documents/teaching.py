@@ -14,9 +14,10 @@ from typing import TypeVar
 
 import msgspec
 
-from coserve.api.documents.asking import Asker
+from coserve.api.documents.asking import Asked, Asker
 from coserve.core.cancellation import task_group
-from coserve.core.schemas import DocumentJob, DocumentSettings
+from coserve.core.errors import PromptTooLong
+from coserve.core.schemas import DocumentJob, DocumentSettings, GenerateRequest
 from coserve.core.schemas.documents import Phase
 from coserve.core.types import Wire
 from coserve.data.documents.lessons import LEAST_HELD_OUT, MOST_HELD_OUT, TOP_K, Lesson, packed_top
@@ -126,10 +127,17 @@ class Teaching:
 
     async def _question(self, chunk: int, attempt: int) -> Question:
         text, seed, temperature = self._chunks[chunk], self._chunk_seed(chunk), self._settings.temperature
-        asked = await self._asker.ask(self._prompts.question(text, attempt, seed, temperature, self._adapter))
+        asked = await self._fitting(self._prompts.question(text, attempt, seed, temperature, self._adapter))
         failpoint("document.questions")
         question = clean_question(asked.text) or ""
         return Question(chunk, attempt, question, len(asked.tokens), grounded=grounded(question, text))
+
+    async def _fitting(self, request: GenerateRequest) -> Asked:
+        """Ask; a prompt that does not fit into the context has an empty answer: its sentence has too many tokens."""
+        try:
+            return await self._asker.ask(request)
+        except PromptTooLong:
+            return Asked()
 
     def _chunk_seed(self, chunk: int) -> int:
         return self._seed + 1_000_003 * chunk
@@ -168,7 +176,8 @@ class Teaching:
         asked_with = self._prompts.answer(question.text, chunk, most, adapter, sentence)
         student = await self._asker.prompt_ids(self._prompts.answer(question.text, None, most, None))
         if question.answer is None:
-            found = await self._asker.ask(msgspec.structs.replace(asked_with, logprobs=TOP_K))
+            scored = msgspec.structs.replace(asked_with, logprobs=TOP_K)
+            found = await (self._asker.ask(scored) if own else self._fitting(scored))
             context, answer, text, scores = found.prompt, found.tokens, found.text, packed_top(found.logprobs)
         else:
             ends = (self._tokenizer.end_of_turn_id, *self._tokenizer.eos_token_ids)
