@@ -250,6 +250,8 @@ class ChatTemplate:
             ended = render(messages, False)[0]
         except InvalidRequest:
             return ""
+        if prompt.startswith(ended):  # as in most templates: no search character by character
+            return ""
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(ended, prompt, strict=False))
         start = sum(1 for _ in equal)
         inside = (match.start() for match in self._special.finditer(ended) if match.start() < start < match.end())
