@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch._dynamo.callback import callback_handler
@@ -25,15 +25,6 @@ class Compilations:
         self.seconds = 0.0
         self.loads = 0
         """Kernels that were compiled, or loaded from a cache."""
-
-    @contextmanager
-    def expected(self) -> Iterator[None]:
-        """Context in which compilations, on any thread, are expected and logged only for debugging."""
-        level, self._level = self._level, logging.DEBUG
-        try:
-            yield
-        finally:
-            self._level = level
 
     def __call__(self, *, src: Any, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: Any) -> None:  # noqa: ANN401 - Triton's own types
         self.loads += 1

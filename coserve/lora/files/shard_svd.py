@@ -30,14 +30,9 @@ class SiteShards:
     """(n, K), orthonormal columns, shared by all shards."""
     style: ParallelStyle
 
-    @property
-    def most(self) -> int:
-        """The smallest rank of a shard that loses nothing."""
-        rows, columns = self.lefts[0].shape
-        return int(min(rows, columns))
-
     def spectra(self) -> Matrix:
-        """Singular values of each shard, descending: (N, `most`)."""
+        """Singular values of each shard, descending: (N, S), where S is the smallest rank of a shard that loses
+        nothing."""
         return np.stack([np.linalg.svd(np.linalg.qr(left, mode="r"), compute_uv=False) for left in self.lefts])
 
     def truncated(self, rank: int, scale: float) -> tuple[Matrix, Matrix]:
@@ -64,6 +59,6 @@ def shard_update(a_RD: Matrix, b_OR: Matrix, style: ParallelStyle, blocks: int) 
 
 
 def lost(spectra: Matrix) -> Matrix:
-    """Squared Frobenius norm of the error at rank 0, 1, ... per shard, summed over shards: (`most` + 1)."""
+    """Squared Frobenius norm of the error at rank 0, 1, ... per shard, summed over shards: (S + 1)."""
     squares = np.square(spectra).sum(0)
     return np.append(np.cumsum(squares[::-1])[::-1], 0.0)

@@ -46,50 +46,38 @@ Tensors = Mapping[str, Slices] | Mapping[str, DenseTensor]
 
 @contextmanager
 def open_folder(folder: Path, form: Format | None, device: torch.device) -> Iterator[Tensors]:
-    """Open a folder's weights. `form`: how they are quantised, and `device`: where to dequantise them."""
+    """Open a folder's weights, by their names in a dense checkpoint. `form`: how they are quantised, and `device`:
+    where to dequantise them. Raises `UnsupportedBase` if no weight is stored in the format."""
     with StoredTensors(folder) as stored:
-        yield stored if form is None else DenseTensors(stored, form, device)
+        yield stored if form is None else _dense_tensors(stored, form, device)
 
 
-class DenseTensors(Mapping[str, DenseTensor]):
-    """All parameters of a folder's files, by their names in the dense checkpoint of the same model."""
+def _dense_tensors(stored: StoredTensors, form: Format, device: torch.device) -> dict[str, DenseTensor]:
+    found, folder, quantised = dict[str, dict[str, Slices]](), stored.folder.name, False
+    for name in stored:
+        path = name.removesuffix(form.main)
+        others = {suffix: stored[path + suffix] for suffix in form.others if path + suffix in stored}
+        if name.endswith(form.main) and (others or form.main != form.dense):
+            found[path + form.dense] = {form.main: stored[name], **others}
+            quantised = True
+        elif not name.endswith((*form.others, *form.unused)):
+            found[name] = {"": stored[name]}
+    if not quantised:
+        raise UnsupportedBase(f"{folder}: its config says {form.name}, but no weight is stored so")
 
-    def __init__(self, stored: StoredTensors, form: Format, device: torch.device) -> None:
-        """`device`: where to dequantise. Raises `UnsupportedBase` if no weight is stored in the format."""
-        self._form, self._device, self._folder = form, device, stored.folder.name
-        self._parts: dict[str, dict[str, Slices]] = {}
-        quantised = 0
-        for name in stored:
-            path = name.removesuffix(form.main)
-            others = {suffix: stored[path + suffix] for suffix in form.others if path + suffix in stored}
-            if name.endswith(form.main) and (others or form.main != form.dense):
-                self._parts[path + form.dense] = {form.main: stored[name], **others}
-                quantised += 1
-            elif not name.endswith((*form.others, *form.unused)):
-                self._parts[name] = {"": stored[name]}
-        if not quantised:
-            raise UnsupportedBase(f"{self._folder}: its config says {form.name}, but no weight is stored so")
-
-    def __getitem__(self, name: str) -> DenseTensor:
-        return DenseTensor(name, partial(self._read, name, self._parts[name]))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def _read(self, name: str, stored: Mapping[str, Slices]) -> Tensor:
+    def read(name: str) -> Tensor:
         """Return the tensor: in float32 if it was quantised, else as stored."""
-        parts = {suffix: one[...].to(self._device) for suffix, one in stored.items()}
-        plain, form = parts.get(""), self._form.name
+        parts = {suffix: one[...].to(device) for suffix, one in found[name].items()}
+        plain = parts.get("")
         if plain is not None:
             if plain.dtype not in _FLOATS:
-                raise UnsupportedBase(f"{self._folder}: {name} has {plain.dtype} numbers, but no scale of {form}")
+                raise UnsupportedBase(f"{folder}: {name} has {plain.dtype} numbers, but no scale of {form.name}")
             return plain
         try:
-            return self._form.dequantize(parts)
+            return form.dequantize(parts)
         except KeyError as error:
-            raise UnsupportedBase(f"{self._folder}: {name} has no {error.args[0]}, which {form} needs") from error
+            raise UnsupportedBase(f"{folder}: {name} has no {error.args[0]}, which {form.name} needs") from error
         except (RuntimeError, ValueError, IndexError) as error:
-            raise UnsupportedBase(f"{self._folder}: {name} cannot be read as {form}: {error}") from error
+            raise UnsupportedBase(f"{folder}: {name} cannot be read as {form.name}: {error}") from error
+
+    return {name: DenseTensor(name, partial(read, name)) for name in found}

@@ -3,7 +3,7 @@ and definitions of quantisations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -116,46 +116,28 @@ def _llama3(factor: Tensor, theta: float, heads: int) -> Tensor:
 
 
 @contextmanager
-def open_gguf(path: Path, config: PretrainedConfig) -> Iterator[Mapping[str, DenseTensor]]:
-    """Open a file's weights; see `GgufTensors`."""
-    yield GgufTensors(path, config)
+def open_gguf(path: Path, config: PretrainedConfig) -> Iterator[dict[str, DenseTensor]]:
+    """Yield the parameters of a model in a GGUF file, by the model's names.
 
+    Raises `UnsupportedBase` for tensors of the file that the model has no parameter for.
+    """
+    header = read_header(path)
+    with torch.device("meta"):
+        shapes = {name: one.shape for name, one in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    names, found = _names(header, config, shapes), dict[str, dict[str, GgufTensor]]()
+    for name, tensor in header.tensors.items():
+        if name in UNUSED or behind(header, name):
+            continue
+        if name not in names:
+            raise UnsupportedBase(f"{path.name}: {config.model_type} has no parameter for its tensor {name}")
+        found.setdefault(names[name], {})[name] = tensor
 
-class GgufTensors(Mapping[str, DenseTensor]):
-    """The parameters of a model in a GGUF file, by the model's names."""
-
-    def __init__(self, path: Path, config: PretrainedConfig) -> None:
-        """Raises `UnsupportedBase` for tensors of the file that the model has no parameter for."""
-        header = read_header(path)
-        self.kinds = _kinds(header)
-        """Names of the quantisations, such as Q4_K."""
-        self._layout, self._config = LAYOUTS[header.architecture], config
-        with torch.device("meta"):
-            shapes = {name: one.shape for name, one in AutoModelForCausalLM.from_config(config).state_dict().items()}
-        self._shapes = shapes
-        self._names = _names(header, config, shapes)
-        """The model's names of parameters, by the file's."""
-        self._stored: dict[str, dict[str, GgufTensor]] = {}
-        for name, tensor in header.tensors.items():
-            if name in UNUSED or behind(header, name):
-                continue
-            if name not in self._names:
-                raise UnsupportedBase(f"{path.name}: {config.model_type} has no parameter for its tensor {name}")
-            self._stored.setdefault(self._names[name], {})[name] = tensor
-
-    def __getitem__(self, name: str) -> DenseTensor:
-        return DenseTensor(name, partial(self._read, name, self._stored[name]))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def _read(self, name: str, stored: Mapping[str, GgufTensor]) -> Tensor:
+    def read(name: str) -> Tensor:
         """Dequantise a parameter, which may be stored as several tensors, such as experts' gates and ups."""
-        parts = [_dequantize(stored[own]) for own in sorted(stored)]
-        return made(self._layout, name, parts, self._config).reshape(self._shapes[name])
+        parts = [_dequantize(tensor) for _, tensor in sorted(found[name].items())]
+        return made(LAYOUTS[header.architecture], name, parts, config).reshape(shapes[name])
+
+    yield {name: DenseTensor(name, partial(read, name)) for name in found}
 
 
 def _names(header: GgufHeader, config: PretrainedConfig, parameters: Iterable[str]) -> dict[str, str]:
@@ -194,11 +176,3 @@ def _dequantize(tensor: GgufTensor) -> Tensor:
         return torch.from_numpy(np.array(dequantize(data, kind), np.float32))
     except NotImplementedError as error:
         raise UnsupportedBase(f"{tensor.path.name}: the gguf package cannot dequantise {kind.name}") from error
-
-
-def _kinds(header: GgufHeader) -> list[str]:
-    from gguf.constants import GGMLQuantizationType
-
-    floats = ("F32", "F16", "BF16", "F64")
-    names = {GGMLQuantizationType(tensor.kind).name for tensor in header.tensors.values()}
-    return sorted(names.difference(floats))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora.types import LoraPair
-from coserve.model.parallel.lora import PairPartition, Strategy, partition_pair
+from coserve.model.parallel.lora import PairPartition, partition_pair
 from coserve.model.parallel.partition import MatrixPartition
 from coserve.model.parallel.sharding import Sharding
 
@@ -37,11 +37,6 @@ class AdapterPartition:
             (pair.a_blocks, pair.b_blocks) == (self.pairs[name].whole_a_blocks, self.pairs[name].whole_b_blocks)
             for name, pair in whole.items()
         )
-
-    @property
-    def strategies(self) -> frozenset[Strategy]:
-        """Strategies of its pairs."""
-        return frozenset(partition.strategy for partition in self.pairs.values())
 
     def shard(self, whole: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
         """Return this rank's shards of the whole pairs; differentiable."""

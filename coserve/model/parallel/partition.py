@@ -151,8 +151,3 @@ class SitePartition:
     def sums(self) -> bool:
         """Whether the module's output is a sum over the ranks."""
         return self.parallel is Parallel.ROW
-
-    @property
-    def fused(self) -> bool:
-        """Whether it is several matrices in one."""
-        return max(len(self.inputs.ranks[0]), len(self.outputs.ranks[0])) > 1
