@@ -24,14 +24,7 @@ class Shard(NamedTuple):
     model: PreTrainedModel
     sharding: Sharding
     fingerprint: str
-    """Fingerprint of the whole base."""
-
-
-class LoadedShard(NamedTuple):
-    model: PreTrainedModel
-    sharding: Sharding
-    fingerprint: str
-    """Fingerprint of the whole base, on rank 0; empty on the others."""
+    """Fingerprint of the whole base; before `share_fingerprint` on rank 0 only, and empty on the others."""
 
     def share_fingerprint(self, device: torch.device) -> Shard:
         """Broadcast rank 0's fingerprint. All ranks call this at the same time."""
@@ -39,7 +32,7 @@ class LoadedShard(NamedTuple):
         if self.fingerprint:
             digest = torch.frombuffer(bytearray.fromhex(self.fingerprint), dtype=torch.uint8)
         shared = self.sharding.mesh.broadcast(digest.to(device)).cpu().numpy().tobytes()
-        return Shard(self.model, self.sharding, shared.hex())
+        return self._replace(fingerprint=shared.hex())
 
 
 def load_shard(
@@ -54,7 +47,7 @@ def load_shard(
     strategy: Strategy,
     by_expert: bool,
     trust_remote_code: bool,
-) -> LoadedShard:
+) -> Shard:
     """Load this rank's shard of the base with these weights, without collectives.
 
     `tensors`: the weights in the base's files; None: draw them from `seed`. `name`: the base's. `strategy`: for dense
@@ -74,4 +67,4 @@ def load_shard(
     whole = ""
     if mesh.rank == 0:
         whole = fingerprint_of(model.config, shapes, lambda name: weights.get(name, shapes[name])[:], dtype)
-    return LoadedShard(model, sharding, whole)
+    return Shard(model, sharding, whole)

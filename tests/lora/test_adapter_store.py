@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coserve.core.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.store.entry import State
-from coserve.lora.store.interfaces import NoMirror
+from coserve.lora.store.interfaces import CopyMirror
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
@@ -61,7 +61,7 @@ def test_held_adapters_stay_beyond_the_capacity_until_released() -> None:
     assert len(store.resident()) == 1
 
 
-class Mirror(NoMirror):
+class Mirror(CopyMirror):
     """Remembers which adapters lost their host copies."""
 
     def __init__(self) -> None:

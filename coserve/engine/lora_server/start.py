@@ -16,7 +16,7 @@ from coserve.engine.lora_server.messages import StartServer
 from coserve.engine.lora_server.running import Answered, RunningServers, start_servers
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.lora.store.host_memory import Unread
-from coserve.lora.store.interfaces import NoMirror
+from coserve.lora.store.interfaces import CopyMirror
 from coserve.lora.store.packing import layout_of
 from coserve.lora.store.store import Load
 from coserve.model.base import Base
@@ -100,7 +100,7 @@ def _note(error: Exception | str) -> str:
     return note
 
 
-class ServersCopies(NoMirror):
+class ServersCopies(CopyMirror):
     """Implements `CopyMirror`: when the engine drops its host copy of an adapter, the servers drop their pairs."""
 
     def __init__(self, servers: LoraServers) -> None:

@@ -13,6 +13,7 @@ from coserve.engine.ranks.page_tables import PageTables
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.generate.sampling.masks import Masks
 from coserve.lora.store.host_memory import Unread
+from coserve.lora.store.interfaces import CopyMirror
 from coserve.lora.store.store import Load
 from coserve.memory.pages import Span
 from coserve.model.lora import LoraWeights
@@ -93,7 +94,7 @@ class RankedExecutor:
             return self._local.prepare()
 
 
-class FollowersCopies:
+class FollowersCopies(CopyMirror):
     """Implements `CopyMirror`: followers load and drop copies in step with rank 0."""
 
     def __init__(self, followers: Followers) -> None:

@@ -33,7 +33,7 @@ from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
 from coserve.model.faults import contained, memory_numbers, out_of_memory
 from coserve.model.lora import KeptLora, LoraWeights
-from coserve.model.parallel.guard import NoPeers, aborting_on_error
+from coserve.model.parallel.guard import SliceGuard, aborting_on_error
 from coserve.model.parallel.lockstep import PeerFailed
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.state.folder import DataFolder
@@ -71,7 +71,7 @@ class Sessions(Generic[AnyTrainee]):
         """Raises `UnsupportedBase` for a base that cannot run layer by layer."""
         self._base, self._store, self._folder, self._settings = base, store, folder, settings
         limits, lora_backend = settings.limits, settings.lora_backend
-        self._guard = NoPeers() if base.sharding is None else base.sharding.mesh.guard
+        self._guard = SliceGuard() if base.sharding is None else base.sharding.mesh.guard
         self._stream, self._overlapped = settings.own_stream or nullcontext, settings.own_stream is not None
         self._compiled, self._graphs, self._kept = settings.compiled, settings.graphs, KeptLora()
         runner = MicroBatchRunner(base, recompute=settings.recompute, compiled=self._compiled, graphs=self._graphs)

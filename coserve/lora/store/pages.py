@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from coserve.lora.store.entry import Entry, GpuCopy
-from coserve.lora.store.interfaces import CopyMirror, NoMirror, RemotePairs
+from coserve.lora.store.interfaces import CopyMirror, RemotePairs
 from coserve.lora.store.packing import copied_into, without_experts
 from coserve.lora.store.reads import LoadTimes
 from coserve.memory.buffer import PageBuffer
@@ -48,7 +48,7 @@ class AdapterPages:
     ) -> None:
         """`evicted` is called when an adapter has lost its GPU copy. It must not allocate pages. `placed` is called
         with each new GPU copy, after the mirror's. `remote`: the LoRA servers, if there are any."""
-        self._buffer, self._evicted, self._mirror, self._placed = buffer, evicted, mirror or NoMirror(), placed
+        self._buffer, self._evicted, self._mirror, self._placed = buffer, evicted, mirror or CopyMirror(), placed
         self._times, self._copies, self._remote = times or LoadTimes(), PageCopies(buffer), remote
 
     def pages(self, entry: Entry) -> int:

@@ -18,7 +18,7 @@ from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.store.entry import Entry, State
 from coserve.lora.store.host import HostBudget, HostCopies
 from coserve.lora.store.host_memory import HostMemory, Room, Unread
-from coserve.lora.store.interfaces import CopyMirror, NoMirror, RemotePairs
+from coserve.lora.store.interfaces import CopyMirror, RemotePairs
 from coserve.lora.store.packing import packed_bytes
 from coserve.lora.store.pages import Activated, AdapterPages
 from coserve.lora.store.reads import LoadTimes, ReadTurns
@@ -70,7 +70,7 @@ class AdapterStore:
         see `AdapterPages`. `times`: counts where the time goes; `notes`: those of `load`.
         `remote`: the LoRA servers, if there are any."""
         self._load, self._memory = load, memory
-        self._mirror, self._placed, self._remote = mirror or NoMirror(), placed, remote
+        self._mirror, self._placed, self._remote = mirror or CopyMirror(), placed, remote
         self._entries: dict[AdapterRef, Entry] = {}  # least recently used first
         self._host = HostCopies(budget)
         self._pages: AdapterPages | None = None

@@ -18,6 +18,7 @@ import torch
 
 from coserve.core.errors import EngineFault
 from coserve.core.ranks import BOARD_WORDS, board_bytes
+from coserve.model.parallel.guard import SliceGuard
 from coserve.model.parallel.mesh import Collective, Mesh, Traffic
 
 PAUSE = 0.0005
@@ -41,7 +42,7 @@ class PeerFailed(Exception):
     """Another rank has failed in this slice."""
 
 
-class Lockstep:
+class Lockstep(SliceGuard):
     """One rank's view of the board. All ranks run the same slices in order, and none begins one before all have ended
     the previous one."""
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coserve.core.errors import EngineFault
-from coserve.model.parallel.guard import NoPeers, SliceGuard
+from coserve.model.parallel.guard import SliceGuard
 
 _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch 2.13 renames this function."""
@@ -118,7 +118,7 @@ class Mesh:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        self.guard: SliceGuard = NoPeers()
+        self.guard = SliceGuard()
         """Keeps the ranks together in work with collectives; in an engine, a `Lockstep`."""
 
     def all_reduce(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
