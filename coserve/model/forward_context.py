@@ -10,16 +10,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from coserve.kernels.attention.interface import Attention, AttentionParams
+from coserve.kernels.attention.interface import Attention
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import SiteGroup
 from coserve.kernels.quantized.weights import QuantizedWeight
-from coserve.kernels.recurrent.interface import Recurrence, RecurrenceInputs
+from coserve.kernels.recurrent.interface import Recurrence
 from coserve.model.adapters.end_terms import Ends
 from coserve.model.dropout import Dropout
 from coserve.model.gemm_choice import GemmChoice
@@ -47,48 +47,6 @@ class Fused:
     """The ranks over which experts' outputs are summed."""
 
 
-class TrainingSeams(Protocol):
-    """Implementation of the opaque ops of compiled training layers, in one forward and backward.
-
-    T packed tokens, D inputs, O outputs.
-    """
-
-    def learn(self, layer: int, group: int, x_TD: Tensor) -> Tensor:
-        """Return the outputs of a group's sites, concatenated: (T, ΣO), LoRA terms included. `group`: its index in the
-        layer."""
-        ...
-
-    def learn_backward(self, layer: int, group: int, dy_TO: Tensor, x_TD: Tensor) -> Tensor:
-        """Return the gradient of x; add those of the adapters to their sums."""
-        ...
-
-    def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
-        """Compute `Attention.attend`."""
-        ...
-
-    def attend_backward(
-        self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], out_THD: Tensor, dout_THD: Tensor, params: AttentionParams
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v."""
-        ...
-
-    def row_offsets(self, device: torch.device) -> Tensor:
-        """Return each packed row's index in its own sequence: (T) int32."""
-        ...
-
-    def recur(self, given: RecurrenceInputs) -> Tensor:
-        """Compute `Recurrence.recur` of `normalized` inputs."""
-        ...
-
-    def recur_backward(self, given: RecurrenceInputs, dout_THV: Tensor) -> list[Tensor]:
-        """Return the gradients of q, k, v, the decay and, if there is one, beta."""
-        ...
-
-    def sum_ranks(self, place: int, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' `x`, without changing `x`. `place`: index among the layer's sums."""
-        ...
-
-
 @dataclass(frozen=True)
 class ForwardContext:
     """The context of one forward of a base, or of several with the same adapters. `ForwardContext()`: no adapters."""
@@ -98,8 +56,8 @@ class ForwardContext:
     grouped: bool = False
     """Whether sites that read one input compute their outputs together (`PreparedLora.linear_group`)."""
     fused: Fused | None = None
-    training: TrainingSeams | None = None
-    """Set inside compiled training layers, and while they are traced."""
+    training: object | None = None
+    """The `RunningPass` behind the ops of compiled training layers, and while they are traced; see `training.ops`."""
     packed: bool = False
     """Whether linear modules use their packed weights (`model.packed`)."""
     ends: Ends | None = None

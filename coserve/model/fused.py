@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention.interface import Attention, AttentionParams
+from coserve.kernels.attention.interface import Attention, AttentionFields, AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.interface import PreparedLora
@@ -45,22 +45,11 @@ RECOMPILES = 64
 """Most compiled variants of one layer: kinds of layers, windows, one row and many."""
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    chunked: bool,
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *params: *AttentionFields) -> Tensor:
     """Run `Attention.attend` of the running context and layer: (H, T, D), (K, T, D), (K, T, E) -> (T, H, E)."""
     fused = current.context.fused
     assert fused is not None, NOT_FUSED
-    params = AttentionParams(scaling, window, softcap, sinks, chunked)
-    out_THD = fused.attention.attend(current.layer, q, k, v, params)
-    return out_THD.contiguous()
+    return fused.attention.attend(current.layer, q, k, v, AttentionParams(*params)).contiguous()
 
 
 def _linear(

@@ -85,6 +85,10 @@ class AttentionParams(NamedTuple):
         return None if self.window is None else Window(self.window, self.chunked)
 
 
+AttentionFields = tuple[float, int | None, float | None, Tensor | None, bool]
+"""The fields of `AttentionParams`, as ops of compiled code take them."""
+
+
 class Attention(Protocol):
     """The attention of one batch, as a forward calls it. It knows the batch's sequences and where their KV lies."""
 

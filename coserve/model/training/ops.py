@@ -8,21 +8,20 @@ adapters no outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coserve.kernels.attention.interface import AttentionParams
-from coserve.model.forward_context import TrainingSeams, current, register_ops
+from coserve.kernels.attention.interface import AttentionFields, AttentionParams
+from coserve.model.forward_context import current, register_ops
 from coserve.model.parallel.mesh import LoneRank
+from coserve.model.training.running_pass import RunningPass
 
 
-def seams() -> TrainingSeams:
-    """Return the implementation of the running pass."""
+def running_pass() -> RunningPass:
     found = current.context.training
-    assert found is not None, "expected to run within CompiledLayers"
+    assert isinstance(found, RunningPass), "expected to run within CompiledLayers"
     return found
 
 
@@ -31,52 +30,34 @@ def _learn(x: Tensor, width: int, group: int) -> Tensor:
 
     `width`: ΣO.
     """
-    y_TO = seams().learn(current.layer, group, x.reshape(-1, x.shape[-1]))
+    y_TO = running_pass().learn(current.layer, group, x.reshape(-1, x.shape[-1]))
     return y_TO.view(*x.shape[:-1], width)
 
 
 def _learn_backward(dy: Tensor, x: Tensor, group: int) -> Tensor:
     """Return the gradient of x, shaped as x. Adds those of the adapters to their sums."""
-    dx_TD = seams().learn_backward(current.layer, group, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+    dx_TD = running_pass().learn_backward(
+        current.layer, group, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    )
     return dx_TD.view(x.shape)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    chunked: bool,
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *params: *AttentionFields) -> Tensor:
     """Compute `Attention.attend`: (H, T, D), (K, T, D), (K, T, E) -> (T, H, E)."""
-    params = AttentionParams(scaling, window, softcap, sinks, chunked)
-    return seams().attend(current.layer, q, k, v, params).contiguous()
+    return running_pass().attend(current.layer, q, k, v, AttentionParams(*params)).contiguous()
 
 
 def _attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    chunked: bool,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *params: *AttentionFields
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
-    params = AttentionParams(scaling, window, softcap, sinks, chunked)
-    dq, dk, dv = seams().attend_backward(current.layer, (q, k, v), out, dout, params)
+    dq, dk, dv = running_pass().attend_backward(current.layer, (q, k, v), out, dout, AttentionParams(*params))
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _sum_ranks(x: Tensor, place: int) -> Tensor:
     """Return the sum of all ranks' x."""
-    return seams().sum_ranks(place, x)
+    return running_pass().sum_ranks(place, x)
 
 
 def _attend_backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,16 +122,6 @@ def _register() -> torch.library.Library:
 
 _OPS = _register()
 LEARN, ATTEND = torch.ops.coserve.learn.default, torch.ops.coserve.attend_rows.default
-
-
-@dataclass(frozen=True)
-class Again:
-    """Operations of a layer's forward that its backward recomputes. Data for their gradients is kept when the backward
-    runs them, not in the forward."""
-
-    groups: frozenset[int] = frozenset()
-    """Groups whose `learn` is recomputed."""
-    attention: bool = False
 
 
 class AttendRows:

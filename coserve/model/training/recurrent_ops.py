@@ -15,23 +15,26 @@ from torch import Tensor
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.reference import convolved, normalized
 from coserve.model.forward_context import register_ops
-from coserve.model.training.ops import seams
+from coserve.model.training.ops import running_pass
 
 
 def _offsets(x: Tensor) -> Tensor:
     """Return each row's index in its own sequence, as int32: (T, C) -> (T)."""
-    return seams().row_offsets(x.device).clone()  # an op must not return what others hold
+    return running_pass().row_offsets(x.device).clone()  # an op must not return what others hold
 
 
 def _recur(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
     """Compute `Recurrence.recur` of the packed rows, whose inputs are `normalized`: (T, G, K) twice, (T, H, V) ->
     (T, H, V)."""
-    return seams().recur(RecurrenceInputs(q, k, v, decay, beta)).contiguous()
+    return running_pass().recur(RecurrenceInputs(q, k, v, decay, beta)).contiguous()
 
 
 def _recur_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> list[Tensor]:
     """Return the gradients of q, k, v, the decay and, if there is one, beta."""
-    return [gradient.contiguous() for gradient in seams().recur_backward(RecurrenceInputs(q, k, v, decay, beta), dout)]
+    return [
+        gradient.contiguous()
+        for gradient in running_pass().recur_backward(RecurrenceInputs(q, k, v, decay, beta), dout)
+    ]
 
 
 def _recur_backward_fake(

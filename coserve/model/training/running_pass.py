@@ -6,6 +6,7 @@ Letters: T packed tokens, D inputs, O outputs, G sites, R LoRA ranks, H query he
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,13 +18,23 @@ from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.model.forward_context import current
 from coserve.model.lora import SharedInput
 from coserve.model.parallel.mesh import Mesh
-from coserve.model.training.ops import Again
+
+
+@dataclass(frozen=True)
+class Again:
+    """Operations of a layer's forward that its backward recomputes. Data for their gradients is kept when the backward
+    runs them, not in the forward."""
+
+    groups: frozenset[int] = frozenset()
+    """Groups whose `learn` is recomputed."""
+    attention: bool = False
+
 
 NOTHING = Again()
 
 
 class RunningPass:
-    """Implements `TrainingSeams` with the base's weights, the adapters' terms and attention.
+    """Implements the opaque ops with the base's weights, the adapters' terms and attention.
 
     It keeps what a layer's backward needs of its forward besides its saved tensors.
     """
@@ -60,6 +71,8 @@ class RunningPass:
         self._again, self._unread_sums = NOTHING, unread_sums
 
     def learn(self, layer: int, group: int, x_TD: Tensor) -> Tensor:
+        """Return the outputs of a group's sites, concatenated: (T, ΣO), LoRA terms included. `group`: its index in the
+        layer."""
         shared = self._groups[layer][group]
         y_TO = self._local(layer, group, x_TD)
         return self.summed(f"sites {group}", y_TO) if shared.sums else y_TO
@@ -76,6 +89,7 @@ class RunningPass:
         return y_TO
 
     def learn_backward(self, layer: int, group: int, dy_TO: Tensor, x_TD: Tensor) -> Tensor:
+        """Return the gradient of x; add those of the adapters to their sums."""
         shared = self._groups[layer][group]
         if self._lora is None:
             return shared.stacked.backward(dy_TO)
@@ -91,18 +105,23 @@ class RunningPass:
     def attend_backward(
         self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], out_THD: Tensor, dout_THD: Tensor, params: AttentionParams
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v."""
         return self._attention.gradients(qkv, out_THD, dout_THD, self._sums.pop(layer, None), params)
 
     def row_offsets(self, device: torch.device) -> Tensor:
+        """Return each packed row's index in its own sequence: (T) int32."""
         return self._attention.recurrence.offsets(device)
 
     def recur(self, given: RecurrenceInputs) -> Tensor:
+        """Compute `Recurrence.recur` of `normalized` inputs."""
         return self._attention.recurrence.recur(current.layer, given)
 
     def recur_backward(self, given: RecurrenceInputs, dout_THV: Tensor) -> list[Tensor]:
+        """Return the gradients of q, k, v, the decay and, if there is one, beta."""
         return self._attention.recurrence.gradients(given, dout_THV)
 
     def sum_ranks(self, place: int, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' `x`, without changing `x`. `place`: index among the layer's sums."""
         if place in self._unread_sums:
             return x.clone(memory_format=torch.contiguous_format)
         return self.summed(f"inputs {place}", x, apart=True)

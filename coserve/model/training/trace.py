@@ -28,8 +28,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from coserve.core.errors import UnsupportedBase
 from coserve.core.gpu_memory import Kept
-from coserve.model.training.ops import ATTEND, LEARN, Again
+from coserve.model.training.ops import ATTEND, LEARN
 from coserve.model.training.recurrent_ops import RECUR
+from coserve.model.training.running_pass import Again
 
 SAVE_LESS: dict[str, object] = {"ban_recompute_materialized_backward": False}
 """Partitioner options that recompute the inputs of GEMMs (outputs of norms and activations), which saves a third of the
