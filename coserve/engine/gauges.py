@@ -45,57 +45,43 @@ class Reports:
         backlog = self._link.backlog
         if backlog >= LOGGED_BACKLOG:
             self._unread.warn(f": {backlog >> 20} MiB wait")
-        seconds = (self.serve_seconds, self.train_seconds)
-        self._link.send(engine_stats(*self._parts, now, seconds, self._memory, backlog))
-
-
-def engine_stats(
-    generator: Generates,
-    adapters: StoresAdapters,
-    jobs: JobRunner,
-    views: Views,
-    stalls: Stalls,
-    now: float,
-    seconds: tuple[float, float],
-    memory: DeviceMemory | None,
-    backlog: int,
-) -> EngineStats:
-    """Build the statistics. `seconds`: in generation steps and in slices."""
-    allocator, scheduler = generator.allocator(), generator.scheduler
-    first, running = scheduler.queue.first_arrival, scheduler.started
-    return EngineStats(
-        waiting=len(scheduler.requests) - running,
-        running=running,
-        jobs=len(jobs),
-        pages_used=generator.pages_used,
-        pages_total=generator.pages_total,
-        pages_adapters=generator.adapter_pages,
-        memory_planned=0 if memory is None else memory.planned,
-        memory_peak=allocator.peak,
-        cuda_allocs=allocator.allocs,
-        graphs_missing=generator.graphs_missing,
-        cuda_frees=allocator.frees,
-        cuda_alloc_retries=allocator.retries,
-        pinned_allocs=allocator.pinned,
-        preemptions=scheduler.preemptions,
-        step_adapters=scheduler.step_adapters,
-        prefix_queries=scheduler.active.prefix_queries,
-        prefix_hits=scheduler.active.prefix_hits,
-        resident=adapters.resident(),
-        host_adapter_bytes=adapters.host_bytes,
-        loads=adapters.times.totals(),
-        lora_servers=adapters.lora_servers,
-        serve_seconds=seconds[0],
-        train_seconds=seconds[1],
-        steps=views.step_counts,
-        troubles=adapters.troubles + jobs.troubles + generator.troubles,
-        batches=jobs.trainer.batches,
-        patience_slices=views.slices.by_patience,
-        starving=views.slices.starving(now),
-        request_waits=0.0 if first is None else now - first,
-        training_waits=views.slices.waits(now),
-        train_overlap_speed=views.train_overlap_speed,
-        stalls=stalls.totals(),
-        backlog=backlog,
-        memory=None if memory is None else memory.use(generator.adapter_pages),
-    )
+        generator, adapters, jobs, views, stalls = self._parts
+        allocator, scheduler = generator.allocator(), generator.scheduler
+        first, running = scheduler.queue.first_arrival, scheduler.started
+        stats = EngineStats(
+            waiting=len(scheduler.requests) - running,
+            running=running,
+            jobs=len(jobs),
+            pages_used=generator.pages_used,
+            pages_total=generator.pages_total,
+            pages_adapters=generator.adapter_pages,
+            memory_planned=0 if self._memory is None else self._memory.planned,
+            memory_peak=allocator.peak,
+            cuda_allocs=allocator.allocs,
+            graphs_missing=generator.graphs_missing,
+            cuda_frees=allocator.frees,
+            cuda_alloc_retries=allocator.retries,
+            pinned_allocs=allocator.pinned,
+            preemptions=scheduler.preemptions,
+            step_adapters=scheduler.step_adapters,
+            prefix_queries=scheduler.active.prefix_queries,
+            prefix_hits=scheduler.active.prefix_hits,
+            resident=adapters.resident(),
+            host_adapter_bytes=adapters.host_bytes,
+            loads=adapters.times.totals(),
+            lora_servers=adapters.lora_servers,
+            serve_seconds=self.serve_seconds,
+            train_seconds=self.train_seconds,
+            steps=views.step_counts,
+            troubles=adapters.troubles + jobs.troubles + generator.troubles,
+            batches=jobs.trainer.batches,
+            patience_slices=views.slices.by_patience,
+            starving=views.slices.starving(now),
+            request_waits=0.0 if first is None else now - first,
+            training_waits=views.slices.waits(now),
+            train_overlap_speed=views.train_overlap_speed,
+            stalls=stalls.totals(),
+            backlog=backlog,
+            memory=None if self._memory is None else self._memory.use(generator.adapter_pages),
+        )
+        self._link.send(stats)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import threading
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NoReturn
 
 import msgspec
 import torch
@@ -33,7 +31,7 @@ from coserve.engine.ranks.commands import BuildEngine, MeasurePool
 from coserve.engine.ranks.executor import FollowersCopies, FollowersMemory, RankedExecutor, load_on_all
 from coserve.engine.ranks.followers import Answers, Followers
 from coserve.engine.ranks.own_rank import OwnRank
-from coserve.engine.ranks.serve import load_ranked_base, watched
+from coserve.engine.ranks.serve import exit_now, load_ranked_base, watched
 from coserve.engine.ranks.trainer import RankedTrainer
 from coserve.engine.spatial.slices_in_flight import TURNS, Marks
 from coserve.engine.spatial.training_stream import TrainingStream, make_training_stream, prepare_environment
@@ -189,23 +187,13 @@ def _notes(base: Base, generator: Generator, parts: EngineParts) -> tuple[str, .
     return notes
 
 
-@dataclass(frozen=True)
-class _Given:
-    """Inputs of an engine's process."""
-
-    config: Config
-    warm_up: StartedWarmUp | None
-    rank: OwnRank | None
-
-
-async def _run(given: _Given, fd: int) -> None:
-    rank = given.rank
+async def _run(config: Config, warm_up: StartedWarmUp | None, rank: OwnRank | None, fd: int) -> None:
     followers = None if rank is None else Followers(rank.commands, rank.monitor.progress)
     link = await engine_end(socket.socket(fileno=fd))
     failpoint("engine.start")
     began = time.monotonic()
     try:
-        engine, ready = await until_shutdown(_start(given, link, followers), link)
+        engine, ready = await until_shutdown(_start(config, warm_up, rank, link, followers), link)
     except StartupError as error:
         link.send(EngineRefused(code=error.code, message=error.message))
     except EndedAtStart:
@@ -236,11 +224,14 @@ async def _run(given: _Given, fd: int) -> None:
 
 
 async def _start(
-    given: _Given, link: Link[FromEngine, ToEngine], followers: Followers | None
+    config: Config,
+    warm_up: StartedWarmUp | None,
+    rank: OwnRank | None,
+    link: Link[FromEngine, ToEngine],
+    followers: Followers | None,
 ) -> tuple[Engine, EngineReady]:
     """Load the base while other processes compile what is missing. When they have ended and freed their memory, build
     the engine. Raises `StartupError`."""
-    config, warm_up, rank = given.config, given.warm_up, given.rank
     progress = StartProgress(link.send, 0 if warm_up is None else units(config.tp))
     compiling = None if warm_up is None else asyncio.create_task(follow(warm_up.socket, progress.compiles))
     try:
@@ -284,7 +275,7 @@ def serve(config: Config, fd: int, warm_up: StartedWarmUp | None, rank: OwnRank 
     if rank is not None:
         rank.monitor.progress.watch_kernels(lambda: compilations.loads)
         rank.monitor.progress.watch_compiler(watch_layers())
-    work = _run(_Given(config, warm_up, rank), fd)
+    work = _run(config, warm_up, rank, fd)
     run_to_exit(work if rank is None else watched(work, rank.monitor))
 
 
@@ -297,11 +288,6 @@ def run_to_exit(work: Coroutine[None, None, None]) -> None:
         asyncio.run(work)
     except BaseException as error:  # any error must end the process: the API process sees its end
         log.critical("the engine ends: %s", type(error).__name__, exc_info=error)
-        _exit_now(1)
+        exit_now(1)
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
-        _exit_now(0)
-
-
-def _exit_now(status: int) -> NoReturn:
-    logging.shutdown()
-    os._exit(status)
+        exit_now(0)

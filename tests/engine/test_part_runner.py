@@ -15,7 +15,7 @@ from torch import Tensor
 from coserve.config import Config, config_to_json
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.compilations import Compilations, watch_layers
-from coserve.engine.warming.part_runner import make_part_runner
+from coserve.engine.warming.part_runner import PartRunner
 from coserve.engine.warming.step_mixes import Mix, first_steps, step_mixes
 from coserve.engine.warming.worker import load_few_layers, use_gpu
 from coserve.engine.warmup.messages import WarmUpTask
@@ -54,7 +54,7 @@ def make_task(folder: Path, **settings: object) -> tuple[WarmUpTask, Config]:
 def test_a_worker_runs_every_part_and_says_how_far_it_is(tmp_path: Path) -> None:
     task, config = make_task(tmp_path)
     base = load_base("bundled", device="cpu", dtype="float32", few_layers=True)
-    runner = make_part_runner(base, config, task)
+    runner = PartRunner(base, config, task)
     for name in ("profile", LAYERS, "kernels-16", *GEMMS, "graphs-0", "mixed-0", "steps", "adapters-16"):
         pieces = list(runner.run(name))
         assert all(done < total for done, total in pieces), name
@@ -86,7 +86,7 @@ def test_a_worker_runs_parts_for_one_of_several_ranks_without_the_others(
             base = load_few_layers(config, gpu, device)
         assert base.sharding is not None
         assert (base.sharding.mesh.rank, base.sharding.strategy) == (gpu, sharding)
-        runner = make_part_runner(base, config, task)
+        runner = PartRunner(base, config, task)
         for name in names:
             assert gpu_of(name) == gpu
             pieces = list(runner.run(name))
@@ -110,7 +110,7 @@ def test_fully_sharded_terms_are_trained_as_compiled_layers_do(
     folder = sharded.save_base(tmp_path / "base", num_hidden_layers=1)
     task, config = make_task(tmp_path, tp=2, lora_sharding=sharding, model=folder)
     config = replace(config, lora_backend="segmented")
-    runner = make_part_runner(load_few_layers(config, 0, "cpu"), config, task)
+    runner = PartRunner(load_few_layers(config, 0, "cpu"), config, task)
     for _ in runner.run("training-16"):
         pass
     assert bool(ran) is (sharding == "slora")
@@ -138,7 +138,7 @@ def test_kernels_of_compiled_layers_are_those_of_the_warm_up(
     task, config = make_task(tmp_path, tp=2, lora_sharding=sharding, model=folder)
     config = replace(config, lora_backend="segmented")
     base = load_few_layers(config, 0, "cpu")
-    runner = make_part_runner(base, config, task)
+    runner = PartRunner(base, config, task)
     for _ in runner.run("blocks-16"):
         pass
     warmed = launched.copy()
@@ -158,7 +158,7 @@ def test_steps_longer_than_the_context_are_of_several_prompts(tmp_path: Path) ->
     base = load_base(str(tmp_path / "gpt2"), device="cpu", dtype="float32", few_layers=True)
     context, (task, config) = base.spec.context, make_task(tmp_path)
     config = replace(config, step_tokens=2 * context + 1, max_running=4)
-    make_part_runner(base, config, task).run_steps()
+    PartRunner(base, config, task).run_steps()
     assert Mix((context, context, 1), 0) in first_steps(4, 2 * context + 1, context, decodes=True)
 
 
@@ -180,7 +180,7 @@ def test_training_is_run_ahead_with_a_backward_and_an_update(monkeypatch: pytest
 
     monkeypatch.setattr(MicroBatchRunner, "forward_backward", counted)
     monkeypatch.setattr(AdapterOptimizer, "step", updated)
-    make_part_runner(base, replace(config, micro_batch_tokens=64), task).run_micro_batches()
+    PartRunner(base, replace(config, micro_batch_tokens=64), task).run_micro_batches()
     assert {61, 64} <= set(sizes) and len(updates) >= len(sizes)
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.model.state_dict().items())
 
@@ -189,7 +189,7 @@ def test_blocks_are_left_out_where_the_base_cannot_have_them(tmp_path: Path) -> 
     task, config = make_task(tmp_path)
     tiny_family("gpt2").save_pretrained(tmp_path / "gpt2")
     base = load_base(str(tmp_path / "gpt2"), device="cpu", dtype="float32", few_layers=True)
-    assert list(make_part_runner(base, config, task).run("blocks-16")) == []
+    assert list(PartRunner(base, config, task).run("blocks-16")) == []
 
 
 def test_the_steps_of_a_warm_up_fit_the_settings() -> None:

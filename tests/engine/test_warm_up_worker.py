@@ -103,7 +103,7 @@ def test_each_compiled_kernel_is_a_sign_of_life(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(worker, "gpu_of", lambda name: 0)
     monkeypatch.setattr(worker, "load_few_layers", lambda *_: Base())
-    monkeypatch.setattr(worker, "make_part_runner", lambda *given: Runner(given[-1]))
+    monkeypatch.setattr(worker, "PartRunner", lambda *given: Runner(given[-1]))
     assert [(one.done, one.total) for one in reports(tmp_path)] == [(2, 3), (2, 3), (1, 1)] * 2
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from coserve.engine.lora_server.placement import ServerPart
 from coserve.engine.lora_server.transport import TensorSpec, Transport
 from coserve.kernels.lora.experts.interface import Pending
 from coserve.kernels.lora.segments import Segments
+from coserve.model.experts.shards import local_experts
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RemoteStep:
 
     def gate_up(self, site: str, x_TD: Tensor, chosen_TK: Tensor) -> Pending:
         chosen_TK, alone = chosen_TK.long(), len(self._of(site)) == 1
-        inputs = lambda part: (x_TD, chosen_TK if alone else _local(chosen_TK, part))
+        inputs = lambda part: (x_TD, chosen_TK if alone else local_experts(chosen_TK, part.first, part.experts))
         return self._exchange(site, chosen_TK.numel(), inputs)
 
     def down(self, site: str, h_SI: Tensor, weights_TK: Tensor) -> Pending:
@@ -93,9 +93,3 @@ def step_slots(segments: Segments, slots: Sequence[int], tokens: int) -> tuple[t
         return None
     more = tokens - segments.tokens
     return (*segments.bounds, *[tokens] * (more > 0)), (*own, *[-1] * (more > 0))
-
-
-def _local(chosen_TK: Tensor, part: ServerPart) -> Tensor:
-    """Return the numbers of chosen experts among a server's; one past the last for others."""
-    local_TK = chosen_TK - part.first
-    return torch.where((local_TK >= 0) & (local_TK < part.experts), local_TK, part.experts)

@@ -95,16 +95,16 @@ def follow(config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> None:
         log_event(log, "rank stops", rank=place.rank)
     except StartupError as error:
         monitor.report(RankRefused(error.code, error.message))
-        _exit_now(1)
+        exit_now(1)
     except PeerLost:
         log.error("rank 0 is gone")
         time.sleep(SILENCE)  # let the daemon, which ends this process, report rank 0 first
-        _exit_now(1)
+        exit_now(1)
     except BaseException as error:  # the other ranks cannot go on without this one
         log.critical("rank %d ends: %s", place.rank, type(error).__name__, exc_info=error)
         monitor.report(RankFailed(_text(error)))
-        _exit_now(1)
-    _exit_now(0)
+        exit_now(1)
+    exit_now(0)
 
 
 def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTask | None) -> Follower:
@@ -164,7 +164,7 @@ def _text(error: BaseException) -> str:
     return str(error) if error.__cause__ is None else f"{error} ({type(error.__cause__).__name__})"
 
 
-def _exit_now(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """Exit without waiting for threads."""
     logging.shutdown()
     os._exit(status)

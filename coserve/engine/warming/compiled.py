@@ -17,7 +17,7 @@ from coserve.core.types import DEFAULT_RANK
 from coserve.engine.parts import EngineParts
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.warming.caches import Caches
-from coserve.engine.warming.part_runner import PartRunner, make_part_runner
+from coserve.engine.warming.part_runner import PartRunner
 from coserve.engine.warmup.messages import WarmUpTask
 from coserve.generate.execution.graph_executor import Capture, GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
@@ -61,7 +61,7 @@ def make_compiled(
     start = parts.make_start(kv, caches)
     layers, notes = make_training_layers(parts, caches, training)
     # Ranks that share a base would have to run the same steps, so they load kernels when they need them.
-    runner = None if task is None or base.sharding is not None else make_part_runner(base, parts.config, task)
+    runner = None if task is None or base.sharding is not None else PartRunner(base, parts.config, task)
     if runner is not None and (compiled := start.compiled) is not None:
         stream = torch.cuda.Stream(base.device)  # type: ignore[no-untyped-call]
         notes += _loaded("generation", partial(_run_steps, runner, compiled), torch.cuda.stream(stream))

@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from coserve.config import Config, config_from_json
+from coserve.config import Config
 from coserve.core.errors import InvalidRequest, NonFiniteLoss, UnsupportedBase
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import DEFAULT_RANK, AdapterRef, LoraSettings
@@ -31,7 +31,7 @@ from coserve.engine.warming.step_mixes import (
 from coserve.engine.warmup.messages import WarmUpTask
 from coserve.engine.warmup.parts import TRAINING_LAYERS, TRAINING_LEVELS
 from coserve.finetune.init import new_adapter
-from coserve.finetune.memory_profiling import WARM_UP_TOKENS, Conditions, CudaMemoryMeter, MemoryProfiler, NoMeter
+from coserve.finetune.memory_profiling import WARM_UP_TOKENS, CudaMemoryMeter, MemoryProfiler, NoMeter
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import Capture, GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS
@@ -72,12 +72,13 @@ class PartRunner:
     def __init__(
         self,
         base: Base,
-        conditions: Conditions,
+        config: Config,
         task: WarmUpTask,
         processes: Executor | None = None,
         on_compiled: OnCompiled = ignore_compiled,
     ) -> None:
         """`processes`, `on_compiled`: see `compile_only`."""
+        conditions = conditions_of(config, base)
         self._base, self._conditions, self._caches = base, conditions, Caches(task)
         self._processes, self._on_compiled = processes, on_compiled
         self._max_running, self._step_tokens = conditions.max_running, conditions.work.step_tokens
@@ -96,7 +97,7 @@ class PartRunner:
         self._rare_mixes = rare_mixes(self._max_running, self._step_tokens, min(base.spec.context, longest))
         self._number = 0
         self._on_gpu = base.device.type == "cuda"
-        self._apart = config_from_json(task.config.encode()).lora_server > 0
+        self._apart = config.lora_server > 0
         self._ranks = 1 if base.sharding is None else base.sharding.mesh.size
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
@@ -353,14 +354,3 @@ class PartRunner:
         with self._compiling():
             for done, _ in enumerate(captures, len(mixes)):
                 yield min(done, total - 1), total
-
-
-def make_part_runner(
-    base: Base,
-    config: Config,
-    task: WarmUpTask,
-    processes: Executor | None = None,
-    on_compiled: OnCompiled = ignore_compiled,
-) -> PartRunner:
-    """Make a runner for these settings. `processes`, `on_compiled`: see `PartRunner`."""
-    return PartRunner(base, conditions_of(config, base), task, processes, on_compiled)

@@ -27,7 +27,7 @@ from coserve.core.logs.setup import set_up_logging
 from coserve.core.processes import obey_parent, usable_cores
 from coserve.engine.spatial.training_stream import sm_count_setter
 from coserve.engine.warming.compilations import watch_compilations
-from coserve.engine.warming.part_runner import PartRunner, make_part_runner
+from coserve.engine.warming.part_runner import PartRunner
 from coserve.engine.warmup.messages import PartReport, WarmUpTask
 from coserve.engine.warmup.parts import gpu_of
 from coserve.kernels.gpu.device import interpreted
@@ -141,7 +141,7 @@ class _Worker:
         with use_gpu(self._config, gpu) as device:
             if gpu not in self._runners:
                 base = load_few_layers(self._config, gpu, device)
-                self._runners[gpu] = make_part_runner(base, self._config, self._task, self._processes, self._count)
+                self._runners[gpu] = PartRunner(base, self._config, self._task, self._processes, self._count)
                 self._set_sm_count = sm_count_setter(self._config, base.device)
             self._set_sm_count(part.startswith(TRAINING))
             for done, total in self._runners[gpu].run(part):
