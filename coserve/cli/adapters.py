@@ -37,6 +37,7 @@ from coserve.client import Client
 from coserve.core.errors import CoserveError
 from coserve.core.limits import PAGE_SIZE
 from coserve.core.schemas import Adapter, ConvertedAdapter
+from coserve.lora.files.wrapped import rename_decoder
 
 adapters_app = typer.Typer(
     cls=CommandGroup,
@@ -85,9 +86,23 @@ def import_adapter(client: Client, name: str, source: str, as_json: AsJson = Fal
 
 
 @client_command(adapters_app, "download")
-def download_adapter(client: Client, name: str, folder: Path) -> None:
+def download_adapter(
+    client: Client,
+    name: str,
+    folder: Path,
+    decoder: Annotated[
+        str | None,
+        typer.Option(
+            help="name modules as in a model that has its decoder there: model, or model.language_model for a "
+            "multimodal one"
+        ),
+    ] = None,
+) -> None:
     """Save an adapter's PEFT files into a new folder."""
-    print(client.download_adapter(name, folder))
+    saved = client.download_adapter(name, folder)
+    if decoder is not None:
+        rename_decoder(saved, decoder)
+    print(saved)
 
 
 @client_command(adapters_app, "merge")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from coserve.cli import common
+from coserve.cli.app import app
 from coserve.core.errors import UnsupportedAdapter
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.kernels.lora.segments import Segments
@@ -73,6 +79,44 @@ def test_an_adapter_fits_the_other_model(trained: str, served: str, tmp_path: Pa
     assert {site: pair.scaling for site, pair in back.sites.items()} == {
         site: pair.scaling for site, pair in weights.sites.items()
     }
+
+
+@pytest.mark.parametrize(("trained", "served"), [(TEXT, WRAPPER), (WRAPPER, TEXT)])
+@pytest.mark.parametrize(
+    "targets", [r".*(self_attn\.q_proj|mlp\.down_proj)", r".*(1\.mlp\.up_proj|embed_tokens|lm_head)"]
+)
+def test_files_for_peft_on_the_other_model(
+    trained: str,
+    served: str,
+    targets: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Saved by the base that trained it, loaded by PEFT on the other model: nothing is missing, and nothing else is
+    adapted."""
+    base = wrap_base(_model(trained), name="tiny")
+    one = f"{NAMES[trained]}layers.1.mlp.".replace(".", r"\.")
+    own = {"rank_pattern": {rf"^{one}\w+$": 5}, "alpha_pattern": {rf"^{one}\w+$": 7}}
+    trained_model = save_peft(_model(trained), tmp_path / "peft", r=3, target_modules=targets, **own)
+    expected = alone(trained_model, tokens_of(TOKENS))
+    weights = load_adapter(tmp_path / "peft", base.spec, device="cpu", dtype=torch.float32)
+
+    def download(name: str, folder: Path) -> Path:
+        folder.mkdir()
+        save_adapter(folder, weights, base.spec)
+        return folder
+
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
+    command = ["adapters", "download", "poet", str(tmp_path / "ours"), "--decoder", NAMES[served].removesuffix(".")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.exception
+    recwarn.clear()
+    loaded = PeftModel.from_pretrained(_model(served), str(tmp_path / "ours")).eval()
+    assert not [str(one.message) for one in recwarn if "adapter keys" in str(one.message)]
+    torch.testing.assert_close(alone(loaded, tokens_of(TOKENS)), expected, rtol=1e-4, atol=1e-4)
+    again = load_adapter(tmp_path / "ours", base.spec, device="cpu", dtype=torch.float32)
+    assert again.sites.keys() == weights.sites.keys()
 
 
 def test_names_of_earlier_versions_of_transformers(tmp_path: Path) -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import json
+import re
+import struct
+from collections.abc import Container, Iterable
+from pathlib import Path
+
+from coserve.core.errors import UnsupportedAdapter
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.lora.files.tensorfile import TensorFile, read_json
 
 _DECODERS = (
     "model.",
@@ -12,6 +20,8 @@ _DECODERS = (
     "language_model.",
 )
 """Paths of the decoder: in a text model, in a wrapper of transformers 5, and in wrappers of earlier versions."""
+_PREFIX = "base_model.model."
+"""PEFT's, of each tensor's name."""
 _OTHER_PARTS = frozenset(
     {
         *("vision_tower", "visual", "vision_model", "image_encoder", "multi_modal_projector", "mm_projector"),
@@ -34,3 +44,52 @@ def site_of(name: str, sites: Container[str]) -> str | None:
 def outside_text(name: str) -> str | None:
     """Return the part of a multimodal model, other than its language model, that a module belongs to."""
     return next((part for part in name.split(".") if part in _OTHER_PARTS), None)
+
+
+def rename_decoder(folder: Path, decoder: str) -> None:
+    """Rewrite the PEFT files of an adapter for a model whose decoder has another path, such as `model.language_model`.
+
+    Raises `UnsupportedAdapter` if the adapter's own decoder has none of the known paths.
+    """
+    new = f"{decoder}."
+    with TensorFile(folder, ADAPTER_WEIGHTS) as file:
+        old = _decoder_of(file.entries)
+        start = min(entry.start for entry in file.entries.values())
+        header: dict[str, object] = {"__metadata__": file.metadata} if file.metadata else {}
+        for name, entry in file.entries.items():
+            offsets = [entry.start - start, entry.end - start]
+            renamed = _PREFIX + _renamed(name.removeprefix(_PREFIX), old, new)
+            header[renamed] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        beside = folder / f".{ADAPTER_WEIGHTS}"
+        with beside.open("xb") as out:
+            out.write(struct.pack("<Q", len(text)) + text)
+            for entry in sorted(file.entries.values(), key=lambda entry: entry.start):
+                out.writelines(file.chunks(entry))
+    beside.replace(folder / ADAPTER_WEIGHTS)
+    config = read_json(folder, ADAPTER_CONFIG)
+    for key in ("rank_pattern", "alpha_pattern", "trainable_token_indices"):
+        if isinstance(table := config.get(key), dict):
+            config[key] = {_renamed(name, old, new): value for name, value in table.items()}
+    if isinstance(targets := config.get("target_modules"), list):  # a tower has modules of the same names
+        names = "|".join(re.escape(_renamed(str(name), old, new)) for name in targets)
+        config["target_modules"] = rf"({re.escape(new)}(.*\.)?)?({names})"
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _decoder_of(names: Iterable[str]) -> str:
+    for name in names:
+        for decoder in _DECODERS:
+            if name.startswith(f"{_PREFIX}{decoder}layers."):
+                return decoder
+    raise UnsupportedAdapter(f"expected modules of one of {', '.join(f'{one}layers' for one in _DECODERS)}")
+
+
+def _renamed(name: str, old: str, new: str) -> str:
+    """Return a module's name, or a pattern that begins with one."""
+    for before, after in ((old, new), (re.escape(old), re.escape(new))):
+        for anchor in ("", "^"):
+            if name.startswith(anchor + before):
+                return anchor + after + name.removeprefix(anchor + before)
+    return name
