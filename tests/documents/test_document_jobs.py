@@ -113,6 +113,12 @@ async def test_what_has_learned_nothing_is_not_published(api: Api) -> None:
     assert any("no better than" in note for note in told["notes"]) is not told["document"]["evaluation"]["learned"]
 
 
+async def test_a_text_that_is_too_short_is_told_what_would_help(api: Api) -> None:
+    _, job = await learn(api, "short", steps=1, text="A short text.", generator="none")
+    assert (job["state"], job["error"]["code"]) == ("failed", "empty_corpus")
+    assert job["error"]["message"].endswith("give questions, or a longer document")
+
+
 @pytest.mark.parametrize(
     ("status", "code", "field", "changes"),
     [

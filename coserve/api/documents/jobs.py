@@ -134,9 +134,10 @@ class DocumentJobs:
         context, limit = self._engine.spec.context - prefix_tokens(spec), self._config.micro_batch_tokens
         longest = longest_row(spec.training, context, limit - encoded_tokens(spec))
         if len(lessons.taught) < 2:
+            other = "a longer document" if settings.generator == "none" else 'set generator to "none"'
             raise EmptyCorpus(
                 f"the generator found {len(lessons.taught)} answered questions: expected 2 at least, one of them to "
-                'evaluate; give questions, or set generator to "none"'
+                f"evaluate; give questions, or {other}"
             )
         learned, _ = _split(lessons, record)
         texts = [self._tokenizer.encode(text) for text in chunks.texts]
