@@ -37,14 +37,15 @@ def merge_adapter(client: Client, name: str, base: str, folder: Path) -> None:
 
 def _merge(base: str, adapter: Path, merged: Path) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, PreTrainedTokenizerFast
 
     source: str | Path = str(resources.files("coserve") / "assets" / "tiny") if base == BUNDLED else locate(base)
     if is_gguf(str(source)):
         model = import_module("coserve.model.formats.load").load_gguf(Path(source))
     else:
         path, revision = hub_revision(str(source))
-        model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype="auto")
+        kind = import_module("coserve.model.wrappers").model_class(AutoConfig.from_pretrained(path, revision=revision))
+        model = kind.from_pretrained(path, revision=revision, dtype="auto")
     PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(merged)
     tokenizer = Tokenizer.load(base)
     PreTrainedTokenizerFast(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
 from importlib import resources
 from pathlib import Path
@@ -11,12 +12,14 @@ import peft
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from typer.testing import CliRunner
 
 from coserve.cli import common
 from coserve.cli.app import app
+from tests.support.families import tiny_family
 from tests.support.gguf_files import write_llama
+from tests.support.lora_reference import alone, save_peft, tokens_of
 
 TINY = str(resources.files("coserve") / "assets" / "tiny")
 
@@ -55,3 +58,22 @@ def test_a_merged_base_answers_as_the_base_with_its_adapter(
     assert [entry.name for entry in tmp_path.iterdir()] == ["poet"]
     again = CliRunner().invoke(app, command)
     assert isinstance(again.exception, FileExistsError) and "exists already" in str(again.exception)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_multimodal_base_keeps_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny_family("mistral3").save_pretrained(str(tmp_path / "base"))
+    shutil.copy(Path(TINY, "tokenizer.json"), tmp_path / "base")
+
+    def download(name: str, folder: Path) -> Path:
+        targets = r".*language_model.*(q_proj|down_proj)"
+        expected.append(alone(save_peft(tiny_family("mistral3"), folder, target_modules=targets), tokens_of(9)))
+        return folder
+
+    expected: list[torch.Tensor] = []
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
+    command = ["adapters", "merge", "poet", str(tmp_path / "poet"), "--base", str(tmp_path / "base")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.exception
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "poet", dtype=torch.float32)
+    torch.testing.assert_close(alone(merged, tokens_of(9)), *expected, rtol=1e-3, atol=1e-3)
