@@ -72,9 +72,14 @@ def rename_decoder(folder: Path, decoder: str) -> None:
     for key in ("rank_pattern", "alpha_pattern", "trainable_token_indices"):
         if isinstance(table := config.get(key), dict):
             config[key] = {_renamed(name, old, new): value for name, value in table.items()}
-    if isinstance(targets := config.get("target_modules"), list):  # a tower has modules of the same names
+    targets = config.get("target_modules")
+    if isinstance(targets, list):  # a tower has modules of the same names
         names = "|".join(re.escape(_renamed(str(name), old, new)) for name in targets)
         config["target_modules"] = rf"({re.escape(new)}(.*\.)?)?({names})"
+    elif targets:  # a regular expression, of the other paths
+        modules = (name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in header if ".lora_" in name)
+        linear = (module for module in modules if not module.endswith((".experts", ".base_layer")))  # PEFT's parameters
+        config["target_modules"] = list(dict.fromkeys(linear))
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
