@@ -63,7 +63,11 @@ def drop_other_parts(model: PreTrainedModel) -> None:
     if model.config.get_text_config() is model.config:
         return
     embedding = model.get_input_embeddings()
+    dropped: list[str] = []
     for path, module in list(model.named_modules()):
+        if path.startswith(tuple(f"{one}." for one in dropped)):
+            continue
         if isinstance(module, PreTrainedModel) and all(inner is not embedding for inner in module.modules()):
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, None)
+            dropped.append(path)

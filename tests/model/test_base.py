@@ -15,6 +15,7 @@ from transformers.models.mamba import MambaConfig
 
 from coserve.core.errors import ConfigError, UnsupportedBase
 from coserve.model.base import load_base, wrap_base
+from coserve.model.wrappers import drop_other_parts
 from tests.support.examples import sample
 from tests.support.families import tiny_family
 from tests.support.lora_reference import alone, packed, tokens_of
@@ -242,6 +243,15 @@ def test_a_multimodal_folder_is_loaded_without_its_tower(tmp_path: Path) -> None
     sequences = [tokens_of(9), tokens_of(4)]
     for got, tokens_T in zip(packed(base, sequences), sequences, strict=True):
         torch.testing.assert_close(got, alone(model, tokens_T), rtol=1e-4, atol=1e-4)
+
+
+def test_a_tower_that_holds_models_is_dropped_whole() -> None:
+    """As PaddleOCR-VL's, whose encoder is a model inside a model."""
+    model = tiny_family("llava")
+    model.model.vision_tower.encoder = tiny_family("llama")
+    drop_other_parts(model)
+    assert model.model.vision_tower is None
+    assert not [name for name in model.state_dict() if "vision" in name]
 
 
 @pytest.mark.parametrize(
