@@ -24,10 +24,6 @@ L2_BYTES = 200 << 20
 """Larger than any GPU's L2 cache. GEMMs are measured over this many bytes of weights, because a step reads all weights
 from HBM."""
 
-BESIDE_US: Mapping[int, float] = {}
-"""Microseconds by which our skinny GEMM may be slower than torch's GEMM before a LoRA shrink, which only ours overlaps,
-by the number of sites. {1: 2.0, 2: 4.0, 3: 4.0} is what it saves on one of four GPUs; no step was measured with it."""
-
 MEASURED = 8
 """Most weights of one shape that a measurement cycles through."""
 
@@ -51,8 +47,6 @@ class GemmChoice:
     """Block sizes of our skinny GEMM for up to 64 rows, by most rows, inputs and total outputs."""
     counters: Tensor | None = None
     """Scratch from `skinny.make_counters`."""
-    beside: Mapping[tuple[int, int, int], Shape] = field(default_factory=dict)
-    """Block sizes of our skinny GEMM where only a LoRA shrink that overlaps it makes up for its time."""
 
     def linear(
         self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, *, before_shrink: bool = False
@@ -78,9 +72,7 @@ class GemmChoice:
         """Return the output of one of our kernels, if one was chosen for this shape."""
         (rows, inputs), outputs = x_TD.shape, weight_OD.shape[0]
         if self.counters is not None and x_TD.stride(1) == 1 and (rows > 1 or before_shrink):
-            most = skinny.rows_of(rows)
-            kind = most or 0, inputs, outputs
-            shape = self.skinny.get(kind) or (self.beside.get(kind) if before_shrink else None)
+            shape = self.skinny.get((skinny.rows_of(rows) or 0, inputs, outputs))
             if shape is not None:
                 rounded = scale_O is not None and fp8.rounds(x_TD)
                 own = skinny.skinny_gemm(x_TD, weight_OD, bias_O, self.counters, shape, scale_O, rounded=rounded)
@@ -104,10 +96,7 @@ def run_gemms(inputs: Iterable[FrozenWeight], device: torch.device, rows: Sequen
 
 @torch.no_grad()
 def measure_gemms(
-    inputs: Iterable[FrozenWeight],
-    device: torch.device,
-    rows: Sequence[int] = (1, *skinny.ROWS),
-    beside_us: Mapping[int, float] = BESIDE_US,
+    inputs: Iterable[FrozenWeight], device: torch.device, rows: Sequence[int] = (1, *skinny.ROWS)
 ) -> GemmChoice:
     """Measure the fastest kernels for the stacked weights of a base, on a GPU. `rows`: a subset of 1 and
     `skinny.ROWS`."""
@@ -117,14 +106,10 @@ def measure_gemms(
     counters = _counters(kinds, device)
     one_row = {_shape(found): gemv.fastest(found) for found in kinds.values()} if 1 in rows else {}
     more_rows: dict[tuple[int, int, int], Shape] = {}
-    beside: dict[tuple[int, int, int], Shape] = {}
     for found, most in itertools.product(kinds.values(), (most for most in skinny.ROWS if most in rows)):
-        best, lost_us = skinny.fastest(found, counters, most)
-        if best is not None and lost_us < beside_us.get(len(found[0].sizes), 0.0):
-            (more_rows if lost_us < 0 else beside)[most, *_shape(found)] = best
-    return GemmChoice(
-        {kind: shape for kind, shape in one_row.items() if shape is not None}, more_rows, counters, beside
-    )
+        if (best := skinny.fastest(found, counters, most)) is not None:
+            more_rows[most, *_shape(found)] = best
+    return GemmChoice({kind: shape for kind, shape in one_row.items() if shape is not None}, more_rows, counters)
 
 
 class SavedGemms(msgspec.Struct, frozen=True):
@@ -135,7 +120,6 @@ class SavedGemms(msgspec.Struct, frozen=True):
     """For each kind, its inputs and each site's outputs."""
     gemv: list[tuple[tuple[int, int], tuple[int, int]]]
     skinny: list[tuple[tuple[int, int, int], Shape]]
-    beside: list[tuple[tuple[int, int, int], Shape]]
 
 
 def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[FrozenWeight], rows: Sequence[int]) -> None:
@@ -145,7 +129,6 @@ def save_gemms(path: Path, choice: GemmChoice, inputs: Iterable[FrozenWeight], r
         kinds=[list(kind) for kind in _kinds(inputs)],
         gemv=list(choice.gemv.items()),
         skinny=list(choice.skinny.items()),
-        beside=list(choice.beside.items()),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -161,7 +144,6 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[FrozenWeight], device: to
     kinds = _kinds(inputs)
     one_row: dict[tuple[int, int], tuple[int, int]] = {}
     more_rows: dict[tuple[int, int, int], Shape] = {}
-    beside: dict[tuple[int, int, int], Shape] = {}
     wide, fits = {_shape(found) for found in kinds.values()}, False
     for path in paths:
         try:
@@ -172,17 +154,16 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[FrozenWeight], device: to
             shape in (*skinny.SHAPES, *skinny.WIDE_SHAPES, *skinny.ROUNDED_SHAPES)
             and rows in skinny.ROWS
             and (inputs_, outputs) in wide
-            for (rows, inputs_, outputs), shape in (*saved.skinny, *saved.beside)
+            for (rows, inputs_, outputs), shape in saved.skinny
         )
         if not known or {tuple(kind) for kind in saved.kinds} != kinds.keys():
             continue
         fits = True
         one_row |= dict(saved.gemv)
         more_rows |= dict(saved.skinny)
-        beside |= dict(saved.beside)
     if not fits:
         return None
-    return GemmChoice(one_row, more_rows, _counters(kinds, device), beside) if kinds else GemmChoice()
+    return GemmChoice(one_row, more_rows, _counters(kinds, device)) if kinds else GemmChoice()
 
 
 def _kinds(inputs: Iterable[FrozenWeight]) -> dict[tuple[int, ...], list[FrozenWeight]]:

@@ -223,7 +223,7 @@ def stacked() -> list[FrozenWeight]:
 def test_gemms_are_loaded_from_the_files_that_fit(tmp_path: Path) -> None:
     paths = [tmp_path / "gemms" / f"{rows}.json" for rows in (1, 16)]
     one_row = GemmChoice(gemv={(4096, 256): (2, 4)})
-    more = GemmChoice(skinny={(16, 4096, 256): SHAPES[0]}, beside={(16, 4096, 64): SHAPES[1]})
+    more = GemmChoice(skinny={(16, 4096, 256): SHAPES[0]})
     save_gemms(paths[0], one_row, stacked(), (1,))
     found = load_gemms(paths, stacked(), CPU)
     assert found is not None, "one file of two is enough"
@@ -231,7 +231,7 @@ def test_gemms_are_loaded_from_the_files_that_fit(tmp_path: Path) -> None:
     save_gemms(paths[1], more, stacked(), (16,))
     found = load_gemms(paths, stacked(), CPU)
     assert found is not None
-    assert (found.gemv, found.skinny, found.beside) == (one_row.gemv, more.skinny, more.beside)
+    assert (found.gemv, found.skinny) == (one_row.gemv, more.skinny)
     assert found.counters is not None
     assert load_gemms(paths, stacked()[:1], CPU) is None
     for damaged in (paths[1].read_bytes().replace(b"4096,256", b"4096,999"), b'{"rows":'):

@@ -241,16 +241,15 @@ def run_each(weights: FrozenWeight, counters: Tensor, rows: int) -> None:
         skinny_gemm(x_TD, weights.weight, None, counters, shape, weights.row_scales, rounded=rounded)
 
 
-def fastest(weights: Sequence[FrozenWeight], counters: Tensor, rows: int) -> tuple[Shape | None, float]:
-    """Return the shape with which `skinny_gemm` is fastest at `rows` rows, if there is one, and the microseconds by
-    which torch's own GEMM is faster than it; less than 0 if it is slower.
+def fastest(weights: Sequence[FrozenWeight], counters: Tensor, rows: int) -> Shape | None:
+    """Return the shape with which `skinny_gemm` is fastest at `rows` rows, or None if torch's own GEMM is at least as
+    fast.
 
     Measured in a CUDA graph over all of `weights`, which together should exceed the L2 cache, with a small kernel
     before each GEMM as in a model.
     """
     x = torch.randn(rows, weights[0].in_features, dtype=weights[0].dtype, device=weights[0].weight.device)
-    torchs = milliseconds(lambda x_TD, w: w.linear(x_TD), x, weights)
-    best, chosen = float("inf"), None
+    best, chosen = milliseconds(lambda x_TD, w: w.linear(x_TD), x, weights), None
     rounded = _rounded(weights[0], x)
     for shape in shapes_of(x.shape[1], len(weights[0].weight), x.dtype, rows, rounded=rounded):
         own = partial(skinny_gemm, bias_O=None, counters=counters, shape=shape, rounded=rounded)
@@ -260,7 +259,7 @@ def fastest(weights: Sequence[FrozenWeight], counters: Tensor, rows: int) -> tup
             continue
         if spent < best:
             best, chosen = spent, shape
-    return chosen, (best - torchs) * 1e3 / len(weights)
+    return chosen
 
 
 def _rounded(weights: FrozenWeight, x_TD: Tensor) -> bool:
