@@ -39,7 +39,6 @@ from coserve.generate.execution.graph_sizes import mixed_tile_capacities
 from coserve.generate.execution.slot_lora import StaticSlotLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import VECTOR, LoraPair, SiteGroup
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.packing import PackedLayout, PackedSites
 from coserve.lora.store.store import AdapterStore
 from coserve.model.lora import LoraWeights
@@ -166,7 +165,7 @@ def step_us(count: int) -> list[float]:
 
 
 def resident_us() -> list[float]:
-    store = AdapterStore(_nothing, HostBudget(1 << 50))
+    store = AdapterStore(_nothing, 1 << 50)
     for ref, weights in adapters(REGISTERED).items():
         store.publish(ref, weights)
     assert len(store.resident()) == REGISTERED

@@ -64,7 +64,6 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import MainGrads
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
@@ -108,7 +107,7 @@ def serving(base: Base, shape: Shape, method: str) -> Generator:
     most = max(shape.counts)
     made = {AdapterRef(f"a{i}", 1): make_adapter(base, i) for i in range(max(most, shape.adapters))}
     memory = HostMemory(0, for_kernels=True) if shape.device == "cuda" else None
-    store = AdapterStore(lambda ref, digests: made[ref], HostBudget(1 << 40), memory=memory)
+    store = AdapterStore(lambda ref, digests: made[ref], 1 << 40, memory=memory)
     for ref, weights in made.items():
         store.publish(ref, store.host_copy(weights))
     kv = KvCache.for_base(base, shape.kv_tokens, 16)

@@ -29,7 +29,6 @@ from coserve.generate.generator import Generator
 from coserve.generate.grammars import Grammars
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.types import LoraPair
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
@@ -128,7 +127,7 @@ class Bench:
         self._made: dict[AdapterRef, LoraWeights] = {}
         self.store = AdapterStore(
             lambda ref, digests: self._made[ref],
-            HostBudget(1 << 40),
+            1 << 40,
             memory=HostMemory(0, for_kernels=True) if shape.device == "cuda" else None,
         )
         self.kv = kv or KvCache.for_base(base, shape.kv_tokens, config.page_tokens)

@@ -36,10 +36,10 @@ from coserve.generate.execution.graph_sizes import padded_step
 from coserve.generate.execution.start import ExecutorStart, make_start
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
+from coserve.kernels.gpu.device import use_device
 from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.lora.store.files import load_adapter, load_packed
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.host_memory import HostMemory, Unread
 from coserve.lora.store.packed_files import PackedFiles, PackedForm
 from coserve.lora.store.reads import LoadTimes
@@ -137,16 +137,16 @@ class EngineParts:
         self._packed_form = PackedForm(base.spec.fingerprint, base.dtype, for_kernels=gpu)
         self.packed_files = PackedFiles(self._packed_form, self.load_times)
 
-    def host_budget(self) -> HostBudget:
-        """The host memory of this rank's shards of idle adapters."""
+    def host_budget(self) -> int:
+        """Bytes of host memory for this rank's shards of idle adapters."""
         most = self.config.host_adapter_bytes
-        return HostBudget(max(1, (int(ADAPTER_SHARE * free_memory()) if most is None else most) // self.config.tp))
+        return max(1, (int(ADAPTER_SHARE * free_memory()) if most is None else most) // self.config.tp)
 
-    def host_memory(self, budget: HostBudget) -> HostMemory:
+    def host_memory(self, budget: int) -> HostMemory:
         """The host tier's memory. On a GPU a thread begins to pin it."""
-        memory = HostMemory(budget.bytes, for_kernels=self._packed_form.for_kernels)
+        memory = HostMemory(budget, for_kernels=self._packed_form.for_kernels)
         if self.base.device.type == "cuda":
-            memory.pin(partial(torch.cuda.set_device, self.base.device.index or 0))
+            memory.pin(partial(use_device, self.base.device))
         return memory
 
     def read_adapter(self, ref: AdapterRef, digests: AdapterDigests | None) -> Unread | LoraWeights:

@@ -65,11 +65,6 @@ class QueueSpeed:
         return self._seconds / self._admissions if self._admissions else 0.0
 
 
-def retry_after(seconds: float) -> float:
-    """Clamp `seconds` to the bounds of `Retry-After`."""
-    return min(max(seconds, RETRY_AT_LEAST), RETRY_AT_MOST)
-
-
 class Reception:
     """Puts requests into the queue, or refuses them. A request is refused if the queue has no place, or if its first
     token would be late: on arrival, by its predicted wait, or later, once no admission could be in time. A request that
@@ -177,6 +172,6 @@ class Reception:
 
 
 def _overloaded(seconds: float) -> Overloaded:
-    retry = retry_after(seconds)
+    retry = min(max(seconds, RETRY_AT_LEAST), RETRY_AT_MOST)
     why = f"no place in the batch before the time that the request's targets leave; try again in {retry:.0f} s"
     return Overloaded(why, retry_after=retry)

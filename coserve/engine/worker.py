@@ -156,7 +156,7 @@ def build_engine(
         pool=kv.shape,
         lora_backend=parts.lora_backend.name,
         memory=parts.memory_model(pool),
-        host_adapter_limit=budget.bytes,
+        host_adapter_limit=budget,
         notes=notes,
     )
     return engine, ready

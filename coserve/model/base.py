@@ -364,7 +364,7 @@ def wrap_base(
     expected, linears = probe.eager_forward(model)
     seen = probe.observe(model, context.tokens)
     for module, chunk in seen.chunks.items():
-        seam.see_chunks(module, chunk)
+        setattr(module, seam.CHUNK, chunk)
     path, layers = probe.decoder_layers(model, seen)
     model.set_attn_implementation(seam.NAME)
     modules = {n: m for n, m in linears.items() if n.startswith(f"{path}.") and not isinstance(m, nn.Embedding)}

@@ -37,7 +37,8 @@ _HARMLESS = frozenset(
 
 
 CHUNK, TUNED = "coserve_chunk", "coserve_tuned"
-"""Attributes of attention modules, see `see_chunks` and `take_over_tuning`."""
+"""Attributes of attention modules: the chunk whose tokens alone a token sees (`Window.chunked`), as the module's mask
+says; and see `take_over_tuning`."""
 
 
 class PaddedAttention:
@@ -123,11 +124,6 @@ def _attention(
         ),
     )
     return out_THD.contiguous()[None], None  # some families take a view of it
-
-
-def see_chunks(module: nn.Module, chunk: int) -> None:
-    """Let an attention module see only the tokens of its chunk (`Window.chunked`), as its mask would."""
-    setattr(module, CHUNK, chunk)
 
 
 def take_over_tuning(modules: Iterable[nn.Module]) -> bool:

@@ -35,7 +35,6 @@ from coserve.finetune.sessions.session import TrainingSession
 from coserve.finetune.sessions.verbs import ForwardBackward
 from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
 from coserve.generate.generator import Generator
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
@@ -115,7 +114,7 @@ def test_pages_are_the_same_after_bursts_and_cancels(
     chance, leads, follows = random.Random(0), Rank(executor), Rank(executor)
     with Following(lambda _: followed(follows, tmp_path)) as following:
         followers = following.followers
-        store = AdapterStore(load_on_all(leads.read, followers), HostBudget(1), mirror=FollowersCopies(followers))
+        store = AdapterStore(load_on_all(leads.read, followers), 1, mirror=FollowersCopies(followers))
         ranked = RankedExecutor(leads.executor, followers)
         generator = Generator(
             leads.base, store, leads.kv, ranked, max_running=8, step_tokens=48, lengths=OneMoreToken()
@@ -151,7 +150,7 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine(tmp_path: Path) -> None:
         ranked = RankedExecutor(leads.executor, following.followers)
         generator = Generator(
             leads.base,
-            AdapterStore(leads.read, HostBudget(1 << 40)),
+            AdapterStore(leads.read, 1 << 40),
             leads.kv,
             ranked,
             max_running=8,

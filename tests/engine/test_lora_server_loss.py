@@ -30,7 +30,6 @@ from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.segments import Segments
 from coserve.lora.store.files import load_adapter
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
@@ -61,9 +60,9 @@ def make(
         return load_adapter(path, base.spec, device="cpu", dtype=torch.float32, digests=digests)
 
     if own is None:
-        store = AdapterStore(read, HostBudget(1 << 30))
+        store = AdapterStore(read, 1 << 30)
     else:
-        store = AdapterStore(load_on_servers(read, own), HostBudget(1 << 30), mirror=ServersCopies(own), remote=own)
+        store = AdapterStore(load_on_servers(read, own), 1 << 30, mirror=ServersCopies(own), remote=own)
     kv = KvCache.for_base(base, tokens, 4)
     executor: StepExecutor = EagerExecutor(base, kv, GROUPED, own)
     if graphs is not None:

@@ -18,7 +18,6 @@ from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.entry import State
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.packing import packed_bytes
 from coserve.lora.store.store import AdapterStore
@@ -83,7 +82,7 @@ class Paged:
 
         self.store = AdapterStore(
             load,
-            HostBudget(capacity * packed_bytes(adapter(base, REFS[len(REFS) // 2]))),
+            capacity * packed_bytes(adapter(base, REFS[len(REFS) // 2])),
             memory=HostMemory(0, for_kernels=True) if base.device.type == "cuda" else None,
         )
         self.kv = KvCache.for_base(base, pages * PAGE, PAGE)

@@ -21,7 +21,6 @@ from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Scheduled
 from coserve.generate.schedule import Scheduler
 from coserve.kernels.lora.types import LoraPair
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.pages import Activated
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
@@ -54,7 +53,7 @@ class CountingStore(AdapterStore):
     """Counts adapters that enter pages, and moves the marks of pages that are in their way."""
 
     def __init__(self, slots: list[list[int]]) -> None:
-        super().__init__(load, HostBudget(RESIDENT))
+        super().__init__(load, RESIDENT)
         self.marks = slots
         self.entered = self.moved = 0
 

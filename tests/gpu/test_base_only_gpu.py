@@ -12,7 +12,6 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.types import LoraPair
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
@@ -67,7 +66,7 @@ def test_loaded_adapters_change_nothing_for_the_base(family: str) -> None:
     """In bfloat16, as it is served: the batch is the same, so not even a rounding may differ."""
     base = wrap_base(tiny_model(family).to("cuda", torch.bfloat16), name="tiny", eos_token_ids=())
     made = {AdapterRef(f"a{i}", 1): adapter(base, i) for i in range(ADAPTERS)}
-    store = AdapterStore(lambda ref, digests: made[ref], HostBudget(1 << 40))
+    store = AdapterStore(lambda ref, digests: made[ref], 1 << 40)
     kv = KvCache.for_base(base, 16384, 16)
     generator = Generator(
         base,

@@ -17,7 +17,6 @@ from coserve.core.errors import CorruptAdapter
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.entry import State
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.host_memory import PAGE, HostMemory, Room
 from coserve.lora.store.packing import PartedSites, packed_bytes
 from coserve.lora.store.store import AdapterStore
@@ -137,7 +136,7 @@ async def test_random_loads_evictions_cancels_and_failing_reads_mix_nothing_and_
             raise CorruptAdapter(f"adapter {ref} is broken for now")
         return valued(float(ref.id), rank=1 + 6 * int(ref.id) % 20)
 
-    store, changed = AdapterStore(load, HostBudget(2 * PAGES * PAGE), memory=memory), asyncio.Event()
+    store, changed = AdapterStore(load, 2 * PAGES * PAGE, memory=memory), asyncio.Event()
     store.notify(changed.set)
     held = list[AdapterRef]()
     for _ in range(200):

@@ -21,7 +21,6 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, Slo
 from coserve.engine.engine import Engine
 from coserve.lora.store.entry import State
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.store import AdapterStore
 from coserve.model.lora import LoraWeights
 from coserve.queues.policies.paper import Ets
@@ -82,7 +81,7 @@ class Scene:
 @asynccontextmanager
 async def scene(policy: Policy | None = None, max_running: int = 4, disk: Disk | None = None) -> AsyncIterator[Scene]:
     meter, rng, loop, disk = Meter(), random.Random(0), asyncio.get_running_loop(), disk or Disk()
-    store = AdapterStore(disk, HostBudget(1 << 40))
+    store = AdapterStore(disk, 1 << 40)
     generator = FakeGenerator(meter, FREE, 64, rng, 0.0, max_running=max_running, store=store)
     api, engine_end = local_pair()
     trainer = FakeTrainer(meter, FREE, {}, rng, loop.time)
@@ -196,7 +195,7 @@ async def test_a_machine_that_stays_busy_fails_the_request_alone() -> None:
     disk, changed = Disk(), asyncio.Event()
     disk.go.set()
     disk.busy = 1000
-    store = AdapterStore(disk, HostBudget(1 << 40), backoff=Backoff(first=1.0, total=3.0), sleep=sleep)
+    store = AdapterStore(disk, 1 << 40, backoff=Backoff(first=1.0, total=3.0), sleep=sleep)
     store.notify(changed.set)
     assert not store.ready(COLD)
     assert store.state(COLD) is State.READING

@@ -33,7 +33,6 @@ from coserve.finetune.sessions.sessions import TrainerSettings
 from coserve.finetune.trainer import Trainer
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.lora.store.files import load_adapter
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
@@ -159,7 +158,7 @@ class Bench:
         kind: Callable[[Base, AdapterStore, DataFolder, TrainerSettings], Trainer] = Trainer,
     ) -> None:
         self.base, self.folder = base, DataFolder(root)
-        self.store = AdapterStore(self._load_adapter, HostBudget(1 << 40))
+        self.store = AdapterStore(self._load_adapter, 1 << 40)
         self.settings = TrainerSettings(
             limits=limits,
             mix_jobs=True,

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 
 from coserve.core.errors import AdapterNotFound
 from coserve.core.types import AdapterDigests, AdapterRef
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.packing import packed_bytes
 from coserve.lora.store.store import AdapterStore
 from coserve.model.lora import LoraWeights
@@ -37,7 +36,7 @@ class Shelf:
 
 class _Counted(AdapterStore):
     def __init__(self, shelf: Shelf) -> None:
-        super().__init__(shelf.load, HostBudget(1 << 40))
+        super().__init__(shelf.load, 1 << 40)
         self._shelf = shelf
 
     def acquire(self, ref: AdapterRef) -> LoraWeights:

@@ -6,7 +6,6 @@ import torch
 
 from coserve.core.types import LoraSettings
 from coserve.kernels.lora.types import LoraPair
-from coserve.lora.store.host import HostBudget
 from coserve.model.lora import LoraWeights
 
 RANK_BYTES = 256
@@ -18,6 +17,6 @@ def sized(rank: int = 1) -> LoraWeights:
     return LoraWeights(LoraSettings(r=rank), {"q": LoraPair(torch.zeros(rank, 32), torch.zeros(32, rank), 1.0)})
 
 
-def room_for(adapters: int) -> HostBudget:
+def room_for(adapters: int) -> int:
     """Room for so many of rank 1."""
-    return HostBudget(adapters * RANK_BYTES)
+    return adapters * RANK_BYTES

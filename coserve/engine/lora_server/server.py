@@ -33,6 +33,7 @@ from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.reading import PairsReader, PairsRuns
 from coserve.engine.lora_server.terms import HeldPairs, StepTerms
 from coserve.engine.lora_server.transport import TensorSpec, Transport
+from coserve.kernels.gpu.device import use_device
 from coserve.lora.store.store import READERS
 from coserve.state.folder import DataFolder
 
@@ -50,9 +51,9 @@ def serve(channel: ServerChannel) -> None:
         assert isinstance(message, StartServer), f"expected the settings first, got {message}"
         set_up_logging(f"lora-server-{message.index}", message.logs)
         torch.set_num_threads(message.threads)
-        use = partial(_use, message.device)
-        use()
         part, device = part_of(message.spec, message.index, message.servers, message.ep), torch.device(message.device)
+        use = partial(use_device, device)
+        use()
         pairs = HeldPairs(part.sites, SLOTS, device)
         read = PairsReader(part, message.spec, DataFolder(Path(message.data_dir)), device)
         channel.send(ServerReady())
@@ -66,12 +67,6 @@ def serve(channel: ServerChannel) -> None:
         server.run(getattr(torch, message.spec.dtype))
     except PeerLost:
         log_event(log, "LoRA server stops")
-
-
-def _use(device: str) -> None:
-    """Set CUDA's current device, which is per thread."""
-    if device != "cpu":
-        torch.cuda.set_device(device)
 
 
 class LoraServer:

@@ -31,6 +31,7 @@ from coserve.engine.warming.compilations import watch_compilations, watch_layers
 from coserve.engine.warming.compiled import make_compiled
 from coserve.engine.warmup.messages import WarmUpTask
 from coserve.finetune.sessions.followed import FollowedSessions
+from coserve.kernels.gpu.device import use_device
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.allocator import read_device
 from coserve.memory.kv import KvCache
@@ -133,15 +134,9 @@ def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTas
         measure_pool=lambda: parts.pool_size().tokens,
         build=build,
         jobs=config.max_active_jobs,
-        start_thread=partial(_use, base.device),
+        start_thread=partial(use_device, base.device),
         outside=lambda: read_device(base.device).outside if base.device.type == "cuda" else 0,
     )
-
-
-def _use(device: torch.device) -> None:
-    """Set CUDA's current device, which is per thread and defaults to the first GPU, rank 0's."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 async def watched(work: Coroutine[None, None, None], monitor: Monitor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coserve.kernels.attention.interface import AttentionParams
 from coserve.kernels.attention.packed import PackedAttention, one_kernel
+from coserve.kernels.gpu.device import put
 
 FEWEST_SEQUENCES, SHORTEST = 4, 128
 """Lower bounds of `limits`, sequences and tokens of the longest one: smaller batches share one graph."""
@@ -48,9 +49,7 @@ class FixedAttention(PackedAttention):
     def _load(self) -> None:
         missing = self._most + 1 - len(self._bounds)
         host = torch.tensor([*self._bounds, *[self._bounds[-1]] * missing], dtype=torch.int32)
-        if self._device.type == "cuda":
-            host = host.pin_memory()
-        self._on_device[self._device].copy_(host, non_blocking=True)
+        put(host, self._on_device[self._device])
 
 
 def limits(bounds: Sequence[int]) -> tuple[int, int]:

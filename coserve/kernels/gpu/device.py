@@ -78,9 +78,21 @@ def _whole(device: torch.device) -> DeviceInfo:
     )
 
 
+def use_device(device: torch.device) -> None:
+    """Set CUDA's current device, which is per thread and defaults to the first GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+
+
 def interpreted() -> bool:
     """Whether Triton kernels run in Triton's interpreter (for tests without a GPU)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def put(host: Tensor, to: Tensor) -> None:
+    """Copy into device memory in stream order, without waiting for it. torch keeps the new pinned buffer until the copy
+    has ended, so `host` may change, and the next copy come, at any time."""
+    to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

@@ -65,32 +65,32 @@ class WithRecurrence:
         self.recurrence = recurrence
 
 
-class StaticWithRecurrence(WithRecurrence):
+class _LoadedWithRecurrence(WithRecurrence):
+    """Attention in fixed buffers that comes with the recurrence of the same steps."""
+
+    def __init__(self, attention: StaticPagedAttention | MixedAttention, recurrence: StaticRecurrence) -> None:
+        super().__init__(attention, recurrence)
+        self._loads = attention.load, recurrence.load
+
+    def load(self, runs: Sequence[TokenRun]) -> None:
+        for load in self._loads:
+            load(runs)
+
+
+class StaticWithRecurrence(_LoadedWithRecurrence):
     """A `StaticPagedAttention` that comes with the recurrence of the same steps."""
 
     def __init__(self, attention: StaticPagedAttention, recurrence: StaticRecurrence) -> None:
         super().__init__(attention, recurrence)
         self.batch, self.max_tokens, self.positions = attention.batch, attention.max_tokens, attention.positions
-        self._loads = attention.load, recurrence.load
-
-    def load(self, runs: Sequence[TokenRun]) -> None:
-        """See `StaticPagedAttention.load`."""
-        for load in self._loads:
-            load(runs)
 
 
-class MixedWithRecurrence(WithRecurrence):
+class MixedWithRecurrence(_LoadedWithRecurrence):
     """A `MixedAttention` that comes with the recurrence of the same steps."""
 
     def __init__(self, attention: MixedAttention, recurrence: StaticRecurrence) -> None:
         super().__init__(attention, recurrence)
         self.capacity = attention.capacity
-        self._loads = attention.load, recurrence.load
-
-    def load(self, runs: Sequence[TokenRun]) -> None:
-        """See `MixedAttention.load`."""
-        for load in self._loads:
-            load(runs)
 
 
 class RecordedStates:

@@ -4,7 +4,6 @@ frequency and size (GDSF, Cherkasova 1998)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from typing import Generic, TypeVar
@@ -67,22 +66,14 @@ class GreedyDual(Generic[K]):
         return found
 
 
-@dataclass(frozen=True)
-class HostBudget:
-    """Limit of the host memory for adapters. Only idle ones are evicted: adapters that requests need, and pinned ones,
-    may exceed it."""
-
-    bytes: int
-
-    def __post_init__(self) -> None:
-        assert self.bytes >= 1, f"expected a budget of at least one byte, got {self.bytes}"
-
-
 class HostCopies:
     """All host copies, and which of them leaves next."""
 
-    def __init__(self, budget: HostBudget) -> None:
-        self.limit, self.bytes = budget.bytes, 0
+    def __init__(self, limit: int) -> None:
+        """`limit`: bytes, at least one. Only idle copies leave: those that requests need, and pinned ones, may exceed
+        it."""
+        assert limit >= 1, f"expected a budget of at least one byte, got {limit}"
+        self.limit, self.bytes = limit, 0
         self._order = GreedyDual[AdapterRef]()
 
     def add(self, entry: Entry, weights: LoraWeights) -> None:

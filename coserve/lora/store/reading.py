@@ -3,7 +3,7 @@ operations release the GIL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 
@@ -98,18 +98,16 @@ def _fill(
 ) -> None:
     """Read these sites, which are neighbours, into the layout's memory. Raises as `read_sites`."""
     memory = memory_N.numpy().data
-    buffers: tuple[memoryview, memoryview] | None = None
+    buffers = tuple[memoryview, ...]()
     linear = [name for name in names if name in tensors.a]
     for name in names:
         if name in tensors.rows:
-            rows_KD = _tensor(file, tensors.rows[name], _space(tensors.rows[name]))
+            rows_KD = _tensor(file, tensors.rows[name], _buffer(tensors.rows[name]))
             layout.copy(name, replaced(rows_KD), memory_N)
             continue
         if name in tensors.experts:
-            of_experts = tensors.experts[name]
-            a_RD, b_OR = expert_matrices(
-                of_experts, base.experts[name], lambda entry: _tensor(file, entry, _space(entry))
-            )
+            own, spec = tensors.experts[name], base.experts[name]
+            a_RD, b_OR = expert_matrices(own, spec, lambda entry: _tensor(file, entry, _buffer(entry)))
             layout.copy(name, replace(layout.places[name].like, a_RD=a_RD, b_OR=b_OR), memory_N)
             continue
         place, both = layout.places[name], (tensors.a[name], tensors.b[name])
@@ -118,12 +116,12 @@ def _fill(
             for entry, at in zip(both, (place.a_at, place.b_at), strict=True):
                 file.read_into(entry, memory[at : at + entry.end - entry.start])
         else:
-            buffers = buffers or (_buffer(tensors.a, linear), _buffer(tensors.b, linear))
+            buffers = buffers or tuple(_buffer(*(of[name] for name in linear)) for of in (tensors.a, tensors.b))
             a_RD, b_OR = (_tensor(file, entry, buffer) for entry, buffer in zip(both, buffers, strict=True))
             pair = replace(place.like, a_RD=a_RD, b_OR=b_OR)
             if name in tensors.magnitudes:
-                own = _buffer(tensors.magnitudes, [name])
-                pair = replace(pair, magnitude_O=_tensor(file, tensors.magnitudes[name], own))
+                entry = tensors.magnitudes[name]
+                pair = replace(pair, magnitude_O=_tensor(file, entry, _buffer(entry)))
             layout.copy(name, pair, memory_N)
     kind = _KINDS[layout.dtype]
     own_N = memory_N[layout.places[names[0]].first : layout.places[names[-1]].end]
@@ -136,13 +134,9 @@ def _fill(
             raise CorruptAdapter(f"{name}: its weights are not finite in {str(layout.dtype).removeprefix('torch.')}")
 
 
-def _buffer(entries: Mapping[str, TensorEntry], names: Sequence[str]) -> memoryview:
+def _buffer(*entries: TensorEntry) -> memoryview:
     """Allocate one buffer for all these tensors' bytes: allocating for each one takes as long as converting it."""
-    return memoryview(bytearray(max(entries[name].end - entries[name].start for name in names)))
-
-
-def _space(entry: TensorEntry) -> memoryview:
-    return memoryview(bytearray(entry.end - entry.start))
+    return memoryview(bytearray(max(entry.end - entry.start for entry in entries)))
 
 
 def _tensor(file: TensorFile, entry: TensorEntry, buffer: memoryview) -> Tensor:

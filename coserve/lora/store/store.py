@@ -16,7 +16,7 @@ from coserve.core.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
 from coserve.core.health import LoraServerInfo
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.store.entry import Entry, State
-from coserve.lora.store.host import HostBudget, HostCopies
+from coserve.lora.store.host import HostCopies
 from coserve.lora.store.host_memory import HostMemory, Room, Unread
 from coserve.lora.store.interfaces import CopyMirror, RemotePairs
 from coserve.lora.store.packing import packed_bytes
@@ -54,7 +54,7 @@ class AdapterStore:
     def __init__(
         self,
         load: Load,
-        budget: HostBudget,
+        budget: int,
         *,
         memory: HostMemory | None = None,
         backoff: Backoff = READ_BACKOFF,
@@ -65,10 +65,10 @@ class AdapterStore:
         notes: Callable[[], tuple[str, ...]] = lambda: (),
         remote: RemotePairs | None = None,
     ) -> None:
-        """`memory`: holds the host copies; None: they stay as `load` returns them. `backoff`: pauses between attempts
-        of a read that raises `StorageError`; `sleep` waits for them. `mirror`: repeats all copies elsewhere. `placed`:
-        see `AdapterPages`. `times`: counts where the time goes; `notes`: those of `load`.
-        `remote`: the LoRA servers, if there are any."""
+        """`budget`: bytes of host copies (`HostCopies`). `memory`: holds them; None: they stay as `load` returns them.
+        `backoff`: pauses between attempts of a read that raises `StorageError`; `sleep` waits for them. `mirror`:
+        repeats all copies elsewhere. `placed`: see `AdapterPages`. `times`: counts where the time goes; `notes`: those
+        of `load`. `remote`: the LoRA servers, if there are any."""
         self._load, self._memory = load, memory
         self._mirror, self._placed, self._remote = mirror or CopyMirror(), placed, remote
         self._entries: dict[AdapterRef, Entry] = {}  # least recently used first

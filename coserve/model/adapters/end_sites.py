@@ -85,8 +85,10 @@ class EndSites:
             tied = next((other for other in self.specs if other != name), "") if self.tied and spec.layer >= 0 else ""
             owners, changes = of_T if spec.layer < 0 else of_K, list[tuple[Tensor, EndChange]]()
             for index in dict.fromkeys(owners):
-                change = None if index < 0 else _change(name, tied, adapters[index])
-                if change is not None:
+                if index < 0:
+                    continue
+                tokens = adapters[index].settings.trainable_token_indices or {}
+                if (change := EndChange.of(name, adapters[index].ends, tokens, tied)) is not None:
                     rows = [row for row, owner in enumerate(owners) if owner == index]
                     changes.append((torch.tensor(rows, device=device), change))
             if changes:
@@ -136,10 +138,6 @@ def _equal(own_VD: Tensor, base_VD: Tensor) -> bool:
     dtype = min(own_VD.dtype, base_VD.dtype, key=lambda dtype: dtype.itemsize)
     parts = zip(torch.split(own_VD, AT_ONCE), torch.split(base_VD, AT_ONCE), strict=True)
     return all(torch.equal(own.to(base.device, dtype), base.to(dtype)) for own, base in parts)
-
-
-def _change(end: str, tied: str, adapter: LoraWeights) -> EndChange | None:
-    return EndChange.of(end, adapter.ends, adapter.settings.trainable_token_indices or {}, tied)
 
 
 def _embed(module: nn.Module, ids: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from coserve.core.types import AdapterRef
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.generate.generator import Generator
 from coserve.lora.store.files import load_adapter
-from coserve.lora.store.host import HostBudget
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import load_base
@@ -66,9 +65,7 @@ def alone(model: Path, adapter: Path | None) -> list[list[int]]:
     base, tokenizer = load_base(str(model), device="cpu", dtype="float32"), Tokenizer.load(str(model))
     kv = KvCache.for_base(base, 2048, 16)
     ref = None if adapter is None else AdapterRef("learned", 1)
-    store = AdapterStore(
-        lambda *_: load_adapter(adapter or Path(), base.spec, device="cpu", dtype=base.dtype), HostBudget(1 << 40)
-    )
+    store = AdapterStore(lambda *_: load_adapter(adapter or Path(), base.spec, device="cpu", dtype=base.dtype), 1 << 40)
     generator = Generator(base, store, kv, eager(base, kv), max_running=8, step_tokens=256)
     asked = [
         request(f"{i} {j}", tuple(tokenizer.encode(prompt)), SamplingParams(**sampling), ref)

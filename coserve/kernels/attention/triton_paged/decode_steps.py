@@ -12,7 +12,7 @@ from torch import Tensor
 from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun, Window
 from coserve.kernels.attention.triton_paged import launch
 from coserve.kernels.attention.triton_paged.plan import Table, decode_items, items_for
-from coserve.kernels.gpu.device import device_info
+from coserve.kernels.gpu.device import device_info, put
 
 KINDS = 4
 """Most kinds of layers (key-value heads, window) in one base: full attention, and windows of different lengths."""
@@ -121,12 +121,7 @@ class FusedStaticAttention:
         return self._device_buffer[at].view(self._most, 8)[: self._most_items(kv_heads)]
 
     def _upload(self, size: int) -> None:
-        host = torch.from_numpy(self._host[:size])
-        if self._device.type == "cuda":
-            # A pinned buffer of its own, which torch keeps until the copy has ended, since the next `load` may come
-            # earlier.
-            host = host.pin_memory()
-        self._device_buffer[:size].copy_(host, non_blocking=True)
+        put(torch.from_numpy(self._host[:size]), self._device_buffer[:size])
 
     def _scratch_of(self, heads: int, width: int, kv_heads: int) -> launch.Scratch:
         kind = heads, width, kv_heads

@@ -12,17 +12,16 @@ from torch import Tensor
 from coserve.kernels.attention.interface import AttentionParams, MixedCapacity, Pages, TokenRun, Window
 from coserve.kernels.attention.triton_paged import launch
 from coserve.kernels.attention.triton_paged.plan import (
+    Placed,
     Table,
     decode_items,
     items_for,
     page_table,
+    placed,
     prefill_tiles,
     programs_each,
 )
-from coserve.kernels.gpu.device import device_info
-
-Placed = tuple[int, int, TokenRun]
-"""Column of the page table, first row of q, run."""
+from coserve.kernels.gpu.device import device_info, put
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class LayerPlan:
             tokens = launch.tile_tokens(self.heads // self.kv_heads, self.chunks)
             found = prefill_tiles(chunks, tokens, self.window, self.kv_heads, self.multiprocessors)
             tiles[: len(found)] = found
-        _send(host, self.table)
+        put(torch.from_numpy(host), self.table)
 
     def _items(self, decodes: Sequence[Placed]) -> Table:
         """Cut the decodes into items, as for a step with the full number of sequences, since the graph's block sizes
@@ -75,23 +74,6 @@ class LayerPlan:
         items = decode_items(contexts, rows, self.window, self.most_items, self.kv_heads, self.multiprocessors)
         items[:, 0] = np.where(items[:, 5] > 0, columns[items[:, 0]], -1)
         return items
-
-
-def _send(host: Table, to: Tensor) -> None:
-    """Copy in stream order, from a new pinned buffer, which torch keeps until the copy has ended. So the next copy may
-    come at any time."""
-    source = torch.from_numpy(host)
-    to.copy_(source.pin_memory() if to.is_cuda else source, non_blocking=True)
-
-
-def placed(runs: Sequence[TokenRun]) -> tuple[list[Placed], list[Placed]]:
-    """Split a step into decodes and prompt chunks."""
-    decodes, chunks, row = list[Placed](), list[Placed](), 0
-    for column, run in enumerate(runs):
-        if run.tokens:
-            (decodes if run.tokens == 1 else chunks).append((column, row, run))
-        row += run.tokens
-    return decodes, chunks
 
 
 def plan_layers(
@@ -134,7 +116,7 @@ class FusedMixedAttention:
             table = page_table(runs)
             host = np.zeros((len(table), self.capacity.sequences), dtype=np.int32)
             host[:, : len(runs)] = table
-            _send(host, self._table[: len(host)])
+            put(torch.from_numpy(host), self._table[: len(host)])
         for plan in self._plans.values():
             plan.load(self._decodes, self._chunks)
 

@@ -12,6 +12,9 @@ from coserve.kernels.attention.interface import TokenRun, Window
 Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
 
+Placed = tuple[int, int, TokenRun]
+"""Column of the page table, first row of q, run."""
+
 BEYOND = 128
 """Programs per grid for cutting long sequences, in addition to one per sequence. Idle ones start anyway, which costs
 time."""
@@ -97,12 +100,22 @@ def _ceil(keys: Ints, size: Ints | int) -> Ints:
     return -(-keys // size)
 
 
+def placed(runs: Sequence[TokenRun]) -> tuple[list[Placed], list[Placed]]:
+    """Split a step into decodes and prompt chunks."""
+    decodes, chunks, row = list[Placed](), list[Placed](), 0
+    for column, run in enumerate(runs):
+        if run.tokens:
+            (decodes if run.tokens == 1 else chunks).append((column, row, run))
+        row += run.tokens
+    return decodes, chunks
+
+
 def prefill_tiles(
-    runs: Sequence[tuple[int, int, TokenRun]], tokens: int, window: Window | None, kv_heads: int, multiprocessors: int
+    runs: Sequence[Placed], tokens: int, window: Window | None, kv_heads: int, multiprocessors: int
 ) -> Table:
     """Cut prompt chunks into items (N, 8), as input of the prefill kernel, in descending number of keys.
 
-    `runs`: (column of the table, first row of q, run). A tile has at most `tokens` tokens. If there are too few tiles
+    A tile has at most `tokens` tokens. If there are too few tiles
     for the multiprocessors, their keys are cut, too, so that a short chunk with a long context is not left to few
     programs.
     """

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from coserve.kernels.attention.interface import AttentionParams, Pages, TokenRun, Window
 from coserve.kernels.attention.triton_paged import launch
-from coserve.kernels.attention.triton_paged.plan import Table, decode_items, items_for, page_table, prefill_tiles
+from coserve.kernels.attention.triton_paged.plan import (
+    Table,
+    decode_items,
+    items_for,
+    page_table,
+    placed,
+    prefill_tiles,
+)
 from coserve.kernels.gpu.device import device_info
 
 
@@ -33,13 +40,7 @@ class FusedPagedAttention:
         self._device = pages.keys[0].device
         self._multiprocessors = device_info(self._device).multiprocessors
         self._rows = sum(run.tokens for run in runs)
-        self._decodes: list[tuple[int, int, TokenRun]] = []
-        self._chunks: list[tuple[int, int, TokenRun]] = []
-        row = 0
-        for column, run in enumerate(runs):
-            if run.tokens:
-                (self._decodes if run.tokens == 1 else self._chunks).append((column, row, run))
-            row += run.tokens
+        self._decodes, self._chunks = placed(runs)
         self._chunk_tokens = sum(run.tokens for _, _, run in self._chunks)
         self._table = upload(page_table(runs), self._device)
         self._items: dict[tuple[int, Window | None], Tensor] = {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention.interface import TokenRun
-from coserve.kernels.gpu.device import device_info, interpreted
+from coserve.kernels.gpu.device import device_info, interpreted, put
 from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.recurrent.chunked.long_runs import LongRuns, fits
@@ -109,9 +109,7 @@ class FusedRecurrence:
             long = [i for i, length in enumerate(lengths) if length >= self._long.least]
             singly[long] = ends[long]  # to `recur` they are empty
             self._long.load([(bounds[i], bounds[i + 1]) for i in long], sources[long].tolist(), to[long].tolist())
-        host = torch.from_numpy(self._host)
-        # A pinned copy of its own, which torch keeps until the copy has ended, since the next `load` may come earlier.
-        self._table.copy_(host.pin_memory() if self._table.is_cuda else host, non_blocking=True)
+        put(torch.from_numpy(self._host), self._table)
 
     def convolve(
         self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
