@@ -34,7 +34,8 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, Slo
-from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.engine import Engine
+from coserve.engine.job_runner import JobPlaces
 from coserve.engine.spatial.slices_in_flight import TURNS, Marks
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy

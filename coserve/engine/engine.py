@@ -11,9 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 
 from coserve.core.garbage import GarbageCollection
 from coserve.core.link.engine import ALIVE, DropAdapter, EngineStopped, PrefetchAdapter, SetLogLevel, Shutdown
@@ -22,11 +20,10 @@ from coserve.core.link.jobs import CancelJob, PauseJob, ResumeJob, SnapshotDone,
 from coserve.core.link.link import FromEngine, Link, ToEngine
 from coserve.core.link.sessions import CallSession, OpenSession
 from coserve.core.training.micro_step import MicroStep
-from coserve.engine.device_memory import DeviceMemory
-from coserve.engine.gauges import STATS_INTERVAL, Reports
+from coserve.engine.gauges import Reports
 from coserve.engine.idle import Idle
 from coserve.engine.inbox import Inbox
-from coserve.engine.job_runner import JobRunner
+from coserve.engine.job_runner import ONE_PLACE, JobPlaces, JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains
 from coserve.engine.reception import Reception
 from coserve.engine.spatial.slices_in_flight import TURNS, EndedSlice, LaunchedStep, Marks, SlicesInFlight
@@ -51,20 +48,6 @@ async def _yield_to_loop() -> None:
         await asyncio.sleep(0)
 
 
-@dataclass(frozen=True)
-class JobPlaces:
-    """Limits and resources for jobs. Up to `max_active` jobs have a place. They alternate; with `first_come` the oldest
-    one trains, and others only while it cannot, or in micro-batches that they share with it. `threads` run their long
-    work; None: two threads for each job. `memory`: admits jobs by the GPU's memory, polled every `memory_poll` seconds
-    while a job waits for it."""
-
-    max_active: int = 1
-    threads: Executor | None = None
-    memory: DeviceMemory | None = None
-    memory_poll: float = STATS_INTERVAL
-    first_come: bool = False
-
-
 class Engine:
     """The engine of one base, on one GPU (or one rank group) and one event loop.
 
@@ -80,7 +63,7 @@ class Engine:
         link: Link[FromEngine, ToEngine],
         *,
         clock: Callable[[], float],
-        jobs: JobPlaces = JobPlaces(),
+        jobs: JobPlaces = ONE_PLACE,
         marks: Marks = TURNS,
         attainment: float = ATTAINMENT,
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,
@@ -95,15 +78,7 @@ class Engine:
         self._idle = Idle(self._changed, self._garbage, self._stalls)
         self._inbox = Inbox(link, self._handle, self._changed, self._stalls, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._jobs = JobRunner(
-            trainer,
-            link.send,
-            max_active=jobs.max_active,
-            threads=jobs.threads or ThreadPoolExecutor(2 * jobs.max_active, "jobs"),
-            changed=self.wake,
-            memory=jobs.memory,
-            first_come=jobs.first_come,
-        )
+        self._jobs = JobRunner(trainer, link.send, jobs, changed=self.wake)
         self._flight = SlicesInFlight(marks, clock, self.wake)
         adapters.notify(self._changed.set)
         self._stopping = False

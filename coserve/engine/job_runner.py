@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from coserve.core.link.jobs import JobCancelled, JobFailed, JobPaused
 from coserve.core.link.link import FromEngine
@@ -27,28 +28,37 @@ from coserve.queues.finetune import JobQueue
 from coserve.state.retries import FOR_EVER, Retries
 
 
+@dataclass(frozen=True)
+class JobPlaces:
+    """Limits and resources for jobs. Up to `max_active` jobs have a place. They alternate; with `first_come` the oldest
+    one trains, and others only while it cannot, or in micro-batches that they share with it. `threads` run their long
+    work; None: two threads for each job. `memory`: admits jobs by the GPU's memory, polled every `memory_poll` seconds
+    while a job waits for it; None: all are admitted."""
+
+    max_active: int = 1
+    threads: Executor | None = None
+    memory: DeviceMemory | None = None
+    memory_poll: float = 1.0
+    first_come: bool = False
+
+
+ONE_PLACE = JobPlaces()
+
+
 class JobRunner:
     """Runs up to `max_active` jobs, alternately or one after another; further ones wait, first come, first served.
     Sessions of clients take turns with them; they wait in the same queue, but only for memory."""
 
     def __init__(
-        self,
-        trainer: Trains,
-        send: Callable[[FromEngine], None],
-        *,
-        max_active: int,
-        threads: Executor,
-        changed: Callable[[], None],
-        memory: DeviceMemory | None = None,
-        first_come: bool = False,
+        self, trainer: Trains, send: Callable[[FromEngine], None], places: JobPlaces, *, changed: Callable[[], None]
     ) -> None:
-        """`threads` run long work: two for each active job. `first_come`: see `JobPlaces`. `changed` is called, on any
-        thread, when such work is done. `memory`: admits jobs; None: all are admitted."""
-        self._memory = JobAdmission(memory, trainer, send)
-        self.trainer, self._send, self._max_active, self._threads = trainer, send, max_active, threads
+        """`changed` is called, on any thread, when long work is done."""
+        self._memory = JobAdmission(places.memory, trainer, send)
+        self.trainer, self._send, self._max_active = trainer, send, places.max_active
+        self._threads = threads = places.threads or ThreadPoolExecutor(2 * places.max_active, "jobs")
         self._starts = Retries(FOR_EVER, changed=changed)
         self._services = JobServices(trainer, self._memory, threads, self._starts, send, changed, self._pass_ended)
-        self._turns = JobQueue((lambda job: [*self._active].index(job)) if first_come else None)
+        self._turns = JobQueue((lambda job: [*self._active].index(job)) if places.first_come else None)
         self._active: dict[str, ActiveJob] = {}
         """Jobs with a place, including those that start or end."""
         self._pass: Future[None] | None = None

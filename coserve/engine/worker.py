@@ -24,7 +24,8 @@ from coserve.core.link.link import FromEngine, Link, ToEngine
 from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
 from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.engine import Engine
+from coserve.engine.job_runner import JobPlaces
 from coserve.engine.lora_server.start import ServersCopies, load_on_servers
 from coserve.engine.parts import EXACT_THREADS, EngineParts, choose_threads, set_up_threads
 from coserve.engine.ranks.commands import BuildEngine, MeasurePool

@@ -12,7 +12,8 @@ from coserve.core.link.generation import Generate, RequestFailed
 from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import Slo
-from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.engine import Engine
+from coserve.engine.job_runner import JobPlaces
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, Meter, NoAdapters, Prices
 from tests.support.local_link import LocalLink

@@ -37,8 +37,8 @@ from coserve.core.link.link import FromEngine
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import LoraSettings
 from coserve.engine.device_memory import DeviceMemory, Fixed
-from coserve.engine.engine import Engine, JobPlaces
-from coserve.engine.job_runner import JobRunner
+from coserve.engine.engine import Engine
+from coserve.engine.job_runner import JobPlaces, JobRunner
 from coserve.memory.allocator import Reading
 from coserve.queues.policies.paper import Ets
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters
@@ -178,14 +178,8 @@ def test_the_memory_of_a_job_that_has_left_a_shared_pass_is_free_once_that_has_e
     need, said_so = needs(), list[FromEngine]()
     plans = {id: JobPlan(2, 4, 9, None, rows=2) for id in ("one", "two", "three")}
     trainer = FakeTrainer(Meter(), FREE, plans, random.Random(0), lambda: 0.0, batch_rows=8)
-    jobs = JobRunner(
-        trainer,
-        said_so.append,
-        max_active=3,
-        threads=Inline(),
-        changed=lambda: None,
-        memory=memory(2 * need.state.total + need.options[0].activations),
-    )
+    places = JobPlaces(3, Inline(), memory(2 * need.state.total + need.options[0].activations))
+    jobs = JobRunner(trainer, said_so.append, places, changed=lambda: None)
     for id in ("one", "two"):
         jobs.place(spec(id), paused=False)
     jobs.activate()

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from coserve.core.link.jobs import JobFailed, JobSucceeded, StartJob
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef
-from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.engine import Engine
+from coserve.engine.job_runner import JobPlaces
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.queues.policy import Decision, Train, View, Wait
 from tests.support.fake_ports import FakeGenerator, Inline, Meter, NoAdapters, Prices

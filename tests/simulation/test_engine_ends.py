@@ -15,7 +15,8 @@ from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import Slo
-from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.engine import Engine
+from coserve.engine.job_runner import JobPlaces
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters, Prices
 from tests.support.local_link import LocalLink, local_pair

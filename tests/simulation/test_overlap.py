@@ -17,7 +17,8 @@ from coserve.core.link.stats import EngineStats
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import Slo
-from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.engine import Engine
+from coserve.engine.job_runner import JobPlaces
 from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.costs import ATTAINMENT
 from coserve.queues.policies.overlap import Overlap

@@ -17,7 +17,8 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import Slo
-from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.engine import Engine
+from coserve.engine.job_runner import JobPlaces
 from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Decision, Serve, Train, View, Wait

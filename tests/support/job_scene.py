@@ -19,7 +19,8 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import Slo
 from coserve.engine.device_memory import DeviceMemory
-from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.engine import Engine
+from coserve.engine.job_runner import JobPlaces
 from coserve.engine.spatial.slices_in_flight import Mark, Marks
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.spatial import Spatial

@@ -26,7 +26,8 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings, Slo
-from coserve.engine.engine import Engine, JobPlaces
+from coserve.engine.engine import Engine
+from coserve.engine.job_runner import JobPlaces
 from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.overlap import Overlap

@@ -79,7 +79,6 @@ class PrefixedAttention(AfterPrefix):
         self._prefix, self._frozen = prefix, frozen
 
     def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
-        """See `Attention.attend`."""
         pair = self._prefix[layer]
         k_KPD, v_KPD = (
             torch.cat([own[: self._frozen].detach(), own[self._frozen :]])
@@ -103,7 +102,6 @@ class EncodedAttention(PackedAttention):
         self._decoding = AfterPrefix([bound - end for bound in bounds[encoded:]], len(self._memory))
 
     def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
-        """See `Attention.attend`."""
         first, rest = slice(None, self._end), slice(self._end, None)
         read = self._reading.attend(layer, q_HTD[:, first], k_KTD[:, first], v_KTD[:, first], params)
         k_KPD, v_KPD = (own[:, self._memory] for own in (k_KTD, v_KTD))

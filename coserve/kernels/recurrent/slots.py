@@ -94,7 +94,7 @@ class SlotRecurrence:
         return self._taps[width]
 
 
-class GatheredRecurrence:
+class GatheredRecurrence(PaddedRecurrence):
     """`StaticRecurrence` in plain torch, for devices without CUDA graphs."""
 
     def __init__(self, states: Mapping[int, LayerStates], device: torch.device) -> None:
@@ -103,19 +103,4 @@ class GatheredRecurrence:
 
     def load(self, runs: Sequence[TokenRun]) -> None:
         """See `StaticRecurrence.load`."""
-        rows = sum(run.tokens for run in runs)
-        self._inner = PaddedRecurrence(SlotRecurrence(self._states, runs, self._device), rows) if runs else None
-
-    def convolve(
-        self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
-    ) -> Tensor:
-        """See `Recurrence.convolve`."""
-        if self._inner is None:
-            return torch.zeros_like(x_TC)
-        return self._inner.convolve(layer, x_TC, weight_CW, bias_C, activation)
-
-    def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
-        """See `Recurrence.recur`."""
-        if self._inner is None:
-            return torch.zeros_like(given.v)
-        return self._inner.recur(layer, given)
+        self._inner, self._tokens = SlotRecurrence(self._states, runs, self._device), sum(run.tokens for run in runs)

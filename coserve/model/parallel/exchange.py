@@ -43,11 +43,9 @@ class GatheredRanks:
         return self.mesh.rank
 
     def needs_all_parts(self, size: int) -> bool:
-        """See `Exchange`."""
         return self.mesh.one_shot(size)
 
     def run(self, h: Tensor) -> Tensor:
-        """See `Exchange`."""
         if h.shape[0] > 1:
             return self.mesh.all_reduce(_short(h, self.split_bytes))
         own = _without_splits(h)[0]
@@ -69,11 +67,9 @@ class SummedTerms:
     split_bytes: int = SPLIT_BYTES
 
     def needs_all_parts(self, size: int) -> bool:
-        """See `Exchange`."""
         return False
 
     def run(self, h: Tensor) -> Tensor:
-        """See `Exchange`."""
         return self.mesh.all_reduce(_short(h, self.split_bytes))
 
 
