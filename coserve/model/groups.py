@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import cast
 
@@ -46,14 +47,11 @@ def _inputs(base: Base) -> list[list[list[SiteGroup]]]:
 
         return hook
 
-    hooks = [modules[name].register_forward_pre_hook(watch(name, site.layer)) for name, site in base.spec.sites.items()]
     tokens = torch.arange(4, device=base.device)
-    try:
-        with torch.no_grad():
-            base.run(tokens, tokens, PackedAttention((0, 4)), keep=None)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for name, site in base.spec.sites.items():
+            hooks.enter_context(modules[name].register_forward_pre_hook(watch(name, site.layer)))
+        base.run(tokens, tokens, PackedAttention((0, 4)), keep=None)
     found: list[list[list[SiteGroup]]] = []
     for layer in runs:
         index, inputs = itertools.count(), list[list[SiteGroup]]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -131,13 +131,10 @@ class LayerCut:
 
             return hook
 
-        hooks = [layer.register_forward_hook(learn(i)) for i, layer in enumerate(base.layers)]
-        try:
-            with torch.no_grad():
-                expected_TV = base.run(tokens_T, positions_T, attention, keep=None)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, torch.no_grad():
+            for i, layer in enumerate(base.layers):
+                hooks.enter_context(layer.register_forward_hook(learn(i)))
+            expected_TV = base.run(tokens_T, positions_T, attention, keep=None)
         try:
             with torch.no_grad():
                 inputs = self.embed(tokens_T, positions_T, attention)

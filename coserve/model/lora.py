@@ -308,21 +308,16 @@ class _Site:
         """Index among the sites of `shared`."""
 
     def output(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the module's output in a forward that is not fused, LoRA terms included; for a shard, before any sum
-        over the ranks."""
-        if context.lora is None:
-            return self.inner(x)
-        if context.grouped and self.shared is not None:
-            return self.shared.learned(self.place, x, context.lora)
-        return self.add(x, context.lora, context.dropout)
-
-    def add(self, x: Tensor, lora: PreparedLora, dropout: Dropout | None) -> Tensor:
-        """Return the output of `x` (..., D) with T rows in all, LoRA terms included: (..., O).
+        """Return the output of `x` (..., D) with T rows in all, in a forward that is not fused, LoRA terms included:
+        (..., O); for a shard, before any sum over the ranks.
 
         It is bitwise the module's own output if no adapter changes the site.
         """
+        lora, dropout = context.lora, context.dropout
+        if lora is not None and context.grouped and self.shared is not None:
+            return self.shared.learned(self.place, x, lora)
         y = self.inner(x)
-        if not lora.changes(self.group):
+        if lora is None or not lora.changes(self.group):
             return y
         x_TD, y_TO = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         if dropout is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -278,8 +278,9 @@ def recorded(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Forwar
         if isinstance(before, Tensor) and isinstance(after, Tensor) and before.dim() == after.dim() == 3:
             seen.setdefault(module, []).append((before[0], after[0]))
 
-    hooks = [module.register_forward_hook(saw, with_kwargs=True) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(saw, with_kwargs=True))
         yield lambda logits: Forward(
             logits,
             {
@@ -287,9 +288,6 @@ def recorded(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Forwar
                 for module, own in seen.items()
             },
         )
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def eager_forward(model: PreTrainedModel) -> tuple[Forward, dict[str, nn.Module]]:
@@ -311,17 +309,16 @@ def eager_forward(model: PreTrainedModel) -> tuple[Forward, dict[str, nn.Module]
 
         return saw
 
-    hooks = [module.register_forward_hook(watch(name)) for name, module in modules.items()]
-    try:
-        with _attention(model, "eager"), torch.no_grad(), recorded(chain.from_iterable(stacks)) as forward:
-            for length in SEQUENCES:
-                logits.append(model(**_inputs(model, length)).logits[0])
-                rows.append(length)
-    except (TypeError, AttributeError, ValueError, KeyError, RuntimeError) as error:
-        raise UnsupportedBase(f"{family} does not run with eager attention: {error}") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(watch(name)))
+        try:
+            with _attention(model, "eager"), torch.no_grad(), recorded(chain.from_iterable(stacks)) as forward:
+                for length in SEQUENCES:
+                    logits.append(model(**_inputs(model, length)).logits[0])
+                    rows.append(length)
+        except (TypeError, AttributeError, ValueError, KeyError, RuntimeError) as error:
+            raise UnsupportedBase(f"{family} does not run with eager attention: {error}") from error
     return forward(torch.cat(logits)), {name: module for name, module in modules.items() if calls.get(name) == rows}
 
 
@@ -351,7 +348,6 @@ def check_forward(what: str, run: Callable[[], Tensor], layers: Sequence[nn.Modu
 def _each_on_expected_inputs(what: str, layers: Sequence[nn.Module], expected: Forward) -> Iterator[None]:
     """Compare layers one by one inside, replacing each output by the expected one, except in rows that pad the
     batch."""
-    hooks = []
 
     def replaced(what: str, got_1TD: Tensor, expected: Tensor, change: Tensor) -> Tensor:
         rows = expected.shape[0]
@@ -374,16 +370,11 @@ def _each_on_expected_inputs(what: str, layers: Sequence[nn.Module], expected: F
         h_1TD = replaced(f"{what}, layer {layers.index(layer)}", got, after, after - before)
         return (h_1TD, *output[1:]) if isinstance(output, tuple) else h_1TD
 
-    for layer in layers:
-        hooks += [
-            layer.register_forward_pre_hook(enter, with_kwargs=True),
-            layer.register_forward_hook(leave),
-        ]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(leave))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _check_states(what: str, got: Tensor, expected: Tensor, change: Tensor) -> None:

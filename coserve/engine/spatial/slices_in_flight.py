@@ -40,27 +40,25 @@ TURNS = Marks()
 
 
 @dataclass(frozen=True)
-class EndedSlice:
-    """A slice that has ended. `tokens`: of its micro-batch; `seconds`: from its launch, or from the end of the work
-    before it, to its own end, `at`; `overlapped`: seconds of it that overlapped a generation step."""
+class _Slice:
+    """A launched slice. `tokens`: of its micro-batch."""
 
     decision: Train
     kind: MicroStep
     micro_steps: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class EndedSlice(_Slice):
+    """A slice that has ended. `seconds`: from its launch, or from the end of the work before it, to its own end, `at`;
+    `overlapped`: seconds of it that overlapped a generation step."""
+
     seconds: float
     at: float
     overlapped: float = 0.0
     step_kind: StepKind | None = None
     """Kind of the overlapped steps; None: there were none, or both kinds."""
-
-
-@dataclass(frozen=True)
-class _Slice:
-    decision: Train
-    kind: MicroStep
-    micro_steps: int
-    tokens: int
 
 
 @dataclass

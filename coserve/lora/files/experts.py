@@ -14,7 +14,7 @@ E experts, R ranks of each, D inputs, O outputs of a parameter.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from coserve.core.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, UnsupportedAdapter
@@ -65,10 +65,6 @@ class ExpertTensors:
     def rank(self) -> int:
         """LoRA rank of each expert's pair."""
         return sum(part.rank for part in self.parts)
-
-    @property
-    def entries(self) -> Iterable[TensorEntry]:
-        return (entry for part in self.parts for own in (part.a, part.b) for entry in own.values())
 
 
 def peft_module(site: str, sites: Collection[str], base: BaseSpec) -> str:

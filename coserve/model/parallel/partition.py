@@ -73,11 +73,6 @@ class Features:
         """Number of features that a rank holds."""
         return sum(stop - start for start, stop in self.ranks[0])
 
-    @property
-    def holders(self) -> int:
-        """Number of ranks that hold the same features."""
-        return self.ranks.count(self.ranks[0])
-
 
 @dataclass(frozen=True)
 class MatrixPartition:

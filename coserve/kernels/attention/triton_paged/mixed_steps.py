@@ -32,7 +32,6 @@ class LayerPlan:
     capacity: MixedCapacity
     heads: int
     kv_heads: int
-    width: int
     window: Window | None
     chunks: launch.Blocks
     decodes: launch.Blocks
@@ -93,7 +92,7 @@ def plan_layers(
     ended = torch.zeros(size, kv_heads, dtype=torch.int32, device=device)
     # Without early launch: programs of an idle grid do not wait for the preceding kernel. If the grid could end before
     # that kernel, the next one, which waits only for this grid, would start too early.
-    return LayerPlan(capacity, heads, kv_heads, width, window, chunks, replace(decodes, pdl=False), table, ended)
+    return LayerPlan(capacity, heads, kv_heads, window, chunks, replace(decodes, pdl=False), table, ended)
 
 
 class FusedMixedAttention:
