@@ -32,7 +32,6 @@ from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.graph_sizes import graph_rank
 from coserve.generate.execution.interface import StepExecutor
-from coserve.generate.execution.start import INDUCTOR
 from coserve.kernels.attention.interface import KvShape
 from coserve.kernels.gpu.launcher import compile_only
 from coserve.kernels.lora.backend import choose_backend
@@ -117,7 +116,7 @@ class Worker:
         if self._tiny:
             fused = FusedBase(base, compiled=False)
         else:
-            fused = FusedBase(base, options=INDUCTOR, gemms=GemmChoice())
+            fused = FusedBase(base, gemms=GemmChoice())
             torch.cuda.empty_cache()  # matrices that were stacked
             fused.gemms = load_gemms(gemm_paths(self._folder, model), fused.stacked, self._device) or measure_gemms(
                 fused.stacked, self._device, rows_of(model)
@@ -155,7 +154,7 @@ class Worker:
             path = gemm_paths(self._folder, task.model)[rows_of(task.model).index(task.gemm_rows[0])]
             save_gemms(path, choice, fused.stacked, task.gemm_rows)
         if not self._tiny and task.layers:
-            fused = FusedBase(base, options=INDUCTOR, gemms=GemmChoice())
+            fused = FusedBase(base, gemms=GemmChoice())
             fused.check()
         if not self._tiny and task.classes:
             paths = gemm_paths(self._folder, task.model)

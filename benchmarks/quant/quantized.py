@@ -32,7 +32,6 @@ from benchmarks.common.timing import event_us, synchronize
 from benchmarks.ets.figure_5_1_trainer import Jobs, forget_compiled
 from benchmarks.quant.few_rows import measure_few_rows
 from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, make_base
-from coserve.generate.execution.start import INDUCTOR
 from coserve.kernels.quantized import fp8
 from coserve.kernels.quantized.weights import Fp8Weight
 from coserve.memory.kv import KvCache
@@ -119,7 +118,7 @@ class Benchmark:
                 stacked = FusedBase(base, compiled=False, gemms=gemms).stacked
                 gemms = measure_gemms(stacked, self._device, rows=(1, 64))
                 print(kind, "gemv", dict(gemms.gemv), "skinny", dict(gemms.skinny), flush=True)
-            fused = FusedBase(base, options=INDUCTOR, compiled=not self._tiny, gemms=gemms)
+            fused = FusedBase(base, compiled=not self._tiny, gemms=gemms)
             kv = KvCache.for_base(base, self._shape.kv_tokens, PAGE_TOKENS)
             benches[kind] = Bench(base, self._shape, kv=kv, fused=fused)
             if not self._tiny:

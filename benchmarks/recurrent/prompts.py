@@ -23,7 +23,6 @@ from benchmarks.common.timing import microseconds
 from benchmarks.common.traces import by_kernel, traced
 from benchmarks.recurrent.kernels import GROUPS, HEADS, SIZE, cut_inputs
 from benchmarks.serving.case import Bench, Load, Shape
-from coserve.generate.execution.start import INDUCTOR
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.recurrent.chunked.long_runs import PROMPTS, LongRuns
 from coserve.kernels.recurrent.chunked.recurrence import ChunkShape
@@ -116,7 +115,7 @@ def _kernel_us(run: Callable[[], object], device: torch.device) -> dict[str, flo
 
 def measure_prefill(base: Base, shape: Shape, results: Results, *, tiny: bool) -> None:
     """Prompts one at a time, each way; both have their layers compiled, and CUDA graphs of the steps."""
-    fused = FusedBase(base, compiled=False) if tiny else FusedBase(base, options=INDUCTOR)
+    fused = FusedBase(base, compiled=False) if tiny else FusedBase(base)
     for way, least in WAYS.items():
         FusedRecurrence.chunked_from = least
         kv = KvCache.for_base(base, shape.kv_tokens, 16, sequences=shape.max_running)

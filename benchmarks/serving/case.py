@@ -24,7 +24,6 @@ from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.engine.engine import Engine
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
-from coserve.generate.execution.start import INDUCTOR
 from coserve.generate.generator import Generator
 from coserve.generate.grammars import Grammars
 from coserve.kernels.lora.backend import make_backend
@@ -132,7 +131,7 @@ class Bench:
         )
         self.kv = kv or KvCache.for_base(base, shape.kv_tokens, config.page_tokens)
         if fused is None:
-            fused = FusedBase(base, options=INDUCTOR) if shape.device == "cuda" else FusedBase(base, compiled=False)
+            fused = FusedBase(base) if shape.device == "cuda" else FusedBase(base, compiled=False)
         eager = EagerExecutor(base, self.kv, make_backend("segmented"))
         self.executor = GraphExecutor(fused, self.kv, eager, max_running=shape.max_running)
         self.generator = Generator(

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from coserve.core.link.stats import STALL_BUCKETS, StallCounts
 from coserve.core.logs.throttled import ThrottledLog
@@ -32,15 +34,14 @@ class Stalls:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._sections: dict[str, _Section] = {}
         self._cause = LOOP
         self._since: float | None = None
         """Time up to here is counted; None before the first call."""
         self._seconds_by_cause: dict[str, float] = {}
         """Seconds by cause in the current stall."""
         self._had_requests = False
-        self._counts: dict[str, list[int]] = {}
-        self._seconds: dict[str, float] = {}
+        self._counts = defaultdict[str, list[int]](lambda: [0] * (len(STALL_BUCKETS) + 1))
+        self._seconds = defaultdict[str, float](float)
         self._logs: dict[str, ThrottledLog] = {}
 
     def step_can_begin(self, *, has_requests: bool) -> None:
@@ -52,12 +53,14 @@ class Stalls:
             self._record(self._seconds_by_cause)
         self._seconds_by_cause, self._had_requests = {}, has_requests
 
-    def during(self, cause: str) -> _Section:
-        """Return a context manager: time inside counts for `cause`."""
-        section = self._sections.get(cause)
-        if section is None:
-            section = self._sections[cause] = _Section(self._switch, cause)
-        return section
+    @contextmanager
+    def during(self, cause: str) -> Iterator[None]:
+        """Context whose time counts for `cause`."""
+        outer = self._switch(cause)
+        try:
+            yield
+        finally:
+            self._switch(outer)
 
     def totals(self) -> tuple[StallCounts, ...]:
         """Counts since the start, by cause."""
@@ -77,11 +80,7 @@ class Stalls:
     def _record(self, by_cause: dict[str, float]) -> None:
         seconds = sum(by_cause.values())
         cause = max(by_cause, key=by_cause.__getitem__)
-        counts = self._counts.get(cause)
-        if counts is None:
-            counts = self._counts[cause] = [0] * (len(STALL_BUCKETS) + 1)
-            self._seconds[cause] = 0.0
-        counts[bisect_left(STALL_BUCKETS, seconds)] += 1
+        self._counts[cause][bisect_left(STALL_BUCKETS, seconds)] += 1
         self._seconds[cause] += seconds
         if seconds >= LOGGED:
             self._log(cause, seconds, by_cause)
@@ -93,18 +92,3 @@ class Stalls:
         parts = sorted(((s, name) for name, s in by_cause.items() if s >= 0.001), reverse=True)
         shown = ", ".join(f"{name} {1000 * s:.0f} ms" for s, name in parts)
         throttled.warn(f", {1000 * seconds:.0f} ms: {shown}")
-
-
-class _Section:
-    """See `Stalls.during`. Reusable and re-entrant."""
-
-    __slots__ = ("_cause", "_outer", "_switch")
-
-    def __init__(self, switch: Callable[[str], str], cause: str) -> None:
-        self._switch, self._cause, self._outer = switch, cause, list[str]()
-
-    def __enter__(self) -> None:
-        self._outer.append(self._switch(self._cause))
-
-    def __exit__(self, *_: object) -> None:
-        self._switch(self._outer.pop())

@@ -41,6 +41,8 @@ from coserve.model.recurrent.ops import RUNNING_RECURRENCE
 from coserve.model.recurrent.unrepeated import drop_repeats
 
 NOT_FUSED = "expected to run within FusedBase.forward"
+INDUCTOR = {"combo_kernels": True}
+"""Options of torch.compile: independent small kernels are fused into one (the rotary embeddings of q and k)."""
 RECOMPILES = 64
 """Most compiled variants of one layer: kinds of layers, windows, one row and many."""
 
@@ -163,12 +165,11 @@ class FusedBase:
         *,
         backend: Backend | None = None,
         compiled: bool = True,
-        options: Mapping[str, str | int | bool] | None = None,
         gemms: GemmChoice | None = None,
         apart: bool = False,
     ) -> None:
-        """`backend`: None is inductor with `options`. `compiled=False`: the layers run uncompiled, through the same two
-        ops. `gemms`: None measures them on a GPU. `apart`: LoRA servers may compute experts' terms."""
+        """`backend`: None is inductor. `compiled=False`: the layers run uncompiled, through the same two ops.
+        `gemms`: None measures them on a GPU. `apart`: LoRA servers may compute experts' terms."""
         self.base = base
         self.groups = share_inputs(base)
         """Groups of each layer, in execution order."""
@@ -196,7 +197,7 @@ class FusedBase:
         self.gemms = gemms
         forwards: list[Callable[..., object]] = [type(layer).forward for layer in base.layers]
         if compiled:
-            made = compiler(self._rewriting(_inductor(options) if backend is None else backend))
+            made = compiler(self._rewriting(backend or _inductor))
             # One function for all layers of a class, so that they share its compiled graphs.
             unique = {f: torch.compile(f, backend=made, dynamic=True, fullgraph=True) for f in dict.fromkeys(forwards)}
             forwards = [unique[forward] for forward in forwards]
@@ -287,9 +288,6 @@ class FusedBase:
                 vars(layer).pop("forward", None)
 
 
-def _inductor(options: Mapping[str, str | int | bool] | None) -> Backend:
-    def backend(module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[object]]:
-        compiled = torch._inductor.compile(module, list(inputs), options=None if options is None else dict(options))
-        return cast("Callable[..., Sequence[object]]", compiled)
-
-    return backend
+def _inductor(module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[object]]:
+    compiled = torch._inductor.compile(module, list(inputs), options=dict(INDUCTOR))
+    return cast("Callable[..., Sequence[object]]", compiled)

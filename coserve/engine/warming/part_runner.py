@@ -36,7 +36,6 @@ from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import Capture, GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS
 from coserve.generate.execution.interface import BASE_ONLY, SequenceInput, StepExecutor, StepInput
-from coserve.generate.execution.start import INDUCTOR
 from coserve.generate.sampling.device_sampler import DeviceSampler
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
@@ -268,7 +267,7 @@ class PartRunner:
     # ---- compiled layers
 
     def _fused(self, gemms: GemmChoice) -> FusedBase:
-        return FusedBase(self._base, compiled=self._on_gpu, options=INDUCTOR, gemms=gemms, apart=self._apart)
+        return FusedBase(self._base, compiled=self._on_gpu, gemms=gemms, apart=self._apart)
 
     def _stacked(self) -> list[FrozenWeight]:
         return FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked

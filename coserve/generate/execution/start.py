@@ -41,8 +41,6 @@ NO_GEMMS = "generation: torch's own GEMM kernels run, as the warm-up could not m
 GRAPHS_OVER_SERVERS = False
 """Whether steps with LoRA servers run in CUDA graphs. On GPUs the exchanges of graphs have passed their test; whole
 steps were not compared yet (`tests/gpu/test_lora_servers_gpu.py`)."""
-INDUCTOR = {"combo_kernels": True}
-"""Options of torch.compile: independent small kernels are fused into one (the rotary embeddings of q and k)."""
 
 LoadGemms = Callable[[Sequence[FrozenWeight], torch.device], GemmChoice | None]
 """Loads the choice of GEMM kernels measured earlier for these weights; None: there is none."""
@@ -114,7 +112,7 @@ def make_start(
     if why:
         return ExecutorStart(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
     apart = remote is not None
-    fused = FusedBase(base, options=INDUCTOR, gemms=None if gemms is None else GemmChoice(), apart=apart)
+    fused = FusedBase(base, gemms=None if gemms is None else GemmChoice(), apart=apart)
     choice = None if gemms is None else gemms(fused.stacked, base.device)
     fused.gemms = choice or fused.gemms
     if refusal := check_compiled(fused):
