@@ -124,7 +124,7 @@ SETTINGS = [
 
 def run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "coserve.cli", *args],
+        [sys.executable, "-P", "-m", "coserve", *args],
         capture_output=True,
         text=True,
         timeout=240,

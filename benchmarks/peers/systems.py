@@ -80,7 +80,7 @@ async def serving(settings: Mapping[str, object], log: Path) -> AsyncIterator[st
     given = dict(settings) | {"port": free_port()}
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     url = f"http://127.0.0.1:{given['port']}"
-    async with running(module("coserve.cli", "serve", *options, "--no-prefix-cache"), log, {}) as process:
+    async with running(module("coserve", "serve", *options, "--no-prefix-cache"), log, {}) as process:
         await wait_ready(url, process, log, "/health/ready")
         yield url
 

@@ -56,7 +56,7 @@ def serving(options: Sequence[str], log: Path, environment: Mapping[str, str] = 
     many, if the daemon has ended by itself."""
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "coserve.cli", "serve", *options],
+            [sys.executable, "-P", "-m", "coserve", "serve", *options],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

@@ -65,7 +65,7 @@ def begin_engine(tree: Path, model: Path) -> None:
     """Run a daemon of this checkout until it has started its engine's process, then kill both."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--data-dir", folder, "--device", "cpu", "--load-format", "dummy", "--port", "0"]
-        command = [sys.executable, "-P", "-m", "coserve.cli", "serve", str(model), *options]
+        command = [sys.executable, "-P", "-m", "coserve", "serve", str(model), *options]
         environment = os.environ | {"PYTHONPATH": str(tree.absolute())}
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment) as process:
             assert process.stderr is not None

@@ -22,7 +22,7 @@ OPTIONS = "--duration 600 --rate 2 --adapters 2 --rank 4 --max-tokens 8 --finetu
 async def test_a_run_that_is_ended_cleans_up_and_reports_what_it_has(tmp_path: Path, ending: signal.Signals) -> None:
     async with serve_real(tmp_path / "data") as api:
         url = f"http://127.0.0.1:{api.port}"
-        command = f"-m coserve.cli bench --url {url} --report {tmp_path / 'report'} {OPTIONS}".split()
+        command = f"-m coserve bench --url {url} --report {tmp_path / 'report'} {OPTIONS}".split()
         bench = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=DEVNULL, stderr=PIPE)
         while True:
             _, adapters = await api.call("GET", "/adapters")
@@ -51,7 +51,7 @@ async def test_a_run_that_may_open_few_files_says_so_and_cleans_up(tmp_path: Pat
     options = "--route completions --duration 0.5 --rate 400 --adapters 2 --rank 2 --max-tokens 8 --finetune off"
     async with serve_real(tmp_path / "data") as api:
         url = f"http://127.0.0.1:{api.port}"
-        command = f"-m coserve.cli bench --url {url} --report {tmp_path / 'report'} {options}".split()
+        command = f"-m coserve bench --url {url} --report {tmp_path / 'report'} {options}".split()
         bench = await asyncio.create_subprocess_exec(
             sys.executable,
             *command,

@@ -229,7 +229,7 @@ def test_an_error_that_ctrl_c_caused_is_ctrl_c() -> None:
 
 def process(*args: str, **environ: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "coserve.cli", *args],
+        [sys.executable, "-P", "-m", "coserve", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={"PATH": "", **environ},

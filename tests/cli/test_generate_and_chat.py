@@ -35,7 +35,7 @@ def server() -> Iterator[ChatServer]:
 
 def coserve(*arguments: str, url: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "coserve.cli", *arguments, "--url", url],
+        [sys.executable, "-P", "-m", "coserve", *arguments, "--url", url],
         input=stdin,
         capture_output=True,
         text=True,
@@ -86,7 +86,7 @@ class Terminal:
     def __init__(self, url: str) -> None:
         # Not by `pty.fork`: a fork needs memory for all that the tests before have mapped.
         self._fd, other = pty.openpty()
-        chat = [sys.executable, "-P", "-m", "coserve.cli", "chat", "--url", url]
+        chat = [sys.executable, "-P", "-m", "coserve", "chat", "--url", url]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", TAKE_TERMINAL, *chat],
             stdin=other,

@@ -116,7 +116,7 @@ def test_a_cache_that_is_not_full_ends_with_a_status(monkeypatch: pytest.MonkeyP
 
 def test_without_a_gpu_it_ends_in_one_line() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "coserve.cli", "warm", "bundled"],
+        [sys.executable, "-P", "-m", "coserve", "warm", "bundled"],
         capture_output=True,
         text=True,
         timeout=240,

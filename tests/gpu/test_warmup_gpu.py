@@ -134,7 +134,7 @@ def test_two_ranks_over_filled_caches_compile_no_kernel(tmp_path: Path) -> None:
     model, cache = make_model_folder(tmp_path / "model"), str(tmp_path / "cache")
     settings = ("--device", "cuda", "--dtype", "bfloat16", "--max-running", "4", "--step-tokens", "64")
     options = (*settings, "--micro-batch-tokens", "64", "--tp", "2", "--cache-dir", cache)
-    warm = [sys.executable, "-m", "coserve.cli", "warm", str(model), *options]
+    warm = [sys.executable, "-m", "coserve", "warm", str(model), *options]
     done = subprocess.run(warm, cwd=ROOT, check=False, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     with DaemonProcess(model, tmp_path / "data", options=(*options, "--kv-tokens", "4096")) as daemon:

@@ -47,7 +47,7 @@ class DaemonProcess:
         options: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
         python: Path | str = sys.executable,
-        module: Sequence[str] = ("coserve.cli", "serve"),
+        module: Sequence[str] = ("coserve", "serve"),
     ) -> None:
         """`options`: further ones of `coserve serve`; `environ`: further variables; requests have the key that they
         give. `python`: of another environment; `module`: one that runs the command, and its own arguments."""

@@ -66,7 +66,7 @@ def _refusal(log: Path) -> StartupError:
 async def daemon(folder: Path, log: Path, console: Console, base: str = BUNDLED) -> AsyncIterator[str]:
     """Run a daemon with this base on a free port and show the progress of its start and its output; yield its URL."""
     options = ("--model", base, "--port", "0", "--data-dir", str(folder))
-    command = (sys.executable, "-P", "-m", "coserve.cli", "serve", *options)
+    command = (sys.executable, "-P", "-m", "coserve", "serve", *options)
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=stderr)
     assert process.stdout is not None

@@ -80,7 +80,7 @@ def test_sigterm_over_https(model: Path, tmp_path: Path, capsys: pytest.CaptureF
     with DaemonProcess(model, tmp_path / "data", failpoints=slow, options=options) as daemon:
         daemon.wait_ready()
         port = int(daemon.url.rsplit(":", 1)[1])
-        command = [sys.executable, "-P", "-m", "coserve.cli", "jobs", "list", "--url", f"https://127.0.0.1:{port}"]
+        command = [sys.executable, "-P", "-m", "coserve", "jobs", "list", "--url", f"https://127.0.0.1:{port}"]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("COSERVE_")}
         environ |= {"SSL_CERT_FILE": str(cert)}  # which the client reads as it is imported
         said = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)

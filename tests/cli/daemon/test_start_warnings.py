@@ -104,7 +104,7 @@ def test_config_shows_them_as_comments() -> None:
 
 def test_serve_logs_each_once(tmp_path: Path) -> None:
     environ = os.environ | {"COSERVE_LOG_FORMATT": "json"}
-    command = [sys.executable, "-m", "coserve.cli", "serve", "--model", str(tmp_path / "none"), "--port", "0"]
+    command = [sys.executable, "-m", "coserve", "serve", "--model", str(tmp_path / "none"), "--port", "0"]
     command += ["--data-dir", str(tmp_path / "data"), "--inference-batch-size", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environ)
     assert done.stderr.count("COSERVE_LOG_FORMATT is no setting; did you mean 'COSERVE_LOG_FORMAT'?") == 1

@@ -1,0 +1,5 @@
+"""Entry point of `python -m coserve`."""
+
+from coserve.cli.app import main
+
+main()
