@@ -30,6 +30,7 @@ LAYERS = (
     {"finetune"},
     {"engine"},
     {"cli"},
+    {"__main__"},
 )
 """Rooms import those of earlier layers only."""
 ENGINE_SIDE = {"kernels", "model", "memory", "lora", "generate", "finetune", "engine"}
