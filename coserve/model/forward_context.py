@@ -91,6 +91,13 @@ class _Current(threading.local):
 current = _Current()
 
 
+def running_fused() -> Fused:
+    """Return the lookup data of the running forward, which is one through `FusedBase`."""
+    fused = current.context.fused
+    assert fused is not None, "expected to run within FusedBase.forward"
+    return fused
+
+
 @contextmanager
 def running(context: ForwardContext) -> Iterator[None]:
     """Set this thread's context inside, and restore the previous one afterwards."""

@@ -30,7 +30,7 @@ from coserve.model.adapters.end_terms import Ends
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
 from coserve.model.experts.forward import APART
-from coserve.model.forward_context import ForwardContext, Fused, current, register_ops, running
+from coserve.model.forward_context import ForwardContext, Fused, current, register_ops, running, running_fused
 from coserve.model.gemm_choice import GemmChoice, GemmOutput, measure_gemms
 from coserve.model.groups import share_inputs
 from coserve.model.parallel.exchange import exchanges_of
@@ -40,7 +40,6 @@ from coserve.model.parallel.residual import add_in_sums
 from coserve.model.recurrent.ops import RUNNING_RECURRENCE
 from coserve.model.recurrent.unrepeated import drop_repeats
 
-NOT_FUSED = "expected to run within FusedBase.forward"
 INDUCTOR = {"combo_kernels": True}
 """Options of torch.compile: independent small kernels are fused into one (the rotary embeddings of q and k)."""
 RECOMPILES = 64
@@ -49,9 +48,7 @@ RECOMPILES = 64
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *params: *AttentionFields) -> Tensor:
     """Run `Attention.attend` of the running context and layer: (H, T, D), (K, T, D), (K, T, E) -> (T, H, E)."""
-    fused = current.context.fused
-    assert fused is not None, NOT_FUSED
-    return fused.attention.attend(current.layer, q, k, v, AttentionParams(*params)).contiguous()
+    return running_fused().attention.attend(current.layer, q, k, v, AttentionParams(*params)).contiguous()
 
 
 def _linear(
@@ -62,11 +59,9 @@ def _linear(
     `sizes`: each site's O. `group`: index of the first of the groups that read x. For row-parallel sites the output is
     the sum of all ranks' outputs, and of `residual` (..., ΣO) if it is given (`parallel.residual`).
     """
-    context = current.context
-    fused = context.fused
-    assert fused is not None, NOT_FUSED
+    fused, lora = running_fused(), current.context.lora
     sites, x_TD = fused.groups[current.layer][group], x.reshape(-1, x.shape[-1])
-    lora, shard = context.lora, fused.summed.get(sites)
+    shard = fused.summed.get(sites)
     output = fused.gemms.linear(x_TD, weight, bias, before_shrink=lora is not None and lora.changes(sites))
     y_TO = _added(output, x_TD, sizes, fused.groups[current.layer][group:], lora)
     if shard is not None:
@@ -78,11 +73,9 @@ def _linear(
 
 def _linear_quantized(x: Tensor, width: int, group: int) -> Tensor:
     """Compute `_linear` with the quantised weights of a group, on one rank. `width`: ΣO."""
-    context = current.context
-    fused = context.fused
-    assert fused is not None, NOT_FUSED
+    fused, lora = running_fused(), current.context.lora
     sites, x_TD = fused.groups[current.layer][group], x.reshape(-1, x.shape[-1])
-    weights, lora = fused.quantized[sites], context.lora
+    weights = fused.quantized[sites]
     output = fused.gemms.quantized_linear(x_TD, weights, before_shrink=lora is not None and lora.changes(sites))
     y_TO = _added(output, x_TD, weights.sizes, fused.groups[current.layer][group:], lora)
     return y_TO.view(*x.shape[:-1], width)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from coserve.kernels.lora.experts.interface import ExpertLora, RemoteTerms
 from coserve.kernels.lora.experts.rows import ExpertRows, grouped, summed
 from coserve.model.experts.shards import EXPERTS, FIRST, expert_shard, local_experts
-from coserve.model.forward_context import current, register_ops
+from coserve.model.forward_context import current, register_ops, running_fused
 
 SITES = "coserve_experts"
 """Attribute of a hooked module: the names of its parameters, gate and up first."""
@@ -163,19 +163,16 @@ def _linear(
     `place`: 0: gate and up, 1: down."""
     y_SO = grouped(x_SD, weight_EOD, ends_E)
     y_SO = y_SO if added_SO is None else y_SO + added_SO
-    lora, fused = _running(), current.context.fused
+    lora = _running()
     if lora is None:
         return y_SO
-    assert fused is not None, "expected to run within FusedBase.forward"
     rows = ExpertRows(token_S, expert_S, token_S, ends_E, 0)  # `place_S` and `chosen` are not read
-    return lora.add(fused.experts[current.layer][place], y_SO, x_SD, rows)
+    return lora.add(running_fused().experts[current.layer][place], y_SO, x_SD, rows)
 
 
 def _apart(hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return the output (T, D) of the running layer's experts, with the running step's terms."""
-    fused, lora = current.context.fused, current.context.lora
-    assert fused is not None, "expected to run within FusedBase.forward"
-    module = fused.apart[current.layer]
+    module, lora = running_fused().apart[current.layer], current.context.lora
     if lora is not None and lora.remote is not None:
         return remote_forward(module, lora.experts, lora.remote, hidden_TD, chosen_TK, weights_TK)
     return experts_forward(module, _running(), hidden_TD, chosen_TK, weights_TK)
@@ -183,9 +180,7 @@ def _apart(hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 def _sum(y_TO: Tensor) -> Tensor:
     """Return the sum of all ranks' `y` in the running step, in new memory."""
-    fused = current.context.fused
-    assert fused is not None, "expected to run within FusedBase.forward"
-    return fused.mesh.sum_apart(y_TO)
+    return running_fused().mesh.sum_apart(y_TO)
 
 
 def _order_fake(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from coserve.kernels.recurrent.interface import Recurrence, RecurrenceInputs, RecurrenceParams
 from coserve.kernels.recurrent.wrappers import recurrence_of
-from coserve.model.forward_context import current, register_ops
+from coserve.model.forward_context import current, register_ops, running_fused
 
 
 def _running() -> Recurrence:
-    fused = current.context.fused
-    assert fused is not None, "expected to run within FusedBase.forward"
-    return recurrence_of(fused.attention)
+    return recurrence_of(running_fused().attention)
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
