@@ -25,8 +25,8 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.running_pass import RunningPass
-from coserve.model.training.trace import interpreted
 from tests.support import predicted_memory as predicted
+from tests.support.interpreted import interpreted
 from tests.support.live_bytes import LiveBytes
 
 BACKEND, TOKENS = predicted.FakeSegmentedBackend(), 192

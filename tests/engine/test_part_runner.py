@@ -34,10 +34,10 @@ from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
 from coserve.model.layers import LayerCut
 from coserve.model.parallel.fully_sharded import RankLora
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.model.training.trace import interpreted
 from tests.support import sharded
 from tests.support.examples import marks_on_days
 from tests.support.families import tiny_family
+from tests.support.interpreted import interpreted
 from tests.support.launches import kinds
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ from coserve.finetune.passes.mixing import BatchLimits
 from coserve.model.base import Base
 from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.model.training.trace import interpreted
 from tests.support.examples import marks_on_days, on_days
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base, train_together
+from tests.support.interpreted import interpreted
 from tests.support.layer_graphs import RepeatingRecorder
 from tests.support.lora_backends import SEGMENTED
 

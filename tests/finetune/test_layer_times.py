@@ -12,9 +12,9 @@ from coserve.kernels.gpu.launcher import launch_nothing
 from coserve.model.layers import LayerCut
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.running_pass import RunningPass
-from coserve.model.training.trace import interpreted
 from tests.support import predicted_memory as predicted
 from tests.support.finetuning import tiny_base
+from tests.support.interpreted import interpreted
 from tests.support.layer_graphs import RepeatingRecorder
 
 TOKENS, PRODUCT, ATTENTION = 64, 3.0, 7.0

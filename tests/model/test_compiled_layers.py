@@ -25,10 +25,11 @@ from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.training.compiled_layers import CompiledLayers, relative_error
 from coserve.model.training.kinds import kind_of
-from coserve.model.training.trace import Compile, CompiledLayer, interpreted, trace_layer
+from coserve.model.training.trace import Compile, CompiledLayer, trace_layer
 from tests.support.families import tiny_family
 from tests.support.finetuning import CPU, Bench, job_spec, random_corpus, started, tiny_base
 from tests.support.gpu_memory import COSTS
+from tests.support.interpreted import interpreted
 from tests.support.lora_backends import GROUPED, SEGMENTED
 
 CORPUS = random_corpus()

@@ -18,11 +18,12 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.model.training.trace import Compile, inductor, interpreted
+from coserve.model.training.trace import Compile, inductor
 from tests.support.examples import in_turns, on_days
 from tests.support.families import tiny_family
 from tests.support.finetuning import CPU, random_corpus, started
 from tests.support.gpu_memory import COSTS
+from tests.support.interpreted import interpreted
 from tests.support.layer_graphs import RepeatingRecorder
 from tests.support.lora_backends import SEGMENTED
 

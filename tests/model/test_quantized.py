@@ -30,10 +30,10 @@ from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.quantized.modules import QuantizedLinear
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.model.training.trace import interpreted
 from tests.support.executors import graphs
 from tests.support.finetuning import CPU, Bench, gradient_sums, job_spec, metrics_of, random_corpus, started
 from tests.support.generation import collect, prompt, request
+from tests.support.interpreted import interpreted
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.lora_reference import alone, packed, save_peft, tokens_of
 from tests.support.quantized_bases import dequantized, load, save_base

@@ -28,10 +28,11 @@ from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
 from coserve.model.training.running_pass import RunningPass
-from coserve.model.training.trace import Compile, inductor, interpreted
+from coserve.model.training.trace import Compile, inductor
 from tests.support.examples import in_turns, on_days
 from tests.support.finetuning import CPU, SETTINGS, random_corpus, random_pairs, started, tiny_base
 from tests.support.gpu_memory import COSTS
+from tests.support.interpreted import interpreted
 from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import tiny_model
 

@@ -29,9 +29,9 @@ from coserve.model.lora import KeptLora, LoraBatch, LoraWeights
 from coserve.model.parallel.adapter import Matrices
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.model.training.trace import interpreted
 from tests.support.families import tiny_family
 from tests.support.finetuning import random_corpus
+from tests.support.interpreted import interpreted
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import tokens_of
 

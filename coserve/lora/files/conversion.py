@@ -24,7 +24,7 @@ from coserve.core.schemas.adapters import ConversionReport
 from coserve.core.types import AdapterDigests, BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import ParallelStyle, blocks_at, check_blocks, packed_shapes, parallel_style
 from coserve.lora.files.gate import read_config
-from coserve.lora.files.peft import FINGERPRINT, PREFIX, AdapterTensors, config_file, read_layout
+from coserve.lora.files.peft import FINGERPRINT, PREFIX, AdapterTensors, SiteShape, config_file, read_layout
 from coserve.lora.files.shard_svd import Matrix, SiteShards, lost, shard_update
 from coserve.lora.files.targets import alpha_of, exact, rank_and_scaling
 from coserve.lora.files.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
@@ -53,19 +53,6 @@ class ConversionOptions(msgspec.Struct, frozen=True):
     max_error: float | None = None
 
 
-class _Source:
-    """An adapter's open files, read one site at a time."""
-
-    def __init__(self, file: TensorFile, layout: AdapterTensors, blocks: int) -> None:
-        self._file, self.layout, self._blocks = file, layout, blocks
-
-    def shards(self, site: str) -> SiteShards:
-        shape = self.layout.sites[site]
-        a_RD = _dense(_read(self._file, self.layout.a[site]), shape.a_blocks)
-        b_OR = _dense(_read(self._file, self.layout.b[site]), shape.b_blocks)
-        return shard_update(a_RD, b_OR, parallel_style(site) or ParallelStyle.COLUMN, self._blocks)
-
-
 def convert_adapter(
     source: Path,
     target: Path,
@@ -92,13 +79,19 @@ def convert_adapter(
         check_digest(file.sha256(progress), digests.weights, ADAPTER_WEIGHTS)
         layout = read_layout(config, file, base, digests.alphas)
         _check(options, layout, base)
-        reader = _Source(file, layout, options.bd_blocks)
-        spectra = in_threads(lambda site: reader.shards(site).spectra(), layout.sites, progress, threads)
+
+        def shards(site: str) -> SiteShards:
+            shape = layout.sites[site]
+            a_RD = _dense(_read(file, layout.a[site]), shape.a_blocks)
+            b_OR = _dense(_read(file, layout.b[site]), shape.b_blocks)
+            return shard_update(a_RD, b_OR, parallel_style(site) or ParallelStyle.COLUMN, options.bd_blocks)
+
+        spectra = in_threads(lambda site: shards(site).spectra(), layout.sites, progress, threads)
         losses = {site: lost(found) * layout.sites[site].scaling ** 2 for site, found in spectra}
         report = _report(losses, options)
         settings = _settings(layout.settings, options.bd_blocks, report.rank, losses)
         with disk_errors():
-            _write(target, reader, settings, base, progress, threads)
+            _write(target, shards, layout.sites, settings, base, progress, threads)
     return report
 
 
@@ -187,13 +180,14 @@ def _settings(old: LoraSettings, blocks: int, rank: int, losses: Mapping[str, Ma
 
 def _write(
     folder: Path,
-    reader: _Source,
+    shards: Callable[[str], SiteShards],
+    sites: Mapping[str, SiteShape],
     settings: LoraSettings,
     base: BaseSpec,
     progress: Callable[[], None],
     threads: int,
 ) -> None:
-    sites, shapes = reader.layout.sites, dict[str, tuple[int, ...]]()
+    shapes = dict[str, tuple[int, ...]]()
     for site in sites:
         rank, _ = rank_and_scaling(settings, site)
         packed = packed_shapes(base.sites[site], rank, blocks_at(settings, site))
@@ -201,7 +195,7 @@ def _write(
 
     def both(site: str) -> tuple[Float32, Float32]:
         rank, scaling = rank_and_scaling(settings, site)
-        a_RD, b_OR = reader.shards(site).truncated(rank // settings.bd_blocks, sites[site].scaling / scaling)
+        a_RD, b_OR = shards(site).truncated(rank // settings.bd_blocks, sites[site].scaling / scaling)
         return np.ascontiguousarray(a_RD, dtype=np.float32), np.ascontiguousarray(b_OR, dtype=np.float32)
 
     in_order = dict.fromkeys(name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in sorted(shapes))

@@ -26,12 +26,10 @@ from coserve.lora.files.gate import is_cartridge, read_any_config
 from coserve.lora.files.peft import FINGERPRINT, PREFIX, QUANTIZATION, check_base, config_file, read_layout
 from coserve.lora.files.tensorfile import TensorFile, check_digest, digest_file
 from coserve.lora.store.packing import packed
-from coserve.lora.store.reading import read_sites
+from coserve.lora.store.reading import DTYPES, read_sites
 from coserve.lora.store.reads import LoadTimes
 from coserve.lora.store.tensor_writer import write_tensors
 from coserve.model.lora import LoraWeights
-
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 FILLERS = 2
 """Threads that read one adapter's matrices while another one hashes its file. SHA-256 is sequential and takes longer
@@ -153,7 +151,7 @@ def read_prefixes(config: dict[str, object], file: TensorFile, base: BaseSpec, d
     `ShapeMismatch`, `StorageError`."""
     check_base(file, base)
     settings, entry = read_cartridge(config, file, base)
-    found = torch.frombuffer(file.read(entry), dtype=_DTYPES[entry.dtype]).reshape(entry.shape).to(dtype)
+    found = torch.frombuffer(file.read(entry), dtype=DTYPES[entry.dtype]).reshape(entry.shape).to(dtype)
     if not bool(torch.isfinite(found).all()):
         raise CorruptAdapter(f"the cartridge is not finite in {str(dtype).removeprefix('torch.')}")
     return cartridge(settings, base, found)

@@ -24,8 +24,8 @@ Read = Callable[[TensorEntry], Tensor]
 
 RUN = 8 << 20
 """Bytes of the sites that one thread reads and checks at a time."""
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
 def read_sites(
@@ -111,7 +111,7 @@ def _fill(
             layout.copy(name, replace(layout.places[name].like, a_RD=a_RD, b_OR=b_OR), memory_N)
             continue
         place, both = layout.places[name], (tensors.a[name], tensors.b[name])
-        as_stored = all(_DTYPES[entry.dtype] is layout.dtype for entry in both) and place.columns == place.b_shape[1]
+        as_stored = all(DTYPES[entry.dtype] is layout.dtype for entry in both) and place.columns == place.b_shape[1]
         if as_stored and name not in tensors.magnitudes:
             for entry, at in zip(both, (place.a_at, place.b_at), strict=True):
                 file.read_into(entry, memory[at : at + entry.end - entry.start])
@@ -142,7 +142,7 @@ def _buffer(*entries: TensorEntry) -> memoryview:
 def _tensor(file: TensorFile, entry: TensorEntry, buffer: memoryview) -> Tensor:
     data = buffer[: entry.end - entry.start]
     file.read_into(entry, data)
-    return torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).reshape(entry.shape)
+    return torch.frombuffer(data, dtype=DTYPES[entry.dtype]).reshape(entry.shape)
 
 
 def expert_matrices(own: ExpertTensors, spec: SiteSpec, read: Read) -> tuple[Tensor, Tensor]:

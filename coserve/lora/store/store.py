@@ -226,8 +226,8 @@ class AdapterStore:
         if entry is None:
             self._mirror.dropped(ref)
             return
-        entry.deleted, entry.temporary, entry.failure = True, False, _deleted(ref)
-        entry.pinned = False
+        entry.deleted, entry.temporary, entry.pinned = True, False, False
+        entry.failure = AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
         self._discard_if_unused(entry)
 
     # ---- pages of the GPU
@@ -441,7 +441,3 @@ def _memory_errors(ref: AdapterRef) -> Iterator[None]:
         if out_of_memory(error):
             raise RequestOutOfMemory(f"no host memory for adapter {ref}: {error}") from error
         raise
-
-
-def _deleted(ref: AdapterRef) -> AdapterNotFound:
-    return AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")

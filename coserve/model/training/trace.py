@@ -63,20 +63,6 @@ def inductor(
     return cast("Callable[[list[object]], Sequence[Tensor]]", compiled)
 
 
-def interpreted(
-    graph: fx.GraphModule, inputs: Sequence[object], *, is_backward: bool
-) -> Callable[[list[object]], Sequence[Tensor]]:
-    """Run the graph operation by operation; a `Compile` without a compiler."""
-
-    def run(given: list[object]) -> Sequence[Tensor]:
-        inputs = tuple(given)
-        given.clear()
-        outputs: Sequence[Tensor] = graph(*inputs)
-        return outputs
-
-    return run
-
-
 @dataclass
 class CompiledLayer:
     """One layer's compiled forward and backward."""

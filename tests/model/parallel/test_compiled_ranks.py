@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from coserve.model.layers import LayerCut
 from coserve.model.parallel.mesh import LoneRank, Mesh
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.model.training.trace import interpreted
 from tests.support import sharded
 from tests.support.examples import in_turns, marks_on_days, on_days
 from tests.support.families import tiny_family
+from tests.support.interpreted import interpreted
 from tests.support.ranks import Ranks
 from tests.support.sharded import KINDS, Kind, Trained, load, train
 

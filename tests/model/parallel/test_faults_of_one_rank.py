@@ -22,9 +22,9 @@ from coserve.model.layers import LayerCut
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.compiled_layers import CompiledLayers, CompiledPass
 from coserve.model.training.running_pass import RunningPass
-from coserve.model.training.trace import interpreted
 from tests.support.examples import marks_on_days, on_days
 from tests.support.finetuning import Bench, job_spec, random_corpus
+from tests.support.interpreted import interpreted
 from tests.support.layer_graphs import RepeatingRecorder
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.memory_faults import Point, out_of_memory, out_of_memory_at

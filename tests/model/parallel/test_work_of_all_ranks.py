@@ -25,8 +25,8 @@ from coserve.model.parallel.adapter import AdapterPartition
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.training import compiled_layers
 from coserve.model.training.compiled_layers import CompiledLayers
-from coserve.model.training.trace import interpreted
 from tests.support.finetuning import Bench, job_spec, random_corpus
+from tests.support.interpreted import interpreted
 from tests.support.lora_backends import GROUPED
 from tests.support.memory_faults import Faults, Point, out_of_memory_at
 from tests.support.ranks import Ranks
