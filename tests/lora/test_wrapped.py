@@ -18,6 +18,7 @@ from coserve.cli.app import app
 from coserve.core.errors import UnsupportedAdapter
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.kernels.lora.segments import Segments
+from coserve.lora.files.wrapped import rename_decoder
 from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
@@ -127,6 +128,32 @@ def test_files_for_peft_on_the_other_model(
     torch.testing.assert_close(alone(loaded, tokens_of(TOKENS)), expected, rtol=1e-4, atol=1e-4)
     again = load_adapter(tmp_path / "ours", base.spec, device="cpu", dtype=torch.float32)
     assert again.sites.keys() == weights.sites.keys()
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"layers_to_transform": [1]},
+        {"layers_to_transform": [1], "layers_pattern": ["layers"]},
+        {"exclude_modules": ["model.layers.0.self_attn.q_proj"]},
+        {"target_parameters": ["model.layers.1.mlp.up_proj.weight"]},
+    ],
+    ids=["layers", "pattern", "excluded", "parameters"],
+)
+def test_renamed_files_keep_what_they_adapt(
+    chosen: dict[str, object], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Imported adapters are kept as they came: PEFT refuses chosen layers beside a regular expression, and finds
+    neither a module nor a parameter by its whole name in another model."""
+    trained = save_peft(_model(TEXT), tmp_path, r=3, target_modules=["q_proj"], **chosen)
+    expected = alone(trained, tokens_of(TOKENS))
+    rename_decoder(tmp_path, "model.language_model")
+    recwarn.clear()
+    loaded = PeftModel.from_pretrained(_model(WRAPPER), str(tmp_path)).eval()
+    names = [name for name, _ in loaded.named_parameters() if ".lora_A." in name]
+    assert len(names) == len([name for name, _ in trained.named_parameters() if ".lora_A." in name])
+    assert not [str(one.message) for one in recwarn if "adapter keys" in str(one.message)]
+    torch.testing.assert_close(alone(loaded, tokens_of(TOKENS)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_names_of_earlier_versions_of_transformers(tmp_path: Path) -> None:

@@ -72,11 +72,14 @@ def rename_decoder(folder: Path, decoder: str) -> None:
     for key in ("rank_pattern", "alpha_pattern", "trainable_token_indices"):
         if isinstance(table := config.get(key), dict):
             config[key] = {_renamed(name, old, new): value for name, value in table.items()}
-    targets = config.get("target_modules")
-    if isinstance(targets, list):  # a tower has modules of the same names
+    if isinstance(parameters := config.get("target_parameters"), list):
+        config["target_parameters"] = [_renamed(str(name), old, new) for name in parameters]
+    limits = [config.pop(key, None) for key in ("layers_to_transform", "layers_pattern", "exclude_modules")]
+    targets, limited = config.get("target_modules"), any(each not in (None, [], "") for each in limits)
+    if isinstance(targets, list) and not limited:  # a tower has modules of the same names
         names = "|".join(re.escape(_renamed(str(name), old, new)) for name in targets)
         config["target_modules"] = rf"({re.escape(new)}(.*\.)?)?({names})"
-    elif targets:  # a regular expression, of the other paths
+    elif targets:  # a regular expression, of the other paths, or beside limits, which PEFT refuses beside one
         modules = (name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in header if ".lora_" in name)
         linear = (module for module in modules if not module.endswith((".experts", ".base_layer")))  # PEFT's parameters
         config["target_modules"] = list(dict.fromkeys(linear))
