@@ -73,6 +73,14 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
             Corpus.load(tmp_path / "corpus")
 
 
+@pytest.mark.parametrize("recipe", ["lm", "cartridge"])
+def test_no_token_of_a_chunk_longer_than_a_row_is_left_out(recipe: Recipe) -> None:
+    """A long cartridge leaves less of the context than a chunk takes."""
+    made = lesson_corpus([], [range(10), range(10, 14), [14]], DocumentSettings(recipe=recipe), 4)
+    assert np.diff(made.bounds).tolist() == [4, 4, 4, 4]
+    assert made.tokens[made.target == 1].tolist() == [*range(1, 10), *range(11, 14)]
+
+
 def test_recipes() -> None:
     lessons, texts = [lesson(0), lesson(1)], [[1, 2, 3], [4, 5]]
     plain = lesson_corpus(lessons, texts, DocumentSettings(recipe="ce"), 64)

@@ -77,8 +77,8 @@ def held_out(lessons: Sequence[Lesson], fraction: float, seed: int) -> tuple[lis
 def lesson_corpus(
     lessons: Iterable[Lesson], texts: Iterable[Sequence[int]], settings: DocumentSettings, longest: int
 ) -> Corpus:
-    """Return the corpus of the lessons to learn, and of the document's own text (token ids, one row a chunk). Rows are
-    cut to `longest` tokens.
+    """Return the corpus of the lessons to learn, cut to `longest` tokens, and of the document's own text (token ids by
+    chunk), in rows of at most as many: the last token of one is the first one of the next.
 
     The targets are soft (candidates with weights) for `topk_kd`, `cartridge` and `encoder`, and for `ce` with an
     `lm_weight` above 0; otherwise they are tokens.
@@ -94,8 +94,8 @@ def lesson_corpus(
         ids, weights = _certain(lesson.answer, 1.0, columns) if certain else lesson.candidates()
         rows.append(_Row(lesson.prompt, lesson.answer, ids, weights))
     for tokens in texts if weight > 0 else ():
-        first, *rest = tokens
-        if rest:
+        for start in range(0, len(tokens) - 1, max(1, longest - 1)):
+            first, *rest = tokens[start : start + longest]
             rows.append(_Row([first], rest, *_certain(rest, weight, columns)))
     return _corpus([row.cut(longest) for row in rows if len(row.prompt) < longest], soft=soft)
 
