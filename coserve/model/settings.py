@@ -44,7 +44,7 @@ def refuse_settings(
     unknown = set[str]()
     needs_no_code = needs_no_code or _has_class(settings)
     if CODE in settings and not trust_remote_code:
-        if not needs_no_code:
+        if not (needs_no_code and isinstance(settings[CODE], dict)):
             raise UnsupportedBase(f"{name}: its files bring Python code; pass --trust-remote-code to run it")
         unknown.add(CODE)
     own, runs_code = _own_private(settings.get("model_type")), trust_remote_code and CODE in settings

@@ -259,6 +259,7 @@ def test_a_tower_that_holds_models_is_dropped_whole() -> None:
     [
         ({"auto_map": EVIL, "architectures": ["LlamaLikeForCausalLM"]}, "Python code"),
         ({"auto_map": EVIL, "architectures": None}, "Python code"),
+        ({"auto_map": None}, "Python code"),
         ({"auto_map": EVIL, "model_type": "no-such-family"}, "Python code"),
         ({"_attn_implementation_internal": "someone/kernel"}, "_attn_implementation_internal"),
         ({"text_config": {"_attn_implementation": "someone/kernel"}}, "_attn_implementation"),
