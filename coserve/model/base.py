@@ -304,7 +304,7 @@ def load_base(
             )
             if not drawn:
                 set_generation(loaded.model, folder)
-        # Outside of `_loadable`: collectives raise RuntimeError if another rank has died, which says nothing about the
+        # Outside of `loadable`: collectives raise RuntimeError if another rank has died, which says nothing about the
         # base.
         shard = loaded.share_fingerprint(where)
         return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard, note=note)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coserve.kernels.gpu.device import device_info
+from coserve.kernels.gpu.device import device_info, put
 from coserve.kernels.gpu.launcher import Launcher, options
 from coserve.kernels.gpu.rounding import cdiv
 from coserve.kernels.lora.experts import slot_kernel
@@ -80,10 +80,10 @@ class ExpertSlots:
         pairs = {site: kernel_layout(pair) for site, pair in pairs.items()}
         own = [pairs.get(site) for site in self._sites]
         addresses = [(0, 0) if pair is None else (pair.a_RD.data_ptr(), pair.b_OR.data_ptr()) for pair in own]
-        _send(torch.tensor(addresses, dtype=torch.int64), self._addresses[:, slot])
-        _send(torch.tensor([0.0 if pair is None else pair.scaling for pair in own]), self._scalings[:, slot])
+        put(torch.tensor(addresses, dtype=torch.int64), self._addresses[:, slot])
+        put(torch.tensor([0.0 if pair is None else pair.scaling for pair in own]), self._scalings[:, slot])
         ranks = [0 if pair is None else pair.rank for pair in own]
-        _send(torch.tensor(ranks, dtype=torch.int32), self._ranks[:, slot])
+        put(torch.tensor(ranks, dtype=torch.int32), self._ranks[:, slot])
         self._held[slot], self.ranks[slot] = pairs, max(ranks)
 
     def clear(self, slot: int) -> None:
@@ -101,10 +101,6 @@ def kernel_layout(pair: LoraPair) -> LoraPair:
         b_OR = pad(b_OR, (0, width - pair.rank))[:, : pair.rank]  # copies even if there is nothing to pad
     copy = torch.contiguous_format
     return replace(pair, a_RD=a_RD if is_aligned(a_RD) else a_RD.clone(memory_format=copy), b_OR=b_OR)
-
-
-def _send(host: Tensor, to: Tensor) -> None:
-    to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
 
 
 class SlotExpertLora:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coserve.kernels.gpu.device import to_device
+from coserve.kernels.gpu.device import put, to_device
 from coserve.kernels.lora.types import MAX_RANK, VECTOR, LoraPair, TableEntry, is_aligned
 
 RANK_BLOCK = 16
@@ -144,10 +144,10 @@ class Slots:
         sites = self.ranks.shape[1]
         assert len(columns.ranks) == sites, f"expected {sites} sites, got {len(columns.ranks)}"
         assert self._blocked or columns.largest <= MAX_RANK, "expected dense pairs"
-        _send(columns.addresses, self.addresses[slot])
-        _send(columns.ranks, self.ranks[slot])
-        _send(columns.scalings, self.scalings[slot])
-        _send(columns.scales, self.scales[slot])
+        put(columns.addresses, self.addresses[slot])
+        put(columns.ranks, self.ranks[slot])
+        put(columns.scalings, self.scalings[slot])
+        put(columns.scales, self.scales[slot])
         self._held[slot] = owner
 
     def clear(self, slot: int) -> None:
@@ -201,11 +201,6 @@ def table_on(storage: Tensor, sizes: Tensor, *, blocked: bool) -> SiteTable:
         blocked=blocked,
         storage=storage,
     )
-
-
-def _send(host: Tensor, to: Tensor) -> None:
-    """Copy asynchronously with the copy engine, without a kernel."""
-    to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
 
 
 def kernel_layout(pair: LoraPair) -> LoraPair:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coserve.kernels.gpu.device import put
 from coserve.kernels.gpu.rounding import cdiv
 from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence, ChunkShape, SlotStates, cut
 from coserve.kernels.recurrent.interface import RecurrenceInputs
@@ -54,8 +55,7 @@ class LongRuns:
         rows[:], first[:] = 0, own_first[-1]
         rows[: len(own_rows)], first[: len(own_first)] = own_rows, own_first
         before[: len(spans)], after[: len(spans)] = sources, to
-        host = torch.from_numpy(self._host)
-        self._table.copy_(host.pin_memory() if self._table.is_cuda else host, non_blocking=True)
+        put(torch.from_numpy(self._host), self._table)
 
     def recur(self, given: RecurrenceInputs, out_THV: Tensor, states: Tensor) -> None:
         """Compute `Recurrence.recur` for the runs' rows into `out_THV`. `states`: a layer's, (slots, H, K, V)."""
