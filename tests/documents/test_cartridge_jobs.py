@@ -81,6 +81,22 @@ async def test_a_short_document_begins_as_a_whole(api: Api) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_notes_propose_to_continue_no_cartridge(api: Api) -> None:
+    """Neither of a version that a job replaces nor of one that another job is to publish."""
+    assert (await learn(api, "again", "cartridge", steps=1))["state"] == "succeeded"
+    document = SMALL | ASKED | {"recipe": "cartridge", "prefix_tokens": TOKENS}
+    rows = {"data": [{"prompt": "a", "completion": "b"}]}
+    steps = {"adapter": "again", "training": {"steps": 1}}
+    jobs = [await api.answered(202, "POST", "/finetune", json=steps | one) for one in ({"document": document}, rows)]
+    notes = [note for job in jobs for note in job["notes"]]
+    assert [note for note in notes if "instead of version 1, which stays available as again@1" in note]
+    assert [note for note in notes if "publishes lacks what it learns" in note]
+    assert not [note for note in notes if "continue" in note.replace("does not continue from that version", "")]
+    for job in jobs:
+        await api.events(job["id"])
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_an_encoder_makes_a_cartridge(api: Api) -> None:
     """Of its memory tokens of the document's chunk; it is evaluated and served."""
     job = await learn(api, "read", "encoder", steps=2)

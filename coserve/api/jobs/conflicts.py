@@ -6,6 +6,7 @@ from __future__ import annotations
 from coserve.core.errors import AdapterBusy
 from coserve.core.names import split_ref
 from coserve.core.schemas import FinetuneRequest
+from coserve.core.training.jobs import JobSpec
 from coserve.state.registry.records import JobRecord
 from coserve.state.registry.registry import Registry
 
@@ -35,16 +36,17 @@ def refuse_conflict(registry: Registry, request: FinetuneRequest) -> None:
         )
 
 
-def fork_notes(registry: Registry, adapter: str) -> tuple[str, ...]:
+def fork_notes(registry: Registry, job: JobSpec) -> tuple[str, ...]:
     """Return a note for a job that runs concurrently with an unfinished job of its adapter."""
-    if (earlier := last_job(registry, adapter)) is None:
+    name = job.adapter
+    if (earlier := last_job(registry, name)) is None:
         return ()
+    cartridge = bool(job.prefix or earlier.spec.prefix)
+    further = f'; to continue from it, set continue_from to {name!r} and leave on_conflict at "wait"'
     note = (
-        f"job {earlier.spec.id} trains {adapter!r} too and is to publish version {earlier.spec.version}: this job does "
-        "not continue from "
-        "that version, and the version that this job publishes lacks what it learns; to continue from it, set "
-        f"continue_from to {adapter!r} "
-        'and leave on_conflict at "wait"'
+        f"job {earlier.spec.id} trains {name!r} too and is to publish version {earlier.spec.version}: this job does "
+        "not continue from that version, and the version that this job publishes lacks what it learns"
+        f"{'' if cartridge else further}"
     )
     return (note,)
 

@@ -314,7 +314,7 @@ class JobManager:
                 if earlier is not None and earlier.base_fingerprint == record.base_fingerprint:
                     after = earlier.spec.id
             if after is None:
-                notes += replacement_notes(job, registry.current_version(adapter)) + fork_notes(registry, adapter)
+                notes += replacement_notes(registry, job) + fork_notes(registry, job)
             else:
                 job = msgspec.structs.replace(job, init_from=None, init_digests=None)
             for source in job.sources:

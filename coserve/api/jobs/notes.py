@@ -21,16 +21,18 @@ ROWS = 4096
 log = logging.getLogger(__name__)
 
 
-def replacement_notes(job: JobSpec, current: int | None) -> tuple[str, ...]:
+def replacement_notes(registry: Registry, job: JobSpec) -> tuple[str, ...]:
     """Return a note for a job whose adapter already has versions and that continues from none of them."""
-    if current is None or (job.init_from is not None and job.init_from.id == job.adapter):
-        return ()
     name, version = job.adapter, job.version
+    current = registry.current_version(name)
+    if current is None or (job.init_from is not None and job.init_from.id == name):
+        return ()
+    continuable = not job.prefix and not registry.adapter(name, current).cartridge
+    further = f"to train {name!r} further, set continue_from to {name!r}; " if continuable else ""
     note = (
         f"this job trains version {version} of {name!r} from scratch: once it succeeds, {name!r} means version "
-        f"{version} "
-        f"instead of version {current}, which stays available as {name}@{current}; to train {name!r} further, set "
-        f"continue_from to {name!r}; for a separate adapter, choose another name"
+        f"{version} instead of version {current}, which stays available as {name}@{current}; {further}"
+        "for a separate adapter, choose another name"
     )
     return (note,)
 
