@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from coserve.cli import common
 from coserve.cli.app import app
 from coserve.core.errors import UnsupportedAdapter
-from coserve.core.names import ADAPTER_WEIGHTS
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.kernels.lora.segments import Segments
+from coserve.lora.files.cartridge import EMBEDDINGS
 from coserve.lora.files.wrapped import rename_decoder
 from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import Base, wrap_base
@@ -154,6 +155,15 @@ def test_renamed_files_keep_what_they_adapt(
     assert len(names) == len([name for name, _ in trained.named_parameters() if ".lora_A." in name])
     assert not [str(one.message) for one in recwarn if "adapter keys" in str(one.message)]
     torch.testing.assert_close(alone(loaded, tokens_of(TOKENS)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cartridge_names_no_modules(tmp_path: Path) -> None:
+    """Its files are the same for both models."""
+    save_file({EMBEDDINGS: torch.ones(2, 8)}, tmp_path / ADAPTER_WEIGHTS)
+    (tmp_path / ADAPTER_CONFIG).write_text('{"peft_type": "CARTRIDGE", "num_virtual_tokens": 2}')
+    before = [(tmp_path / name).read_bytes() for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG)]
+    rename_decoder(tmp_path, "model.language_model")
+    assert [(tmp_path / name).read_bytes() for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG)] == before
 
 
 def test_names_of_earlier_versions_of_transformers(tmp_path: Path) -> None:

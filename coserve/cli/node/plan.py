@@ -73,9 +73,10 @@ def plan(
         bold = "bold" if size == capacity else None
         view.add_row(str(size), f"{size * shape.adapter_bytes(rank) / GB:,.1f}", f"{share:.1%}", style=bold)
     Console().print(view)
+    gpus = "1 GPU" if server.gpus == 1 else f"{server.gpus} GPUs"
     parts = " + ".join(f"{1e6 * one:.0f}" for one in (server.receive, server.compute, server.send))
     print(
-        f"{capacity} adapters must fit. Apart from the engines: {server.gpus} GPUs (experts among {server.ep}, layers "
+        f"{capacity} adapters must fit. Apart from the engines: {gpus} (experts among {server.ep}, layers "
         f"among {server.pp}), {parts} microseconds a layer to receive, compute and send; bound by {server.bound}: "
         f"coserve serve --lora-server {server.gpus} --lora-server-ep {server.ep}"
     )

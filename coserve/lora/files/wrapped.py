@@ -49,10 +49,13 @@ def outside_text(name: str) -> str | None:
 def rename_decoder(folder: Path, decoder: str) -> None:
     """Rewrite the PEFT files of an adapter for a model whose decoder has another path, such as `model.language_model`.
 
-    Raises `UnsupportedAdapter` if the adapter's own decoder has none of the known paths.
+    A cartridge's files name no modules and stay as they are. Raises `UnsupportedAdapter` if the adapter's own decoder
+    has none of the known paths.
     """
     new = f"{decoder}."
     with TensorFile(folder, ADAPTER_WEIGHTS) as file:
+        if not any(name.startswith(_PREFIX) for name in file.entries):
+            return
         old = _decoder_of(file.entries)
         start = min(entry.start for entry in file.entries.values())
         header: dict[str, object] = {"__metadata__": file.metadata} if file.metadata else {}
