@@ -330,8 +330,6 @@ def load_base(
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedBase(f"{name}: it brings an adapter of its own; expected a base model")
     drop_other_parts(model)
-    if where.type == "cuda":
-        torch.cuda.empty_cache()  # what the parts had is free for pages
     return wrap_base(model.to(where), name=name, hub_name=hub_name, note=note)
 
 

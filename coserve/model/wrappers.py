@@ -71,3 +71,5 @@ def drop_other_parts(model: PreTrainedModel) -> None:
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, None)
             dropped.append(path)
+    if dropped and model.device.type == "cuda":
+        torch.cuda.empty_cache()  # what they had is free for pages
