@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import Capture
 from coserve.generate.execution.interface import StepExecutor
-from coserve.generate.execution.start import CompiledSteps, check_compiled, make_start
+from coserve.generate.execution.start import UNCHUNKED, CompiledSteps, check_compiled, make_start, recurrence_notes
 from coserve.generate.generator import Generator
+from coserve.kernels.recurrent.interface import StateShape
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
@@ -102,3 +104,24 @@ def test_a_fault_of_ours_is_not_a_refusal(base: Base, monkeypatch: pytest.Monkey
     monkeypatch.setattr(FusedBase, "check", broken)
     with pytest.raises(ZeroDivisionError):
         check_compiled(FusedBase(base, compiled=False))
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "dtype", "noted"),
+    [
+        (128, 128, torch.bfloat16, False),
+        (64, 64, torch.float16, False),
+        (0, 0, torch.bfloat16, False),  # a convolution alone
+        (128, 128, torch.float32, True),
+        (32, 64, torch.bfloat16, True),
+        (256, 64, torch.bfloat16, True),
+        (128, 1, torch.bfloat16, True),
+    ],
+)
+def test_a_note_says_which_recurrences_run_token_by_token(
+    keys: int, values: int, dtype: torch.dtype, noted: bool
+) -> None:
+    base = wrap_base(tiny_model("llama"), name="tiny", eos_token_ids=())
+    states = {0: StateShape(8, 4), 1: StateShape(20, 4, heads=4 * (keys > 0), keys=keys, values=values)}
+    on_gpu = replace(base, states=states, dtype=dtype, device=torch.device("cuda"))
+    assert recurrence_notes(on_gpu) == [UNCHUNKED] * noted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
@@ -19,9 +20,10 @@ class ServerPart:
     first: int
     experts: int
 
-    def number(self, site: str) -> int:
-        """Return the number of a parameter's messages in each step: they are exchanged in the order of `sites`."""
-        return [*self.sites].index(site) + 1
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each parameter's messages in a step: they are exchanged in the order of `sites`."""
+        return {site: number for number, site in enumerate(self.sites, 1)}
 
 
 def part_of(spec: BaseSpec, index: int, servers: int, ep: int) -> ServerPart:

@@ -62,7 +62,7 @@ class RemoteStep:
             return lambda: x_ND.new_zeros(found.shape)
         for holder, tensors in zip(holders, sent, strict=True):
             try:
-                holder.transport.send(holder.part.number(site), tensors)
+                holder.transport.send(holder.part.numbers[site], tensors)
             except ConnectionError as error:
                 self._lost(holder.index, error)
 
@@ -80,7 +80,7 @@ class RemoteStep:
 
     def _receive(self, holder: Holder, site: str, found: TensorSpec) -> Tensor:
         try:
-            return holder.transport.receive(holder.part.number(site), [found])[0]
+            return holder.transport.receive(holder.part.numbers[site], [found])[0]
         except ConnectionError as error:
             self._lost(holder.index, error)
 

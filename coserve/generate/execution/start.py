@@ -21,6 +21,7 @@ from coserve.generate.execution.interface import StepExecutor
 from coserve.kernels.lora.experts.interface import RemoteExperts
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import FrozenWeight
+from coserve.kernels.recurrent.chunked.long_runs import fits
 from coserve.memory.graph_bytes import GraphBytes
 from coserve.memory.kv import KvCache
 from coserve.model.agreement import FailedTogether, on_all_ranks
@@ -38,6 +39,10 @@ COMPILED = (
     "their own, others use those for more sites; block-diagonal adapters (BD-LoRA) are computed with their zeros"
 )
 NO_GEMMS = "generation: torch's own GEMM kernels run, as the warm-up could not measure which are faster"
+UNCHUNKED = (
+    "generation: prompts' recurrences are computed token by token, which is slower: chunks need a 16-bit base whose "
+    "heads have 64 to 128 keys and at least 64 values"
+)
 GRAPHS_OVER_SERVERS = False
 """Whether steps with LoRA servers run in CUDA graphs. On GPUs the exchanges of graphs have passed their test; whole
 steps were not compared yet (`tests/gpu/test_lora_servers_gpu.py`)."""
@@ -119,8 +124,15 @@ def make_start(
         return ExecutorStart(eager, (refusal,))
     compiled = CompiledSteps(fused, eager, max_running, step_tokens, remote)
     executor = compiled.executor(kv, Capture.BETWEEN_STEPS, graph_bytes)
-    notes = (COMPILED,) if gemms is None or choice is not None else (COMPILED, NO_GEMMS)
-    return ExecutorStart(executor, notes, executor, compiled)
+    notes = [COMPILED, *[NO_GEMMS] * (gemms is not None and choice is None), *recurrence_notes(base)]
+    return ExecutorStart(executor, tuple(notes), executor, compiled)
+
+
+def recurrence_notes(base: Base) -> list[str]:
+    """Return a note if a recurrence of this base is not computed in chunks."""
+    recurrent = [shape for shape in base.states.values() if shape.keys]
+    fit = all(fits(shape.keys, shape.values, base.dtype, base.device) for shape in recurrent)
+    return [] if fit else [UNCHUNKED]
 
 
 def _no_graphs(base: Base, lora_backend: LoraBackend, *, compile: bool, remote: RemoteExperts | None) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coserve.kernels.gpu.device import put
 from coserve.kernels.gpu.rounding import cdiv
-from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence, ChunkShape, SlotStates, cut
+from coserve.kernels.recurrent.chunked.recurrence import MOST_KEYS, ChunkedRecurrence, ChunkShape, SlotStates, cut
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.reference import CHUNK
 
@@ -21,9 +21,11 @@ LEAST_SIZE = 64
 those of one pipeline stage, to addresses outside of shared memory."""
 
 
-def fits(states: Tensor) -> bool:
-    """Whether runs are computed in chunks from states of this shape: (slots, H, K, V)."""
-    return not states.is_cuda or min(states.shape[2:]) >= LEAST_SIZE
+def fits(keys: int, values: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether prompts are computed in chunks: heads of this many keys and values, inputs of this dtype."""
+    if device.type != "cuda":
+        return keys <= MOST_KEYS
+    return dtype != torch.float32 and LEAST_SIZE <= keys <= MOST_KEYS and values >= LEAST_SIZE
 
 
 class LongRuns:

@@ -74,10 +74,11 @@ class FusedRecurrence:
         """`decodes`: each sequence has one token, which saves a kernel. `shape`: None: the fastest known."""
         self._states, self._tokens, self._sequences = states, tokens, sequences
         self._shape = shape or (FEW if sequences <= FEW_SEQUENCES else MANY)
-        self._blank = next(iter(states.values())).conv.shape[0] - 2
-        self._decodes, least = decodes, self.chunked_from
+        layer = next(iter(states.values()))
+        self._blank = layer.conv.shape[0] - 2
+        self._decodes, least, (keys, values) = decodes, self.chunked_from, layer.recurrent.shape[2:]
         self._long = None
-        if least is not None and tokens >= least and not decodes and fits(next(iter(states.values())).recurrent):
+        if least is not None and tokens >= least and not decodes and fits(keys, values, layer.conv.dtype, device):
             self._long = LongRuns(tokens, sequences, least, device)
         self._host = np.zeros(2 * tokens + 5 * sequences + 1, dtype=np.int32)
         self._table = torch.zeros(len(self._host), dtype=torch.int32, device=device)
