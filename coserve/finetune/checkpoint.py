@@ -30,13 +30,13 @@ from coserve.state.folder import DataFolder
 log = logging.getLogger(__name__)
 
 
-class TrainingProgress(Wire, frozen=True):
-    """Progress after the last optimizer step. With the optimizer's state it makes up a checkpoint."""
+class TrainingProgress(Wire, frozen=True, forbid_unknown_fields=False):
+    """Progress after the last optimizer step. With the optimizer's state it makes up a checkpoint. Fields that earlier
+    versions wrote besides are ignored."""
 
     step: int = 0
     """Optimizer steps done."""
     trained_tokens: int = 0
-    last_loss: float | None = None
     best_valid_loss: float | None = None
     best_step: int | None = None
     evaluations_without_gain: int = 0

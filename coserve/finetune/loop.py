@@ -160,7 +160,6 @@ class TrainingLoop:
             self.progress,
             step=metrics.step,
             trained_tokens=self.progress.trained_tokens + metrics.tokens,
-            last_loss=metrics.loss,
             pending=msgspec.structs.replace(metrics, seconds=seconds, tokens_per_second=rate),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle  # noqa: TID251 - what must never be opened
 from pathlib import Path
 
@@ -53,6 +54,21 @@ def test_a_checkpoint_that_is_left_aside_is_told_of(base: Base, tmp_path: Path) 
     damage(bench, spec, 2)
     none = Bench(base, tmp_path).start(spec).note
     assert none is not None and "steps 2, 4" in none and "begins again at its first step" in none
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(base: Base, tmp_path: Path) -> None:
+    """Its progress has a field that is used no more."""
+    bench = Bench(base, tmp_path)
+    spec = bench.place(CORPUS, job_spec(CORPUS, checkpoint_steps=2))
+    bench.start(spec)
+    bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint))
+    file = bench.folder.checkpoint(spec.id, 2) / CHECKPOINT_STATE
+    state = json.loads(file.read_text())
+    assert "last_loss" not in state["progress"], "nothing reads it"
+    state["progress"]["last_loss"] = 1.5
+    file.write_text(json.dumps(state))
+    started = Bench(base, tmp_path).start(spec)
+    assert (started.resumed_from, started.note) == (2, None)
 
 
 class Canary:
