@@ -2,9 +2,10 @@
 
     python vllm_engine.py '{"engine": {...}, "adapters": [...], "loads": [...], "seed": 7, "began": ..., "until": ...}'
 
-`engine`: arguments of `vllm.LLM`; `adapters`: folders; `loads`: see `offline.Load`; `began`: when the process was
-started, `until`: when no load is begun any more, both by `time.time()`. Prints FOUND and an object in JSON for the
-start, `{"start_s": ...}`, and for each load, `{"load": NAME, "tok_s": [...]}`; all other lines are vLLM's.
+`engine`: arguments of `vllm.LLM`; `models`: classes that vLLM does not know, by architecture; `adapters`: folders;
+`loads`: see `offline.Load`; `began`: when the process was started, `until`: when no load is begun any more, both by
+`time.time()`. Prints FOUND and an object in JSON for the start, `{"start_s": ...}`, and for each load,
+`{"load": NAME, "tok_s": [...]}`; all other lines are vLLM's.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def prompts_of(load: Mapping[str, Any], run: str, vocab: int, seed: int) -> list
 def measure(given: Mapping[str, Any]) -> None:
     vllm: Any = importlib.import_module("vllm")
     request: Any = importlib.import_module("vllm.lora.request").LoRARequest
+    for architecture, place in given.get("models", {}).items():
+        vllm.ModelRegistry.register_model(architecture, place)
     engine = vllm.LLM(**given["engine"])
     vocab = engine.llm_engine.model_config.get_vocab_size()
     adapters = [request(f"a{i}", i + 1, folder) for i, folder in enumerate(given["adapters"])]
