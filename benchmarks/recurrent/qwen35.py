@@ -19,13 +19,14 @@ import asyncio
 import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.models.qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5 import Qwen3_5TextConfig, modeling_qwen3_5
 
 from benchmarks.common.llama import random_model
 from benchmarks.common.options import add_names, make_parser
@@ -146,7 +147,11 @@ def with_peft(targets: Sequence[str], shape: Shape, results: Results, *, tiny: b
 
 
 def peft_speeds(targets: Sequence[str], shape: Shape, rows: int, length: int, *, compiled: bool) -> list[float]:
-    """Tokens a second of some steps, after warm ones."""
+    """Tokens a second of steps, after warm ones. `compiled`: all but the recurrence, which torch 2.11 cannot trace:
+    it takes the result for one of a chunk's tokens."""
+    if compiled:
+        untraced: Callable[..., Any] = torch.compiler.disable  # untyped
+        modeling_qwen3_5.torch_chunk_gated_delta_rule = untraced(modeling_qwen3_5.torch_chunk_gated_delta_rule)
     model = adapted(make_model(shape), RANK, targets, compiled=compiled).train()
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=1e-4, weight_decay=0.0, fused=shape.device == "cuda")
