@@ -56,6 +56,21 @@ DECODED = (1, 64)
 PROMPT, OUTPUT = 16, 256
 REPEATS = 3
 RANK = 16
+TARGETS = (
+    "down_proj",
+    "gate_proj",
+    "in_proj_a",
+    "in_proj_b",
+    "in_proj_qkv",
+    "in_proj_z",
+    "k_proj",
+    "o_proj",
+    "out_proj",
+    "q_proj",
+    "up_proj",
+    "v_proj",
+)
+"""All linear modules of the layers."""
 
 
 def config_of(shape: Shape) -> Qwen3_5TextConfig:
@@ -109,9 +124,7 @@ def finetune(base: Base, shape: Shape, results: Results, *, tiny: bool) -> None:
     """Tokens a second of 8 rows of 512 tokens in one micro-batch, beside PEFT's if the file has them."""
     rows, length = batch_of(tiny=tiny)
     backend, began = "grouped" if tiny else "segmented", time.perf_counter()
-    with Jobs(
-        base, backend, length=length, batch=rows, ranks=[RANK], rows=rows, targets=base.spec.default_targets
-    ) as jobs:
+    with Jobs(base, backend, length=length, batch=rows, ranks=[RANK], rows=rows, targets=TARGETS) as jobs:
         ready = time.perf_counter() - began
         found = steps_tok_s(jobs.train, shape.device, REPEATS)
     about = {"layers": jobs.layers, "ready_s": round(ready, 1)}
@@ -184,11 +197,11 @@ def main() -> None:
     if "vllm" in wanted:
         given = vllm_loads(DECODED, PROMPT, OUTPUT, REPEATS)
         with_vllm(config_of(shape), given, 2048, options.vllm_site, results)
-    if not wanted - {"kernels", "prompts", "vllm"}:
+    if "peft" in wanted:  # first: a base puts coserve's recurrences in the place of transformers'
+        with_peft(TARGETS, shape, results, tiny=options.tiny)
+    if not wanted - {"kernels", "prompts", "vllm", "peft"}:
         return
     base = wrap_base(make_model(shape), name="qwen3.5-9b-random")
-    if "peft" in wanted:
-        with_peft(base.spec.default_targets, shape, results, tiny=options.tiny)
     if "finetune" in wanted:
         finetune(base, shape, results, tiny=options.tiny)
     if "prefill" in wanted:
