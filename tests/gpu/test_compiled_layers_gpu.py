@@ -77,12 +77,20 @@ def test_gradients_of_layers_with_a_recurrent_state(family: str, options: dict[s
         assert mean_error(gradients(base, compiled, rows, recompute=recompute), right) < 1.5 * plain + 0.02
 
 
-@pytest.mark.parametrize("family", ["mixtral", "lfm2_moe"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mixtral", {}),
+        ("lfm2_moe", {}),
+        # so many that the backward reads the maximum and the sum of the router's softmax
+        ("qwen3_moe", {"num_experts": 128, "num_experts_per_tok": 8}),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
-def test_layers_with_experts_are_compiled(family: str) -> None:
+def test_layers_with_experts_are_compiled(family: str, options: dict[str, object]) -> None:
     """They are compared with the layers themselves. Gradients of a whole model are not, as rounding may send a token to
     another expert."""
-    base = wrap_base(tiny_family(family).to(DEVICE, torch.bfloat16), name=family)
+    base = wrap_base(tiny_family(family, **options).to(DEVICE, torch.bfloat16), name=family)
     layers = CompiledLayers(base, LayerCut(base))
     layers.compile()
     assert layers.ready

@@ -263,6 +263,29 @@ def test_a_condition_on_the_number_of_tokens_is_kept() -> None:
     assert [tokens for tokens in (2, 37, 99, 100, 5000) if layer.fits(tokens)] == [2, 37, 99]
 
 
+def test_a_compiler_may_replace_the_nodes_that_a_backward_reads() -> None:
+    """Inductor does so on a GPU, where a softmax's maximum and sum are computed together."""
+
+    def replacing(
+        graph: fx.GraphModule, inputs: Sequence[object], *, is_backward: bool
+    ) -> Callable[[list[object]], Sequence[Tensor]]:
+        for node in [node for node in graph.graph.nodes if node.op == "call_function"]:
+            with graph.graph.inserting_before(node):
+                node.replace_all_uses_with(graph.graph.node_copy(node, lambda own: own))
+            graph.graph.erase_node(node)
+        return interpreted(graph, inputs, is_backward=is_backward)
+
+    hidden, weight = torch.randn(1, 37, 4, requires_grad=True), torch.randn(4, 64)
+    run = lambda hidden, weight: hidden + (hidden @ weight).softmax(-1) @ weight.T
+    layer = trace_layer(run, [hidden.detach(), weight], 37).compile(replacing)
+    with torch.no_grad():
+        output, saved = layer.forward([hidden, weight])
+        gradient = layer.backward(saved, torch.ones_like(hidden).cumsum(1))
+    expected = run(hidden, weight)
+    equal([output], [expected])
+    equal([gradient], torch.autograd.grad(expected, hidden, torch.ones_like(hidden).cumsum(1)))
+
+
 def test_a_layer_that_reads_a_tensor_of_its_own_is_refused() -> None:
     hidden_one = torch.randn(4)
     with pytest.raises(UnsupportedBase):

@@ -113,12 +113,13 @@ class TracedLayer:
         """
         with tracing(TracingContext(self._mode)):
             cut = (self._forward, self._backward) if kept is Kept.ALL else _cut(self._joint, kept)
+            # before a compiler replaces nodes: inductor's softmax on GPUs is one, whose maximum has another name
+            places, again, unread = _places(*cut), _again(cut[1]), _unread_sums(cut[1])
             forward, backward = (
                 compile(graph, _examples(graph), is_backward=is_backward)
                 for graph, is_backward in zip(cut, (False, True), strict=True)
             )
-        conditions = _conditions(self._shapes, self._hidden)
-        return CompiledLayer(forward, backward, _places(*cut), conditions, _again(cut[1]), _unread_sums(cut[1]))
+        return CompiledLayer(forward, backward, places, _conditions(self._shapes, self._hidden), again, unread)
 
 
 def trace_layer(run: Callable[..., Tensor], tensors: Sequence[Tensor], tokens: int) -> TracedLayer:
