@@ -128,7 +128,11 @@ class Config:
     cache_dir: Path | None = option(
         None, "folder of compiled kernels, which later starts load; default: 'cache' in the data folder"
     )
-    trust_remote_code: bool = option(False, "run Python code that comes with the model's files")
+    trust_remote_code: bool = option(
+        False,
+        "run Python code that comes with the model's files: of its tokenizer, and of its model if transformers has no "
+        "such class",
+    )
     load_format: str = option(
         "auto",
         "weights of the base: from its files (auto), or random ones made on the device, for benchmarks (dummy)",

@@ -12,9 +12,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from coserve.core.errors import UnsupportedBase
+from coserve.data.pretrained.source import CODE
 
-CODE = "auto_map"
-"""The setting that names the files' own classes."""
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Families that are another one under a name that only their own code knows (Kimi K2 so that servers tell it apart)."""
 _PRIVATE: dict[str, tuple[type, ...]] = {
     "_name_or_path": (str,),
     "_commit_hash": (str,),
@@ -42,7 +43,7 @@ def refuse_settings(
     underscored settings that transformers does not know, and `CODE` where the files bring code that is not run.
     """
     unknown = set[str]()
-    needs_no_code = needs_no_code or _has_class(settings)
+    needs_no_code = needs_no_code or has_class(settings)
     if CODE in settings and not trust_remote_code:
         if not (needs_no_code and isinstance(settings[CODE], dict)):
             raise UnsupportedBase(f"{name}: its files bring Python code; pass --trust-remote-code to run it")
@@ -62,11 +63,12 @@ def refuse_settings(
     return frozenset(unknown)
 
 
-def _has_class(settings: dict[str, object]) -> bool:
+def has_class(settings: dict[str, object]) -> bool:
     """Whether transformers has the class that a config names, of its family: written with it, or taken over since."""
     family, named = settings.get("model_type"), settings.get("architectures")
     if not isinstance(family, str) or not isinstance(named, list):
         return False
+    family = SAME_AS.get(family, family)
     known = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     names = {str(table[family]).replace("_", "") for table in known if family in table}  # KimiK25 became Kimi_K25
     return any(str(one).replace("_", "") in names for one in named)

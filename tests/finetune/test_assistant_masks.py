@@ -182,7 +182,11 @@ def test_blocks_that_end_behind_the_end_of_turn_are_learned_as_transformers_mark
     stripping: tuple[str, ...], space: bool
 ) -> None:
     ours, theirs = both_masks(chatml(stripping, space=space), TRL_STYLE, TURNS["messages"])
-    assert ours == theirs
+    if space and not stripping:
+        assert ours[-2:] == ["▁", "<0x0A>"]
+    # transformers 5.17 learns only the first of the tokens that form a block's last character.
+    first = [token for before, token in zip(["", *ours], ours, strict=False) if (before, token) != ("▁", "<0x0A>")]
+    assert theirs in (ours, first)
     assert ours.count("<|im_end|>") == 2 and "<|im_start|>" not in ours
 
 

@@ -279,22 +279,24 @@ def test_a_folder_that_would_run_code_or_cannot_be_read_is_refused(saved: Path, 
         load_base(str(saved), device="cpu", dtype="auto")
 
 
-@pytest.mark.parametrize("family", ["phi3", "mistral3"])
+@pytest.mark.parametrize(("family", "named"), [("phi3", "phi3"), ("mistral3", "mistral3"), ("deepseek_v3", "kimi_k2")])
 @pytest.mark.filterwarnings("ignore")
 def test_code_that_comes_with_a_class_of_transformers_own_is_not_run(
-    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    family: str, named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As Phi 3, DeepSeek V3, Nemotron 3 and Kimi K2.5 are published: transformers has had their classes since."""
+    """As Phi 3, DeepSeek V3, Nemotron 3 and Kimi K2 are published: transformers has had their classes since. With the
+    flag neither, which these checkpoints may need for their tokenizers."""
     model = tiny_family(family)
     model.save_pretrained(str(tmp_path))
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
     config = json.loads((tmp_path / "config.json").read_text())
     for one in (config, config.get("text_config", config)):
         one["auto_map"] = EVIL
-    _edit(tmp_path, **config, _made_with="4.1")
-    for load_format in ("auto", "dummy"):
-        base = load_base(str(tmp_path), device="cpu", dtype="auto", load_format=load_format)
+    _edit(tmp_path, **config | {"model_type": named, "_made_with": "4.1"})
+    for load_format, trust in (("auto", False), ("dummy", False), ("auto", True)):
+        base = load_base(str(tmp_path), device="cpu", dtype="auto", load_format=load_format, trust_remote_code=trust)
         assert type(base.model) is type(model)
+        assert base.spec.family == family
         assert "auto_map" not in str(base.model.config.to_dict())
         assert "Python code, which is not run" in caplog.text
         caplog.clear()

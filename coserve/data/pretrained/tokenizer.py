@@ -27,7 +27,8 @@ from coserve.data.pretrained.chat import (
 )
 from coserve.data.pretrained.gguf import is_gguf
 from coserve.data.pretrained.gguf_tokenizer import read_tokenizer
-from coserve.data.pretrained.source import BUNDLED, fetch_files, locate
+from coserve.data.pretrained.source import BUNDLED, CODE, fetch_files, locate
+from coserve.data.pretrained.tokenizer_code import backend_of_code
 from coserve.data.pretrained.vocabulary import Vocabulary
 
 _FILES = (
@@ -42,6 +43,8 @@ _FILES = (
     "merges.txt",
     "added_tokens.json",
 )
+_CODE_FILES = ("*.py", "*.model", "*.tiktoken")
+"""Further files of a tokenizer that is Python code."""
 _SAMPLE = "Hello, world 1"
 _ADVICE = (
     "put its tokenizer.json beside config.json "
@@ -101,7 +104,7 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
     @classmethod
-    def load(cls, source: str) -> Tokenizer:
+    def load(cls, source: str, *, trust_remote_code: bool = False) -> Tokenizer:
         """Load a base's tokenizer: "bundled", a folder, a hub name or a GGUF file. Raises `UnsupportedBase`."""
         if source == BUNDLED:
             with importlib.resources.as_file(importlib.resources.files("coserve") / "assets" / "tiny") as folder:
@@ -109,14 +112,17 @@ class Tokenizer:
         folder = Path(locate(source))
         if is_gguf(str(folder)):
             return cls(*read_tokenizer(folder))
-        return cls.from_folder(folder if folder.is_dir() else fetch_files(source, _FILES))
+        if not folder.is_dir():
+            folder = fetch_files(source, (*_FILES, *_CODE_FILES) if trust_remote_code else _FILES)
+        return cls.from_folder(folder, trust_remote_code=trust_remote_code)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
-        """Read `tokenizer.json` and the folder's configs. Raises `UnsupportedBase`."""
+    def from_folder(cls, folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
+        """Read `tokenizer.json` and the folder's configs. `trust_remote_code`: without `tokenizer.json`, run the
+        folder's own tokenizer code, if it brings some. Raises `UnsupportedBase`."""
         config = _read(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(_read(folder / "special_tokens_map.json") | config)
-        backend = _backend(folder)
+        backend = _backend(folder, config.get(CODE) or _read(folder / "config.json").get(CODE), trust_remote_code)
         _add_bos(backend, config, special_tokens)
         template = choose_template(config.get("chat_template"))
         template_file = folder / "chat_template.jinja"
@@ -238,9 +244,7 @@ class Tokenizer:
         learn = [False] * len(ids)
         for span in learned:
             first, last = bisect_right(ends, span[0]), bisect_left(starts, span[1])
-            if marked:  # as transformers: if several tokens form the last character, only the first of them
-                last = min(last, bisect_right(ends, span[1] - 1) + 1)
-            else:
+            if not marked:
                 first, last = max(first, bisect_left(starts, span[0])), min(last, bisect_right(ends, span[1]))
             learn[first:last] = [True] * (last - first)
             closing = self._template().last_special(text, span)
@@ -338,13 +342,24 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _backend(folder: Path) -> tokenizers.Tokenizer:
+def _backend(folder: Path, code: object, trust_remote_code: bool) -> tokenizers.Tokenizer:
+    """`code`: the classes that the folder's files bring, if any."""
     path = folder / "tokenizer.json"
     if path.is_file():
         try:
             return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # `tokenizers` raises bare `Exception` for a bad file
             raise UnsupportedBase(f"tokenizer.json of the base is not valid: {error}") from error
+    named = code.get("AutoTokenizer") if isinstance(code, dict) else code
+    slow_and_fast = named if isinstance(named, list) else [named]
+    reference = next((str(one) for one in reversed(slow_and_fast) if one), None)
+    if reference and not trust_remote_code:
+        raise UnsupportedBase(
+            f"the base's tokenizer is Python code ({reference}): pass --trust-remote-code to run it, or put a "
+            "tokenizer.json beside config.json"
+        )
+    if reference:
+        return backend_of_code(folder, reference)
     from transformers import AutoTokenizer  # imports torch: only for folders without tokenizer.json
 
     try:

@@ -12,13 +12,14 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 
 from coserve.core.errors import UnsupportedBase
 from coserve.core.names import ADAPTER_CONFIG
+from coserve.data.pretrained.source import CODE
 from coserve.model.formats.awq import awq
 from coserve.model.formats.compressed_tensors import compressed_tensors
 from coserve.model.formats.fp8 import fp8_blocks, fp8_rows
 from coserve.model.formats.gptq import gptq
 from coserve.model.formats.interface import Format, Settings
 from coserve.model.formats.mxfp4 import mxfp4
-from coserve.model.settings import CODE, drop_settings, refuse_settings
+from coserve.model.settings import SAME_AS, drop_settings, has_class, refuse_settings
 
 FORMATS: dict[str, Callable[[Settings], Format]] = {
     "awq": awq,
@@ -39,6 +40,7 @@ def read_config(
     """Return the config of a folder or a hub name, at a revision, as that of a dense model, and how its weights are
     quantised."""
     settings, _ = PretrainedConfig.get_config_dict(path, revision=revision, local_files_only=local)
+    trust_remote_code = trust_remote_code and not has_class(settings)  # old code of a model does not run any more
     unknown = refuse_settings(name, settings, trust_remote_code)
     if CODE in unknown:
         log.warning("%s: its files bring Python code, which is not run: transformers has its class", name)
@@ -47,8 +49,10 @@ def read_config(
         log.warning("%s: config.json sets %s, which transformers does not know: left out", name, keys)
     if local and (Path(path) / ADAPTER_CONFIG).exists():
         raise UnsupportedBase(f"{name}: the folder holds an adapter; expected a base model")
+    family = str(settings.get("model_type"))
+    renamed = {"model_type": SAME_AS[family]} if family in SAME_AS and has_class(settings) else {}
     config: PretrainedConfig = AutoConfig.from_pretrained(
-        path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local
+        path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local, **renamed
     )
     form = take_format(config, name)
     drop_settings(config, unknown)
