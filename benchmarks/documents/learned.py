@@ -296,14 +296,15 @@ class Run:
         rows = [row for row in self._measured.rows if row.document in whole]
         if not rows:
             return
-        about = {"documents": len(whole), "questions": self._options.questions, "shares": shares(rows)}
+        about = {"questions": self._options.questions, "shares": shares(rows)}
         for arm in sorted({row.arm for row in rows}.difference(WITHOUT_JOB)):
             found = recovered(rows, arm)
             if found is not None:
                 key = KEYS.get(arm, f"documents.{arm}.recovered")
-                self._put(key, found[0], "fraction", about | {"bootstrap_95": found[1]})
-        asked, carried = (fmean(row.prompt_tokens for row in rows if row.arm == arm) for arm in ("topk_kd", "context"))
-        self._put("documents.tokens_ratio", carried / asked, "ratio", {"with": carried, "without": asked})
+                asked = len({row.document for row in rows if row.arm == arm})
+                self._put(key, found[0], "fraction", about | {"documents": asked, "bootstrap_95": found[1]})
+        alone, carried = (fmean(row.prompt_tokens for row in rows if row.arm == arm) for arm in ("topk_kd", "context"))
+        self._put("documents.tokens_ratio", carried / alone, "ratio", {"with": carried, "without": alone})
         for arm in dict.fromkeys(job["recipe"] for job in self._measured.jobs):
             jobs = [job for job in self._measured.jobs if job["recipe"] == arm]
             kept = [job["job"]["evaluation"]["retention"] for job in jobs]
