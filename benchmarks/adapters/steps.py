@@ -11,7 +11,7 @@ adapters in the step over their time. `merged`: the base's products alone, as wi
 gains less. Merging itself is timed, too. `copies`: adapters from pinned memory to pages, before a step on its stream as
 the engine does it, and beside the step on a stream of their own. `mixed`: the LoRA terms of steps of 512 to 2,048
 tokens, decodes of so many distinct adapters and one prompt, by the prefill kernels (tiles of 64 rows) and by the decode
-kernels (of 8): `MANY_ADAPTERS_TOKENS`. `sites`: S-LoRA's S1 and S2 (`many.py`), 160 adapters of rank 8 or of ranks 8
+kernels (of 8): `mixed_tile_capacities`. `sites`: S-LoRA's S1 and S2 (`many.py`), 160 adapters of rank 8 or of ranks 8
 to 64 at q, k, v and o, in the tiles of the daemon's graphs of these sites (`own`) and of all sites (`every`), which
 launch the MLP's terms over nothing; and in as many tiles as the step has.
 """

@@ -15,7 +15,6 @@ from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS
 from coserve.generate.execution.graph_sizes import (
     DECODE_KERNEL_TOKENS,
-    MANY_ADAPTERS_TOKENS,
     MIXED_TOKENS,
     mixed_capacities,
     mixed_tile_capacities,
@@ -183,7 +182,7 @@ def test_capacities_for_every_step(step_tokens: int, sequences: int) -> None:
     for capacity in capacities:
         assert 1 <= capacity.chunks <= capacity.sequences <= min(sequences, capacity.tokens)
         found = mixed_tile_capacities(capacity.tokens, capacity.sequences)
-        rows = 8 if capacity.tokens <= MANY_ADAPTERS_TOKENS else 64
+        rows = 8 if capacity.tokens <= DECODE_KERNEL_TOKENS or capacity.sequences > -(-capacity.tokens // 64) else 64
         tiles = [one.tiles for one in found]
         assert tiles == sorted(set(tiles))
         assert found[-1].rows == rows and {one.rows for one in found[:-1]} <= {rows, 64}
