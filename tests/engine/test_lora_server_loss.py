@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import msgspec
 import pytest
@@ -18,8 +19,9 @@ from coserve.core.link.channel import Channel
 from coserve.core.link.generation import RequestFailed
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
-from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer
+from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, DropPairs
 from coserve.engine.lora_server.placement import part_of
+from coserve.engine.lora_server.recorded_step import RecordedStep
 from coserve.engine.lora_server.running import Answered, RunningServers, Server
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.start import ServersCopies, load_on_servers
@@ -206,13 +208,22 @@ class Unreachable:
     def release(self) -> None: ...
 
 
+class Recording(Unreachable):
+    """An engine's end of a mailbox while a graph is captured: nothing runs."""
+
+    def send(self, number: int, tensors: Sequence[Tensor]) -> None: ...
+
+    def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
+
+
 @contextmanager
-def one_server(base: Base, transport: Transport) -> Iterator[tuple[RunningServers, str]]:
+def one_server(base: Base, transport: Transport, patience: float = 60.0) -> Iterator[tuple[RunningServers, str]]:
     """A server that does nothing, behind this transport, and the name of its first parameter."""
     ours, theirs = socket.socketpair()
     part = part_of(base.spec, 0, 1, 1)
     channel = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
-    running = RunningServers(1, [Server(Ended(ours), channel, part)], [transport], lambda *_: None, 60.0)
+    running = RunningServers(1, [Server(Ended(ours), channel, part)], [transport], lambda *_: None, patience)
     with closing(theirs):
         yield running, next(iter(part.sites))
         assert running.lost
@@ -237,3 +248,38 @@ def test_a_step_that_ended_between_two_exchanges_loses_the_servers(base: Base) -
         step.gate_up(site, torch.zeros(3, 8), torch.zeros(3, 2))
         with pytest.raises(LoraServerLost, match="a step that failed"):
             running.step(Segments((0, 1), (0,)), [0])
+
+
+def test_a_capture_does_not_end_a_step_that_failed(base: Base) -> None:
+    """It comes to all exchanges, but the servers still wait for those of the step."""
+    one, x = Segments((0, 1), (0,)), torch.zeros(1, 8)
+    with one_server(base, Recording()) as (running, _):
+        recorded, sites = RecordedStep(running.holders, lambda: running), iter(running.holders[0].part.sites)
+        recorded.begin(one, [0], 1)
+        for up, down in zip(sites, sites, strict=True):
+            recorded.gate_up(up, x, torch.zeros(1, 1))()
+            recorded.down(down, x, torch.zeros(1, 1))()
+        with pytest.raises(LoraServerLost, match="a step that failed"):
+            recorded.begin(one, [0], 1)
+
+
+def test_a_server_that_takes_no_messages_is_lost(base: Base) -> None:
+    """Once its socket is full, it blocks whoever sends, and who that is may hold what a loss needs."""
+    with one_server(base, Unreachable(), patience=0.1) as (running, _):
+        while not running.lost:
+            running.send(0, DropPairs(slot=0))
+        assert "takes no messages" in running.why
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_made_while_servers_are_started_again_have_their_exchanges(base: Base, tmp_path: Path) -> None:
+    with once(base, tmp_path, partial(in_threads, mailboxes=True)) as (own, found):
+        own.notify((changed := Event()).set)
+        found[0].lose("gone")
+        while not own.troubles:
+            changed.wait()
+            changed.clear()
+        recorded = own.recorded()
+        assert recorded is not None
+        with pytest.raises(LoraServerLost, match="started again"):
+            recorded.begin(Segments((0, 1), (0,)), [0], 1)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Generic, Self
@@ -61,6 +62,11 @@ class Channel(Generic[OutT, InT]):
         self._socket, self._decoder = sock, decoder
         self._reader = sock.makefile("rb")
         self._encoder, self._sending = msgspec.msgpack.Encoder(), threading.Lock()
+
+    def limit_sends(self, seconds: float) -> None:
+        """Have `send` raise `PeerLost`, too, when the other end has read nothing for so long."""
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, message: OutT) -> None:
         """Send a message in one write. Blocks while the other end reads too slowly. Raises `PeerLost`."""

@@ -16,12 +16,13 @@ from coserve.kernels.lora.segments import Segments
 
 class RecordedStep(RemoteStep):
     """Implements `RecordedTerms`: a capture records the exchanges, and a run before it sends nothing. On a CPU, where
-    nothing is captured, the exchanges are those of the step that was begun last."""
+    nothing is captured, the exchanges are those of the step that was begun last. Only `launched` ends a step: a capture
+    comes to the last exchange, too."""
 
     def __init__(self, holders: Sequence[Holder], running: Callable[[], RunningServers | None]) -> None:
         """`holders`: of any start: the connections stay the same."""
         self._running = running
-        super().__init__(holders, self._fail, self._came, _sends)
+        super().__init__(holders, self._fail, sends=_sends)
 
     def begin(self, segments: Segments, slots: Sequence[int], tokens: int) -> None:
         found, running = step_slots(segments, slots, tokens), self._running()
@@ -33,10 +34,6 @@ class RecordedStep(RemoteStep):
     def launched(self) -> None:
         if (running := self._running()) is not None:
             running.launched()
-
-    def _came(self, site: str) -> None:
-        if (running := self._running()) is not None:
-            running.received(site)
 
     def _fail(self, index: int, error: ConnectionError) -> NoReturn:
         if (running := self._running()) is None:

@@ -35,7 +35,7 @@ class RemoteStep:
         self,
         holders: Sequence[Holder],
         lost: Callable[[int, ConnectionError], NoReturn],
-        received: Callable[[str], None],
+        received: Callable[[str], None] = lambda _: None,
         sends: Callable[[Tensor], bool] = lambda _: True,
     ) -> None:
         """`lost` is called with a server's index and an error of its connection, and raises another one; `received`

@@ -91,6 +91,8 @@ class RunningServers:
             for index, server in enumerate(servers)
         ]
         self._threads.append(threading.Thread(target=self._watch, args=(patience,), name="lora-watch", daemon=True))
+        for server in servers:  # a sender holds a lock that the loss of a server needs
+            server.channel.limit_sends(patience)
         for thread in self._threads:
             thread.start()
 
@@ -113,7 +115,7 @@ class RunningServers:
         try:
             self.servers[index].channel.send(message)
         except PeerLost:
-            self.lose(f"LoRA server {index} ended")
+            self.lose(f"LoRA server {index} ended, or takes no messages")
 
     def end(self) -> None:
         """Kill the processes, and wait for their ends. What waits for them goes on, with garbage: the servers must be

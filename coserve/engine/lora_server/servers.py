@@ -15,7 +15,7 @@ from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.connect import SLOTS
 from coserve.engine.lora_server.messages import DropPairs, LoadPairs, PairsLoaded, PairsRefused
 from coserve.engine.lora_server.recorded_step import RecordedStep
-from coserve.engine.lora_server.remote_step import RemoteStep, step_slots
+from coserve.engine.lora_server.remote_step import Holder, RemoteStep, step_slots
 from coserve.engine.lora_server.running import Answered, RunningServers
 from coserve.kernels.lora.segments import Segments
 
@@ -59,6 +59,8 @@ class LoraServers:
         self._count, self._start, self._patience = count, start, patience
         self._changed, self._starts, self._losses = threading.Condition(), 0, 0
         self._running: RunningServers | None = None
+        self._holders: Sequence[Holder] = ()
+        """Those of the latest start; empty before the first."""
         self._held: dict[AdapterRef, _Held] = {}
         self._loads: dict[int, AdapterRef] = {}
         """Loads of this start that are not answered, by number."""
@@ -76,9 +78,9 @@ class LoraServers:
     # ---- processes
 
     def wait(self) -> None:
-        """Wait until the servers have started. Raises `StartupError` if they do not."""
+        """Wait until the servers have started for the first time. Raises `StartupError` if they do not."""
         with self._changed:
-            self._changed.wait_for(lambda: self._running is not None or self._failure is not None)
+            self._changed.wait_for(lambda: self._holders or self._failure is not None)
         if self._failure is not None:
             raise StartupError(f"the LoRA servers did not start: {self._failure}")
 
@@ -125,7 +127,7 @@ class LoraServers:
     def _publish(self, running: RunningServers) -> None:
         """Use these servers from now on; they get all adapters."""
         with self._changed:
-            self._running = running
+            self._running, self._holders = running, running.holders
             for ref in self._held:
                 self._ask(running, ref)
             self._changed.notify_all()
@@ -248,7 +250,6 @@ class LoraServers:
 
     def recorded(self) -> RecordedStep | None:
         self.wait()
-        running = self._running
-        if running is None or not all(holder.transport.recordable for holder in running.holders):
+        if not all(holder.transport.recordable for holder in self._holders):
             return None
-        return RecordedStep(running.holders, lambda: self._running)
+        return RecordedStep(self._holders, lambda: self._running)

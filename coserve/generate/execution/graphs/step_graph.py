@@ -87,11 +87,13 @@ class StepGraph(ABC, Generic[AnyAttention]):
             self._lora.begin(segments)
         found = self._captured.get(capacity)
         if found is None:
-            return self._step(self._terms(capacity))
-        found.graph.replay()
+            results = self._step(self._terms(capacity))
+        else:
+            found.graph.replay()
+            results = found.logits, found.likeliest
         if self._lora is not None:
             self._lora.launched()
-        return found.logits, found.likeliest
+        return results
 
     def _terms(self, capacity: TileCapacity | None) -> PreparedLora | None:
         return None if self._lora is None or capacity is None else self._lora.within(capacity)
