@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,18 @@ from peft import CartridgeConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from coserve.core.errors import BaseMismatch, PromptTooLong, UnsupportedAdapter
-from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.generation import Generate
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterRef, LoraSettings, Slo
+from coserve.core.types import AdapterRef, Slo
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.types import LoraPair
 from coserve.lora.files.peft import inspect_adapter
 from coserve.lora.store.files import load_adapter, load_packed, save_adapter
-from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from tests.support.examples import sample
-from tests.support.executors import eager
-from tests.support.lengths import OneMoreToken
+from tests.support.generation import adapter, answers, make_generator, text
 from tests.support.shelf import Shelf
-from tests.support.tiny_models import VOCAB, tiny_model
+from tests.support.tiny_models import tiny_model
 
 CARTRIDGE, OTHER, LORA = AdapterRef("cartridge", 1), AdapterRef("other", 1), AdapterRef("lora", 1)
 TOKENS = 11
@@ -50,28 +46,8 @@ def read(folder: Path, base: Base) -> LoraWeights:
     return load_packed(folder, base.spec, dtype=torch.float32, for_kernels=False)
 
 
-def lora(base: Base) -> LoraWeights:
-    generator = torch.Generator().manual_seed(5)
-    sites = {
-        name: LoraPair(
-            torch.randn(3, site.in_features, generator=generator) * 0.3,
-            torch.randn(site.out_features, 3, generator=generator) * 0.3,
-            0.7,
-        )
-        for name, site in base.spec.sites.items()
-    }
-    return LoraWeights(LoraSettings(r=3), sites)
-
-
-def make(base: Base, shelf: Shelf, *, tokens: int = 2048, cached: bool = True, **settings: int) -> Generator:
-    kv = KvCache.for_base(base, tokens, 4)
-    limits: dict[str, Any] = {"max_running": 16, "step_tokens": 256} | settings
-    return Generator(base, shelf.store(), kv, eager(base, kv), prefix_cache=cached, lengths=OneMoreToken(), **limits)
-
-
-def text(length: int, seed: int = 0) -> tuple[int, ...]:
-    chance = random.Random(seed)
-    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
+def make(base: Base, shelf: Shelf, *, cached: bool = True, **sizes: int) -> Generator:
+    return make_generator(base, shelf, page_tokens=4, prefix_cache=cached, **sizes)
 
 
 def request(
@@ -83,18 +59,12 @@ def request(
 
 def run(gen: Generator, *requests: Generate) -> dict[str, tuple[list[int], list[float], list[float]]]:
     """Tokens, their log-probabilities, and those of the prompt, by the request's id."""
-    for one in requests:
-        gen.add(one)
-    found: dict[str, tuple[list[int], list[float], list[float]]] = {one.id: ([], [], []) for one in requests}
-    while gen.running:
-        for message in gen.step():
-            assert isinstance(message, Tokens), message
-            tokens, logprobs, prompt = found[message.id]
-            tokens.extend(message.tokens)
-            logprobs.extend(each.logprob for each in message.logprobs)
-            prompt.extend(each.logprob for each in message.prompt_logprobs)
-    assert gen.pages_used == 0
-    return found
+    found = answers(gen, requests)
+    assert not any(one.failed for one in found.values())
+    return {
+        id: (one.tokens, *([each.logprob for each in entries] for entries in (one.logprobs, one.prompt_logprobs)))
+        for id, one in found.items()
+    }
 
 
 def by_peft(model: PeftModel, prompt: tuple[int, ...], steps: int = 6) -> tuple[list[int], list[float], list[float]]:
@@ -148,7 +118,9 @@ def test_a_batch_mixes_cartridges_with_lora_and_the_base(tmp_path: Path) -> None
     base = base_of("llama")
     for name, seed in (("one", 1), ("two", 2)):
         save_cartridge(tmp_path / name, "llama", seed=seed)
-    shelf = Shelf({CARTRIDGE: read(tmp_path / "one", base), OTHER: read(tmp_path / "two", base), LORA: lora(base)})
+    shelf = Shelf(
+        {CARTRIDGE: read(tmp_path / "one", base), OTHER: read(tmp_path / "two", base), LORA: adapter(base, 5, 3)}
+    )
     same = text(9)
     asked = [request(f"{ref} {n}", same[:n], ref, 9) for ref in (CARTRIDGE, None, OTHER, LORA) for n in (9, 5)]
     alone = {one.id: run(make(base, shelf), one)[one.id] for one in asked}

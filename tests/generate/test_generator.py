@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
@@ -13,19 +11,14 @@ from torch import Tensor
 
 from coserve.core.errors import AdapterNotFound, EmptyPrompt, InvalidRequest, PromptTooLong
 from coserve.core.link.generation import Generate, RequestFailed, Tokens
-from coserve.core.logprobs import TokenLogprob
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterRef, FinishReason, Slo
-from coserve.generate.generator import Generator
+from coserve.core.types import AdapterRef, FinishReason
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import LoraPair
-from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from tests.support.examples import by_day, in_turns
-from tests.support.executors import eager
-from tests.support.generation import adapter, prompt
-from tests.support.lengths import OneMoreToken
+from tests.support.generation import Answer, adapter, answers, make_generator, prompt, request
 from tests.support.lora_backends import GROUPED, NAIVE, REFERENCE
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import CONTEXT, FAMILIES, VOCAB, tiny_model
@@ -39,63 +32,8 @@ def base_of(family: str) -> Base:
     return wrap_base(tiny_model(family), name=family, eos_token_ids=())
 
 
-@dataclass
-class Result:
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finished: FinishReason | None = None
-    failed: str | None = None
-
-
-def request(id: str, tokens: tuple[int, ...], sampling: SamplingParams, ref: AdapterRef | None = None) -> Generate:
-    return Generate(id=id, prompt=tokens, sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1))
-
-
-def generator(
-    base: Base,
-    shelf: Shelf | None = None,
-    *,
-    tokens: int = 2048,
-    page_tokens: int = 16,
-    step_tokens: int = 256,
-    max_running: int = 16,
-    lora_backend: LoraBackend = GROUPED,
-) -> Generator:
-    kv = KvCache.for_base(base, tokens, page_tokens)
-    executor = eager(base, kv, lora_backend)
-    return Generator(
-        base,
-        (shelf or Shelf()).store(),
-        kv,
-        executor,
-        max_running=max_running,
-        step_tokens=step_tokens,
-        lengths=OneMoreToken(),
-    )
-
-
-def collect(gen: Generator, requests: Iterable[Generate] = ()) -> dict[str, Result]:
-    for one in requests:
-        gen.add(one)
-    results: dict[str, Result] = {}
-    while gen.running:
-        for message in gen.step():
-            own = results.setdefault(message.id, Result())
-            assert own.finished is None
-            assert own.failed is None
-            if isinstance(message, RequestFailed):
-                own.failed = message.code
-            else:
-                own.tokens += message.tokens
-                own.logprobs += message.logprobs
-                own.finished = message.finished
-    assert gen.pages_used == 0
-    assert gen.step() == []
-    return results
-
-
-def alone(base: Base, one: Generate, shelf: Shelf | None = None) -> Result:
-    return collect(generator(base, shelf), [one])[one.id]
+def alone(base: Base, one: Generate, shelf: Shelf | None = None) -> Answer:
+    return answers(make_generator(base, shelf), [one])[one.id]
 
 
 @pytest.mark.parametrize("family", in_turns(FAMILIES, ("llama", "gpt2")))
@@ -118,8 +56,12 @@ def test_greedy_equals_generate(family: str) -> None:
         )
         expected[one.id] = out[0, len(one.prompt) :].tolist()
     assert {one.id: alone(base, one).tokens for one in requests} == expected
-    for gen in (generator(base), generator(base, step_tokens=7), generator(base, tokens=72, page_tokens=4)):
-        assert {id: result.tokens for id, result in collect(gen, requests).items()} == expected
+    for gen in (
+        make_generator(base),
+        make_generator(base, step_tokens=7),
+        make_generator(base, tokens=72, page_tokens=4),
+    ):
+        assert {id: result.tokens for id, result in answers(gen, requests).items()} == expected
     assert gen.scheduler.preemptions > 0
 
 
@@ -163,8 +105,8 @@ def test_neighbours_chunks_and_preemptions_change_no_bit(family: str) -> None:
         {"max_running": 2},
         {"lora_backend": NAIVE},
     ):
-        gen = generator(base, shelf, **shape)
-        assert collect(gen, requests) == expected, shape
+        gen = make_generator(base, shelf, **shape)
+        assert answers(gen, requests) == expected, shape
         preemptions += gen.scheduler.preemptions
     assert preemptions > 0
     assert not +shelf.held
@@ -176,23 +118,14 @@ def test_two_threads_change_no_bit() -> None:
     requests = [request(f"r{i}", prompt(n, i), SamplingParams(max_tokens=6, seed=i)) for i, n in enumerate((3, 40, 17))]
     torch.set_num_threads(2)
     expected = {one.id: alone(base, one) for one in requests}
-    assert collect(generator(base, step_tokens=30), requests) == expected
-
-
-def test_an_adapter_changes_the_tokens_and_the_base_stays_the_base() -> None:
-    base, ref = base_of("llama"), AdapterRef("a", 1)
-    shelf = Shelf({ref: adapter(base, 1, 8)})
-    plain, adapted = request("plain", prompt(9), GREEDY), request("adapted", prompt(9), GREEDY, ref)
-    both = collect(generator(base, shelf), [plain, adapted])
-    assert both["plain"].tokens != both["adapted"].tokens
-    assert both["plain"] == alone(base, plain)
+    assert answers(make_generator(base, step_tokens=30), requests) == expected
 
 
 def test_arrivals_and_cancels_in_the_middle_change_nothing_and_leave_nothing() -> None:
     base, chance = base_of("llama"), random.Random(3)
     ref = AdapterRef("a", 1)
     shelf = Shelf({ref: adapter(base, 1, 2)})
-    gen = generator(base, shelf, tokens=300, page_tokens=4, step_tokens=20, max_running=6)
+    gen = make_generator(base, shelf, tokens=300, page_tokens=4, step_tokens=20, max_running=6)
     watched = request("watched", prompt(20), SamplingParams(max_tokens=30, seed=3), ref)
     gen.add(watched)
     got: list[int] = []
@@ -218,7 +151,7 @@ def test_arrivals_and_cancels_in_the_middle_change_nothing_and_leave_nothing() -
 
 
 def test_cancel_frees_pages_at_once_and_may_come_late() -> None:
-    gen = generator(base_of("llama"), page_tokens=4)
+    gen = make_generator(base_of("llama"), page_tokens=4)
     gen.add(request("x", prompt(9), GREEDY))
     gen.step()
     assert (gen.running, gen.pages_used) == (1, 3)
@@ -236,17 +169,17 @@ def test_end_of_sequence_stops_unless_ignored_or_too_early() -> None:
     first = free.index(stop)
     base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=(stop,))
 
-    def run(**settings: object) -> Result:
+    def run(**settings: object) -> Answer:
         return alone(base, request("x", prompt(5), SamplingParams(max_tokens=16, temperature=0.0, **settings)))
 
-    assert run() == Result(free[: first + 1], finished=FinishReason.STOP)
-    assert run(ignore_eos=True) == Result(free, finished=FinishReason.LENGTH)
+    assert run() == Answer(free[: first + 1], finished=FinishReason.STOP)
+    assert run(ignore_eos=True) == Answer(free, finished=FinishReason.LENGTH)
     late = run(min_tokens=10)
     assert late.tokens[:first] == free[:first]
     assert stop not in late.tokens[:10]
     assert len(late.tokens) >= 10
     other = free[1]
-    assert run(ignore_eos=True, stop_token_ids=(other,)) == Result(
+    assert run(ignore_eos=True, stop_token_ids=(other,)) == Answer(
         free[: free.index(other) + 1], finished=FinishReason.STOP
     )
 
@@ -255,13 +188,6 @@ def test_max_tokens_is_cut_to_the_context() -> None:
     base = base_of("llama")
     result = alone(base, request("x", prompt(CONTEXT - 3), SamplingParams(max_tokens=50, seed=1)))
     assert (len(result.tokens), result.finished) == (3, FinishReason.LENGTH)
-
-
-def test_what_fits_the_pool_exactly_runs() -> None:
-    base = base_of("llama")
-    gen = generator(base, tokens=12, page_tokens=4)
-    one = request("x", prompt(8), SamplingParams(max_tokens=5, seed=1))
-    assert collect(gen, [one])["x"] == alone(base, one)
 
 
 @pytest.mark.parametrize(
@@ -281,14 +207,14 @@ def test_what_fits_the_pool_exactly_runs() -> None:
 )
 def test_a_bad_request_is_refused_and_the_others_go_on(bad: Generate, error: type[Exception], words: str) -> None:
     base = base_of("llama")
-    gen = generator(base, tokens=64)
+    gen = make_generator(base, tokens=64)
     good = request("good", prompt(5), GREEDY)
     gen.add(good)
     gen.step()
     with pytest.raises(error, match=words):
         gen.add(bad)
     assert gen.running == 1
-    rest = collect(gen)["good"].tokens
+    rest = answers(gen)["good"].tokens
     assert rest == alone(base, good).tokens[1:]
 
 
@@ -301,15 +227,15 @@ def test_logits_that_are_not_finite_fail_their_own_request_only(lora_backend: Lo
     poisoned = {name: LoraPair(pair.a_RD, pair.b_OR * 3e38, 1.0) for name, pair in weights.sites.items()}
     shelf = Shelf({broken: LoraWeights(weights.settings, poisoned), fine: weights})
     good = [request("base", prompt(30), GREEDY), request("fine", prompt(12), GREEDY, fine)]
-    gen = generator(base, shelf, tokens=96, lora_backend=lora_backend)
-    results = collect(gen, [request("bad", prompt(30), GREEDY, broken), *good])
+    gen = make_generator(base, shelf, tokens=96, lora_backend=lora_backend)
+    results = answers(gen, [request("bad", prompt(30), GREEDY, broken), *good])
     assert results["bad"].failed == "non_finite_logits"
     healthy = Shelf({fine: weights})
-    assert {one.id: results[one.id] for one in good} == collect(
-        generator(base, healthy, tokens=96, lora_backend=lora_backend), good
+    assert {one.id: results[one.id] for one in good} == answers(
+        make_generator(base, healthy, tokens=96, lora_backend=lora_backend), good
     )
     assert not +shelf.held
-    again = collect(gen, good)  # on the pages that the broken one left
+    again = answers(gen, good)  # on the pages that the broken one left
     assert again == {one.id: results[one.id] for one in good}
 
 
@@ -318,7 +244,7 @@ def test_the_error_names_whose_logits_are_not_finite_and_nobody_finds_the_pages(
     ref: AdapterRef | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = base_of("llama")
-    gen = generator(base, Shelf({} if ref is None else {ref: adapter(base, 1, 2)}), step_tokens=32)
+    gen = make_generator(base, Shelf({} if ref is None else {ref: adapter(base, 1, 2)}), step_tokens=32)
     forward = Base.forward
 
     def spoiled(self: Base, tokens_T: Tensor, *args: object, **options: object) -> Tensor:
@@ -333,9 +259,9 @@ def test_the_error_names_whose_logits_are_not_finite_and_nobody_finds_the_pages(
     assert failed.code == "non_finite_logits"
     assert ("loud@3" if ref else "the base") in failed.message
     assert gen.pages_used == 0
-    collect(gen, [request("again", prompt(70), GREEDY, ref)])
+    answers(gen, [request("again", prompt(70), GREEDY, ref)])
     assert gen.scheduler.active.prefix_hits == 0
-    collect(gen, [request("good pages stay", prompt(70), GREEDY, ref)])
+    answers(gen, [request("good pages stay", prompt(70), GREEDY, ref)])
     assert gen.scheduler.active.prefix_hits > 0
 
 
@@ -365,14 +291,6 @@ def test_logprobs_are_the_models(family: str, dtype: torch.dtype) -> None:
         assert torch.cat(ours).mean() <= 1.5 * torch.cat(theirs).mean()
 
 
-def test_logprobs_come_one_a_token() -> None:
-    base = base_of("llama")
-    result = alone(base, request("x", prompt(5), SamplingParams(max_tokens=6, seed=2, logprobs=3)))
-    assert len(result.logprobs) == len(result.tokens) == 6
-    assert all(len(one.top) == 3 and one.logprob <= one.top[0][1] for one in result.logprobs)
-    assert alone(base, request("x", prompt(5), SamplingParams(max_tokens=6, seed=2))).logprobs == []
-
-
 def test_tokens_are_the_seeds() -> None:
     base = base_of("llama")
     runs = [alone(base, request("x", prompt(5), SamplingParams(max_tokens=12, seed=s))).tokens for s in (1, 1, 2)]
@@ -384,28 +302,9 @@ def test_a_version_that_a_request_began_with_stays() -> None:
     shelf = Shelf({ref: adapter(base, 1, 4)})
     one = request("x", prompt(5), GREEDY, ref)
     expected = alone(base, one, shelf).tokens
-    gen = generator(base, shelf)
+    gen = make_generator(base, shelf)
     gen.add(one)
     [first] = gen.step()
     shelf.weights[ref] = adapter(base, 9, 4)
     assert isinstance(first, Tokens)
-    assert [*first.tokens, *collect(gen)["x"].tokens] == expected
-
-
-def test_no_more_tokens_a_step_than_allowed() -> None:
-    base = base_of("llama")
-    seen: list[int] = []
-
-    class Watched:
-        device = base.device
-
-        sharding = None
-
-        def forward(self, tokens_T: Tensor, *rest: object, **named: object) -> Tensor:
-            seen.append(len(tokens_T))
-            return base.forward(tokens_T, *rest, **named)
-
-    kv = KvCache.for_base(base, 2048, 16)
-    gen = Generator(base, Shelf().store(), kv, eager(Watched(), kv), max_running=8, step_tokens=11)
-    collect(gen, [request(str(n), prompt(n), GREEDY) for n in LENGTHS])
-    assert max(seen) == 11
+    assert [*first.tokens, *answers(gen)["x"].tokens] == expected

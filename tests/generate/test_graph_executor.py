@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,6 @@ import pytest
 from torch import Tensor
 
 from coserve.core.link.generation import Generate, RequestFailed, Tokens
-from coserve.core.logprobs import TokenLogprob
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, FinishReason
 from coserve.generate.execution.adapter_slots import AdapterSlots
@@ -21,8 +20,8 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from tests.support.executors import eager, graphs
-from tests.support.generation import GREEDY, adapter, collect, prompt, request
+from tests.support.executors import graphs
+from tests.support.generation import GREEDY, adapter, answers, collect, make_generator, prompt, request
 from tests.support.lengths import OneMoreToken
 from tests.support.shelf import Shelf, named
 from tests.support.tiny_models import VOCAB, tiny_model
@@ -38,26 +37,8 @@ def fused(base: Base) -> FusedBase:
     return FusedBase(base, compiled=False)
 
 
-def generator(
-    fused: FusedBase,
-    shelf: Shelf | None,
-    *,
-    ahead: bool,
-    tokens: int = 2048,
-    step_tokens: int = 256,
-    max_running: int = 16,
-) -> Generator:
-    kv = KvCache.for_base(fused.base, tokens, 16)
-    executor = graphs(fused, kv, max_running=max_running) if ahead else eager(fused.base, kv)
-    return Generator(
-        fused.base,
-        (shelf or Shelf()).store(),
-        kv,
-        executor,
-        max_running=max_running,
-        step_tokens=step_tokens,
-        lengths=OneMoreToken(),
-    )
+def generator(fused: FusedBase, shelf: Shelf | None, *, ahead: bool, **sizes: int) -> Generator:
+    return make_generator(fused.base, shelf, fused=fused if ahead else None, **sizes)
 
 
 def test_texts_are_those_of_steps_one_by_one(fused: FusedBase) -> None:
@@ -109,38 +90,8 @@ def test_only_prompts_that_are_scored_go_step_by_step(
     assert not rows
 
 
-def messages(gen: Generator, requests: Iterable[Generate]) -> dict[str, list[tuple[Any, ...]]]:
-    """All that is said of each request: tokens, log-probabilities one by one, and the end."""
-    for one in requests:
-        gen.add(one)
-    found: dict[str, list[tuple[Any, ...]]] = {}
-    while gen.running:
-        for message in gen.step():
-            assert isinstance(message, Tokens)
-            said = found.setdefault(message.id, [])
-            said += [("prompt", rounded(entry)) for entry in message.prompt_logprobs]
-            said += [("token", token) for token in message.tokens]
-            said += [("logprob", rounded(entry)) for entry in message.logprobs]
-            said += [("end", message.finished)] if message.finished else []
-    assert gen.step() == []
-    assert gen.pages_used == 0
-    return found
-
-
-def rounded(entry: TokenLogprob) -> tuple[Any, ...]:
-    return round(entry.logprob, 3), [(token, round(value, 3)) for token, value in entry.top]
-
-
-@pytest.mark.slow
-def test_mixed_adapters(base: Base, fused: FusedBase) -> None:
-    """Of several ranks, some of more than one request; those without an adapter are as ever."""
-    refs = [AdapterRef(f"a{i}", 1) for i in range(3)]
-    shelf = Shelf({ref: adapter(base, i, rank) for i, (ref, rank) in enumerate(zip(refs, (4, 1, 20), strict=True))})
-    chosen = [refs[0], None, refs[1], refs[0], refs[2], None]
-    few = SamplingParams(max_tokens=4, temperature=0.0)
-    requests = [request(str(i), prompt(2 + 3 * i), few, ref) for i, ref in enumerate(chosen)]
-    expected = collect(generator(fused, shelf, ahead=False), requests)
-    assert collect(generator(fused, shelf, ahead=True), requests) == expected
+def messages(gen: Generator, requests: Sequence[Generate]) -> dict[str, tuple[object, ...]]:
+    return {id: answer.rounded for id, answer in answers(gen, requests).items()}
 
 
 def test_a_cancelled_request_leaves_nothing(fused: FusedBase) -> None:

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coserve.core.errors import RequestOutOfMemory
-from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.link.generation import Generate, RequestFailed
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef
 from coserve.generate.execution import eager as eager_module
@@ -35,7 +35,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from tests.support.examples import examples
 from tests.support.executors import eager, graphs
-from tests.support.generation import GREEDY, adapter, prompt, request
+from tests.support.generation import GREEDY, Answer, adapter, answers, prompt, request
 from tests.support.memory_faults import Faults, Point, out_of_memory_at
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import tiny_model
@@ -93,45 +93,20 @@ def points(*, ahead: bool) -> list[Point]:
     return [(FusedBase, "forward"), layers, *sampler, *history, *executor]
 
 
-Said = dict[str, list[tuple[str, Any]]]
-
-
-def finish(gen: Generator, requests: list[Generate]) -> Said:
-    """All that is said of each request."""
-    for one in requests:
-        gen.add(one)
-    found: Said = {one.id: [] for one in requests}
-    for _ in range(3000):
-        for message in gen.step():
-            said = found[message.id]
-            if isinstance(message, RequestFailed):
-                said.append(("failed", message.code))
-                continue
-            assert isinstance(message, Tokens)
-            said += [("prompt", entry.logprob) for entry in message.prompt_logprobs]
-            said += [("token", token) for token in message.tokens]
-            said += [("logprob", entry.logprob) for entry in message.logprobs]
-            said += [("end", message.finished)] if message.finished else []
-        if not gen.running:
-            break
-    assert gen.running == 0 and gen.pages_used == 0
+def finish(gen: Generator, requests: list[Generate]) -> dict[str, Answer]:
+    found = answers(gen, requests)
     assert not +shelf().held
     return found
 
 
-def rounded(said: Said) -> Said:
-    """A sum of other parts may have other last bits."""
-    return {id: [(kind, round(x, 3) if isinstance(x, float) else x) for kind, x in own] for id, own in said.items()}
-
-
-def run(ahead: bool, wanted: Callable[[int], bool], **options: Any) -> tuple[Said, Faults, Generator]:
+def run(ahead: bool, wanted: Callable[[int], bool], **options: Any) -> tuple[dict[str, Answer], Faults, Generator]:
     gen = generator(ahead=ahead)
     with out_of_memory_at(points(ahead=ahead), wanted, **options) as faults:
         return finish(gen, asked(ahead=ahead)), faults, gen
 
 
 @cache
-def clean(ahead: bool) -> tuple[Said, int]:
+def clean(ahead: bool) -> tuple[dict[str, Answer], int]:
     """What is said without faults, and the calls of `points`."""
     said, faults, gen = run(ahead, lambda call: False)
     assert not gen.troubles
@@ -150,10 +125,10 @@ def test_faults_anywhere_change_no_token(where: list[float], after: bool, ahead:
     said, faults, gen = run(ahead, lambda call: call in at, after=after)
     assert faults.failed
     assert all("memory ran out" in one for one in gen.troubles)  # none: the step had one token, and was tried once more
-    refused = {one for one, lines in said.items() if lines[-1] == ("failed", RequestOutOfMemory.code)}
+    refused = {id for id, answer in said.items() if answer.failed == RequestOutOfMemory.code}
     assert len(refused) <= len(at) // 2  # its step of one token failed twice in a row
-    said, expected = ({one: lines for one, lines in each.items() if one not in refused} for each in (said, expected))
-    assert rounded(said) == rounded(expected) if ahead else said == expected
+    for id in said.keys() - refused:
+        assert said[id].rounded == expected[id].rounded if ahead else said[id] == expected[id]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -162,7 +137,7 @@ def test_a_step_of_one_token_that_does_not_fit_ends_its_request_alone(ahead: boo
     gen = generator(ahead=ahead)
     with out_of_memory_at([(Base, "forward"), (FusedBase, "forward")], lambda call: True):
         said = finish(gen, asked(ahead=ahead))
-    assert all(lines[-1] == ("failed", RequestOutOfMemory.code) for lines in said.values())
+    assert all(answer.failed == RequestOutOfMemory.code for answer in said.values())
     assert "memory ran out" in gen.troubles[0]
     assert finish(gen, asked(ahead=ahead)[:1])["0"] == clean(ahead)[0]["0"]
 

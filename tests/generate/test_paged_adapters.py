@@ -8,15 +8,13 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-import torch
 
 from coserve.core.errors import AdapterNotFound, AdapterTooLarge, PromptTooLong
 from coserve.core.link.generation import Generate, RequestFailed, Tokens
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, Slo
+from coserve.core.types import AdapterDigests, AdapterRef, Slo
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.entry import State
 from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.packing import packed_bytes
@@ -25,6 +23,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
+from tests.support import generation
 from tests.support.executors import eager, graphs
 from tests.support.lengths import OneMoreToken
 from tests.support.lora_backends import GROUPED, SEGMENTED
@@ -39,16 +38,7 @@ DRAWN = SamplingParams(max_tokens=9, temperature=1.2, top_k=30, ignore_eos=True,
 def adapter(base: Base, ref: AdapterRef) -> LoraWeights:
     """Of rank 1 to 7, on the host; a new object each time, as from a file."""
     number = REFS.index(ref)
-    g = torch.Generator().manual_seed(number)
-    sites = {
-        name: LoraPair(
-            (torch.randn(1 + number, site.in_features, generator=g) * 0.3).to(base.dtype),
-            (torch.randn(site.out_features, 1 + number, generator=g) * 0.3).to(base.dtype),
-            0.7,
-        )
-        for name, site in base.spec.sites.items()
-    }
-    return LoraWeights(LoraSettings(r=1 + number), sites)
+    return generation.adapter(base, number, 1 + number)
 
 
 def pages_of(base: Base, ref: AdapterRef) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,20 +14,19 @@ from hypothesis import strategies as st
 from coserve.core.link.generation import Generate, Tokens
 from coserve.core.logprobs import TokenLogprob
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterRef, LoraSettings, Slo
+from coserve.core.types import AdapterRef, Slo
 from coserve.generate.execution.eager import EagerExecutor, EagerStep
 from coserve.generate.execution.interface import StepInFlight, StepInput, StepResult
 from coserve.generate.generator import Generator
-from coserve.kernels.lora.types import LoraPair
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from tests.support.examples import by_day, examples
-from tests.support.executors import eager
+from tests.support.generation import adapter, answers, make_generator, text
 from tests.support.lengths import OneMoreToken
 from tests.support.lora_backends import GROUPED
 from tests.support.shelf import Shelf
-from tests.support.tiny_models import VOCAB, tiny_model
+from tests.support.tiny_models import tiny_model
 
 Results = dict[str, tuple[list[int], list[TokenLogprob]]]
 REFS = (AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 1))
@@ -36,32 +34,11 @@ REFS = (AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 1))
 
 def shelf(base: Base) -> Shelf:
     """An adapter for each of `REFS`, made from its number."""
-    made = {}
-    for number, ref in enumerate(REFS):
-        g = torch.Generator().manual_seed(number)
-        sites = {
-            name: LoraPair(
-                torch.randn(3, site.in_features, generator=g) * 0.3,
-                torch.randn(site.out_features, 3, generator=g) * 0.3,
-                0.7,
-            )
-            for name, site in base.spec.sites.items()
-        }
-        made[ref] = LoraWeights(LoraSettings(r=3), sites)
-    return Shelf(made)
+    return Shelf({ref: adapter(base, number, 3) for number, ref in enumerate(REFS)})
 
 
-def make(base: Base, *, cached: bool = True, tokens: int = 2048, page_tokens: int = 4, **settings: int) -> Generator:
-    kv = KvCache.for_base(base, tokens, page_tokens)
-    limits = {"max_running": 16, "step_tokens": 256} | settings
-    return Generator(
-        base, shelf(base).store(), kv, eager(base, kv), prefix_cache=cached, lengths=OneMoreToken(), **limits
-    )
-
-
-def text(length: int, seed: int = 0) -> tuple[int, ...]:
-    chance = random.Random(seed)
-    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
+def make(base: Base, *, cached: bool = True, **sizes: int) -> Generator:
+    return make_generator(base, shelf(base), prefix_cache=cached, **({"page_tokens": 4} | sizes))
 
 
 def request(
@@ -78,16 +55,9 @@ def request(
 
 
 def run(gen: Generator, *requests: Generate) -> Results:
-    for one in requests:
-        gen.add(one)
-    results: Results = {one.id: ([], []) for one in requests}
-    while gen.running:
-        for message in gen.step():
-            assert isinstance(message, Tokens)
-            results[message.id][0].extend(message.tokens)
-            results[message.id][1].extend(message.logprobs)
-    assert gen.pages_used == 0
-    return results
+    found = answers(gen, requests)
+    assert not any(one.failed for one in found.values())
+    return {id: (one.tokens, one.logprobs) for id, one in found.items()}
 
 
 def llama() -> Base:

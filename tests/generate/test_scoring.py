@@ -4,7 +4,6 @@ adapters."""
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -13,21 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.core.errors import InvalidRequest
 from coserve.core.link.generation import Generate, RequestFailed, Tokens
 from coserve.core.logprobs import TokenLogprob
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterDigests, AdapterRef, FinishReason, LoraSettings, Slo
+from coserve.core.types import AdapterRef, FinishReason
 from coserve.generate.generator import Generator
 from coserve.generate.sampling.scoring import PromptScoring, prompt_logprobs
-from coserve.kernels.lora.types import LoraPair
-from coserve.memory.kv import KvCache
 from coserve.model.base import Attention, Base, wrap_base
-from coserve.model.lora import LoraWeights
-from tests.support.executors import eager
-from tests.support.lengths import OneMoreToken
+from tests.support.generation import adapter, make_generator, prompt, request
 from tests.support.shelf import Shelf
-from tests.support.tiny_models import VOCAB, tiny_model
+from tests.support.tiny_models import tiny_model
 
 SCORE = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=2)
 POET = AdapterRef("poet", 1)
@@ -38,45 +32,15 @@ def base() -> Base:
     return wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
 
 
-@cache
-def weights() -> LoraWeights:
-    g = torch.Generator().manual_seed(0)
-    sites = {
-        name: LoraPair(
-            torch.randn(2, site.in_features, generator=g), torch.randn(site.out_features, 2, generator=g), 0.1
-        )
-        for name, site in base().spec.sites.items()
-    }
-    return LoraWeights(LoraSettings(r=2), sites)
-
-
-class AnyAdapter(Shelf):
-    def load(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
-        return weights()
-
-
-def generator(*, tokens: int = 512, page_tokens: int = 4, step_tokens: int = 64, **limits: int) -> Generator:
-    kv = KvCache.for_base(base(), tokens, page_tokens)
-    executor = eager(base(), kv)
-    return Generator(
-        base(),
-        AnyAdapter().store(),
-        kv,
-        executor,
-        max_running=8,
-        step_tokens=step_tokens,
-        lengths=OneMoreToken(),
-        **limits,
+def generator(**sizes: int) -> Generator:
+    shelf = Shelf({POET: adapter(base(), 0, 2)})
+    return make_generator(
+        base(), shelf, **({"tokens": 512, "page_tokens": 4, "step_tokens": 64, "max_running": 8} | sizes)
     )
 
 
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    chance = random.Random(1000 * seed + length)
-    return tuple(chance.randrange(3, VOCAB) for _ in range(length))
-
-
 def ask(id: str, tokens: tuple[int, ...], sampling: SamplingParams = SCORE, ref: AdapterRef | None = None) -> Generate:
-    return Generate(id=id, prompt=tokens, sampling=sampling, adapter=ref, slo=Slo(ttft=1, tpot=1))
+    return request(id, tokens, sampling, ref)
 
 
 def run(gen: Generator, requests: Iterable[Generate]) -> dict[str, list[Tokens]]:
@@ -191,11 +155,6 @@ def test_the_chosen_value_is_the_likeliest_one_bit_for_bit() -> None:
         tokens.append(int(direct(tuple(tokens))[-1].argmax()))
     entries = scores(run(generator(), [ask("a", tuple(tokens))])["a"])
     assert all(entry.logprob == max(value for _, value in entry.top) for entry in entries[4:])
-
-
-def test_nothing_to_do_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="max_tokens of at least 1"):
-        generator().add(ask("a", prompt(3), SamplingParams(max_tokens=0)))
 
 
 def test_logits_that_are_not_finite_fail_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
