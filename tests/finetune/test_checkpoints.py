@@ -52,8 +52,11 @@ def test_a_checkpoint_that_is_left_aside_is_told_of(base: Base, tmp_path: Path) 
     some = Bench(base, tmp_path).start(spec).note
     assert some is not None and "step 4" in some and "goes on from step 2" in some
     damage(bench, spec, 2)
-    none = Bench(base, tmp_path).start(spec).note
-    assert none is not None and "steps 2, 4" in none and "begins again at its first step" in none
+    started = Bench(base, tmp_path).start(spec)
+    assert started.resumed_from == 0
+    assert (
+        started.note is not None and "steps 2, 4" in started.note and "begins again at its first step" in started.note
+    )
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read(base: Base, tmp_path: Path) -> None:

@@ -376,16 +376,6 @@ def test_random_objects_are_rows_or_refused(obj: object) -> None:
         assert error.line == 4
 
 
-def test_a_corpus_survives_its_file(tmp_path: Path) -> None:
-    corpus = random_corpus()
-    corpus.save(tmp_path / "job" / "corpus.safetensors")
-    loaded = Corpus.load(tmp_path / "job" / "corpus.safetensors")
-    for name in ("tokens", "target", "bounds"):
-        np.testing.assert_array_equal(getattr(loaded, name), getattr(corpus, name))
-        assert getattr(loaded, name).dtype == getattr(corpus, name).dtype
-    assert (loaded.rows, loaded.target_tokens) == (corpus.rows, corpus.target_tokens)
-
-
 def test_corrupt_corpora_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "corpus.safetensors"
     with pytest.raises(CheckpointUnreadable):

@@ -88,17 +88,6 @@ def test_loss_and_gradients_are_those_of_the_divergence(base: Base, logits_bytes
         torch.testing.assert_close(gradient, by_name[name], rtol=1e-3, atol=1e-4)
 
 
-def test_an_adapter_has_nothing_to_learn_from_itself(base: Base) -> None:
-    weights = adapter(base, 1, LoraSettings(r=4))
-    rows = pack_rows(CORPUS, range(CORPUS.rows), CPU)
-    optimizer = AdapterOptimizer(weights, base.spec, TrainingSettings(), base.dtype)
-    runner = MicroBatchRunner(base, recompute=True)
-    learned, taught = batch(rows, optimizer.weights()), batch(rows, weights)
-    sums_12 = run_to_end(runner.forward_backward(rows, learned, optimizer.trainable, optimizer.grads, teacher=taught))
-    assert abs(float(sums_12[0, 0])) < 1e-4
-    assert all(float(gradient.abs().max()) < 1e-4 for layer in optimizer.grads for gradient in layer)
-
-
 def converted(bench: Bench) -> Teacher:
     """The teacher, published, and beside it what its conversion to two blocks of rank 1 left of it."""
     base, source = bench.base, bench.folder.adapter(TEACHER)

@@ -82,18 +82,6 @@ def test_fractions_of_epochs(epochs: float | None, steps: int) -> None:
     assert plan([10] * 20, epochs=epochs, batch_tokens=20).total_steps == steps
 
 
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60))
-def test_packing_is_first_fit_in_order(sizes: list[int], limit: int) -> None:
-    bins = pack(sizes, limit)
-    assert sorted(index for one in bins for index in one) == list(range(len(sizes)))
-    for one in bins:
-        assert one == sorted(one)
-        assert sum(sizes[index] for index in one) <= limit or len(one) == 1
-    for early, late in ((a, b) for i, a in enumerate(bins) for b in bins[i + 1 :]):
-        before = sum(sizes[index] for index in early if index < late[0])
-        assert before + sizes[late[0]] > limit, "a sequence skipped a micro-batch that had room"
-
-
 def test_the_engine_bounds_micro_batches() -> None:
     assert all(len(m) == 1 for m in plan([10] * 6, limit=12, steps=1, micro_batch_tokens=40).step(0).micro_batches)
     training = TrainingSettings(max_length=64, micro_batch_tokens=48)

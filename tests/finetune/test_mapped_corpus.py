@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tracemalloc
@@ -15,13 +14,9 @@ from coserve.core.cancellation import Cancellation, Cancelled
 from coserve.core.errors import CheckpointUnreadable
 from coserve.core.training.settings import TrainingSettings
 from coserve.data.corpus.batch_plan import BatchPlan
-from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.mapped import file_digest
-from coserve.data.corpus.tokenize import tokenize_rows
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.corpus.writer import CorpusWriter
-from coserve.data.pretrained.tokenizer import Tokenizer
-from tests.support.corpora import stage
 from tests.support.finetuning import random_corpus, random_pairs
 
 READ = """
@@ -120,28 +115,6 @@ def test_foreign_headers_are_refused(header: bytes, tmp_path: Path) -> None:
     (tmp_path / "corpus").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4 if b"4]" in header else 0))
     with pytest.raises(CheckpointUnreadable):
         Corpus.load(tmp_path / "corpus")
-
-
-def test_a_staged_file_is_the_corpus_of_its_rows(tmp_path: Path) -> None:
-    tokenizer, source, target = Tokenizer.load("bundled"), tmp_path / "rows.jsonl", tmp_path / "staged" / "corpus"
-    lines = [
-        {"prompt": "cat " * n, "completion": " sat"} if n % 2 else {"text": "one two " * (n + 1)} for n in range(50)
-    ]
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    staged = stage(source, target, tokenizer, 40)
-    expected = tokenize_rows(parse_jsonl(source), tokenizer, 40)
-    found = Corpus.load(target)
-    assert all(np.array_equal(getattr(found, name), getattr(expected, name)) for name in ("tokens", "target", "bounds"))
-    assert found.is_valid()
-    assert (staged.rows, staged.token_count, staged.target_tokens, staged.rows_cut) == (
-        50,
-        expected.token_count,
-        expected.target_tokens,
-        expected.rows_cut,
-    )
-    assert np.array_equal(staged.arrays().lengths, expected.lengths)
-    staged.save(tmp_path / "job" / "corpus")
-    assert not target.parent.exists()
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:

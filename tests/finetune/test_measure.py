@@ -182,15 +182,3 @@ def test_a_plan_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert again.pages == pytest.approx(plan.pages, rel=0.01)
     assert load_profile(path, ("another",)) is None
     print(plan.note(16))
-
-
-@pytest.mark.gpu
-def test_recomputing_layers_takes_less_memory() -> None:
-    base = gpu_base()
-    kept, recomputed = (
-        MemoryProfiler(base, CudaMemoryMeter(base.device), conditions(SEGMENTED, recompute=recompute))
-        .micro_batch(8192)
-        .forward
-        for recompute in (False, True)
-    )
-    assert recomputed < 0.7 * kept

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.admission import optimizers
 from coserve.admission.optimizers import SLICE, check_optimizer
 from coserve.admission.shapes import flat_elements, lora_shapes
 from coserve.core.errors import CheckpointUnreadable, InvalidRequest, JobOutOfMemory
@@ -118,13 +117,6 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(optimizer: Optimizer) -> N
         for each in (one, other):
             update(each, found, 0.01)
     assert same(one, other)
-
-
-@pytest.mark.parametrize("optimizer", PAGED)
-def test_the_moments_have_no_rows_on_the_device(optimizer: Optimizer) -> None:
-    one = paged(settings(optimizer))
-    assert [kind.name for kind in one.kept] == ["weights", "best"] and len(one.state) == 2
-    assert one.kinds[1:-1] == optimizers.paged_kinds(optimizer)
 
 
 def trained(root: Path, spec: JobSpec, *, micro_steps: int | None) -> tuple[list[FromEngine], list[bytes]]:

@@ -103,8 +103,12 @@ def test_parts_make_the_corpus_of_one_process(tmp_path: Path, size: int) -> None
     found = Corpus.load(target)
     for name in ("tokens", "target", "bounds"):
         assert np.array_equal(getattr(found, name), getattr(expected, name))
-    assert (staged.rows, staged.rows_cut, staged.target_tokens) == (50, expected.rows_cut, expected.target_tokens)
+    assert found.is_valid() and np.array_equal(staged.arrays().lengths, expected.lengths)
+    for name in ("rows", "token_count", "target_tokens", "rows_cut"):
+        assert getattr(staged, name) == getattr(expected, name), name
     assert sorted(path.name for path in target.parent.iterdir()) == [
         "corpus",
         *(f"corpus.{part}" for part in ("lengths", "splits", "target")),
     ]
+    staged.save(tmp_path / "job" / "corpus")
+    assert not target.parent.exists()

@@ -273,26 +273,6 @@ def test_micro_batches_add_up_to_the_full_batch() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dropout", [None, DropoutSpec(0.3, 11)])
-def test_recomputing_changes_no_bit(dropout: DropoutSpec | None) -> None:
-    base = tiny_base("llama")
-    total, kept = gradients(base, [[0, 1], [2]], dropout=dropout)
-    again, recomputed = gradients(base, [[0, 1], [2]], dropout=dropout, recompute=True)
-    assert total == again
-    assert all(torch.equal(one, other) for one, other in zip(kept, recomputed, strict=True))
-    if dropout is not None:
-        assert gradients(base, [[0, 1], [2]])[0] != total
-
-
-def test_small_micro_steps_of_the_head_change_nothing() -> None:
-    base = tiny_base("gemma2")
-    total, whole = gradients(base, [[0, 1, 2, 3, 4, 5]])
-    parts, split = gradients(base, [[0, 1, 2, 3, 4, 5]], logits_bytes=1)
-    assert total == pytest.approx(parts, abs=1e-4)
-    for one, other in zip(whole, split, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
 def test_a_wide_head_has_micro_steps_as_short_as_those_of_layers() -> None:
     """With 128,256 tokens, 300 targets' logits in fp32 are two micro-steps: one of all took longer than a token may, so
     that training waited beside requests."""
@@ -323,18 +303,6 @@ def test_inference_between_the_micro_steps_changes_nothing() -> None:
     assert all(torch.equal(logits, seen[0]) for logits in seen)
 
 
-def test_micro_steps_are_layers() -> None:
-    base = tiny_base("llama")
-    micro_steps = 0
-
-    def count() -> None:
-        nonlocal micro_steps
-        micro_steps += 1
-
-    gradients(base, [[0]], between=count)
-    assert micro_steps + 1 == len(base.layers) + 1 + len(base.layers)
-
-
 def test_layers_below_the_lowest_target_have_no_backward() -> None:
     base = tiny_base("llama")
     settings = LoraSettings(r=4, alpha=8, targets=("model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"))
@@ -349,15 +317,6 @@ def test_layers_below_the_lowest_target_have_no_backward() -> None:
         _, found = gradients(base, [[0]], settings=settings, between=count, recompute=recompute)
         assert micro_steps + 1 == len(base.layers) + 1 + 1
         assert len(found) == 4 and all(gradient.abs().sum() > 0 for gradient in found)
-
-
-def test_measuring_equals_learning_without_gradients() -> None:
-    base = tiny_base("llama")
-    optimizer, runner = started(base), MicroBatchRunner(base, recompute=False, logits_bytes=1)
-    rows = pack_rows(CORPUS, [0, 2, 4], CPU)
-    measured = run_to_end(runner.evaluate(rows, batch(optimizer, rows)))
-    learned = run_to_end(runner.forward_backward(rows, batch(optimizer, rows), optimizer.trainable, optimizer.grads))
-    assert measured.tolist() == [pytest.approx(learned[0].tolist(), abs=1e-6)]
 
 
 def test_perplexities_are_finite_in_single_precision() -> None:

@@ -160,19 +160,6 @@ def test_a_resumed_job_ends_as_the_uninterrupted_one(base: Base, tmp_path: Path,
     assert same_tensors(saved_tensors(whole), saved_tensors(again))
 
 
-def test_a_killed_job_resumes_from_the_last_checkpoint_on_its_way(base: Base, tmp_path: Path) -> None:
-    whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
-    spec = job_spec(CORPUS, steps=6, checkpoint_steps=2)
-    expected = whole.train(whole.place(CORPUS, spec))
-    cut.start(cut.place(CORPUS, spec))
-    cut.run(spec.id, until=lambda m: isinstance(m, JobProgress) and m.metrics.step == 5)
-    again = Bench(base, tmp_path / "cut")
-    assert again.start(spec).resumed_from == 4
-    after = again.run(spec.id)
-    assert metrics_of(after) == metrics_of(expected)[4:]
-    assert after[-1] == expected[-1]
-
-
 def test_checkpoints_are_few_and_not_repeated(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path, keep_checkpoints=2)
     spec = bench.place(CORPUS, job_spec(CORPUS, steps=8, checkpoint_steps=1))
@@ -224,15 +211,6 @@ def _tensors_of_rank(base: Base, tmp_path: Path, rank: int) -> bytes:
     other.start(other.place(CORPUS, job_spec(CORPUS, r=rank, checkpoint_steps=1)))
     other.run("job-1", until=lambda m: isinstance(m, JobCheckpoint))
     return (other.folder.checkpoint("job-1", 1) / CHECKPOINT_TENSORS).read_bytes()
-
-
-def test_without_a_readable_checkpoint_the_job_starts_over(base: Base, tmp_path: Path) -> None:
-    bench = Bench(base, tmp_path)
-    spec = bench.place(CORPUS, job_spec(CORPUS, checkpoint_steps=2))
-    bench.start(spec)
-    bench.run(spec.id, until=lambda m: isinstance(m, JobCheckpoint))
-    (bench.folder.checkpoint(spec.id, 2) / CHECKPOINT_STATE).unlink()
-    assert Bench(base, tmp_path).start(spec).resumed_from == 0
 
 
 def test_recomputing_gives_the_same_job(base: Base, tmp_path: Path) -> None:
@@ -529,23 +507,6 @@ def test_publishing_again_after_a_crash_replaces_the_files(base: Base, tmp_path:
     assert same_tensors(saved_tensors(again), content)
 
 
-@pytest.mark.slow
-def test_other_micro_batches_learn_the_same(base: Base, tmp_path: Path) -> None:
-    curves = []
-    for size in (12, 24, None):
-        bench = Bench(base, tmp_path / str(size))
-        messages = bench.train(bench.place(CORPUS, job_spec(CORPUS, micro_batch_tokens=size)))
-        curves.append([m.loss for m in metrics_of(messages)])
-    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
-    assert curves[0] == pytest.approx(curves[2], abs=1e-5)
-
-
-def test_gpt2_learns_too(tmp_path: Path) -> None:
-    bench = Bench(tiny_base("gpt2"), tmp_path)
-    metrics = metrics_of(bench.train(bench.place(CORPUS, job_spec(CORPUS, steps=15))))
-    assert metrics[-1].loss < metrics[0].loss
-
-
 def test_seconds_are_those_of_the_slices(base: Base, tmp_path: Path) -> None:
     now = [0.0]
     bench = Bench(base, tmp_path, clock=lambda: now.__setitem__(0, now[0] + 1.0) or now[0])
@@ -556,11 +517,6 @@ def test_seconds_are_those_of_the_slices(base: Base, tmp_path: Path) -> None:
         now[0] += 1000
         messages = bench.advance(spec.id, 1)
     assert 0 < metrics_of(messages)[0].seconds < 100
-
-
-def test_spec_survives_its_wire(base: Base) -> None:
-    spec = job_spec(CORPUS, dropout=0.1)
-    assert msgspec.json.decode(msgspec.json.encode(spec), type=type(spec)) == spec
 
 
 def test_the_size_of_a_jobs_next_batch_is_known_before_it_begins(tmp_path: Path) -> None:
