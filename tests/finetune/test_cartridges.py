@@ -18,13 +18,12 @@ from coserve.finetune.encoder import encode, with_encoder
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_jobs, pack_rows
-from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.files import cartridge, embeddings, load_adapter
 from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.examples import sample
 from tests.support.finetuning import CPU, random_corpus, tiny_base
-from tests.support.lora_backends import GROUPED
+from tests.support.lora_backends import GROUPED, lora_of
 from tests.support.records import make_spec
 from tests.support.tiny_models import VOCAB, tiny_model
 
@@ -48,7 +47,7 @@ def test_losses_and_gradients_are_pefts(family: str) -> None:
     for recompute in (False, True):
         optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(), torch.float32)
         rows = pack_rows(corpus, range(len(corpus.lengths)), CPU)
-        lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), GROUPED)
+        lora = lora_of(optimizer.weights(), rows.tokens)
         runner = MicroBatchRunner(base, recompute=recompute)
         ((loss, _),) = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads)).tolist()
         ((evaluated, _),) = run_to_end(runner.evaluate(rows, lora)).tolist()

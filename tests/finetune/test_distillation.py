@@ -13,46 +13,27 @@ from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.training.jobs import Teacher
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
-from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows, pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.kernels.lora.segments import Segments
 from coserve.lora.files.conversion import ConversionOptions, convert_adapter
 from coserve.lora.files.record import record_adapter
 from coserve.lora.files.tensorfile import digest_file
 from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import Base
-from coserve.model.lora import LoraBatch, LoraWeights
-from tests.support.finetuning import Bench, gradient_sums, job_spec, metrics_of, random_corpus
-from tests.support.lora_backends import GROUPED, SEGMENTED
+from coserve.model.lora import LoraWeights
+from tests.support.finetuning import CPU, Bench, changing_adapter, gradient_sums, job_spec, metrics_of, random_corpus
+from tests.support.lora_backends import GROUPED, SEGMENTED, lora_of
 
 CORPUS = random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
 TEACHER, STUDENT = AdapterRef("teacher", 1), AdapterRef("student", 1)
-CPU = torch.device("cpu")
-
-
-def adapter(base: Base, seed: int, settings: LoraSettings) -> LoraWeights:
-    """One that changes the outputs."""
-    weights = new_adapter(settings, base.spec, seed=seed, dtype=torch.float32, device="cpu")
-    generator = torch.Generator().manual_seed(seed)
-    sites = {
-        site: replace(pair, b_OR=torch.randn(pair.b_OR.shape, generator=generator) * 0.3)
-        for site, pair in weights.sites.items()
-    }
-    return LoraWeights(settings, sites)
-
-
-def batch(rows: PackedRows, weights: LoraWeights, backend: LoraBackend = GROUPED) -> LoraBatch:
-    return LoraBatch(Segments((0, rows.tokens), (0,)), (weights,), backend)
 
 
 def log_probabilities(base: Base, rows: PackedRows, weights: LoraWeights) -> torch.Tensor:
-    logits = base.forward(
-        rows.tokens_T, rows.positions_T, PackedAttention(rows.bounds), lora=batch(rows, weights), keep=rows.keep_K
-    )
+    attention, lora = PackedAttention(rows.bounds), lora_of(weights, rows.tokens)
+    logits = base.forward(rows.tokens_T, rows.positions_T, attention, lora=lora, keep=rows.keep_K)
     return logits.double().log_softmax(-1)
 
 
@@ -61,11 +42,12 @@ def log_probabilities(base: Base, rows: PackedRows, weights: LoraWeights) -> tor
     [(1 << 27, GROUPED), (1, GROUPED), pytest.param(1 << 27, SEGMENTED, marks=pytest.mark.slow)],
 )
 def test_loss_and_gradients_are_those_of_the_divergence(base: Base, logits_bytes: int, backend: LoraBackend) -> None:
-    student, teacher = adapter(base, 1, LoraSettings(r=4, bd_blocks=2)), adapter(base, 2, LoraSettings(r=6))
+    student = changing_adapter(base, LoraSettings(r=4, bd_blocks=2), seed=1, scale=0.3)
+    teacher = changing_adapter(base, LoraSettings(r=6), seed=2, scale=0.3)
     rows = pack_rows(CORPUS, range(CORPUS.rows), CPU)
     optimizer = AdapterOptimizer(student, base.spec, TrainingSettings(), base.dtype)
     runner = MicroBatchRunner(base, recompute=False, logits_bytes=logits_bytes)
-    learned, taught = batch(rows, optimizer.weights(), backend), batch(rows, teacher, backend)
+    learned, taught = (lora_of(each, rows.tokens, backend) for each in (optimizer.weights(), teacher))
     sums_12 = run_to_end(runner.forward_backward(rows, learned, optimizer.trainable, optimizer.grads, teacher=taught))
     evaluated_12 = run_to_end(runner.evaluate(rows, learned, teacher=taught))
 
@@ -92,7 +74,7 @@ def converted(bench: Bench) -> Teacher:
     """The teacher, published, and beside it what its conversion to two blocks of rank 1 left of it."""
     base, source = bench.base, bench.folder.adapter(TEACHER)
     source.mkdir(parents=True)
-    save_adapter(source, adapter(base, 2, LoraSettings(r=4)), base.spec)
+    save_adapter(source, changing_adapter(base, LoraSettings(r=4), seed=2, scale=0.3), base.spec)
     digests = record_adapter(source, TEACHER, base.spec, source="import", created_at=0.0).digests
     target = bench.folder.adapter(STUDENT)
     target.mkdir(parents=True)

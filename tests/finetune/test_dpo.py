@@ -19,20 +19,19 @@ from coserve.admission.recompute_plan import RecomputePlan
 from coserve.core.step_metrics import Rewards
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.training.settings import DpoLoss, TrainingSettings
-from coserve.core.types import AdapterRef, LoraSettings
+from coserve.core.types import AdapterRef
 from coserve.data.corpus.tokenized import Corpus
-from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
 from coserve.finetune.passes.mixing import BatchLimits
-from coserve.kernels.lora.segments import Segments
 from coserve.lora.files.record import record_adapter
 from coserve.lora.store.files import save_adapter
 from coserve.model.base import Base
-from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.lora import LoraWeights
 from tests.support.finetuning import (
     Bench,
+    changing_adapter,
     gradient_sums,
     job_spec,
     metrics_of,
@@ -41,7 +40,7 @@ from tests.support.finetuning import (
     tiny_base,
     train_together,
 )
-from tests.support.lora_backends import GROUPED
+from tests.support.lora_backends import lora_of
 from tests.support.tiny_models import tiny_model
 
 PAIRS = random_pairs()
@@ -49,17 +48,6 @@ BETA = 0.3
 DPO = DpoLoss(type="dpo", beta=BETA)
 START = AdapterRef("start", 1)
 JOB: dict[str, Any] = {"loss": DPO, "steps": 5, "batch_tokens": 40, "micro_batch_tokens": 40, "checkpoint_steps": 2}
-
-
-def adapter(base: Base, seed: int = 3) -> LoraWeights:
-    """One that changes the outputs."""
-    weights = new_adapter(LoraSettings(r=4, alpha=8), base.spec, seed=seed, dtype=torch.float32, device="cpu")
-    generator = torch.Generator().manual_seed(seed)
-    sites = {
-        site: replace(pair, b_OR=torch.randn(pair.b_OR.shape, generator=generator) * 0.1)
-        for site, pair in weights.sites.items()
-    }
-    return LoraWeights(weights.settings, sites)
 
 
 class Reference:
@@ -121,11 +109,11 @@ class Reference:
 )
 def test_loss_rewards_and_gradients_equal_pefts(family: str, logits_bytes: int, recompute: bool) -> None:
     base = tiny_base(family)
-    weights, rows = adapter(base), pack_rows(PAIRS, range(PAIRS.rows), torch.device("cpu"))
+    weights, rows = changing_adapter(base), pack_rows(PAIRS, range(PAIRS.rows), torch.device("cpu"))
     optimizer = AdapterOptimizer(weights, base.spec, TrainingSettings(), base.dtype)
     runner = MicroBatchRunner(base, recompute=recompute, logits_bytes=logits_bytes)
     assert rows.targets > 16, "several chunks of the smallest size"
-    lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), GROUPED)
+    lora = lora_of(optimizer.weights(), rows.tokens)
     found = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, beta=BETA))
     evaluated = run_to_end(runner.evaluate(rows, lora, beta=BETA))
 
@@ -143,8 +131,8 @@ def test_loss_rewards_and_gradients_equal_pefts(family: str, logits_bytes: int, 
 
 def test_the_reference_is_suspended_like_the_rest(base: Base) -> None:
     rows = pack_rows(PAIRS, [0, 1], torch.device("cpu"))
-    optimizer = AdapterOptimizer(adapter(base), base.spec, TrainingSettings(), base.dtype)
-    lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), GROUPED)
+    optimizer = AdapterOptimizer(changing_adapter(base), base.spec, TrainingSettings(), base.dtype)
+    lora = lora_of(optimizer.weights(), rows.tokens)
     runner = MicroBatchRunner(base, recompute=False)
     steps = list(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, beta=BETA))
     assert steps == [
@@ -192,13 +180,13 @@ CONTINUED = JOB | {
 
 def test_the_reference_of_a_job_that_continues_an_adapter_is_that_adapter_as_in_trl(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path, limits=BatchLimits(1000))
-    put_adapter(bench, START, adapter(base))
+    put_adapter(bench, START, changing_adapter(base))
     spec = bench.place(PAIRS, job_spec(PAIRS, **CONTINUED))
     found = metrics_of(bench.train(spec))
     assert found[0].loss == pytest.approx(math.log(2), abs=1e-6)
     assert found[0].rewards == Rewards(chosen=0.0, rejected=0.0, margin=0.0, accuracy=0.0)
 
-    reference = Reference("llama", adapter(base), copy=True)
+    reference = Reference("llama", changing_adapter(base), copy=True)
     parameters = [*reference.parameters.values()]
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
     for step, metrics in enumerate(found):
@@ -217,10 +205,10 @@ def test_the_reference_of_a_job_that_continues_an_adapter_is_that_adapter_as_in_
 
 def test_the_reference_may_be_the_base(base: Base, tmp_path: Path) -> None:
     bench = Bench(base, tmp_path, limits=BatchLimits(1000))
-    put_adapter(bench, START, adapter(base))
+    put_adapter(bench, START, changing_adapter(base))
     loss = DpoLoss(type="dpo", beta=BETA, reference="base")
     (step,) = metrics_of(bench.train(bench.place(PAIRS, job_spec(PAIRS, **(CONTINUED | {"loss": loss, "steps": 1})))))
-    expected, chosen, rejected = Reference("llama", adapter(base)).losses(PAIRS)
+    expected, chosen, rejected = Reference("llama", changing_adapter(base)).losses(PAIRS)
     assert step.rewards is not None
     assert step.loss == pytest.approx(float(expected.detach()) / PAIRS.rows, abs=1e-5)
     found = step.rewards.chosen, step.rewards.rejected
@@ -233,7 +221,7 @@ def test_an_interrupted_job_repeats_every_bit(base: Base, tmp_path: Path, start:
     job |= {"init_from": start, "r": 4, "alpha": 8.0, "learning_rate": 0.01}
     whole = Bench(base, tmp_path / "whole")
     for root in ("whole", "parts"):
-        put_adapter(Bench(base, tmp_path / root), START, adapter(base))
+        put_adapter(Bench(base, tmp_path / root), START, changing_adapter(base))
     expected = metrics_of(whole.train(whole.place(PAIRS, job_spec(PAIRS, **job))))
     assert expected[1].valid_rewards is not None and expected[0].valid_rewards is None
 

@@ -16,13 +16,10 @@ from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_jobs, pack_rows
-from coserve.kernels.lora.segments import Segments
-from coserve.model.lora import LoraBatch
-from tests.support.finetuning import random_corpus, random_pairs, tiny_base
-from tests.support.lora_backends import GROUPED
+from tests.support.finetuning import CPU, random_corpus, random_pairs, tiny_base
+from tests.support.lora_backends import lora_of
 from tests.support.tiny_models import tiny_model
 
-CPU = torch.device("cpu")
 NOISE = EmbeddingNoise(5.0, 11)
 
 
@@ -57,7 +54,7 @@ def test_training_sees_the_noise_and_an_evaluation_does_not() -> None:
     rows = pack_rows(corpus, (0, 3), CPU)
     start = new_adapter(LoraSettings(r=4), base.spec, seed=1, dtype=torch.float32, device="cpu")  # B is 0
     optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(), base.dtype)
-    lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), GROUPED)
+    lora = lora_of(optimizer.weights(), rows.tokens)
     runner = MicroBatchRunner(base, recompute=False)
     noisy = runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads, noises=(NOISE,))
     assert float(run_to_end(noisy)[0, 0]) == pytest.approx(nll(corpus, (0, 3), NOISE), rel=1e-5)
@@ -95,7 +92,7 @@ def test_the_reference_of_a_dpo_loss_has_no_noise() -> None:
     rows = pack_rows(corpus, (0, 1), CPU)
     start = new_adapter(LoraSettings(r=4), base.spec, seed=1, dtype=torch.float32, device="cpu")
     optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(), base.dtype)
-    lora = LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), GROUPED)
+    lora = lora_of(optimizer.weights(), rows.tokens)
     runner = MicroBatchRunner(base, recompute=False)
     for noises, rewarded in (((), False), ((None,), False), ((NOISE,), True)):
         sums = run_to_end(

@@ -15,11 +15,9 @@ from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatch, MicroBatchRunner, run_to_end
 from coserve.finetune.packed_rows import pack_jobs
 from coserve.finetune.sessions.session import Boundary, Event, FinishUpdate, SliceTimer, Training, TrainingSession
-from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
-from coserve.model.lora import LoraBatch
 from tests.support.finetuning import CPU, random_corpus, started
-from tests.support.lora_backends import GROUPED
+from tests.support.lora_backends import lora_of
 
 CORPUS = random_corpus()
 
@@ -49,7 +47,7 @@ def drive(base: Base, training: Training) -> list[str]:
         answer = None
         if isinstance(event, MicroBatch):
             rows = pack_jobs([event.batch], CPU)
-            lora = LoraBatch(Segments((0, rows.tokens), (0,)), (event.weights,), GROUPED)
+            lora = lora_of(event.weights, rows.tokens)
             steps = (
                 runner.forward_backward(rows, lora, event.trainable, event.grads)
                 if event.learns

@@ -20,7 +20,7 @@ from coserve.finetune.lora_tensors import named_tensors
 from coserve.finetune.losses.formulas import perplexity
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.finetune.packed_rows import PackedRows, pack_rows
+from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.grouped import GroupedBackend, GroupedLora
 from coserve.kernels.lora.interface import LoraBackend, PreparedLora
@@ -31,22 +31,13 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.dropout import DropoutSpec
 from coserve.model.forward_context import current
 from coserve.model.fused import FusedBase
-from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.lora import LoraWeights
 from tests.support.examples import sample
 from tests.support.finetuning import CPU, SETTINGS, gradient_sums, random_corpus, started, tiny_base
-from tests.support.lora_backends import GROUPED, SEGMENTED
+from tests.support.lora_backends import GROUPED, SEGMENTED, lora_of
 from tests.support.tiny_models import tiny_model
 
 CORPUS = random_corpus()
-
-
-def batch(
-    optimizer: AdapterOptimizer,
-    rows: PackedRows,
-    dropout: DropoutSpec | None = None,
-    lora_backend: LoraBackend = GROUPED,
-) -> LoraBatch:
-    return LoraBatch(Segments((0, rows.tokens), (0,)), (optimizer.weights(),), lora_backend, dropout)
 
 
 def gradients(
@@ -65,7 +56,7 @@ def gradients(
     for indices in packs:
         rows = pack_rows(CORPUS, indices, CPU)
         micro_steps = runner.forward_backward(
-            rows, batch(optimizer, rows, dropout, lora_backend), optimizer.trainable, optimizer.grads
+            rows, lora_of(optimizer.weights(), rows.tokens, lora_backend, dropout), optimizer.trainable, optimizer.grads
         )
         total += float(run_to_end(micro_steps, between)[0, 0])
     optimizer.divide_grads(1)
@@ -245,9 +236,11 @@ def test_five_optimizer_steps_equal_pefts(learned: tuple[str, float | None]) -> 
         targets = sum(part.targets for part in rows)
         nll = sum(
             float(
-                run_to_end(runner.forward_backward(part, batch(optimizer, part), optimizer.trainable, optimizer.grads))[
-                    0, 0
-                ]
+                run_to_end(
+                    runner.forward_backward(
+                        part, lora_of(optimizer.weights(), part.tokens), optimizer.trainable, optimizer.grads
+                    )
+                )[0, 0]
             )
             for part in rows
         )
@@ -280,7 +273,9 @@ def test_a_wide_head_has_micro_steps_as_short_as_those_of_layers() -> None:
     corpus = random_corpus(lengths=(301,), learned=2.0)
     optimizer, runner = started(base), MicroBatchRunner(base, recompute=False)
     rows = pack_rows(corpus, [0], CPU)
-    kinds = list(runner.forward_backward(rows, batch(optimizer, rows), optimizer.trainable, optimizer.grads))
+    kinds = list(
+        runner.forward_backward(rows, lora_of(optimizer.weights(), rows.tokens), optimizer.trainable, optimizer.grads)
+    )
     assert rows.targets == 300 and kinds.count(MicroStep.HEAD) == 2, kinds
 
 
@@ -288,7 +283,7 @@ def test_inference_between_the_micro_steps_changes_nothing() -> None:
     base = tiny_base("llama")
     other = new_adapter(LoraSettings(r=2, init="orthogonal"), base.spec, seed=1, dtype=torch.float32, device="cpu")
     tokens, positions = torch.arange(10), torch.arange(10)
-    served = LoraBatch(Segments((0, 10), (0,)), (other,), GROUPED)
+    served = lora_of(other, 10)
     seen = []
 
     def infer() -> None:

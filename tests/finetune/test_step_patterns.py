@@ -8,25 +8,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraSettings
-from coserve.finetune.init import new_adapter
 from coserve.finetune.layers.eager import add_gradients
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
-from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
 from coserve.model.base import Base, wrap_base
-from coserve.model.lora import LoraBatch, LoraWeights
 from tests.support.examples import examples
-from tests.support.finetuning import random_corpus
-from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED
+from tests.support.finetuning import CPU, random_corpus, started
+from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED, lora_of
 from tests.support.tiny_models import tiny_model
 
-CPU = torch.device("cpu")
 CORPUS = random_corpus(lengths=(5, 4))
 ROWS = [0, 1]
 LAYERS = 3
@@ -40,22 +34,14 @@ PATTERNS = SITES.filter(any).map(
 
 
 def optimizer_of(targets: tuple[str, ...]) -> AdapterOptimizer:
-    """Of an adapter whose B is not zero, so that A has gradients too."""
-    lora = LoraSettings(r=2, targets=targets)
-    start = new_adapter(lora, BASE.spec, seed=3, dtype=torch.float32, device="cpu")
-    pairs = {site: LoraPair(p.a_RD, torch.full_like(p.b_OR, 0.1), p.scaling) for site, p in start.sites.items()}
-    return AdapterOptimizer(LoraWeights(lora, pairs), BASE.spec, TrainingSettings(), BASE.dtype)
-
-
-def batch(optimizer: AdapterOptimizer, tokens: int, lora_backend: LoraBackend) -> LoraBatch:
-    return LoraBatch(Segments((0, tokens), (0,)), (optimizer.weights(),), lora_backend)
+    return started(BASE, LoraSettings(r=2, targets=targets))
 
 
 def expected(base: Base, targets: tuple[str, ...]) -> tuple[list[float], list[torch.Tensor]]:
     """The summed NLL and how many labels are the likeliest token, and the NLL's gradients, from one graph of the whole
     model."""
     optimizer, rows = optimizer_of(targets), pack_rows(CORPUS, ROWS, CPU)
-    attention, lora = PackedAttention(rows.bounds), batch(optimizer, rows.tokens, REFERENCE)
+    attention, lora = PackedAttention(rows.bounds), lora_of(optimizer.weights(), rows.tokens, REFERENCE)
     logits = base.forward(rows.tokens_T, rows.positions_T, attention, lora=lora, keep=rows.keep_K)
     nll = torch.nn.functional.cross_entropy(logits, rows.labels_K, reduction="sum")
     sums = [float(nll.detach()), float((logits.argmax(-1) == rows.labels_K).sum())]
@@ -70,7 +56,7 @@ def test_any_sites_learn_as_by_one_backward_of_the_whole_model(
     lora_backend: LoraBackend, targets: tuple[str, ...], recompute: bool
 ) -> None:
     optimizer, rows = optimizer_of(targets), pack_rows(CORPUS, ROWS, CPU)
-    lora, runner = batch(optimizer, rows.tokens, lora_backend), RUNNERS[recompute]
+    lora, runner = lora_of(optimizer.weights(), rows.tokens, lora_backend), RUNNERS[recompute]
     sums_12 = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
     sums, gradients = expected(BASE, targets)
     assert sums_12.tolist() == [pytest.approx(sums, rel=1e-4)]
@@ -84,7 +70,7 @@ def test_logits_that_the_heads_backward_reads_are_not_overwritten() -> None:
     model.lm_head.register_forward_hook(lambda module, args, logits: logits.tanh())  # tanh's backward reads its result
     base = wrap_base(model, name="llama")
     optimizer, rows = optimizer_of(targets), pack_rows(CORPUS, ROWS, CPU)
-    runner, lora = MicroBatchRunner(base, recompute=False), batch(optimizer, rows.tokens, GROUPED)
+    runner, lora = MicroBatchRunner(base, recompute=False), lora_of(optimizer.weights(), rows.tokens, GROUPED)
     sums_12 = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads))
     sums, gradients = expected(base, targets)
     assert sums_12.tolist() == [pytest.approx(sums, rel=1e-4)]
@@ -98,7 +84,9 @@ def test_kernels_pass_layers_that_learn_nothing(lora_backend: LoraBackend, recom
     optimizer, rows = optimizer_of(targets), pack_rows(CORPUS, ROWS, CPU)
     runner = RUNNERS[recompute]
     run_to_end(
-        runner.forward_backward(rows, batch(optimizer, rows.tokens, lora_backend), optimizer.trainable, optimizer.grads)
+        runner.forward_backward(
+            rows, lora_of(optimizer.weights(), rows.tokens, lora_backend), optimizer.trainable, optimizer.grads
+        )
     )
     for found, wanted in zip([g for own in optimizer.grads for g in own], expected(BASE, targets)[1], strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)

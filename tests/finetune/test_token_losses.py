@@ -18,11 +18,10 @@ from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows, pack_jobs
 from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.lora.segments import Segments
 from coserve.model.base import Base
-from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.lora import LoraWeights
 from tests.support.finetuning import CPU, gradient_sums, started
-from tests.support.lora_backends import GROUPED
+from tests.support.lora_backends import lora_of
 from tests.support.tiny_models import VOCAB
 
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -102,7 +101,7 @@ def batch_of(candidates: int | None = None) -> Batch:
 
 def log_probs(base: Base, rows: PackedRows, weights: LoraWeights) -> Tensor:
     """Of the labels, as plain autograd computes them, fp64."""
-    lora = LoraBatch(Segments((0, rows.tokens), (0,)), (weights,), GROUPED)
+    lora = lora_of(weights, rows.tokens)
     attention = PackedAttention(rows.bounds)
     logits = base.forward(rows.tokens_T, rows.positions_T, attention, lora=lora, keep=rows.keep_K)
     return logits.double().log_softmax(-1).gather(1, rows.labels_K.view(rows.targets, -1)).view_as(rows.labels_K)
@@ -115,7 +114,7 @@ class Found:
         Loss(tokens=loss).check(batch, VOCAB)
         self.rows, self.optimizer = pack_jobs([batch], CPU), started(base, LoraSettings(r=4, alpha=8))
         runner = MicroBatchRunner(base, recompute=False, logits_bytes=1)  # several chunks
-        lora = LoraBatch(Segments((0, self.rows.tokens), (0,)), (self.optimizer.weights(),), GROUPED)
+        lora = lora_of(self.optimizer.weights(), self.rows.tokens)
         optimizer = self.optimizer
         steps = runner.forward_backward(self.rows, lora, optimizer.trainable, optimizer.grads, tokens=loss)
         (found,) = run_to_end(steps)

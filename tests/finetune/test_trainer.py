@@ -22,27 +22,19 @@ from coserve.core.types import AdapterRef, LoraSettings
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.optimizer import AdapterOptimizer
-from coserve.kernels.attention.packed import PackedAttention
-from coserve.kernels.lora.segments import Segments
 from coserve.lora.files.peft import inspect_adapter
 from coserve.lora.store.files import load_adapter
 from coserve.model.base import Base
-from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.lora import LoraWeights
 from coserve.state.failpoints import armed
 from tests.support.examples import by_day
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus, tiny_base
-from tests.support.lora_backends import GROUPED
-from tests.support.lora_reference import alone, packed
+from tests.support.lora_reference import adapted, alone
 from tests.support.tiny_models import tiny_model
 
 CORPUS = random_corpus()
 REF = AdapterRef("learned", 1)
-
-
-def logits(base: Base, weights: LoraWeights) -> torch.Tensor:
-    batch = LoraBatch(Segments((0, 6), (0,)), (weights,), GROUPED)
-    with torch.no_grad():
-        return base.forward(torch.arange(6), torch.arange(6), PackedAttention((0, 6)), lora=batch, keep=None)
+TOKENS = torch.arange(6)
 
 
 def saved_tensors(bench: Bench) -> dict[str, torch.Tensor]:
@@ -71,7 +63,7 @@ def test_a_job_learns_and_publishes(base: Base, tmp_path: Path) -> None:
     assert bench.store.resident() == (REF,)
     served = bench.store.acquire(REF)
     saved = load_adapter(bench.folder.adapter(REF), base.spec, device="cpu", dtype=torch.float32)
-    assert torch.equal(logits(base, served), logits(base, saved))
+    assert torch.equal(adapted(base, served, TOKENS), adapted(base, saved, TOKENS))
     assert all(not pair.a_RD.requires_grad for pair in served.sites.values())
 
 
@@ -230,9 +222,9 @@ def test_continuing_an_adapter_starts_from_its_files(base: Base, tmp_path: Path)
     onward = bench.place(CORPUS, job_spec(CORPUS, "job-2", version=2, init_from=REF, learning_rate=1e-9, steps=1))
     bench.train(onward)
     one, two = (bench.store.acquire(AdapterRef("learned", version)) for version in (1, 2))
-    torch.testing.assert_close(logits(base, one), logits(base, two))
+    torch.testing.assert_close(adapted(base, one, TOKENS), adapted(base, two, TOKENS))
     fresh = new_adapter(LoraSettings(r=4), base.spec, seed=7, dtype=torch.float32, device="cpu")
-    assert (logits(base, fresh) - logits(base, two)).abs().max() > 0.1
+    assert (adapted(base, fresh, TOKENS) - adapted(base, two, TOKENS)).abs().max() > 0.1
 
 
 def test_a_dora_job_publishes_what_peft_computes(base: Base, tmp_path: Path) -> None:
@@ -245,8 +237,7 @@ def test_a_dora_job_publishes_what_peft_computes(base: Base, tmp_path: Path) -> 
     tokens_T = torch.arange(3, 15)
     for version in (1, 2):
         served = bench.store.acquire(AdapterRef("learned", version))
-        batch = LoraBatch(Segments((0, 12), (0,)), (served,), GROUPED)
-        torch.testing.assert_close(packed(base, [tokens_T], batch)[0], alone(model, tokens_T), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(adapted(base, served, tokens_T), alone(model, tokens_T), rtol=1e-4, atol=1e-4)
     learned = load_adapter(bench.folder.adapter(REF), base.spec, device="cpu", dtype=torch.float32)
     first = base.begun(new_adapter(learned.settings, base.spec, seed=0, dtype=torch.float32, device="cpu"))
     for site, pair in learned.sites.items():
@@ -262,7 +253,7 @@ def test_continuing_keeps_the_blocks(base: Base, tmp_path: Path) -> None:
         onward = bench.place(CORPUS, msgspec.structs.replace(spec, lora=lora))
         bench.train(onward)
         one, two = (bench.store.acquire(AdapterRef("learned", version)) for version in (1, 2))
-        torch.testing.assert_close(logits(base, one), logits(base, two))
+        torch.testing.assert_close(adapted(base, one, TOKENS), adapted(base, two, TOKENS))
         for site, pair in two.sites.items():
             assert max(pair.a_blocks, pair.b_blocks) == 2 and pair.a_RD.shape == one.sites[site].a_RD.shape
         saved = json.loads((bench.folder.adapter(AdapterRef("learned", 2)) / "adapter_config.json").read_text())
@@ -389,7 +380,7 @@ def test_early_stopping_publishes_the_best_weights(base: Base, tmp_path: Path) -
     best = _best_step(metrics_of(bench.train(long)))
     short.train(short.place(CORPUS, job_spec(CORPUS, **(changes | {"steps": best}), **constant)))
     stopped = bench.store.acquire(AdapterRef("learned", 2))
-    assert torch.equal(logits(base, stopped), logits(base, short.store.acquire(REF)))
+    assert torch.equal(adapted(base, stopped, TOKENS), adapted(base, short.store.acquire(REF), TOKENS))
 
 
 def _best_step(metrics) -> int:

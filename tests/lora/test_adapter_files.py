@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,25 +17,19 @@ from transformers import Trainer, TrainingArguments
 from coserve.core.errors import BaseMismatch, CorruptAdapter
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.finetune.init import new_adapter
-from coserve.kernels.lora.segments import Segments
-from coserve.kernels.lora.types import LoraPair
 from coserve.lora.files.peft import inspect_adapter
 from coserve.lora.files.record import record_adapter
 from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import Base, wrap_base
-from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.lora import LoraWeights
 from coserve.state.registry.records import AdapterRecord
 from tests.support.examples import examples, sample
-from tests.support.lora_backends import GROUPED
-from tests.support.lora_reference import alone, packed, save_peft, tokens_of
+from tests.support.finetuning import changing_adapter
+from tests.support.lora_reference import adapted, alone, packed, save_peft, tokens_of
+from tests.support.sized_adapters import same_adapter
 from tests.support.tiny_models import tiny_model
 
-TOKENS = 11
-
-
-def _logits(base: Base, weights: LoraWeights) -> torch.Tensor:
-    batch = LoraBatch(Segments((0, TOKENS), (0,)), (base.served(weights),), GROUPED)
-    return packed(base, [tokens_of(TOKENS)], batch)[0]
+TOKENS = tokens_of(11)
 
 
 def _load(base: Base, folder: Path) -> LoraWeights:
@@ -166,9 +159,9 @@ def test_a_peft_adapter_gives_pefts_logits(case: str, tmp_path: Path) -> None:
     family, settings = CASES[case]
     peft_model = save_peft(tiny_model(family), tmp_path, **settings)
     base = wrap_base(tiny_model(family), name="tiny")
-    want = alone(peft_model, tokens_of(TOKENS))
-    torch.testing.assert_close(_logits(base, _load(base, tmp_path)), want, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(want, packed(base, [tokens_of(TOKENS)])[0], atol=1e-3)
+    want = alone(peft_model, TOKENS)
+    torch.testing.assert_close(adapted(base, _load(base, tmp_path), TOKENS), want, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(want, packed(base, [TOKENS])[0], atol=1e-3)
 
 
 _SITE_PATTERNS = st.sampled_from(
@@ -206,12 +199,7 @@ def test_a_registered_adapter_is_loaded_without_matching_a_pattern(
         _load(base, tmp_path)
     known = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32, digests=record.digests)
     assert known.settings == matched.settings
-    assert list(known.sites) == list(matched.sites)
-    for site, pair in known.sites.items():
-        assert torch.equal(pair.a_RD, matched.sites[site].a_RD)
-        assert torch.equal(pair.b_OR, matched.sites[site].b_OR)
-        assert pair.scaling == matched.sites[site].scaling
-        assert _blocks(pair) == _blocks(matched.sites[site])
+    assert same_adapter(known, matched)
 
 
 def test_alphas_of_other_modules_are_refused(saved: tuple[Base, Path]) -> None:
@@ -236,8 +224,8 @@ def test_random_patterns_give_pefts_logits(ranks: dict[str, int], alphas: dict[s
         peft_model = save_peft(
             model, Path(folder), r=4, target_modules=r".*\.(?:q|v|up|down)_proj", use_rslora=rslora, **patterns
         )
-        got = _logits(base, _load(base, Path(folder)))
-    torch.testing.assert_close(got, alone(peft_model, tokens_of(TOKENS)), rtol=1e-4, atol=1e-4)
+        got = adapted(base, _load(base, Path(folder)), TOKENS)
+    torch.testing.assert_close(got, alone(peft_model, TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def test_a_trainers_checkpoint_is_an_adapter(tmp_path: Path) -> None:
@@ -250,8 +238,8 @@ def test_a_trainers_checkpoint_is_an_adapter(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-2"
     assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"} <= {p.name for p in folder.iterdir()}
     base = wrap_base(tiny_model("llama"), name="tiny")
-    got = _logits(base, _load(base, folder))
-    torch.testing.assert_close(got, alone(model.eval(), tokens_of(TOKENS)), rtol=1e-4, atol=1e-4)
+    got = adapted(base, _load(base, folder), TOKENS)
+    torch.testing.assert_close(got, alone(model.eval(), TOKENS), rtol=1e-4, atol=1e-4)
     with pytest.raises(CorruptAdapter, match="such as checkpoint-2"):
         _load(base, tmp_path)
 
@@ -267,13 +255,11 @@ def test_what_coserve_saves_peft_loads(case: str, tmp_path: Path) -> None:
     save_adapter(tmp_path / "out", weights, base.spec)
     # It warns of missing or unexpected tensors and unknown keys: an error here.
     peft_model = PeftModel.from_pretrained(tiny_model(family), str(tmp_path / "out")).eval()
-    want = alone(peft_model, tokens_of(TOKENS))
-    torch.testing.assert_close(_logits(base, weights), want, rtol=1e-4, atol=1e-4)
+    want = alone(peft_model, TOKENS)
+    torch.testing.assert_close(adapted(base, weights, TOKENS), want, rtol=1e-4, atol=1e-4)
     again = _load(base, tmp_path / "out")
-    assert torch.equal(_logits(base, again), _logits(base, weights))
-    for site, pair in weights.sites.items():
-        assert _blocks(again.sites[site]) == _blocks(pair)
-        assert again.sites[site].a_RD.shape == pair.a_RD.shape
+    assert torch.equal(adapted(base, again, TOKENS), adapted(base, weights, TOKENS))
+    assert same_adapter(again, weights)
 
 
 @pytest.mark.parametrize(("hub_name", "asked"), [(None, []), ("owner/base", ["owner/base"])])
@@ -314,15 +300,10 @@ def test_peft_looks_up_a_base_on_the_hub_only_if_it_comes_from_there(
 )
 def test_a_new_adapter_survives_its_files(settings: LoraSettings, tmp_path: Path) -> None:
     base = wrap_base(tiny_model("llama"), name="tiny")
-    weights = _random(new_adapter(settings, base.spec, seed=1, dtype=torch.float32, device="cpu"))
+    weights = changing_adapter(base, settings, scale=1.0)
     save_adapter(tmp_path, weights, base.spec)
     again = _load(base, tmp_path)
-    assert list(again.sites) == list(weights.sites)
-    for site, pair in weights.sites.items():
-        assert torch.equal(again.sites[site].a_RD, pair.a_RD)
-        assert torch.equal(again.sites[site].b_OR, pair.b_OR)
-        assert again.sites[site].scaling == pair.scaling
-        assert _blocks(again.sites[site]) == _blocks(pair)
+    assert same_adapter(again, weights)
     info = inspect_adapter(tmp_path, base.spec)
     assert info.rank == max(pair.rank for pair in weights.sites.values())
     assert info.alpha == (2 * settings.r if settings.alpha is None else settings.alpha)
@@ -331,34 +312,14 @@ def test_a_new_adapter_survives_its_files(settings: LoraSettings, tmp_path: Path
         site: (pair.rank, pair.scaling) for site, pair in weights.sites.items()
     }
     peft_model = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path)).eval()
-    torch.testing.assert_close(_logits(base, weights), alone(peft_model, tokens_of(TOKENS)), rtol=1e-4, atol=1e-4)
-
-
-def _blocks(pair: LoraPair) -> tuple[int, int]:
-    return pair.a_blocks, pair.b_blocks
-
-
-def _random(weights: LoraWeights) -> LoraWeights:
-    generator = torch.Generator().manual_seed(5)
-    pairs = {
-        site: replace(pair, b_OR=torch.randn(pair.b_OR.shape, generator=generator))
-        for site, pair in weights.sites.items()
-    }
-    return LoraWeights(weights.settings, pairs)
+    torch.testing.assert_close(adapted(base, weights, TOKENS), alone(peft_model, TOKENS), rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Base, Path]:
     base = wrap_base(tiny_model("llama"), name="tiny")
-    weights = new_adapter(LoraSettings(r=2), base.spec, seed=0, dtype=torch.float32, device="cpu")
-    save_adapter(tmp_path, _random(weights), base.spec)
+    save_adapter(tmp_path, changing_adapter(base, LoraSettings(r=2)), base.spec)
     return base, tmp_path
-
-
-def test_an_adapter_is_kept_in_the_bases_type(saved: tuple[Base, Path]) -> None:
-    base, folder = saved
-    weights = load_adapter(folder, base.spec, device="cpu", dtype=torch.bfloat16)
-    assert {pair.a_RD.dtype for pair in weights.sites.values()} == {torch.bfloat16}
 
 
 def test_an_adapter_of_another_base_is_refused(saved: tuple[Base, Path]) -> None:
@@ -372,32 +333,3 @@ def test_the_name_of_the_base_is_only_a_hint(saved: tuple[Base, Path]) -> None:
     base, folder = saved
     renamed = msgspec.structs.replace(base.spec, name="another-name")
     assert load_adapter(folder, renamed, device="cpu", dtype=torch.float32).sites
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6], ids=["nan", "inf", "beyond float16"])
-def test_weights_that_are_not_finite_are_refused(value: float, tmp_path: Path) -> None:
-    base = wrap_base(tiny_model("llama"), name="tiny")
-    weights = new_adapter(LoraSettings(r=2), base.spec, seed=0, dtype=torch.float32, device="cpu")
-    next(iter(weights.sites.values())).b_OR[0, 0] = value
-    save_adapter(tmp_path, weights, base.spec)
-    with pytest.raises(CorruptAdapter, match="finite"):
-        load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float16)
-
-
-def test_the_config_has_only_keys_that_peft_knows(saved: tuple[Base, Path]) -> None:
-    from peft import LoraConfig
-
-    config = json.loads((saved[1] / "adapter_config.json").read_text())
-    assert set(config) <= set(LoraConfig().to_dict())
-
-
-def test_equal_adapters_have_equal_bytes(tmp_path: Path) -> None:
-    base = wrap_base(tiny_model("llama"), name="tiny")
-    weights = new_adapter(LoraSettings(r=2), base.spec, seed=0, dtype=torch.float32, device=base.device)
-    contents = set()
-    for attempt in range(8):  # two metadata keys in random order would agree in one run of 128
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        save_adapter(folder, weights, base.spec)
-        contents.add((folder / "adapter_model.safetensors").read_bytes())
-    assert len(contents) == 1

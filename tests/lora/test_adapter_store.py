@@ -93,17 +93,6 @@ async def test_a_copy_that_was_read_elsewhere_goes_when_the_read_fails_here(wait
     assert set(mirror.gone) == {REFS[0]}
 
 
-def test_a_published_adapter_is_never_read() -> None:
-    disk = Disk()
-    store = AdapterStore(disk, room_for(2))
-    weights = sized()
-    store.publish(REFS[0], weights)
-    assert store.acquire(REFS[0]) is weights
-    assert disk.reads == []
-    with pytest.raises(AdapterBusy):
-        store.publish(REFS[0], sized())
-
-
 def test_a_temporary_adapter_stays_until_it_is_dropped_and_counts() -> None:
     """It has no files to be read again from."""
     disk, snapshot = Disk(*REFS), AdapterRef("job-1:snapshot", 1)
@@ -124,20 +113,6 @@ def test_a_temporary_adapter_stays_until_it_is_dropped_and_counts() -> None:
         store.release(ref)
     assert store.resident() == tuple(REFS[:2])
     assert snapshot not in disk.reads
-
-
-def test_a_deleted_adapter_leaves_with_its_last_holder() -> None:
-    disk = Disk(REFS[0])
-    store = AdapterStore(disk, room_for(2))
-    store.acquire(REFS[0])
-    store.drop(REFS[0])
-    disk.files.clear()
-    assert store.resident() == ()
-    with pytest.raises(AdapterNotFound):
-        store.acquire(REFS[0])
-    store.release(REFS[0])
-    with pytest.raises(AdapterNotFound):
-        store.acquire(REFS[0])
 
 
 def test_an_unknown_adapter_costs_nobody_a_place_for_good() -> None:

@@ -12,15 +12,13 @@ from peft import BdLoraConfig, PeftModel
 from coserve.core.errors import CorruptAdapter, InvalidRequest
 from coserve.core.schemas.adapters import ConversionReport
 from coserve.core.types import AdapterRef
-from coserve.kernels.lora.segments import Segments
 from coserve.lora.files.conversion import THREADS, ConversionOptions, convert_adapter
 from coserve.lora.files.record import record_adapter
 from coserve.lora.store.files import load_adapter
 from coserve.model.base import Base, wrap_base
-from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.lora import LoraWeights
 from tests.support.examples import by_day
-from tests.support.lora_backends import GROUPED
-from tests.support.lora_reference import alone, packed, save_peft, tokens_of
+from tests.support.lora_reference import adapted, alone, save_peft, tokens_of
 from tests.support.tiny_models import tiny_model
 
 TOKENS = tokens_of(11)
@@ -104,8 +102,8 @@ def test_without_an_error_the_logits_are_the_same_here_and_in_peft(base: Base, t
     ranks = {site.rsplit(".", 1)[-1]: pair.rank for site, pair in load(base, tmp_path / "out").sites.items()}
     assert (ranks["up_proj"], ranks["q_proj"]) == (5 * blocks, 3 * blocks), "no site has more than it can use"
     want = alone(model, TOKENS)
-    batch = LoraBatch(Segments((0, len(TOKENS)), (0,)), (load(base, tmp_path / "out"),), GROUPED)
-    torch.testing.assert_close(packed(base, [TOKENS], batch)[0], want, rtol=1e-4, atol=1e-4)
+    found = adapted(base, load(base, tmp_path / "out"), TOKENS)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
     again = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path / "out")).eval()
     torch.testing.assert_close(alone(again, TOKENS), want, rtol=1e-4, atol=1e-4)
 

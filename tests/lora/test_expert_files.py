@@ -20,6 +20,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraWeights
 from tests.support.families import tiny_family
 from tests.support.lora_reference import alone, save_peft, tokens_of
+from tests.support.sized_adapters import same_adapter
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -43,15 +44,6 @@ def write(folder: Path, tensors: dict[str, Tensor], **config: object) -> Path:
     return folder
 
 
-def same(one: LoraWeights, other: LoraWeights) -> bool:
-    return one.sites.keys() == other.sites.keys() and all(
-        pair.scaling == other.sites[site].scaling
-        and torch.equal(pair.a_RD, other.sites[site].a_RD)
-        and torch.equal(pair.b_OR, other.sites[site].b_OR)
-        for site, pair in one.sites.items()
-    )
-
-
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 @pytest.mark.filterwarnings("ignore")
 def test_what_peft_wrote_is_written_again_and_peft_loads_it(family: str, tmp_path: Path) -> None:
@@ -72,7 +64,7 @@ def test_what_peft_wrote_is_written_again_and_peft_loads_it(family: str, tmp_pat
     assert weights.sites["model.layers.0.mlp.experts.down_proj"].experts == 4
     save_adapter(ours, weights, base_of(family).spec)
     again = load(ours, family)
-    assert again.settings == weights.settings and same(again, weights)
+    assert again.settings == weights.settings and same_adapter(again, weights)
     reloaded = PeftModel.from_pretrained(tiny_family(family), str(ours)).eval()
     torch.testing.assert_close(alone(reloaded, tokens_of(11)), alone(peft, tokens_of(11)), atol=1e-4, rtol=1e-4)
     info = inspect_adapter(ours, base_of(family).spec)
@@ -90,7 +82,7 @@ def test_sides_that_peft_swapped_before_0_19_are_told_by_their_shapes(tmp_path: 
         tensors[name] = b_ORE.permute(2, 1, 0).flatten(0, 1).contiguous()
         tensors[other] = a_ERD.permute(2, 1, 0).flatten(1).contiguous()
     save_file(tensors, tmp_path / "new" / WEIGHTS)
-    assert same(load(tmp_path / "new", "mixtral"), weights)
+    assert same_adapter(load(tmp_path / "new", "mixtral"), weights)
     one = next(name for name in tensors if "base_layer.lora_A" in name)
     swapped = {name: own.flip(0) if name == one else own for name, own in tensors.items()}
     swapped[one] = torch.zeros(4 * RANK, 7)
@@ -105,7 +97,7 @@ def test_a_square_parameter_needs_the_version_of_its_writer(tmp_path: Path) -> N
     config = json.loads((tmp_path / CONFIG).read_text())
     straight = load(tmp_path, "qwen3_moe")
     (tmp_path / CONFIG).write_text(json.dumps(config | {"peft_version": "0.18.1"}))
-    assert not same(load(tmp_path, "qwen3_moe"), straight)
+    assert not same_adapter(load(tmp_path, "qwen3_moe"), straight)
     (tmp_path / CONFIG).write_text(json.dumps(config | {"peft_version": None}))
     with pytest.raises(UnsupportedAdapter, match="peft_version") as refused:
         load(tmp_path, "qwen3_moe")

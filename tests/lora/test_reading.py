@@ -22,8 +22,8 @@ from coserve.kernels.lora.types import VECTOR
 from coserve.lora.files.finite import all_finite
 from coserve.lora.store.files import load_adapter, load_packed, save_adapter
 from coserve.lora.store.packing import PackedSites, packed
-from coserve.model.lora import LoraWeights
 from tests.support.finetuning import tiny_base
+from tests.support.sized_adapters import same_adapter
 
 SPEC = tiny_base("llama").spec
 KINDS = {
@@ -56,16 +56,6 @@ def digests(folder: Path) -> AdapterDigests:
     return AdapterDigests(weights=hashlib.sha256((folder / ADAPTER_WEIGHTS).read_bytes()).hexdigest())
 
 
-def same(one: LoraWeights, other: LoraWeights) -> bool:
-    return list(one.sites) == list(other.sites) and all(
-        torch.equal(pair.a_RD, other.sites[name].a_RD)
-        and torch.equal(pair.b_OR, other.sites[name].b_OR)
-        and (pair.scaling, pair.a_blocks, pair.b_blocks)
-        == (other.sites[name].scaling, other.sites[name].a_blocks, other.sites[name].b_blocks)
-        for name, pair in one.sites.items()
-    )
-
-
 @pytest.mark.parametrize("in_file", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("changes", [{"r": VECTOR}, {"r": 3}, {"r": 4, "bd_blocks": 2}])
@@ -81,7 +71,7 @@ def test_an_adapter_is_what_its_file_has(
         assert torch.equal(pair.b_OR, tensors[f"{PREFIX}{name}.lora_B.weight"].to(dtype))
     lain = load_packed(tmp_path, SPEC, dtype=dtype, digests=digests(tmp_path))
     expected = packed(found, for_kernels=True)
-    assert same(lain, expected)
+    assert same_adapter(lain, expected)
     assert isinstance(lain.sites, PackedSites) and isinstance(expected.sites, PackedSites)
     assert lain.sites.layout.places == expected.sites.layout.places and lain.sites.layout.for_kernels
     if changes["r"] == 3:
@@ -91,7 +81,7 @@ def test_an_adapter_is_what_its_file_has(
     assert packed(lain, for_kernels=True) is lain, "not copied again"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3.4e38])
 @pytest.mark.parametrize("in_file", [torch.float32, torch.bfloat16])
 def test_the_first_site_that_is_not_finite_is_named(tmp_path: Path, value: float, in_file: torch.dtype) -> None:
     tensors = save(tmp_path, in_file, r=VECTOR)

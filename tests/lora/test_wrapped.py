@@ -17,19 +17,16 @@ from coserve.cli import common
 from coserve.cli.app import app
 from coserve.core.errors import UnsupportedAdapter
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from coserve.kernels.lora.segments import Segments
 from coserve.lora.files.cartridge import EMBEDDINGS
 from coserve.lora.files.wrapped import rename_decoder
 from coserve.lora.store.files import load_adapter, save_adapter
-from coserve.model.base import Base, wrap_base
-from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.base import wrap_base
 from tests.support.families import tiny_family
-from tests.support.lora_backends import GROUPED
-from tests.support.lora_reference import alone, packed, save_peft, tokens_of
+from tests.support.lora_reference import adapted, alone, save_peft, tokens_of
 
 TEXT, WRAPPER = "ministral3", "mistral3"
 NAMES = {TEXT: "model.", WRAPPER: "model.language_model."}
-TOKENS = 11
+TOKENS = tokens_of(11)
 SETTINGS = {
     "r": 3,
     "target_modules": r".*layers\.\d+\.(self_attn\.[qv]_proj|mlp\.down_proj)",
@@ -51,12 +48,7 @@ def _saved(family: str, folder: Path) -> torch.Tensor:
     """Save an adapter of the family by PEFT; return its logits by PEFT."""
     one = NAMES[family].replace(".", r"\.") + r"layers\.1\.mlp\.down_proj"
     own = {"rank_pattern": {f"^{one}$": 5}, "alpha_pattern": {f"^{one}$": 7}}
-    return alone(save_peft(_model(family), folder, **SETTINGS, **own), tokens_of(TOKENS))
-
-
-def _logits(base: Base, weights: LoraWeights) -> torch.Tensor:
-    batch = LoraBatch(Segments((0, TOKENS), (0,)), (weights,), GROUPED)
-    return packed(base, [tokens_of(TOKENS)], batch)[0]
+    return alone(save_peft(_model(family), folder, **SETTINGS, **own), TOKENS)
 
 
 def _rename(folder: Path, old: str, new: str) -> None:
@@ -71,7 +63,7 @@ def test_an_adapter_fits_the_other_model(trained: str, served: str, tmp_path: Pa
     base = wrap_base(_model(served), name="tiny")
     weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
     assert {pair.a_RD.shape[0] for pair in weights.sites.values()} == {3, 5}
-    torch.testing.assert_close(_logits(base, weights), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(adapted(base, weights, TOKENS), expected, rtol=1e-4, atol=1e-4)
     again = tmp_path / "again"
     again.mkdir()
     save_adapter(again, weights, base.spec)
@@ -109,7 +101,7 @@ def test_files_for_peft_on_the_other_model(
     one = rf"{decoder}layers\.1\.mlp\."
     own = {"rank_pattern": {rf"^{one}\w+$": 5}, "alpha_pattern": {rf"^{one}\w+$": 7}}
     trained_model = save_peft(_model(trained), tmp_path / "peft", r=3, target_modules=targets, **own)
-    expected = alone(trained_model, tokens_of(TOKENS))
+    expected = alone(trained_model, TOKENS)
     weights = load_adapter(tmp_path / "peft", base.spec, device="cpu", dtype=torch.float32)
 
     def download(name: str, folder: Path) -> Path:
@@ -126,7 +118,7 @@ def test_files_for_peft_on_the_other_model(
     recwarn.clear()
     loaded = PeftModel.from_pretrained(_model(served), str(tmp_path / "ours")).eval()
     assert not [str(one.message) for one in recwarn if "adapter keys" in str(one.message)]
-    torch.testing.assert_close(alone(loaded, tokens_of(TOKENS)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(alone(loaded, TOKENS), expected, rtol=1e-4, atol=1e-4)
     again = load_adapter(tmp_path / "ours", base.spec, device="cpu", dtype=torch.float32)
     assert again.sites.keys() == weights.sites.keys()
 
@@ -147,14 +139,14 @@ def test_renamed_files_keep_what_they_adapt(
     """Imported adapters are kept as they came: PEFT refuses chosen layers beside a regular expression, and finds
     neither a module nor a parameter by its whole name in another model."""
     trained = save_peft(_model(TEXT), tmp_path, r=3, target_modules=["q_proj"], **chosen)
-    expected = alone(trained, tokens_of(TOKENS))
+    expected = alone(trained, TOKENS)
     rename_decoder(tmp_path, "model.language_model")
     recwarn.clear()
     loaded = PeftModel.from_pretrained(_model(WRAPPER), str(tmp_path)).eval()
     names = [name for name, _ in loaded.named_parameters() if ".lora_A." in name]
     assert len(names) == len([name for name, _ in trained.named_parameters() if ".lora_A." in name])
     assert not [str(one.message) for one in recwarn if "adapter keys" in str(one.message)]
-    torch.testing.assert_close(alone(loaded, tokens_of(TOKENS)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(alone(loaded, TOKENS), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_cartridge_names_no_modules(tmp_path: Path) -> None:
@@ -168,11 +160,11 @@ def test_a_cartridge_names_no_modules(tmp_path: Path) -> None:
 
 def test_names_of_earlier_versions_of_transformers(tmp_path: Path) -> None:
     settings = SETTINGS | {"target_modules": r".*language_model.*\.(q_proj|down_proj)"}
-    expected = alone(save_peft(_model(WRAPPER), tmp_path, **settings), tokens_of(TOKENS))
+    expected = alone(save_peft(_model(WRAPPER), tmp_path, **settings), TOKENS)
     _rename(tmp_path, "model.language_model.", "language_model.model.")
     base = wrap_base(_model(WRAPPER), name="tiny")
     weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
-    torch.testing.assert_close(_logits(base, weights), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(adapted(base, weights, TOKENS), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapter_of_the_vision_tower_is_refused_by_name(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from coserve.lora.store.pages import Activated, AdapterPages
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
 from tests.support.examples import examples
+from tests.support.sized_adapters import same_adapter
 
 PAGE = 2 * ALIGNMENT
 CPU = torch.device("cpu")
@@ -41,22 +42,13 @@ def pages_in(buffer: PageBuffer) -> AdapterPages:
     return AdapterPages(buffer, lambda entry: None)
 
 
-def same(a: LoraWeights, b: LoraWeights) -> bool:
-    return list(a.sites) == list(b.sites) and all(
-        torch.equal(a.sites[name].a_RD, b.sites[name].a_RD)
-        and torch.equal(a.sites[name].b_OR, b.sites[name].b_OR)
-        and a.sites[name].scaling == b.sites[name].scaling
-        for name in a.sites
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrices_in_pages_are_contiguous_and_begin_at_a_line(dtype: torch.dtype) -> None:
     buffer, source = PageBuffer(20, PAGE, CPU), adapter(0, 3, dtype=dtype)
     pages, own = pages_in(buffer), entry(0, source)
     activated = pages.activate(own)
     assert activated is not None
-    assert same(activated.weights, source)
+    assert same_adapter(activated.weights, source)
     assert buffer.pool.used == pages.pages(own) == -(-packed_bytes(source) // PAGE)
     for pair in activated.weights.sites.values():
         assert pair.a_RD.is_contiguous()
@@ -72,13 +64,13 @@ def test_a_packed_adapter_goes_over_part_by_part(cut: int) -> None:
     packed_too = packed(source, for_kernels=True)
     assert isinstance(packed_too.sites, PackedSites)
     whole = LoraWeights(source.settings, PartedSites(packed_too.sites.memory_N.split(cut), packed_too.sites.layout))
-    assert same(whole, source) and same(packed_too, source)
+    assert same_adapter(whole, source) and same_adapter(packed_too, source)
     for pair in whole.sites.values():
         assert pair.b_OR.stride() == (VECTOR, 1)
         assert not pair.b_OR.as_strided((7, VECTOR), (VECTOR, 1))[:, 3:].any(), "rows are padded with zeros"
     activated = pages_in(PageBuffer(40, PAGE, CPU)).activate(entry(0, whole))
     assert activated is not None
-    assert same(activated.weights, source)
+    assert same_adapter(activated.weights, source)
 
 
 @pytest.mark.parametrize("rank", [3, 8])
@@ -131,7 +123,7 @@ def test_it_stays_when_no_sequence_uses_it_until_its_pages_are_needed() -> None:
     buffer.pool.free(others)
     back = pages.activate(own)
     assert back is not None
-    assert same(back.weights, source)
+    assert same_adapter(back.weights, source)
 
 
 def test_pages_of_a_dropped_adapter_are_blank() -> None:
@@ -214,7 +206,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.buffer.pool.check_integrity()
         for number, entered in self.inside.items():
-            assert same(entered[0].weights, self.sources[number])
+            assert same_adapter(entered[0].weights, self.sources[number])
         for mark, pages in self.held.items():
             assert all(self.buffer.bytes[page].unique().tolist() == [mark % 251 + 1] for page in pages)
         held = sum(self.pages.pages(self.entries[number]) for number in self.inside)

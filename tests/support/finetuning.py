@@ -104,21 +104,27 @@ def job_spec(corpus: Corpus, id: str = "job-1", **changes: object) -> JobSpec:
     return msgspec.structs.replace(spec, **own)
 
 
-def started(
-    base: Base, settings: LoraSettings = SETTINGS, training: TrainingSettings | None = None
-) -> AdapterOptimizer:
-    """An adapter whose B is not zero, so that A has gradients too."""
-    weights = base.begun(new_adapter(settings, base.spec, seed=3, dtype=torch.float32, device="cpu"))
+def changing_adapter(
+    base: Base, settings: LoraSettings = SETTINGS, *, seed: int = 3, scale: float = 0.1
+) -> LoraWeights:
+    """An adapter that changes the outputs: its B is not zero, so that A has gradients too."""
+    weights = base.begun(new_adapter(settings, base.spec, seed=seed, dtype=torch.float32, device="cpu"))
     generator = torch.Generator().manual_seed(5)
     sites = {
         site: replace(
             pair,
-            b_OR=torch.randn(pair.b_OR.shape, generator=generator) * 0.1,
+            b_OR=torch.randn(pair.b_OR.shape, generator=generator) * scale,
             magnitude_O=None if pair.magnitude_O is None else pair.magnitude_O * 1.3,
         )
         for site, pair in weights.sites.items()
     }
-    start = LoraWeights(settings, sites)
+    return LoraWeights(settings, sites)
+
+
+def started(
+    base: Base, settings: LoraSettings = SETTINGS, training: TrainingSettings | None = None
+) -> AdapterOptimizer:
+    start = changing_adapter(base, settings)
     return AdapterOptimizer(start, base.spec, training or TrainingSettings(), base.dtype, row_norms=base.row_norms)
 
 

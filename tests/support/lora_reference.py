@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coserve.model.base import Base
-from coserve.model.lora import LoraBatch
+from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.seam import ReferenceAttention
+from tests.support.lora_backends import lora_of
 
 
 def save_peft(model: PreTrainedModel, folder: Path, *, seed: int = 0, **settings: object) -> PeftModel:
@@ -36,6 +37,11 @@ def alone(model: torch.nn.Module, tokens_T: Tensor) -> Tensor:
     """Logits (T, V) of one sequence, by a model's own forward."""
     with torch.no_grad():
         return model(input_ids=tokens_T[None]).logits[0]
+
+
+def adapted(base: Base, weights: LoraWeights, tokens_T: Tensor) -> Tensor:
+    """Logits (T, V) of one sequence with an adapter, as it is served."""
+    return packed(base, [tokens_T], lora_of(base.served(weights), len(tokens_T)))[0]
 
 
 def packed(
