@@ -22,16 +22,12 @@ from coserve.core.garbage import (
     YOUNG_WHEN_IDLE,
     GarbageCollection,
 )
-from coserve.core.link.engine import EngineStopped, Shutdown
-from coserve.core.link.generation import Generate, Tokens
-from coserve.core.sampling import SamplingParams
-from coserve.core.types import Slo
-from coserve.engine.engine import Engine
+from coserve.core.link.generation import Tokens
 from coserve.generate.plan import Ran, Scheduled
-from coserve.queues.policies.slack import Slack
-from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
+from tests.support.fake_ports import FakeGenerator, Meter, Prices
 from tests.support.interpreter import Interpreter
-from tests.support.local_link import local_pair
+from tests.support.local_engine import running_engine
+from tests.support.records import make_request
 from tests.support.virtual_clock import run_virtual
 
 
@@ -135,9 +131,6 @@ def test_it_waits_for_a_pause_between_requests() -> None:
 
 
 PRICES = Prices(step=0.1, token=0.0, micro_step=0.01, spikes=0.0)
-REQUEST = Generate(
-    id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=30), adapter=None, slo=Slo(ttft=1.0, tpot=1.0)
-)
 
 
 class Littering(FakeGenerator):
@@ -153,33 +146,19 @@ class Littering(FakeGenerator):
 
 def test_a_request_is_not_interrupted_and_the_idle_engine_collects_once() -> None:
     async def main() -> list[int]:
-        loop, rng, meter, interpreter = asyncio.get_running_loop(), random.Random(0), Meter(), Interpreter()
-        generator = Littering(meter, PRICES, 64, rng, 0.0)
+        meter, interpreter = Meter(), Interpreter()
+        generator = Littering(meter, PRICES, 64, random.Random(0), 0.0)
         generator.interpreter = interpreter
-        api, engine_end = local_pair()
-        engine = Engine(
-            generator,
-            FakeTrainer(meter, PRICES, {}, rng, loop.time),
-            NoAdapters(),
-            Slack(1.0),
-            engine_end,
-            clock=loop.time,
-            pace=meter.pace,
-            garbage=GarbageCollection(interpreter.collect, interpreter.count),
-        )
-        run = asyncio.create_task(engine.run())
-        api.send(REQUEST)
-        while not (isinstance(message := await api.receive(), Tokens) and message.finished):
-            assert interpreter.collected == []
-        await asyncio.sleep(IDLE / 2)
-        assert interpreter.collected == [0], "the young generation, at once"
-        await asyncio.sleep(IDLE)
-        assert interpreter.collected == [0, 2]
-        await asyncio.sleep(100 * IDLE)
-        api.send(Shutdown())
-        while not isinstance(await api.receive(), EngineStopped):
-            pass
-        await run
+        garbage = GarbageCollection(interpreter.collect, interpreter.count)
+        async with running_engine(generator, pace=meter.pace, garbage=garbage) as api:
+            api.send(make_request(max_tokens=30))
+            while not (isinstance(message := await api.receive(), Tokens) and message.finished):
+                assert interpreter.collected == []
+            await asyncio.sleep(IDLE / 2)
+            assert interpreter.collected == [0], "the young generation, at once"
+            await asyncio.sleep(IDLE)
+            assert interpreter.collected == [0, 2]
+            await asyncio.sleep(100 * IDLE)
         return interpreter.collected
 
     assert run_virtual(main()) == [0, 2]

@@ -36,8 +36,8 @@ from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy
 from coserve.queues.shapes import StepShape
 from tests.support import fake_ports
-from tests.support.fake_gpu import FREE, Noise
-from tests.support.fake_ports import JobPlan, Meter
+from tests.support.fake_gpu import Noise
+from tests.support.fake_ports import FREE, JobPlan, Meter
 from tests.support.scenario import job_spec
 from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer
 from tests.support.virtual_clock import run_virtual

@@ -40,8 +40,8 @@ from coserve.core.types import AdapterRef, Slo
 from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.policies.overlap import Overlap
 from tests.support import fake_ports
-from tests.support.fake_gpu import FREE, Noise, job_always
-from tests.support.fake_ports import Meter
+from tests.support.fake_gpu import Noise, job_always
+from tests.support.fake_ports import FREE, Meter
 from tests.support.scenario import job_spec
 from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer
 from tests.support.virtual_clock import run_virtual

@@ -35,8 +35,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.queues.policies.choice import make_policy
-from tests.support.fake_gpu import FREE
-from tests.support.fake_ports import FakeTrainer, Meter
+from tests.support.fake_ports import FREE, FakeTrainer, Meter
 from tests.support.local_link import local_pair
 
 SEED = 7

@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,14 +31,14 @@ from coserve.finetune.losses.loss import Ppo
 from coserve.finetune.memory_limits import StepRecompute
 from coserve.finetune.sessions.session import TrainingSession
 from coserve.finetune.sessions.verbs import ForwardBackward
-from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput, StepResult
+from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.generator import Generator
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
-from tests.support.executors import eager, graphs
+from tests.support.executors import InTurn, eager, graphs
 from tests.support.finetuning import Bench, alive, job_spec, random_corpus, tiny_base
 from tests.support.following import Following
 from tests.support.generation import adapter
@@ -69,35 +67,6 @@ class Rank:
 
 def followed(rank: Rank, tmp_path: Path) -> FollowerParts:
     return FollowerParts(rank.kv, rank.executor, Bench(rank.base, tmp_path).followed(), rank.read)
-
-
-INTERPRETER = threading.RLock()
-
-
-class InTurn:
-    """A step executor whose steps run while no other rank's do: Triton's interpreter is not for two threads."""
-
-    def __init__(self, executor: StepExecutor) -> None:
-        self._executor = executor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-    def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> list[StepInFlight]:
-        with INTERPRETER:
-            return [StepInTurn(one) for one in self._executor.launch(step, adapters)]
-
-
-@dataclass(frozen=True)
-class StepInTurn:
-    step: StepInFlight
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.step, name)
-
-    def collect(self) -> StepResult:
-        with INTERPRETER:
-            return self.step.collect()
 
 
 def through_graphs(base: Base, kv: KvCache) -> StepExecutor:

@@ -18,7 +18,6 @@ from coserve.admission.recompute_plan import JobMemory, RecomputePlan, job_memor
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import JobOutOfMemory
 from coserve.core.gpu_memory import GIB, MemoryModel, MemoryUse
-from coserve.core.link.engine import Shutdown
 from coserve.core.link.generation import Tokens
 from coserve.core.link.jobs import (
     CancelJob,
@@ -37,14 +36,13 @@ from coserve.core.link.link import FromEngine
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import LoraSettings
 from coserve.engine.device_memory import DeviceMemory, Fixed
-from coserve.engine.engine import Engine
 from coserve.engine.job_runner import JobPlaces, JobRunner
 from coserve.memory.allocator import Reading
 from coserve.queues.policies.paper import Ets
-from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters
+from tests.support.fake_ports import FREE, FakeGenerator, FakeTrainer, Inline, JobPlan, Meter
 from tests.support.gpu_memory import BASE, COSTS
-from tests.support.job_scene import FREE, Trouble, ask, ended, said, scene, start
-from tests.support.local_link import local_pair
+from tests.support.job_scene import Trouble, ask, ended, said, scene, start
+from tests.support.local_engine import running_engine
 from tests.support.records import make_spec
 from tests.support.virtual_clock import run_virtual
 
@@ -274,33 +272,25 @@ def test_while_a_job_waits_for_memory_the_policys_timers_fire_in_time() -> None:
     """The device is read each second, and a batch is complete after 0.2 s."""
 
     async def live() -> tuple[float, float]:
-        one, device, loop, meter, rng = needs(), Device(), asyncio.get_running_loop(), Meter(), random.Random(0)
+        one, device, loop, rng = needs(), Device(), asyncio.get_running_loop(), random.Random(0)
         own = memory(one.state.total + one.options[0].activations, device)
         device.reading = replace(device.reading, free=0, reserved=22 * GIB)
         plans = {"one": JobPlan(steps=2, micro_steps=2, checkpoint_every=9, fails_at=None)}
-        api, ours = local_pair()
-        engine = Engine(
-            FakeGenerator(meter, FREE, 64, rng, 0.0),
-            FakeTrainer(meter, FREE, plans, rng, loop.time),
-            NoAdapters(),
-            Ets(4, 0.2),
-            ours,
-            clock=loop.time,
-            jobs=JobPlaces(1, Inline(), own),
+        generator, trainer = (
+            FakeGenerator(Meter(), FREE, 64, rng, 0.0),
+            FakeTrainer(Meter(), FREE, plans, rng, loop.time),
         )
-        running, sent = asyncio.create_task(engine.run()), 0.0
-        came = dict[type[FromEngine], float]()
-        api.send(StartJob(spec=spec("one")))
-        while JobSucceeded not in came:
-            message = await api.receive()
-            came.setdefault(type(message), loop.time())
-            if isinstance(message, JobWaiting):
-                sent = loop.time()
-                api.send(ask("text"))
-            elif isinstance(message, Tokens) and message.finished is not None:
-                device.reading = replace(device.reading, free=56 * GIB)
-        api.send(Shutdown())
-        await running
+        sent, came = 0.0, dict[type[FromEngine], float]()
+        async with running_engine(generator, trainer, Ets(4, 0.2), jobs=JobPlaces(1, Inline(), own)) as api:
+            api.send(StartJob(spec=spec("one")))
+            while JobSucceeded not in came:
+                message = await api.receive()
+                came.setdefault(type(message), loop.time())
+                if isinstance(message, JobWaiting):
+                    sent = loop.time()
+                    api.send(ask("text"))
+                elif isinstance(message, Tokens) and message.finished is not None:
+                    device.reading = replace(device.reading, free=56 * GIB)
         return came[Tokens] - sent, came[JobSucceeded] - sent
 
     first, trained = run_virtual(live())

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from coserve.core.errors import LoraServerLost
 from coserve.core.link.channel import Channel
-from coserve.core.link.generation import RequestFailed
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, DropPairs
@@ -39,7 +38,7 @@ from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
-from tests.support.generation import collect, prompt, request
+from tests.support.generation import answers, collect, prompt, request
 from tests.support.host_stream import mailbox_ends
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_servers import REFS, Ended, in_threads, save_adapters
@@ -116,24 +115,12 @@ def once(
         own.close()
 
 
-def outputs(gen: Generator) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Tokens of each request, and the codes of those that failed, from now to the end."""
-    tokens, failed = dict[str, list[int]](), dict[str, str]()
-    while gen.running:
-        for message in gen.step():
-            if isinstance(message, RequestFailed):
-                failed[message.id] = message.code
-            else:
-                tokens.setdefault(message.id, []).extend(message.tokens)
-    return tokens, failed
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_requests_over_servers_survive_their_loss(base: Base, tmp_path: Path) -> None:
     """Their adapters take fewer pages; after a loss the engine computes them whole, from the tokens so far. The error
     is for those alone whose adapters do not fit."""
     save_adapters("mixtral", base, tmp_path)
-    expected = {id: tokens for id, (tokens, _) in collect(make(base, tmp_path, 512)[0], REQUESTS).items()}
+    expected = collect(make(base, tmp_path, 512)[0], REQUESTS)
     with once(base, tmp_path) as (own, found):
         gen, store = make(base, tmp_path, 512, own)
         for one in REQUESTS:
@@ -149,15 +136,16 @@ def test_requests_over_servers_survive_their_loss(base: Base, tmp_path: Path) ->
             small.step()
         assert store.in_pages(REFS[0]).remote >= 0 and narrow.in_pages(REFS[0]).remote >= 0
         found[0].servers[1].process.kill()
-        rest, failed = outputs(gen)
-        assert not failed and {id: own + rest[id] for id, own in tokens.items()} == expected
+        rest = collect(gen, [])
+        assert {id: (tokens[id] + own, finished) for id, (own, finished) in rest.items()} == expected
         assert store.pages(REFS[0]) > 16 and gen.pages_used == 0
-        rest, failed = outputs(small)
-        assert failed == {"a": "lora_server_lost"} and rest["base"] == expected["base"][4:]
+        ended = answers(small)
+        assert ended["a"].failed == "lora_server_lost" and not ended["base"].failed
+        assert ended["base"].tokens == expected["base"][0][4:]
         with pytest.raises(LoraServerLost, match="does not fit"):
             small.add(REQUESTS[0])
-        gen.add(request("later", prompt(6), ref=REFS[0]))
-        assert outputs(gen)[0]["later"] == expected["a"] and "ready" not in {info.state for info in own.states()}
+        assert collect(gen, [request("later", prompt(6), ref=REFS[0])])["later"] == expected["a"]
+        assert "ready" not in {info.state for info in own.states()}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -165,29 +153,25 @@ def test_a_step_that_did_not_get_its_last_terms_is_undone(base: Base, tmp_path: 
     """A stream waits for terms in place of the host, which learns of the loss when the step has gone on without
     them."""
     save_adapters("mixtral", base, tmp_path)
-    expected = {id: tokens for id, (tokens, _) in collect(make(base, tmp_path, 512)[0], REQUESTS).items()}
-    answers = iter([1000, 5])  # the second server has the last layer, with two messages a step
-    ends = lambda end: Silent(end, next(answers))
+    expected = collect(make(base, tmp_path, 512)[0], REQUESTS)
+    steps = iter([1000, 5])  # the second server has the last layer, with two messages a step
+    ends = lambda end: Silent(end, next(steps))
     with once(base, tmp_path, partial(in_threads, deadline=1.0, mailboxes=True, ends=ends)) as (own, found):
         gen, _ = make(base, tmp_path, 512, own)
-        for one in REQUESTS:
-            gen.add(one)
-        assert outputs(gen) == (expected, {}) and found[0].why == "LoRA server 1 did not answer in time"
+        assert collect(gen, REQUESTS) == expected and found[0].why == "LoRA server 1 did not answer in time"
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_padded_steps_of_graphs_over_servers_have_the_coupled_tokens(base: Base, tmp_path: Path) -> None:
     """Prompts run without a graph first; then a server is lost in a step of a graph."""
     save_adapters("mixtral", base, tmp_path)
-    expected = {id: tokens for id, (tokens, _) in collect(make(base, tmp_path, 512)[0], REQUESTS).items()}
-    answers = iter([1000, 14 * 2])  # the second server has the last layer, with two messages a step
-    ends = lambda end: Silent(end, next(answers))
+    expected = collect(make(base, tmp_path, 512)[0], REQUESTS)
+    steps = iter([1000, 14 * 2])  # the second server has the last layer, with two messages a step
+    ends = lambda end: Silent(end, next(steps))
     with once(base, tmp_path, partial(in_threads, deadline=1.0, mailboxes=True, ends=ends)) as (own, found):
         gen, _ = make(base, tmp_path, 512, own, executors := list[GraphExecutor]())
         for _ in range(2):
-            for one in REQUESTS:
-                gen.add(one)
-            assert outputs(gen) == (expected, {})
+            assert collect(gen, REQUESTS) == expected
         assert any(footprint.remote for _, footprint in executors[0].decode_graphs)
         assert found[0].why == "LoRA server 1 did not answer in time"
 

@@ -6,22 +6,17 @@ import asyncio
 import random
 from itertools import pairwise
 
-from coserve.core.link.engine import DropAdapter, Shutdown
-from coserve.core.link.generation import Generate, Tokens
-from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterRef, Slo
-from coserve.engine.engine import Engine
+from coserve.core.link.engine import DropAdapter
+from coserve.core.link.generation import Tokens
+from coserve.core.types import AdapterRef
 from coserve.engine.inbox import MESSAGES_AT_ONCE
-from coserve.queues.policies.slack import Slack
-from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
-from tests.support.local_link import local_pair
+from tests.support.fake_ports import FakeGenerator, Meter, NoAdapters, Prices
+from tests.support.local_engine import running_engine
+from tests.support.records import make_request
 from tests.support.virtual_clock import run_virtual
 
 PRICES = Prices(step=0.01, token=0.0, micro_step=0.01, spikes=0.0)
 COST, MESSAGES = 0.001, 200
-REQUEST = Generate(
-    id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=500), adapter=None, slo=Slo(ttft=1.0, tpot=1.0)
-)
 
 
 class SlowToDrop(NoAdapters):
@@ -35,30 +30,23 @@ class SlowToDrop(NoAdapters):
 
 def test_a_burst_is_handled_between_steps() -> None:
     async def main() -> list[int]:
-        loop, rng, meter, adapters = asyncio.get_running_loop(), random.Random(0), Meter(), SlowToDrop()
-        api, engine_end = local_pair()
-        engine = Engine(
-            FakeGenerator(meter, PRICES, 64, rng, 0.0),
-            FakeTrainer(meter, PRICES, {}, rng, loop.time),
-            adapters,
-            Slack(1.0),
-            engine_end,
-            clock=lambda: loop.time() + COST * adapters.dropped,
-            pace=meter.pace,
-        )
-        run = asyncio.create_task(engine.run())
-        api.send(REQUEST)
-        while not isinstance(await api.receive(), Tokens):
-            pass
-        for _ in range(MESSAGES):
-            api.send(DropAdapter(ref=AdapterRef("a", 1)))
-        seen = [0]
-        while seen[-1] < MESSAGES:
-            if isinstance(await api.receive(), Tokens):
-                seen.append(adapters.dropped)
-        api.send(Shutdown())
-        await run
-        return seen
+        loop, meter, adapters = asyncio.get_running_loop(), Meter(), SlowToDrop()
+        generator = FakeGenerator(meter, PRICES, 64, random.Random(0), 0.0)
+
+        def clock() -> float:
+            return loop.time() + COST * adapters.dropped
+
+        async with running_engine(generator, adapters=adapters, clock=clock, pace=meter.pace) as api:
+            api.send(make_request())
+            while not isinstance(await api.receive(), Tokens):
+                pass
+            for _ in range(MESSAGES):
+                api.send(DropAdapter(ref=AdapterRef("a", 1)))
+            seen = [0]
+            while seen[-1] < MESSAGES:
+                if isinstance(await api.receive(), Tokens):
+                    seen.append(adapters.dropped)
+            return seen
 
     seen = run_virtual(main())
     most = round(MESSAGES_AT_ONCE / COST) + 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Sequence
 
 from coserve.core.link.generation import Generate, RequestFailed
 from coserve.core.sampling import SamplingParams
@@ -16,6 +14,7 @@ from coserve.generate.schedule import Scheduler
 from coserve.queues.request import State
 from coserve.queues.shapes import StepShape
 from tests.support.pages import BareAdapters, BarePages, next_scheduled
+from tests.support.work import lines_of
 
 LIMIT = 5
 
@@ -154,35 +153,20 @@ def test_choices_go_together_for_a_request_that_goes_first() -> None:
     assert (line.refused, line.ids()) == ({"c1": "queue_full"}, [*(f"r{number}" for number in range(LIMIT - 2)), "new"])
 
 
-def calls_of(work: Callable[[], None]) -> int:
-    calls = 0
-
-    def called(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(called)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
-def calls_to_refuse(count: int) -> int:
+def lines_to_refuse(count: int) -> int:
     line = Line(count)
     for number in range(count):
         line.arrives(request(f"r{number}", 2.0 * count, shed=True, batch=number % 3 == 0, adapter=f"{number % 7}"))
-    calls = calls_of(lambda: line.refuse_late(9.0 * count))
+    lines = lines_of(lambda: line.refuse_late(9.0 * count))
     assert len(line.refused) == count
-    return calls
+    return lines
 
 
 def test_each_of_many_that_become_late_at_once_takes_as_little_work_as_one_of_few() -> None:
-    assert calls_to_refuse(400) < 5 * calls_to_refuse(100), "all streams wait for it"
+    assert lines_to_refuse(400) < 5 * lines_to_refuse(100), "all streams wait for it"
 
 
-def calls_to_cancel(count: int) -> int:
+def lines_to_cancel(count: int) -> int:
     line = Line(count)
     for number in range(count):
         line.arrives(request(f"r{number}", adapter=f"{number % 7}"))
@@ -192,13 +176,13 @@ def calls_to_cancel(count: int) -> int:
             line.cancel(f"r{number}")
         line.refuse_late(4.0)
 
-    calls = calls_of(cancel)
+    lines = lines_of(cancel)
     assert line.ids() == []
-    return calls
+    return lines
 
 
 def test_each_of_many_clients_that_leave_at_once_takes_as_little_work_as_one_of_few() -> None:
-    assert calls_to_cancel(400) < 5 * calls_to_cancel(100)
+    assert lines_to_cancel(400) < 5 * lines_to_cancel(100)
 
 
 def test_a_whole_call_that_goes_is_not_counted_before_the_one_that_comes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 
@@ -12,13 +11,12 @@ from safetensors.torch import load_file, save_file
 from coserve.core.link.jobs import JobFailed, JobSucceeded, StartJob
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef
-from coserve.engine.engine import Engine
 from coserve.engine.job_runner import JobPlaces
 from coserve.finetune.passes.mixing import BatchLimits
 from coserve.queues.policy import Decision, Train, View, Wait
-from tests.support.fake_ports import FakeGenerator, Inline, Meter, NoAdapters, Prices
+from tests.support.fake_ports import FREE, FakeGenerator, Inline, Meter
 from tests.support.finetuning import Bench, job_spec, random_corpus, tiny_base
-from tests.support.local_link import local_pair
+from tests.support.local_engine import running_engine
 
 CORPUS = random_corpus(9, (4, 4, 6, 4))
 
@@ -43,30 +41,16 @@ async def test_the_leader_of_a_pass_that_fails_ends_itself_alone(tmp_path: Path)
     save_file({name: torch.full_like(tensor, 3e38) for name, tensor in load_file(weights).items()}, weights)
     leader = job_spec(CORPUS, "leader", adapter="leader", steps=6, batch_tokens=8, init_from=start)
     other = job_spec(CORPUS, "other", adapter="other", seed=1, steps=6, batch_tokens=8)
-    api, ours = local_pair()
-    generator = FakeGenerator(Meter(), Prices(0, 0, 0, 0), 16, random.Random(0), 0.0)
-    engine = Engine(
-        generator,
-        bench.trainer,
-        NoAdapters(),
-        MicroStepByMicroStep(),
-        ours,
-        clock=asyncio.get_running_loop().time,
-        jobs=JobPlaces(2, Inline()),
-    )
-    for spec in (leader, other):
-        bench.place(CORPUS, spec)
-        api.send(StartJob(spec=spec))
-    running, ended = asyncio.create_task(engine.run()), dict[str, object]()
-    while len(ended) < 2:
-        receiving = asyncio.create_task(api.receive())
-        await asyncio.wait({receiving, running}, return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            await running
-        match await receiving:
-            case JobFailed(id=id, code=code):
-                ended[id] = code
-            case JobSucceeded(id=id):
-                ended[id] = "succeeded"
-    running.cancel()
+    generator, ended = FakeGenerator(Meter(), FREE, 16, random.Random(0), 0.0), dict[str, object]()
+    jobs = JobPlaces(2, Inline())
+    async with running_engine(generator, bench.trainer, MicroStepByMicroStep(), jobs=jobs) as api:
+        for spec in (leader, other):
+            bench.place(CORPUS, spec)
+            api.send(StartJob(spec=spec))
+        while len(ended) < 2:
+            match await api.receive():
+                case JobFailed(id=id, code=code):
+                    ended[id] = code
+                case JobSucceeded(id=id):
+                    ended[id] = "succeeded"
     assert ended == {"leader": "non_finite_loss", "other": "succeeded"}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.core.link.generation import Generate, Tokens
-from coserve.core.sampling import SamplingParams
+from coserve.core.link.generation import Tokens
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import Slo
 from coserve.engine.views import FORGET, Views
@@ -16,6 +15,7 @@ from coserve.queues.request import Request
 from coserve.queues.risk import FIRST_GUESS as FIRST_MARGIN
 from coserve.queues.shapes import STEP_KINDS, StepKind
 from tests.support.pages import BareAdapters, BarePages, next_scheduled
+from tests.support.records import make_request
 
 ALONE, BESIDE = 0.01, 0.02
 """Seconds of a step."""
@@ -46,9 +46,7 @@ class Steps:
     def __init__(self, kind: StepKind) -> None:
         self.jobs = OneJob()
         self.scheduler = Scheduler(BarePages(99, 16), BareAdapters(), max_running=8, step_tokens=64)
-        message = Generate(
-            id="r", prompt=(1,) * 10, sampling=SamplingParams(max_tokens=99), adapter=None, slo=Slo(ttft=1.0, tpot=0.05)
-        )
+        message = make_request(max_tokens=99, prompt=10, slo=Slo(ttft=1.0, tpot=0.05))
         self.scheduler.add(request := Request(message))
         if kind == "decode":
             next_scheduled(self.scheduler)

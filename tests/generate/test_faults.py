@@ -2,91 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 
 from coserve.core.cancellation import Cancelled
 from coserve.core.errors import EngineFault
-from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.link.generation import Generate, RequestFailed
 from coserve.core.sampling import SamplingParams
-from coserve.core.types import Slo
 from coserve.generate.execution import eager as eager_module
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.faults import contained
-from tests.support.executors import eager
-from tests.support.shelf import Shelf
+from tests.support.generation import collect, make_generator, request
+from tests.support.memory_faults import Faults, Point, out_of_memory_at
 from tests.support.tiny_models import tiny_model
 
 PROMPT = tuple(range(3, 43))
 
 
 def generator_of(base: Base) -> Generator:
-    kv = KvCache.for_base(base, 256, 16)
-    return Generator(base, Shelf().store(), kv, eager(base, kv), max_running=4, step_tokens=64)
+    return make_generator(base, tokens=256, max_running=4, step_tokens=64)
 
 
 def ask(id: str) -> Generate:
-    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    return Generate(id=id, prompt=PROMPT, sampling=sampling, adapter=None, slo=Slo(ttft=1.0, tpot=1.0))
+    return request(id, PROMPT, SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
 
 
-def finish(generator: Generator, id: str) -> list[int]:
-    generator.add(ask(id))
-    tokens: list[int] = []
-    for _ in range(20):
-        for message in generator.step():
-            assert isinstance(message, Tokens), message
-            tokens += message.tokens
-    return tokens
-
-
-def raising(original: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """The call number `at` does its work, and then raises."""
-    calls = 0
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        found = original(*args, **kwargs)
-        if calls == at:
-            raise ZeroDivisionError("in /some/private/path")
-        return found
-
-    return call
+def faulty(at: int, *points: Point) -> AbstractContextManager[Faults]:
+    """The call number `at` (from 0) of these does its work, and then raises."""
+    error = lambda: ZeroDivisionError("in /some/private/path")
+    return out_of_memory_at(points, lambda call: call == at, after=True, error=error)
 
 
 @pytest.mark.parametrize("place", ["forward", "choose"])
-def test_a_step_that_raises_ends_its_requests_alone(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_raises_ends_its_requests_alone(place: str) -> None:
     base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
-    expected = finish(generator_of(base), "alone")
+    expected = collect(generator_of(base), [ask("again")])
     generator = generator_of(base)
     for id in ("one", "two"):
         generator.add(ask(id))
-    target = base if place == "forward" else eager_module
-    monkeypatch.setattr(target, place, raising(getattr(target, place), 3))
-    messages = [message for _ in range(6) for message in generator.step()]
+    with faulty(2, (base if place == "forward" else eager_module, place)):
+        messages = [message for _ in range(6) for message in generator.step()]
     failed = [message for message in messages if isinstance(message, RequestFailed)]
     assert sorted(message.id for message in failed) == ["one", "two"]
     for message in failed:
         assert message.code == "internal_error" and "/some" not in message.message
     assert generator.running == 0 and generator.pages_used == 0
-    assert finish(generator, "after") == expected
+    assert collect(generator, [ask("again")]) == expected
     hits = generator.scheduler.active.prefix_hits
-    assert finish(generator, "again") == expected and generator.scheduler.active.prefix_hits > hits
+    assert collect(generator, [ask("again")]) == expected and generator.scheduler.active.prefix_hits > hits
 
 
-def test_pages_that_cannot_be_given_back_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_cannot_be_given_back_end_the_engine() -> None:
     base = wrap_base(tiny_model("llama"), name="llama", eos_token_ids=())
     generator = generator_of(base)
     generator.add(ask("one"))
-    monkeypatch.setattr(base, "forward", raising(base.forward, 1))
-    monkeypatch.setattr(KvCache, "free", raising(KvCache.free, 1))
-    with pytest.raises(EngineFault):
+    with faulty(0, (base, "forward")), faulty(0, (KvCache, "free")), pytest.raises(EngineFault):
         generator.step()
 
 

@@ -21,17 +21,16 @@ from coserve.data.grammar import llguidance_grammar
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.engine.ranks.executor import RankedExecutor
 from coserve.engine.ranks.follower import FollowerParts
-from coserve.generate.execution.interface import StepExecutor, StepInFlight, StepInput
+from coserve.generate.execution.interface import StepExecutor
 from coserve.generate.grammars import CACHED, Grammars
 from coserve.generate.sampling.masks import Masks
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, load_base
 from coserve.model.fused import FusedBase
-from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request
 from tests.support.examples import in_turns
-from tests.support.executors import eager, graphs
+from tests.support.executors import InTurn, eager, graphs
 from tests.support.finetuning import Bench
 from tests.support.following import Following
 from tests.support.generation import collect, request
@@ -176,22 +175,6 @@ def test_a_queued_request_waits_for_its_grammar_which_may_fail(base: Base, token
     while gen.scheduler.requests:
         step()
     assert ends == {"bad": "failed", "good": FinishReason.STOP}
-
-
-class InTurn:
-    """A step executor whose steps run while no other rank's do: Triton's interpreter is not for two threads."""
-
-    lock = threading.Lock()
-
-    def __init__(self, executor: StepExecutor) -> None:
-        self._executor = executor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-    def launch(self, step: StepInput, adapters: Sequence[LoraWeights]) -> Sequence[StepInFlight]:
-        with self.lock:
-            return self._executor.launch(step, adapters)
 
 
 def ahead_in_turn(base: Base, kv: KvCache) -> StepExecutor:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from math import ceil
-from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from coserve.queues.fair import DeficitRoundRobin
 from tests.support.examples import examples
+from tests.support.work import lines_of
 
 
 class Turns:
@@ -117,16 +116,6 @@ TestFairAgainstTurns.settings = settings(max_examples=examples(150), stateful_st
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 500), st.lists(st.integers(1, 5)))
-def test_one_flow_alone_is_first_come_first_served(costs: list[int], quantum: int, counts: list[int]) -> None:
-    fair = DeficitRoundRobin[int](quantum)
-    for i, cost in enumerate(costs):
-        fair.push("only", str(i), cost, i)
-    taken = [i for count in counts for i in fair.pop(count)]
-    assert taken + list(fair.first(99)) == list(range(len(costs)))
-
-
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     others=st.integers(1, 6),
@@ -178,16 +167,6 @@ def test_flows_that_always_ask_share_evenly(quantum: int, flows: int, most: int)
     assert max(spent) - min(spent) <= 2 * quantum + most
 
 
-def test_what_comes_in_the_middle_of_a_turn_leaves_in_it_while_the_credit_covers_it() -> None:
-    fair = DeficitRoundRobin[str](9)
-    for key, id in (("a", "a1"), ("a", "a2"), ("b", "b1")):
-        fair.push(key, id, 3, id)
-    assert fair.pop(1) == ["a1"]
-    for id in ("a3", "a4"):
-        fair.push("a", id, 3, id)
-    assert fair.pop(9) == ["a2", "a3", "b1", "a4"]
-
-
 def test_costs_far_beyond_the_quantum_take_no_time() -> None:
     fair = DeficitRoundRobin[str](1)
     for key, cost in (("a", 10**15), ("b", 10**15 - 1), ("c", 3)):
@@ -200,24 +179,6 @@ def test_an_id_waits_once() -> None:
     fair.push("a", "x", 1, "x")
     with pytest.raises(AssertionError):
         fair.push("a", "x", 1, "x")
-
-
-def lines_of(work: Callable[[], object]) -> int:
-    """Lines of Python that it runs."""
-    lines = 0
-
-    def traced(frame: FrameType, event: str, arg: object) -> Callable[..., object]:
-        nonlocal lines
-        lines += event == "line"
-        return traced
-
-    before = sys.gettrace()
-    sys.settrace(traced)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return lines
 
 
 def test_an_item_leaves_with_as_little_work_whether_few_or_many_flows_wait() -> None:

@@ -7,18 +7,17 @@ import pytest
 from coserve.core.link.generation import Generate
 from coserve.core.link.jobs import StartJob
 from coserve.core.link.link import ToEngine
-from coserve.core.sampling import SamplingParams
 from coserve.core.types import Slo
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import JobPlan, Prices
+from tests.support.records import make_request
 from tests.support.scenario import Scenario, job_spec, play
 
 TOKENS, STEP = 20, 0.02
 
 
 def request(id: str, e2e: float | None) -> Generate:
-    slo = Slo(ttft=2.0, tpot=0.5, e2e=e2e)
-    return Generate(id=id, prompt=(1,) * 8, sampling=SamplingParams(max_tokens=TOKENS), adapter=None, slo=slo)
+    return make_request(id, TOKENS, prompt=8, slo=Slo(ttft=2.0, tpot=0.5, e2e=e2e))
 
 
 def seconds(e2e: float | None, weight: float = 1.0) -> float:

@@ -13,24 +13,21 @@ from dataclasses import dataclass
 import pytest
 
 from coserve.core.errors import AdapterNotFound, StorageBusy
-from coserve.core.link.engine import DropAdapter, Shutdown
-from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
-from coserve.core.link.link import FromEngine, ToEngine
+from coserve.core.link.engine import DropAdapter
+from coserve.core.link.generation import Admitted, CancelRequest, RequestFailed
+from coserve.core.link.link import FromEngine
 from coserve.core.link.stats import EngineStats
-from coserve.core.sampling import SamplingParams
-from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings, Slo
-from coserve.engine.engine import Engine
+from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.lora.store.entry import State
 from coserve.lora.store.store import AdapterStore
 from coserve.model.lora import LoraWeights
 from coserve.queues.policies.paper import Ets
-from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy
 from coserve.state.retries import Backoff
-from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
-from tests.support.local_link import LocalLink, local_pair
+from tests.support.fake_ports import FREE, FakeGenerator, Meter, NoAdapters
+from tests.support.job_scene import ask, ended
+from tests.support.local_engine import Api, running_engine
 
-FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
 COLD, OTHER = AdapterRef("cold", 1), AdapterRef("other", 1)
 
 
@@ -62,9 +59,8 @@ class Disk:
 class Scene:
     disk: Disk
     store: AdapterStore
-    api: LocalLink[ToEngine, FromEngine]
+    api: Api
     seen: list[FromEngine]
-    engine: asyncio.Task[None]
 
     async def until(self, wanted: Callable[[FromEngine], bool]) -> list[FromEngine]:
         """What comes up to the first such message."""
@@ -80,36 +76,14 @@ class Scene:
 
 @asynccontextmanager
 async def scene(policy: Policy | None = None, max_running: int = 4, disk: Disk | None = None) -> AsyncIterator[Scene]:
-    meter, rng, loop, disk = Meter(), random.Random(0), asyncio.get_running_loop(), disk or Disk()
+    disk = disk or Disk()
     store = AdapterStore(disk, 1 << 40)
-    generator = FakeGenerator(meter, FREE, 64, rng, 0.0, max_running=max_running, store=store)
-    api, engine_end = local_pair()
-    trainer = FakeTrainer(meter, FREE, {}, rng, loop.time)
-    engine = Engine(
-        generator,
-        trainer,
-        store,
-        policy or Slack(1.0),
-        engine_end,
-        clock=loop.time,
-    )
-    running = asyncio.create_task(engine.run())
+    generator = FakeGenerator(Meter(), FREE, 64, random.Random(0), 0.0, max_running=max_running, store=store)
     try:
-        yield Scene(disk, store, api, [], running)
-        api.send(Shutdown())
-        await running
+        async with running_engine(generator, policy=policy, adapters=store) as api:
+            yield Scene(disk, store, api, [])
     finally:
         disk.go.set()
-        running.cancel()
-
-
-def ask(id: str, adapter: AdapterRef | None, tokens: int = 3) -> Generate:
-    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    return Generate(id=id, prompt=(1, 2, 3), sampling=sampling, adapter=adapter, slo=Slo(ttft=60.0, tpot=60.0))
-
-
-def ended(id: str) -> Callable[[FromEngine], bool]:
-    return lambda message: isinstance(message, Tokens) and message.id == id and message.finished is not None
 
 
 def admitted(messages: list[FromEngine]) -> list[str]:
@@ -118,9 +92,9 @@ def admitted(messages: list[FromEngine]) -> list[str]:
 
 async def test_others_are_served_while_an_adapter_is_read() -> None:
     async with scene() as at:
-        at.api.send(ask("cold", COLD))
+        at.api.send(ask("cold", adapter=COLD))
         await at.reading()
-        at.api.send(ask("bare", None, 50))
+        at.api.send(ask("bare", 50))
         before = await at.until(ended("bare"))
         assert admitted(before) == ["bare"]
         at.disk.go.set()
@@ -130,22 +104,22 @@ async def test_others_are_served_while_an_adapter_is_read() -> None:
 async def test_two_who_want_the_same_wait_for_one_reading() -> None:
     async with scene() as at:
         for id in ("first", "second"):
-            at.api.send(ask(id, COLD))
+            at.api.send(ask(id, adapter=COLD))
         await at.reading()
         at.disk.go.set()
         await at.until(ended("second"))
         assert admitted(at.seen) == ["first", "second"]
         assert at.disk.reads == [COLD]
-        at.api.send(ask("third", COLD))
+        at.api.send(ask("third", adapter=COLD))
         await at.until(ended("third"))
         assert at.disk.reads == [COLD]
 
 
 async def test_who_waits_takes_room_and_is_counted() -> None:
     async with scene(max_running=1) as at:
-        at.api.send(ask("cold", COLD))
+        at.api.send(ask("cold", adapter=COLD))
         await at.reading()
-        at.api.send(ask("bare", None))
+        at.api.send(ask("bare"))
         await at.until(lambda message: isinstance(message, EngineStats) and message.waiting == 2)
         at.disk.go.set()
         await at.until(ended("bare"))
@@ -154,13 +128,13 @@ async def test_who_waits_takes_room_and_is_counted() -> None:
 
 async def test_who_is_cancelled_while_waiting_is_never_let_in() -> None:
     async with scene() as at:
-        at.api.send(ask("cold", COLD))
+        at.api.send(ask("cold", adapter=COLD))
         await at.reading()
         at.api.send(CancelRequest(id="cold"))
-        at.api.send(ask("bare", None))
+        at.api.send(ask("bare"))
         await at.until(ended("bare"))
         at.disk.go.set()
-        at.api.send(ask("later", COLD))
+        at.api.send(ask("later", adapter=COLD))
         await at.until(ended("later"))
         assert admitted(at.seen) == ["bare", "later"]
 
@@ -169,11 +143,11 @@ async def test_an_adapter_without_files_fails_its_request_alone() -> None:
     async with scene() as at:
         at.disk.lost.add(COLD)
         at.disk.go.set()
-        at.api.send(ask("cold", COLD))
+        at.api.send(ask("cold", adapter=COLD))
         failed = (await at.until(lambda message: isinstance(message, RequestFailed)))[-1]
         assert isinstance(failed, RequestFailed)
         assert (failed.id, failed.code) == ("cold", AdapterNotFound.code)
-        at.api.send(ask("bare", None))
+        at.api.send(ask("bare"))
         await at.until(ended("bare"))
 
 
@@ -181,7 +155,7 @@ async def test_a_machine_that_is_busy_is_tried_again_and_told() -> None:
     async with scene() as at:
         at.disk.busy = 3
         at.disk.go.set()
-        at.api.send(ask("cold", COLD))
+        at.api.send(ask("cold", adapter=COLD))
         await at.until(lambda message: isinstance(message, EngineStats) and bool(message.troubles))
         await at.until(ended("cold"))
         assert at.disk.reads == [COLD] * 4
@@ -210,10 +184,10 @@ async def test_a_machine_that_stays_busy_fails_the_request_alone() -> None:
 
 async def test_what_is_deleted_while_it_is_read_is_not_kept() -> None:
     async with scene() as at:
-        at.api.send(ask("cold", COLD))
+        at.api.send(ask("cold", adapter=COLD))
         await at.reading()
         at.api.send(DropAdapter(ref=COLD))
-        at.api.send(ask("bare", None))
+        at.api.send(ask("bare"))
         await at.until(ended("bare"))
         at.disk.go.set()
         await at.until(lambda message: isinstance(message, RequestFailed) and message.id == "cold")
@@ -222,7 +196,7 @@ async def test_what_is_deleted_while_it_is_read_is_not_kept() -> None:
 
 async def test_the_end_does_not_wait_for_files() -> None:
     async with scene() as at:
-        at.api.send(ask("cold", COLD))
+        at.api.send(ask("cold", adapter=COLD))
         await at.reading()
     assert admitted(at.seen) == []
 
@@ -230,9 +204,9 @@ async def test_the_end_does_not_wait_for_files() -> None:
 @pytest.mark.parametrize("size", [1, 4])
 async def test_batches_that_run_to_their_end_wait_for_their_adapters(size: int) -> None:
     async with scene(Ets(size, 0.0), max_running=1) as at:
-        at.api.send(ask("cold", COLD))
+        at.api.send(ask("cold", adapter=COLD))
         await at.reading()
-        at.api.send(ask("other", OTHER))
+        at.api.send(ask("other", adapter=OTHER))
         at.disk.go.set()
         await at.until(ended("other"))
         assert admitted(at.seen) == ["cold", "other"]
@@ -246,30 +220,25 @@ async def test_a_fault_in_reading_ends_that_request_alone() -> None:
 
     async with scene(disk=Faulty()) as at:
         at.disk.go.set()
-        at.api.send(ask("cold", COLD))
+        at.api.send(ask("cold", adapter=COLD))
         await at.reading()
         failed = (await at.until(lambda message: isinstance(message, RequestFailed)))[-1]
         assert isinstance(failed, RequestFailed) and (failed.id, failed.code) == ("cold", "internal_error")
-        at.api.send(ask("bare", None))
+        at.api.send(ask("bare"))
         await at.until(ended("bare"))
 
 
 async def test_who_was_let_in_is_admitted_when_it_starts_and_waits_until_then() -> None:
     """Its adapter was evicted between."""
-    meter, rng, loop, adapters = Meter(), random.Random(0), asyncio.get_running_loop(), NoAdapters()
-    generator, trainer = FakeGenerator(meter, FREE, 64, rng, 0.0), FakeTrainer(meter, FREE, {}, rng, loop.time)
+    generator, adapters = FakeGenerator(Meter(), FREE, 64, random.Random(0), 0.0), NoAdapters()
     generator.adapters.lost = True
-    api, engine_end = local_pair()
-    engine = Engine(generator, trainer, adapters, Slack(1.0), engine_end, clock=loop.time)
-    running = asyncio.create_task(engine.run())
-    api.send(ask("late", COLD))
-    while not (isinstance(message := await api.receive(), EngineStats) and message.waiting):
-        assert not isinstance(message, Admitted)
-    assert (message.waiting, message.running) == (1, 0)
-    generator.adapters.lost = False
-    adapters.changed()
-    assert isinstance(await api.receive(), Admitted)
-    while not ended("late")(await api.receive()):
-        pass
-    api.send(Shutdown())
-    await running
+    async with running_engine(generator, adapters=adapters) as api:
+        api.send(ask("late", adapter=COLD))
+        while not (isinstance(message := await api.receive(), EngineStats) and message.waiting):
+            assert not isinstance(message, Admitted)
+        assert (message.waiting, message.running) == (1, 0)
+        generator.adapters.lost = False
+        adapters.changed()
+        assert isinstance(await api.receive(), Admitted)
+        while not ended("late")(await api.receive()):
+            pass

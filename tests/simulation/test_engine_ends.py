@@ -9,24 +9,20 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from coserve.core.link.engine import EngineStopped, Shutdown
-from coserve.core.link.generation import CancelRequest, Generate, Tokens
+from coserve.core.link.generation import CancelRequest, Tokens
 from coserve.core.link.jobs import JobCheckpoint, JobProgress, JobStarted, StartJob
 from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
-from coserve.core.sampling import SamplingParams
-from coserve.core.types import Slo
 from coserve.engine.engine import Engine
 from coserve.engine.job_runner import JobPlaces
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Inline, JobPlan, Meter, NoAdapters, Prices
 from tests.support.local_link import LocalLink, local_pair
+from tests.support.records import make_request
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual
 
 PRICES = Prices(step=0.01, token=0.0, micro_step=0.01, spikes=0.0)
-REQUEST = Generate(
-    id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=1000), adapter=None, slo=Slo(ttft=1.0, tpot=1.0)
-)
 
 
 class Peer:
@@ -108,7 +104,7 @@ def test_an_idle_engine_leaves_too() -> None:
 
 def test_a_fault_in_a_messages_handling_ends_the_engine() -> None:
     async def script(peer: Peer) -> None:
-        peer.link.send(REQUEST)
+        peer.link.send(make_request())
         await peer.until(Tokens)
         peer.link.send(CancelRequest(id="r"))
 

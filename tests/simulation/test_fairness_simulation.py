@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from coserve.core.link.generation import Generate, RequestFailed, Tokens
-from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, Slo
 from coserve.queues.inference import QUANTUM
 from tests.support.examples import examples, sample
 from tests.support.fake_ports import Prices
+from tests.support.records import make_request
 from tests.support.scenario import Outcome, Scenario, make_scenario, play
 
 COST, RUNNING, LIGHT = 64, 4, 5
@@ -20,13 +20,8 @@ POLICIES = ("ets", "ts", "slack")
 
 
 def request(id: str, adapter: str | None, cost: int) -> Generate:
-    return Generate(
-        id=id,
-        prompt=(1,) * (cost // 2),
-        sampling=SamplingParams(max_tokens=cost - cost // 2),
-        adapter=None if adapter is None else AdapterRef(adapter, 1),
-        slo=Slo(ttft=1.0, tpot=0.2),
-    )
+    ref = None if adapter is None else AdapterRef(adapter, 1)
+    return make_request(id, cost - cost // 2, prompt=cost // 2, adapter=ref, slo=Slo(ttft=1.0, tpot=0.2))
 
 
 def flood(seed: int, policy: str, *, fair: bool, max_queue: int) -> Scenario:

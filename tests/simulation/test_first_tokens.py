@@ -7,12 +7,12 @@ import pytest
 
 from coserve.core.link.generation import Admitted, Generate, Tokens
 from coserve.core.link.jobs import StartJob
-from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, Slo
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy
 from tests.support.fake_ports import JobPlan, Prices
+from tests.support.records import make_request
 from tests.support.scenario import Scenario, job_spec, play
 
 COLD = 0.01
@@ -44,13 +44,7 @@ def test_a_request_whose_adapter_is_read_waits_no_longer_than_others(policy: Pol
 
 
 def request(number: int, ttft: float) -> Generate:
-    return Generate(
-        id=f"r{number}",
-        prompt=(1, 2, 3),
-        sampling=SamplingParams(max_tokens=4, seed=number),
-        adapter=AdapterRef(f"a{number}", 1),
-        slo=Slo(ttft=ttft, tpot=0.05),
-    )
+    return make_request(f"r{number}", 4, adapter=AdapterRef(f"a{number}", 1), slo=Slo(ttft=ttft, tpot=0.05))
 
 
 def test_a_requests_queue_time_ends_when_its_first_step_begins() -> None:

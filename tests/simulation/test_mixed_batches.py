@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from coserve.core.link.generation import Generate
 from coserve.core.link.jobs import JobProgress, JobSucceeded, StartJob
 from coserve.core.link.link import ToEngine
-from coserve.core.sampling import SamplingParams
-from coserve.core.types import Slo
 from coserve.queues.policies.inference_first import InferenceFirst
 from coserve.queues.policies.paper import Ets, TemporalSharing
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Policy
 from tests.support.fake_ports import FakePass, JobPlan, Prices
+from tests.support.records import make_request
 from tests.support.scenario import Outcome, Scenario, job_spec, play
 
 BATCH_ROWS = 32
@@ -27,10 +25,7 @@ def outcome(
     policy: Policy, *, batch_rows: int | None = BATCH_ROWS, jobs: int = JOBS, evaluate_every: int | None = 3
 ) -> Outcome:
     """A request each 0.5 s for 20 s, and `jobs` jobs from the start, which evaluate every so many steps."""
-    script: list[tuple[float, ToEngine]] = [
-        (i / 2, Generate(id=f"r{i}", prompt=(1,), sampling=SamplingParams(max_tokens=2), adapter=None, slo=Slo(1, 1)))
-        for i in range(40)
-    ]
+    script: list[tuple[float, ToEngine]] = [(i / 2, make_request(f"r{i}", 2, prompt=1)) for i in range(40)]
     plans = {f"j{i}": JobPlan(STEPS, 4, 2, None, rows=ROWS, evaluate_every=evaluate_every) for i in range(jobs)}
     script += [(0.0, StartJob(spec=job_spec(id))) for id in plans]
     return play(

@@ -9,25 +9,21 @@ from dataclasses import dataclass
 
 import pytest
 
-from coserve.core.link.engine import EngineStopped, Shutdown
-from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.generation import Tokens
 from coserve.core.link.jobs import StartJob
-from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
-from coserve.core.sampling import SamplingParams
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import Slo
-from coserve.engine.engine import Engine
-from coserve.engine.job_runner import JobPlaces
 from coserve.engine.spatial.slices_in_flight import Marks
 from coserve.queues.costs import ATTAINMENT
 from coserve.queues.policies.overlap import Overlap
 from coserve.queues.risk import TAKEN_BACK
 from coserve.queues.shapes import StepShape
 from tests.support.examples import sample
-from tests.support.fake_gpu import FREE, job_always
-from tests.support.fake_ports import Inline, Meter, NoAdapters
-from tests.support.local_link import LocalLink
+from tests.support.fake_gpu import job_always
+from tests.support.fake_ports import FREE, Meter
+from tests.support.local_engine import Api, running_engine
+from tests.support.records import make_request
 from tests.support.scenario import job_spec
 from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer
 from tests.support.virtual_clock import run_virtual
@@ -60,26 +56,19 @@ async def _live(gpu: SharedGpu, policy: Overlap, tpot: float) -> Seen:
     spec = job_spec("j")
     trainer = SharingTrainer(Meter(), FREE, job_always(spec), rng, loop.time, gpu=gpu)
     trainer.seconds = lambda kind, _: 0.0 if kind is MicroStep.RESULT else MICRO_STEP * rng.uniform(0.97, 1.03)
-    to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
-    api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
-    engine = Engine(
-        generator,
-        trainer,
-        NoAdapters(),
-        policy,
-        LocalLink(from_engine, to_engine),
-        clock=loop.time,
-        jobs=JobPlaces(1, Inline()),
-        marks=Marks(gpu.mark, gpu.between, gpu.mark_step),
-    )
-    running = asyncio.create_task(engine.run())
-    api.send(StartJob(spec=spec))
+    marks = Marks(gpu.mark, gpu.between, gpu.mark_step)
+    async with running_engine(generator, trainer, policy, marks=marks) as api:
+        api.send(StartJob(spec=spec))
+        return await _seen(api, gpu, tpot)
+
+
+async def _seen(api: Api, gpu: SharedGpu, tpot: float) -> Seen:
+    loop = asyncio.get_running_loop()
     sent, came, steps = dict[str, float](), dict[str, list[float]](), dict[bool, int]()
 
     def ask(id: str, tokens: int) -> None:
         sent[id] = loop.time()
-        sampling = SamplingParams(max_tokens=tokens)
-        api.send(Generate(id=id, prompt=(1,) * 8, sampling=sampling, adapter=None, slo=Slo(ttft=1.0, tpot=tpot)))
+        api.send(make_request(id, tokens, prompt=8, slo=Slo(ttft=1.0, tpot=tpot)))
 
     async def send() -> None:
         for number in range(STREAMS):
@@ -105,10 +94,6 @@ async def _live(gpu: SharedGpu, policy: Overlap, tpot: float) -> Seen:
     end = loop.time()
     trained = gpu.trained_at(end) - gpu.trained_at(begin)
     await sending
-    api.send(Shutdown())
-    while not isinstance(await api.receive(), EngineStopped):
-        pass
-    await running
     late = sum(at > own[0] + k * tpot + 1e-9 for own in came.values() for k, at in enumerate(own))
     firsts = [own[0] - sent[id] for id, own in came.items()]
     beside = steps.get(True, 0) / max(1, sum(steps.values()))

@@ -9,22 +9,17 @@ from collections.abc import Callable
 import pytest
 
 from coserve.core.link.engine import EngineStopped, Shutdown
-from coserve.core.link.generation import Generate
 from coserve.core.link.jobs import StartJob
-from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
-from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import Slo
-from coserve.engine.engine import Engine
-from coserve.engine.job_runner import JobPlaces
 from coserve.engine.spatial.slices_in_flight import Marks
-from coserve.queues.policies.slack import Slack
 from coserve.queues.policy import Decision, Serve, Train, View, Wait
-from tests.support.fake_gpu import FREE, BlockingTrainer, OverlappedGenerator, job_always
-from tests.support.fake_ports import Inline, Meter, NoAdapters
-from tests.support.local_link import LocalLink, local_pair
+from tests.support.fake_gpu import BlockingTrainer, OverlappedGenerator, job_always
+from tests.support.fake_ports import FREE, Meter
+from tests.support.local_engine import Api, running_engine
+from tests.support.records import make_request
 from tests.support.scenario import job_spec
 from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer
 from tests.support.virtual_clock import run_virtual
@@ -51,33 +46,21 @@ async def live() -> tuple[EngineStats, float]:
     generator = OverlappedGenerator(lambda _: STEP, LAUNCH, 64, rng)
     trainer = BlockingTrainer(Meter(), FREE, job_always(spec), rng, loop.time)
     trainer.seconds = lambda kind, tokens: MICRO_STEP
-    api, ours = local_pair()
-    engine = Engine(
-        generator,
-        trainer,
-        NoAdapters(),
-        Slack(1.0),
-        ours,
-        clock=loop.time,
-        jobs=JobPlaces(1, Inline()),
-    )
-    return await last_stats(engine, api, spec)
+    async with running_engine(generator, trainer) as api:
+        return await last_stats(api, spec)
 
 
-async def last_stats(engine: Engine, api: LocalLink[ToEngine, FromEngine], spec: JobSpec) -> tuple[EngineStats, float]:
+async def last_stats(api: Api, spec: JobSpec) -> tuple[EngineStats, float]:
     """The last stats of one stream beside a job, and the seconds until then."""
     loop = asyncio.get_running_loop()
-    run = asyncio.create_task(engine.run())
-    slo = Slo(ttft=1.0, tpot=0.05)
     api.send(StartJob(spec=spec))
-    api.send(Generate(id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=1 << 20), adapter=None, slo=slo))
+    api.send(make_request(max_tokens=1 << 20, slo=Slo(ttft=1.0, tpot=0.05)))
     loop.call_later(SECONDS, api.send, Shutdown())
     last: EngineStats | None = None
     at = 0.0
     while not isinstance(message := await api.receive(), EngineStopped):
         if isinstance(message, EngineStats):
             last, at = message, loop.time()
-    await run
     assert last is not None, "it reports about once a second"
     return last, at
 
@@ -115,16 +98,7 @@ async def shared(*, between: bool) -> EngineStats:
     generator.gpu = gpu
     trainer = SharingTrainer(Meter(), FREE, job_always(spec), rng, loop.time, gpu=gpu, launch=0.5)
     trainer.seconds = lambda kind, tokens: 0.0 if kind is MicroStep.RESULT else 10 * MICRO_STEP
-    api, ours = local_pair()
     policy = OneByOne(lambda: generator.in_flight, between=between)
-    engine = Engine(
-        generator,
-        trainer,
-        NoAdapters(),
-        policy,
-        ours,
-        clock=loop.time,
-        jobs=JobPlaces(1, Inline()),
-        marks=Marks(gpu.mark, gpu.between, gpu.mark_step),
-    )
-    return (await last_stats(engine, api, spec))[0]
+    marks = Marks(gpu.mark, gpu.between, gpu.mark_step)
+    async with running_engine(generator, trainer, policy, marks=marks) as api:
+        return (await last_stats(api, spec))[0]

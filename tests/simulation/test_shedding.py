@@ -7,14 +7,14 @@ import random
 import pytest
 
 from coserve.core.errors import Overloaded
-from coserve.core.link.generation import Generate, RequestFailed, Tokens
+from coserve.core.link.generation import RequestFailed, Tokens
 from coserve.core.link.jobs import StartJob
 from coserve.core.link.link import ToEngine
-from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, Slo
 from coserve.queues.policies.slack import Slack
 from tests.support.examples import sample
 from tests.support.fake_ports import JobPlan, Prices
+from tests.support.records import make_request
 from tests.support.scenario import Outcome, Scenario, job_spec, play
 
 TOKENS, STEP, BATCH = 10, 0.02, 4
@@ -30,10 +30,8 @@ def live(
     slo = Slo(ttft=ttft, tpot=tpot, shed=shed)
     script: list[tuple[float, ToEngine]] = [(0.0, StartJob(spec=job_spec("j")))]
     for number in range(count):
-        sampling = SamplingParams(max_tokens=TOKENS)
         adapter = AdapterRef(f"a{rng.randrange(adapters)}", 1) if adapters else None
-        request = Generate(id=f"r{number}", prompt=(1,) * 8, sampling=sampling, adapter=adapter, slo=slo)
-        script.append((number / rate, request))
+        script.append((number / rate, make_request(f"r{number}", TOKENS, prompt=8, adapter=adapter, slo=slo)))
     return play(
         Scenario(
             policy=Slack(patience=1e9),

@@ -9,15 +9,14 @@ from statistics import mean
 
 import pytest
 
-from coserve.core.link.generation import Generate, Tokens
+from coserve.core.link.generation import Tokens
 from coserve.core.link.jobs import JobProgress, StartJob
 from coserve.core.link.link import FromEngine, ToEngine
-from coserve.core.sampling import SamplingParams
-from coserve.core.types import Slo
 from coserve.queues.policies.paper import Ets, TemporalSharing, Unit
 from coserve.queues.policies.spatial import Spatial
 from coserve.queues.policy import Policy
 from tests.support.fake_ports import JobPlan, Prices
+from tests.support.records import make_request
 from tests.support.scenario import Scenario, job_spec, play
 
 SECONDS = 300
@@ -43,11 +42,7 @@ class Row:
 def scenario(policy: Policy, rows: int, share: float | None = None) -> Scenario:
     """A request each 0.1 s, and each 20 s a job of `rows` rows in batches of 32. `share`: see `Scenario`."""
     script: list[tuple[float, ToEngine]] = [
-        (
-            i / 10,
-            Generate(id=f"r{i}", prompt=(1,), sampling=SamplingParams(max_tokens=STEPS), adapter=None, slo=Slo(1, 1)),
-        )
-        for i in range(10 * SECONDS)
+        (i / 10, make_request(f"r{i}", STEPS, prompt=1)) for i in range(10 * SECONDS)
     ]
     plans = {f"j{i}": JobPlan(rows // 32, 1, 1 << 20, None) for i in range(SECONDS // 20)}
     script += [(20.0 * i, StartJob(spec=job_spec(id))) for i, id in enumerate(plans)]

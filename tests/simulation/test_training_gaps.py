@@ -14,27 +14,23 @@ from itertools import pairwise
 import pytest
 
 from coserve.core.link.engine import EngineStopped, Shutdown
-from coserve.core.link.generation import Generate
 from coserve.core.link.jobs import JobProgress, StartJob
 from coserve.core.link.link import FromEngine
 from coserve.core.link.stats import EngineStats
-from coserve.core.sampling import SamplingParams
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import Slo
-from coserve.engine.engine import Engine
 from coserve.queues.policies.slack import Slack
 from coserve.queues.risk import FIRST_GUESS
 from tests.support.examples import sample
-from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
-from tests.support.local_link import local_pair
+from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, Prices
+from tests.support.local_engine import running_engine
+from tests.support.records import make_request
 from tests.support.scenario import job_spec
 from tests.support.virtual_clock import run_virtual
 
 PRICES = Prices(step=0.046, token=0.0, micro_step=0.01, spikes=0.0)
 MICRO_STEPS, PATIENCE, SECONDS = 12, 1.0, 30.0
-STREAM = Generate(
-    id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=1 << 20), adapter=None, slo=Slo(ttft=2.0, tpot=0.2)
-)
+STREAM = make_request(max_tokens=1 << 20, slo=Slo(ttft=2.0, tpot=0.2))
 
 Cost = Callable[[MicroStep, int], float]
 """Seconds of a micro-step, from its kind and its number."""
@@ -64,28 +60,19 @@ def live(cost: Cost, slices: list[tuple[MicroStep, int]] | None = None) -> list[
 
     async def main() -> list[tuple[float, FromEngine]]:
         loop, rng, meter = asyncio.get_running_loop(), random.Random(0), Meter()
+        generator = FakeGenerator(meter, PRICES, 64, rng, 0.0, max_running=64)
         trainer = _Trainer(meter, PRICES, {"j0": JobPlan(1 << 20, MICRO_STEPS, 1 << 20, None)}, rng, loop.time)
         trainer.cost_of, trainer.slices = cost, [] if slices is None else slices
-        api, engine_end = local_pair()
-        engine = Engine(
-            FakeGenerator(meter, PRICES, 64, rng, 0.0, max_running=64),
-            trainer,
-            NoAdapters(),
-            Slack(PATIENCE),
-            engine_end,
-            clock=loop.time,
-            pace=meter.pace,
-        )
-        run = asyncio.create_task(engine.run())
-        if slices is None:
-            api.send(STREAM)
-        api.send(StartJob(spec=job_spec("j0")))
-        loop.call_later(SECONDS, api.send, Shutdown())
-        said: list[tuple[float, FromEngine]] = []
-        while not said or not isinstance(said[-1][1], EngineStopped):
-            said.append((loop.time(), message)) if (message := await api.receive()) else None
-        await run
-        return said
+        async with running_engine(generator, trainer, Slack(PATIENCE), pace=meter.pace) as api:
+            if slices is None:
+                api.send(STREAM)
+            api.send(StartJob(spec=job_spec("j0")))
+            loop.call_later(SECONDS, api.send, Shutdown())
+            said: list[tuple[float, FromEngine]] = []
+            while not said or not isinstance(said[-1][1], EngineStopped):
+                message = await api.receive()
+                said.append((loop.time(), message))
+            return said
 
     return run_virtual(main())
 

@@ -11,10 +11,8 @@ from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.generate.plan import Ran, Scheduled
 from coserve.queues.shapes import StepShape
-from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, Prices
+from tests.support.fake_ports import FREE, FakeGenerator, FakeTrainer, JobPlan, Meter
 from tests.support.virtual_clock import VirtualClockLoop
-
-FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
 
 
 @dataclass

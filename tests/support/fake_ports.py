@@ -86,6 +86,9 @@ class Prices:
     spikes: float
 
 
+FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
+
+
 class Pages(BarePages):
     """As many as asked for, without tensors. Who grows finds none now and then (`refuses`), so that the latest give
     way."""

@@ -17,7 +17,7 @@ from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.jobs import JobSpec
-from coserve.core.types import Slo
+from coserve.core.types import AdapterRef, Slo
 from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.engine import Engine
 from coserve.engine.job_runner import JobPlaces
@@ -25,11 +25,10 @@ from coserve.engine.spatial.slices_in_flight import Mark, Marks
 from coserve.queues.policies.slack import Slack
 from coserve.queues.policies.spatial import Spatial
 from coserve.queues.request import Request
-from tests.support.fake_ports import FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters, Prices
+from tests.support.fake_ports import FREE, FakeGenerator, FakeTrainer, JobPlan, Meter, NoAdapters
 from tests.support.local_link import LocalLink, local_pair
-from tests.support.records import make_spec
+from tests.support.records import make_request, make_spec
 
-FREE = Prices(step=0.0, token=0.0, micro_step=0.0, spikes=0.0)
 PLANS = {job: JobPlan(steps=5, micro_steps=4, checkpoint_every=2, fails_at=None) for job in ("one", "two")}
 
 
@@ -174,9 +173,9 @@ async def scene(
         await asyncio.gather(running, return_exceptions=True)
 
 
-def ask(id: str, tokens: int = 5) -> Generate:
+def ask(id: str, tokens: int = 5, adapter: AdapterRef | None = None) -> Generate:
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    return Generate(id=id, prompt=(1, 2, 3), sampling=sampling, adapter=None, slo=Slo(ttft=60.0, tpot=60.0))
+    return make_request(id, prompt=3, sampling=sampling, adapter=adapter, slo=Slo(ttft=60.0, tpot=60.0))
 
 
 def start(id: str) -> StartJob:

@@ -6,11 +6,13 @@ from typing import Any
 
 import msgspec
 
+from coserve.core.link.generation import Generate
+from coserve.core.sampling import SamplingParams
 from coserve.core.schemas import Adapter
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec, JobState
 from coserve.core.training.settings import TrainingSettings
-from coserve.core.types import AdapterRef, BaseSpec, LoraSettings, SiteSpec
+from coserve.core.types import AdapterRef, BaseSpec, LoraSettings, SiteSpec, Slo
 from coserve.state.registry.records import AdapterRecord, JobRecord
 from coserve.state.registry.registry import Registry
 
@@ -32,6 +34,13 @@ def make_base_spec(sites: dict[str, SiteSpec], **fields: Any) -> BaseSpec:
         default_targets=tuple(dict.fromkeys(name.rpartition(".")[2] for name in sites)),
     )
     return msgspec.structs.replace(spec, **fields)
+
+
+def make_request(id: str = "r", max_tokens: int = 500, prompt: int = 2, **fields: Any) -> Generate:
+    """For the base, with a second for its first token and for each later one."""
+    sampling, slo = SamplingParams(max_tokens=max_tokens), Slo(ttft=1.0, tpot=1.0)
+    request = Generate(id=id, prompt=(1,) * prompt, sampling=sampling, adapter=None, slo=slo)
+    return msgspec.structs.replace(request, **fields)
 
 
 def make_spec(

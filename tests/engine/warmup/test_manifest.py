@@ -159,10 +159,6 @@ def test_all_that_is_named_is_there() -> None:
     assert [name for name in key.SOURCES if not (folder / name).exists()] == []
 
 
-def test_the_code_itself_has_a_digest() -> None:
-    assert len(key.source_digest()) == 64
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The sources of an installed package, which no test of this process has imported."""

@@ -115,13 +115,6 @@ async def test_everything_is_done_once_and_found_at_the_next_start(tmp_path: Pat
     assert not asked and len(told) == 1
 
 
-async def test_a_damaged_file_is_not_trusted(tmp_path: Path) -> None:
-    await run(tmp_path, lambda part: DONE)
-    (tmp_path / "triton" / "a" / "kernel.cubin").write_bytes(b"?")
-    _, asked = await run(tmp_path, lambda part: DONE)
-    assert sorted(asked) == ["a", "b", "c"]
-
-
 async def test_what_an_interrupted_start_completed_is_kept(tmp_path: Path) -> None:
     def only_a(part: str) -> Reports:
         if part != "a":
