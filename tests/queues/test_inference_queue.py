@@ -82,28 +82,6 @@ def test_a_prompt_counts_as_much_as_an_answer() -> None:
     assert ids(queue) == ["short", "answer", "long"]
 
 
-def test_the_first_arrival_is_the_oldest_whoevers_turn_it_is() -> None:
-    queue = InferenceQueue(9, fair=True)
-    fill(queue, request("old", "a", max_tokens=10 * QUANTUM), arrived=3.0)
-    fill(queue, request("new", "b"), arrived=4.0)
-    assert (queue.waiting(99)[0].id, queue.first_arrival) == ("new", 3.0)
-
-
-def test_nobody_keeps_others_out_by_filling_the_queue() -> None:
-    queue = InferenceQueue(4, fair=True)
-    fill(queue, *(request(f"h{i}", "hot") for i in range(4)))
-    displaced = push(queue, request("x", "light"), 2.0)
-    assert displaced is not None
-    assert displaced.id == "h3" and queue.cancel(["h3"])
-    with pytest.raises(QueueFull):
-        push(queue, request("h4", "hot"), 2.0)
-    displaced = push(queue, request("y"), 2.0)
-    assert displaced is not None and queue.cancel([displaced.id])
-    with pytest.raises(QueueFull):  # two of one and one each of the others: as even as it gets
-        push(queue, request("z", "light"), 2.0)
-    assert len(queue) == 4
-
-
 def test_a_choice_goes_only_while_none_of_its_request_has_begun() -> None:
     queue = InferenceQueue(3, fair=True)
     last = msgspec.structs.replace(request("h2", "hot"), choices=("h0", "h1"))
@@ -139,13 +117,6 @@ def test_an_adapter_gives_way_though_the_class_batch_has_begun() -> None:
     assert queue.cancel(["h3"])
     with pytest.raises(QueueFull):
         push(queue, of_class("b2", batch=True, adapter="light"), 2.0)
-
-
-def test_strictly_first_come_first_served_nobody_is_displaced() -> None:
-    queue = InferenceQueue(3, fair=False)
-    fill(queue, *(request(f"h{i}", "hot") for i in range(3)))
-    with pytest.raises(QueueFull):
-        push(queue, request("x", "light"), 0.0)
 
 
 class QueueAgainstLists(RuleBasedStateMachine):

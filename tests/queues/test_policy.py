@@ -72,24 +72,9 @@ class TestEts:
         assert self.policy.decide(view([0.0, 4.0, 5.0]), 5.5) == Serve(3)
         assert self.policy.decide(view([1.0, 4.0, 5.0]), 5.5) == Wait(pytest.approx(6.0))
 
-    def test_the_first_arrival_need_not_be_first_in_line(self) -> None:
-        assert self.policy.decide(view([4.0, 0.0, 5.0]), 5.0) == Wait(pytest.approx(5.0))
-        assert self.policy.decide(view([4.0, 0.0, 5.0]), 5.5) == Serve(3)
-
-    def test_a_batch_takes_at_most_the_batch_size(self) -> None:
-        assert self.policy.decide(view([0.0] * 9), 0.0) == Serve(4)
-        assert self.policy.decide(view([0.0] * 9, headroom=3), 0.0) == Serve(3)
-
     def test_a_batch_that_waits_for_its_adapters_gives_the_turn_to_training(self) -> None:
         assert self.policy.decide(view([0.0] * 9, headroom=0, jobs=("j",)), 99.0) == Train("j", None)
         assert self.policy.decide(view([0.0] * 9, headroom=0), 99.0) == Wait(None)
-
-    def test_a_dispatched_batch_is_performed_to_its_end(self) -> None:
-        assert self.policy.decide(view([0.0] * 9, [1.0], jobs=("j",)), 99.0) == Serve(0)
-
-    def test_inference_goes_before_fine_tuning_and_fine_tuning_takes_a_whole_batch(self) -> None:
-        assert self.policy.decide(view([0.0] * 4, jobs=("j", "k")), 0.0) == Serve(4)
-        assert self.policy.decide(view([0.0] * 3, jobs=("j", "k")), 0.0) == Train("j", None)
 
     def test_waits_for_the_delay_or_for_a_change(self) -> None:
         assert self.policy.decide(view(), 3.0) == Wait(None)

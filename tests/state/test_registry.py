@@ -140,13 +140,6 @@ def test_floats_come_back_as_they_were(registry: Registry) -> None:
     assert math.isnan(metrics.loss)
 
 
-def test_the_same_key_gives_the_same_job(registry: Registry) -> None:
-    first = registry.create_job(make_job("a"), idempotency_key="k")
-    assert registry.create_job(make_job("b", version=2), idempotency_key="k") == first
-    assert [job.spec.id for job in registry.jobs()] == ["a"]
-    registry.create_job(make_job("b", version=2), idempotency_key="other")
-
-
 def test_moves_that_are_refused(registry: Registry) -> None:
     registry.create_job(make_job())
     with pytest.raises(WrongJobState):
@@ -214,16 +207,6 @@ def test_a_page_of_adapters_takes_as_little_work_among_many(path: Path, monkeypa
     for n in range(50):
         import_adapter(registry, make_adapter(f"c{n}"))
     assert instructions() <= few + 2
-
-
-def test_a_version_is_given_out_once(registry: Registry) -> None:
-    assert registry.next_version("poet") == 1
-    registry.create_job(make_job())
-    assert registry.next_version("poet") == 2
-    registry.set_state("job-1", JobState.CANCELLED)
-    import_adapter(registry, make_adapter(version=2))
-    assert registry.delete_adapter("poet") == [AdapterRef("poet", 2)]
-    assert registry.next_version("poet") == 3
 
 
 def test_an_adapter_in_use_is_not_deleted(registry: Registry) -> None:
