@@ -30,14 +30,14 @@ from coserve.cli.distillation import (
     result_lines,
     start_distillation,
 )
-from coserve.cli.failures import FAILED
+from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.job_table import age
 from coserve.cli.jobs import follow_job
 from coserve.client import Client
 from coserve.core.errors import CoserveError
 from coserve.core.limits import PAGE_SIZE
 from coserve.core.schemas import Adapter, ConvertedAdapter
-from coserve.lora.files.wrapped import rename_decoder
+from coserve.lora.files.wrapped import check_decoder, rename_decoder
 
 adapters_app = typer.Typer(
     cls=CommandGroup,
@@ -99,6 +99,9 @@ def download_adapter(
     ] = None,
 ) -> None:
     """Save an adapter's PEFT files into a new folder."""
+    if decoder is not None:
+        with usage_errors():
+            check_decoder(decoder)
     saved = client.download_adapter(name, folder)
     if decoder is not None:
         rename_decoder(saved, decoder)

@@ -174,6 +174,14 @@ def test_files_that_are_not_what_they_should_be(
         (["jobs", "list", "--limit", "0"], "invalid value for '--limit': expected at least 1, got 0 (see"),
         (["generate", "x", "--temperature", "warm"], "'--temperature': expected a number, got 'warm' (see"),
         (["finetune", "a", __file__, "--train-on", "al"], "'--train-on': 'al' is not one of 'completion', "),
+        (
+            ["adapters", "download", "x", "NEW", "--decoder", "nonsense.x"],
+            "decoder: expected one of model, model.language_model, language_model.model, model.language_model.model, ",
+        ),
+        (
+            ["adapters", "download", "x", "NEW", "--decoder", ""],
+            " language_model, got '' (see coserve adapters download --help)",
+        ),
         (["serve", "one", "--model", "other"], "expected one model, got 'one' and 'other' (see coserve serve --help)"),
     ],
 )

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Container, Iterable
 from pathlib import Path
 
-from coserve.core.errors import UnsupportedAdapter
+from coserve.core.errors import InvalidRequest, UnsupportedAdapter
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.lora.files.tensorfile import TensorFile, read_json
 
@@ -44,6 +44,13 @@ def site_of(name: str, sites: Container[str]) -> str | None:
 def outside_text(name: str) -> str | None:
     """Return the part of a multimodal model, other than its language model, that a module belongs to."""
     return next((part for part in name.split(".") if part in _OTHER_PARTS), None)
+
+
+def check_decoder(decoder: str) -> None:
+    """Raise `InvalidRequest` unless a model may have its decoder there."""
+    if f"{decoder}." not in _DECODERS:
+        known = ", ".join(path.removesuffix(".") for path in _DECODERS)
+        raise InvalidRequest(f"expected one of {known}, got {decoder!r}", field="decoder")
 
 
 def rename_decoder(folder: Path, decoder: str) -> None:
