@@ -277,7 +277,8 @@ def _show_adapter(adapter: Adapter, as_json: bool) -> None:
     lists = {"tags": adapter.tags, "aliases": adapter.aliases}
     marks = [f"{name} {', '.join(values)}" for name, values in lists.items() if values]
     marks += _kept(adapter, time.time())
-    print("  ".join((adapter.ref, f"rank {_rank(adapter)}", _size(adapter), adapter.source, *marks)))
+    rank = f"cartridge of {_rank(adapter)}" if adapter.cartridge else f"rank {_rank(adapter)}"
+    print("  ".join((adapter.ref, rank, _size(adapter), adapter.source, *marks)))
 
 
 def _kept(adapter: Adapter, now: float) -> list[str]:
@@ -295,6 +296,8 @@ def _cells(adapter: Adapter, now: float) -> tuple[str, ...]:
 
 
 def _rank(adapter: Adapter) -> str:
+    if adapter.cartridge:
+        return f"{adapter.rank} tokens"
     return f"{adapter.rank} in {adapter.bd_blocks} blocks" if adapter.bd_blocks > 1 else str(adapter.rank)
 
 

@@ -80,6 +80,21 @@ def test_a_list_has_columns_with_headers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert CliRunner().invoke(app, ["adapters", "list", "--json"]).output.count("\n") == 3
 
 
+def test_a_cartridge_has_tokens_and_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = make_adapter_info("prefix", rank=128, cartridge=True)
+    listed = AdapterList(data=[prefix], has_more=False)
+    client = SimpleNamespace(
+        adapters=lambda **_: listed,
+        health=lambda: SimpleNamespace(status="ready"),
+        prefetch_adapter={"prefix": prefix}.__getitem__,
+    )
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(client))
+    headers, row = CliRunner().invoke(app, ["adapters", "list"]).output.splitlines()
+    assert row[headers.index("RANK") :].startswith("128 tokens  ")
+    shown = CliRunner().invoke(app, ["adapters", "prefetch", "prefix"]).output
+    assert shown.startswith("prefix@1  cartridge of 128 tokens  ")
+
+
 def test_a_list_asks_for_what_was_given_and_names_it_for_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[dict[str, object]]()
 

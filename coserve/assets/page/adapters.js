@@ -15,11 +15,12 @@ const title = el("h2", { tabindex: -1 });
 const versions = table("Versions", "Version", "Aliases", "Made by", "Continues", "Made at", "Rank", "Size", "Lies in", "SHA-256", "Actions");
 panel.append(title, versions.node);
 
+const shape = (a) => number(a.rank) + (a.cartridge ? " tokens" : a.bd_blocks > 1 ? ` in ${a.bd_blocks} blocks` : "");
 const place = (adapter) => (adapter.resident ? "memory" : "disk");
 
 function makeRow({ id }) {
   const row = textRow(el("a", { href: `#adapters/${encodeURIComponent(id)}` }, id), 7);
-  const update = (a) => row.write(`@${a.version}`, `@${a.newest ?? a.version}`, number(a.rank), bytes(a.bytes), a.source, a.base, place(a));
+  const update = (a) => row.write(`@${a.version}`, `@${a.newest ?? a.version}`, shape(a), bytes(a.bytes), a.source, a.base, place(a));
   return { node: row.node, update };
 }
 
@@ -58,8 +59,7 @@ function makeVersion(first) {
   const update = (a) => {
     adapter = a;
     setText(name, `@${a.version}${a.current ? " (current)" : ""}`);
-    const rank = a.bd_blocks > 1 ? `${a.rank} in ${a.bd_blocks} blocks` : number(a.rank);
-    row.write(a.aliases || "–", a.source, a.parent ?? "–", moment(a.created_at), rank, bytes(a.bytes), place(a), a.sha256.slice(0, 12));
+    row.write(a.aliases || "–", a.source, a.parent ?? "–", moment(a.created_at), shape(a), bytes(a.bytes), place(a), a.sha256.slice(0, 12));
     row.cells[7].title = a.sha256;
     back.hidden = a.current;
   };

@@ -32,7 +32,8 @@ class Adapter(Wire, frozen=True):
     ref: str
     """`id@version`."""
     rank: int
-    """The LoRA rank: the largest if it differs between sites, the total over all blocks with BD-LoRA."""
+    """The LoRA rank: the largest if it differs between sites, the total over all blocks with BD-LoRA. For a cartridge:
+    its number of tokens."""
     alpha: float
     targets: list[str]
     base: str
