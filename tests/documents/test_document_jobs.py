@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from itertools import groupby
 from pathlib import Path
@@ -97,7 +98,7 @@ async def test_recipes_and_generators(api: Api, document: dict[str, Any]) -> Non
         assert job["document"]["settings"]["generator"] == "adapter:asker@1"
 
 
-async def test_what_has_learned_nothing_is_not_published(api: Api) -> None:
+async def test_what_has_learned_nothing_is_not_published(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     body = {"adapter": "nothing", "document": SMALL | ASKED | {"publish": "if_learned"}}
     body["training"] = {"steps": 1, "learning_rate": 1e-12}
     _, job = await api.call("POST", "/finetune", json=body)
@@ -111,6 +112,8 @@ async def test_what_has_learned_nothing_is_not_published(api: Api) -> None:
     assert not api.folder.job(job["id"]).exists()
     _, told = await learn(api, "told", steps=1, **ASKED)
     assert any("no better than" in note for note in told["notes"]) is not told["document"]["evaluation"]["learned"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not [text for text in warnings if job["id"] in text]
 
 
 async def test_a_text_that_is_too_short_is_told_what_would_help(api: Api) -> None:

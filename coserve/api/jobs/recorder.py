@@ -213,6 +213,8 @@ class JobRecorder:
     async def _correct_engine(self, message: JobMessage, error: CoserveError) -> None:
         """Handle an engine that runs a job which has ended in the registry: cancel it there and delete what it
         published. Never raises."""
+        if isinstance(message, JobCancelled):
+            return  # the answer to `CancelJob`: the engine runs the job no more
         log.warning("job %s: %s refused: %s", message.id, type(message).__name__, error.message)
         try:
             record = await self.retries.run(f"job {message.id}", lambda: self._find(message.id))
