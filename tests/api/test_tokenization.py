@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from coserve import __version__
-from tests.support.api_server import Api, serve_api, tokenizer
+from coserve.api.http.bodies import SMALL_BODY
+from tests.support.api_server import Api, add_adapter, serve_api, tokenizer
 from tests.support.fake_engine import CONTEXT
 
 TEXT = "the cat sat"
+TURNS = [{"role": "user", "content": "hi"}]
+COUNT = "/v1/messages/count_tokens"
 
 
 async def test_there_and_back(api: Api) -> None:
@@ -51,12 +54,26 @@ async def test_what_the_tokenizer_is(api: Api) -> None:
     assert await api.call("GET", "/version") == (200, {"version": __version__})
 
 
+async def test_the_model_is_one_that_there_is(api: Api) -> None:
+    add_adapter(api, "poet")
+    bodies = {"/tokenize": {"prompt": TEXT}, "/detokenize": {"tokens": [5] * SMALL_BODY}, COUNT: {"messages": TURNS}}
+    for path, body in bodies.items():
+        for model in ("poet", "poet@1", "fake", "tgi"):
+            await api.answered(200, "POST", path, json=body | {"model": model})
+        for model in ("nobody", "poet@2"):
+            status, answer = await api.call("POST", path, json=body | {"model": model})
+            assert status == 404 and model in answer["error"]["message"], answer
+    await api.refused(404, "adapter_not_found", "POST", "/tokenize", json={"prompt": TEXT, "model": "nobody"})
+
+
 async def test_bad_input(api: Api) -> None:
     for path, body, status, field in (
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": []}, 400, "prompt"),
         ("/tokenize", {"prompt": 5}, 400, "prompt"),
         ("/tokenize", {"prompt": "x", "model": "a b"}, 404, "model"),
+        ("/tokenize", {"prompt": "x", "model": "nobody"}, 404, "model"),
+        ("/detokenize", {"tokens": [5], "model": "nobody"}, 404, "model"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         (
             "/tokenize",

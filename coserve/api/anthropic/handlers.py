@@ -88,9 +88,9 @@ class AnthropicApi:
         return await self._tokenizer.answer(request, count_tokens)
 
 
-def count_tokens(context: TaskContext, base: BaseLimits, body: bytes) -> bytes:
-    """Helper task of `POST /v1/messages/count_tokens`: return the response as JSON."""
+def count_tokens(context: TaskContext, base: BaseLimits, body: bytes) -> tuple[bytes, str | None]:
+    """Helper task of `POST /v1/messages/count_tokens`: see `TextTask`."""
     request = decode_dialect(body, CountTokensRequest)
-    adapter_of(request.model, base.name)
+    adapter = adapter_of(request.model, base.name)
     ids = template_ids(context.tokenizer, template_chat(request, context.tokenizer.chat_template))
-    return msgspec.json.encode(TokenCountResponse(input_tokens=len(ids)))
+    return msgspec.json.encode(TokenCountResponse(input_tokens=len(ids))), adapter

@@ -24,7 +24,7 @@ from coserve.api.openai.chat import ChatLogprobsBuilder, chat_completion, chat_e
 from coserve.api.openai.completions import CompletionLogprobsBuilder, completion, completion_events
 from coserve.api.openai.errors import openai_error, openai_route
 from coserve.api.openai.models import delete_model, get_model, list_models
-from coserve.api.openai.requests import chat_request, completion_requests
+from coserve.api.openai.requests import PLACEHOLDER_MODELS, chat_request, completion_requests
 from coserve.api.openai.schemas import (
     ChatChunk,
     ChatCompletion,
@@ -42,9 +42,6 @@ from coserve.api.service import Service
 from coserve.config import Config
 from coserve.core.errors import AdapterNotFound, InvalidRequest
 from coserve.core.schemas import STREAM_END, GenerateRequest
-
-PLACEHOLDER_MODELS = ("tgi", "dummy")
-"""Model names that TGI's client and huggingface_hub's send to a server with one model."""
 
 RequestT = TypeVar("RequestT", bound=SharedParams)
 

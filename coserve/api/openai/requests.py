@@ -26,6 +26,8 @@ from coserve.core.types import BaseSpec, SloClass
 
 DEFAULT_TOKENS = 16
 """Default `max_tokens` of `/v1/completions`, as OpenAI's."""
+PLACEHOLDER_MODELS = ("tgi", "dummy")
+"""Model names that TGI's client and huggingface_hub's send to a server with one model."""
 
 _CLASSES: dict[str, SloClass] = {"flex": "batch", "priority": "interactive"}
 """Request class of each service tier."""

@@ -17,10 +17,11 @@ from coserve.api.http.bodies import SMALL_BODY, BodyReader
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import encoded_json
 from coserve.api.http.route import Route
-from coserve.api.openai.requests import adapter_of
+from coserve.api.openai.models import get_model
+from coserve.api.openai.requests import PLACEHOLDER_MODELS, adapter_of
 from coserve.api.openai.schemas import ModelName
 from coserve.api.service import Service
-from coserve.core.errors import InvalidRequest, QueueFull
+from coserve.core.errors import AdapterNotFound, InvalidRequest, QueueFull
 from coserve.core.limits import MAX_MESSAGES, TokenIds
 from coserve.core.messages import Chat, ChatMessage, TemplateOptions, Tools, characters
 from coserve.core.types import Wire
@@ -106,7 +107,16 @@ class TokenizerApi:
         async with self._bodies.body(request) as body:
             helpers = self._service.helpers if len(body) > SMALL_BODY else self._service.chats
             with self._slot():
-                return encoded_json(await helpers.run(task, self._base(), bytes(body)))
+                return await self._response(*await helpers.run(task, self._base(), bytes(body)))
+
+    async def _response(self, answer: bytes, model: str | None) -> web.StreamResponse:
+        """Return the JSON `answer` to a request that names `model`, unless there is no such model."""
+        if model is not None and model not in PLACEHOLDER_MODELS:
+            try:
+                await get_model(self._service, model)
+            except AdapterNotFound as error:
+                raise AdapterNotFound(error.message, field="model") from None
+        return encoded_json(answer)
 
     @Route(
         "POST", "/detokenize", "Token ids to text", body=DetokenizeRequest, response=DetokenizeResponse, errors=(404,)
@@ -116,9 +126,9 @@ class TokenizerApi:
         async with self._bodies.body(request) as body:
             with self._slot():
                 if len(body) > SMALL_BODY:
-                    return encoded_json(await self._service.helpers.run(detokenize, self._base(), bytes(body)))
+                    return await self._response(*await self._service.helpers.run(detokenize, self._base(), bytes(body)))
                 context = TaskContext(self._service.tokenizer, lambda: None)
-                return encoded_json(await asyncio.to_thread(detokenize, context, self._base(), bytes(body)))
+                return await self._response(*await asyncio.to_thread(detokenize, context, self._base(), bytes(body)))
 
     def _base(self) -> BaseLimits:
         spec = self._service.engine.spec
@@ -162,19 +172,18 @@ class BaseLimits(msgspec.Struct, frozen=True):
     vocab: int
 
 
-TextTask = Callable[[TaskContext, BaseLimits, bytes], bytes]
-"""A helper task that makes the JSON of a response of a request's body."""
+TextTask = Callable[[TaskContext, BaseLimits, bytes], tuple[bytes, str | None]]
+"""A helper task that makes the JSON of a response of a request's body, and names the adapter that the body names."""
 
 
-def tokenize(context: TaskContext, base: BaseLimits, body: bytes) -> bytes:
-    """Helper task of `POST /tokenize`: return the response as JSON."""
+def tokenize(context: TaskContext, base: BaseLimits, body: bytes) -> tuple[bytes, str | None]:
+    """Helper task of `POST /tokenize`: see `TextTask`."""
     request = decode_dialect(body, TokenizeRequest)
-    adapter_of(request.model, base.name)
+    adapter = adapter_of(request.model, base.name)
     ids = _encode(request, context.tokenizer)
     strings = [context.tokenizer.vocabulary.name(id) for id in ids] if request.return_token_strs else UNSET
-    return msgspec.json.encode(
-        TokenizeResponse(tokens=ids, count=len(ids), max_model_len=base.context, token_strs=strings)
-    )
+    response = TokenizeResponse(tokens=ids, count=len(ids), max_model_len=base.context, token_strs=strings)
+    return msgspec.json.encode(response), adapter
 
 
 def _encode(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
@@ -205,11 +214,11 @@ def template_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     return chat_ids(tokenizer, chat)
 
 
-def detokenize(context: TaskContext, base: BaseLimits, body: bytes) -> bytes:
-    """Helper task of `POST /detokenize`: return the response as JSON."""
+def detokenize(context: TaskContext, base: BaseLimits, body: bytes) -> tuple[bytes, str | None]:
+    """Helper task of `POST /detokenize`: see `TextTask`."""
     request = decode_dialect(body, DetokenizeRequest)
-    adapter_of(request.model, base.name)
+    adapter = adapter_of(request.model, base.name)
     if request.tokens and max(request.tokens) >= base.vocab:
         raise InvalidRequest(f"expected token ids below {base.vocab}, got {max(request.tokens)}", field="tokens")
     text = context.tokenizer.decode(request.tokens, skip_special=False)
-    return msgspec.json.encode(DetokenizeResponse(prompt=text))
+    return msgspec.json.encode(DetokenizeResponse(prompt=text)), adapter
