@@ -246,8 +246,8 @@ class AsyncClient:
         its evaluation; a job whose adapter has learned nothing fails with `NotLearned`. docs/guide/documents.md
         describes all.
         """
-        if sum(each is not None for each in (text, path, file)) != 1:
-            raise InvalidRequest("expected one of text, file and path", field="text")
+        if (given := sum(each is not None for each in (text, path, file))) != 1:
+            raise InvalidRequest(f"expected one of text, file and path, got {given or 'none'}", field="text")
         document = {"text": text, "path": path, **settings}
         body = finetune_request(
             adapter,
@@ -323,7 +323,8 @@ class AsyncClient:
         """Make PEFT files the next version of `name`: a local folder or archive (.tar, .tar.gz, .zip), a URL that
         fsspec opens (`s3://...`, or `hf://OWNER/NAME` on the hub), or the path of a folder at the daemon."""
         if (folder is None) == (path is None):
-            raise InvalidRequest("expected one of folder and path", field="folder")
+            got = "none" if folder is None else "both"
+            raise InvalidRequest(f"expected one of folder and path, got {got}", field="folder")
         if folder is None:
             body = ImportRequest(name=name, path=path)
             return await self._caller.json(self._caller.request("POST", "/adapters", body=body), Adapter)

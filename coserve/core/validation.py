@@ -62,9 +62,8 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
         found_value = _at(value, path)
         known = alternatives(type, path)
         meant = value_hint(path, found_value) or near_miss(str(found_value)[:80].lower(), known)
-        message = f"expected one of {', '.join(known)}{meant}"
-        if "a number" in known:
-            message = f"expected {' or '.join(known)}{_got(found_value)}"
+        listed = " or ".join(known) if "a number" in known else f"one of {', '.join(known)}"
+        message = f"expected {listed}{_got(found_value)}{meant}"
         return InvalidRequest(message, field=path[:MAX_FIELD] or None)
     if message.startswith("Invalid value "):  # of the field that tells structs apart
         tag = _at(value, path)

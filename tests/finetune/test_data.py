@@ -263,12 +263,12 @@ def test_the_error_of_a_broken_row_is_a_whole_sentence(content: str, says: str) 
         ),
         (
             {"messages": [{"role": "me", "content": "a"}]},
-            "line 1: messages[0].role: expected one of assistant, developer, system, tool, user; ",
+            "line 1: messages[0].role: expected one of assistant, developer, system, tool, user, got 'me'; ",
             "messages[0].role",
         ),
         (
             {"messages": [{"role": "assistent", "content": "a"}]},
-            "line 1: messages[0].role: expected one of assistant, developer, system, tool, user; did you mean 'assist",
+            "line 1: messages[0].role: expected one of assistant, developer, system, tool, user, got 'assistent'; did",
             "messages[0].role",
         ),
         (

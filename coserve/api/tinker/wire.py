@@ -179,7 +179,7 @@ def _tensor(message: Any, name: str) -> Array:  # noqa: ANN401
     """Return an array; entries that a sparse one does not list are 0."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
-        raise InvalidRequest("expected float32 or int64", field=name)
+        raise InvalidRequest(f"expected float32 or int64, got type {message.dtype}", field=name)
     shape = tuple(message.shape)
     if not message.HasField("sparse_csr"):
         found = _array(message.dense, dtype, name)
