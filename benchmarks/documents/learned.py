@@ -47,7 +47,7 @@ import time
 import traceback
 import urllib.request
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,7 @@ from benchmarks.documents.measured import Measured
 from benchmarks.documents.quality import articles
 from coserve.client import AsyncClient, Client, RetryPolicy
 from coserve.core.errors import CoserveError, Unreachable
+from coserve.core.schemas import JobEvent
 from coserve.core.schemas.documents import DocumentSettings, Recipe
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import LoraSettings
@@ -354,8 +355,7 @@ def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
             took = info.finished_at - info.started_at
             about = {"questions": info.document.questions, "generated_tokens": info.document.generated_tokens}
             about |= {"trained_tokens": info.trained_tokens, "rows": info.rows, "steps": info.step}
-            times = {event.message: round(event.created_at - info.started_at, 2) for event in job.events()}
-            phases = {text: at for text, at in times.items() if ": 0 of" in text or "nats" in text or "queued" in text}
+            phases = phase_times(job.events(), info.started_at)
             print(name, round(took, 2), about, phases, flush=True)
             if name != "warm":
                 seconds.append(round(took, 2))
@@ -368,6 +368,17 @@ def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
                     seconds,
                     about | {"phases": phases},
                 )
+
+
+def phase_times(events: Iterable[JobEvent], began: float) -> dict[str, float]:
+    """Return when each phase of a document's job began, and when the job was first in each state, in seconds after
+    `began`."""
+    times = dict[str, float]()
+    for event in events:
+        name = event.state if event.document is None else event.document.phase
+        if name is not None:
+            times.setdefault(str(name), round(event.created_at - began, 2))
+    return times
 
 
 def main() -> None:

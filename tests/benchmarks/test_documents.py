@@ -14,13 +14,15 @@ from transformers import AutoModelForCausalLM
 from benchmarks.documents.arms import Row, recovered, right
 from benchmarks.documents.encoder import Encoder, save_cartridge
 from benchmarks.documents.facts import FACTS, Question, documents
-from benchmarks.documents.learned import Learning
+from benchmarks.documents.learned import Learning, phase_times
 from benchmarks.documents.measured import Measured
 from benchmarks.documents.quality import articles
 from benchmarks.documents.reader import Reader
 from benchmarks.documents.reading import Batches
 from benchmarks.documents.relations import RELATIONS
-from coserve.core.schemas.documents import DocumentSettings
+from coserve.core.schemas import DocumentJob, JobEvent
+from coserve.core.schemas.documents import DocumentSettings, Phase
+from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import LoraSettings
 from coserve.model.base import load_base
@@ -53,6 +55,40 @@ def test_answers_count_by_kind() -> None:
     assert not right(Question("template", "?", ("Brovek",)), "In Varn.")
     assert right(Question("unanswerable", "?", ("Brovek", "Varn")), "I do not know.")
     assert not right(Question("unanswerable", "?", ("Brovek", "Varn")), "In Varn.")
+
+
+def test_phases_are_told_by_name() -> None:
+    states = {0: JobState.QUEUED, 1: JobState.RUNNING, 4: JobState.QUEUED, 5: JobState.RUNNING, 9: JobState.SUCCEEDED}
+    phases: dict[int, Phase] = {2: "questions", 3: "questions", 4: "training", 6: "evaluation", 8: "done"}
+    events = [
+        *(
+            JobEvent(seq=at, job="j", created_at=100 + at, level="info", type="state", message="job", state=state)
+            for at, state in states.items()
+        ),
+        *(
+            JobEvent(
+                seq=at,
+                job="j",
+                created_at=100 + at,
+                level="info",
+                type="document",
+                message=f"{phase}: {at} of 9",
+                document=DocumentJob(settings=DocumentSettings(), tokens=9, chunks=1, phase=phase),
+            )
+            for at, phase in phases.items()
+        ),
+        JobEvent(seq=7, job="j", created_at=107, level="info", type="message", message="a note"),
+    ]
+    found = phase_times(sorted(events, key=lambda event: event.seq), 100.5)
+    assert found == {
+        "queued": -0.5,
+        "running": 0.5,
+        "questions": 1.5,
+        "training": 3.5,
+        "evaluation": 5.5,
+        "done": 7.5,
+        "succeeded": 8.5,
+    }
 
 
 def test_the_recovered_share_is_of_the_contexts_gain() -> None:
