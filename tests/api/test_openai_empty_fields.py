@@ -222,3 +222,10 @@ async def test_every_field_may_say_its_default(api: Api) -> None:
             said = {name: choices[min(place, len(choices) - 1)] for name, choices in values.items()}
             status, answer = await api.call("POST", path, json=body | said)
             assert status == 200, (path, place, answer)
+
+
+@pytest.mark.parametrize("options", [{}, {"search_context_size": "low"}])
+async def test_a_web_search_is_asked_for_even_without_options(client: AsyncOpenAI, options: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="web_search_options is not supported") as caught:
+        await client.chat.completions.create(model="fake", messages=[TURN], web_search_options=options)  # type: ignore[list-item]
+    assert caught.value.param == "web_search_options"

@@ -29,13 +29,16 @@ class Unsupported:
     nothing, such as the defaults of OpenAI and vLLM."""
 
     accepts: tuple[object, ...] = ()
+    even_empty: bool = False
+    """Whether an empty object asks for the feature, too."""
 
 
 def refuse_unsupported(body: msgspec.Struct, *, within: str = "") -> None:
     """Raise `InvalidRequest` for a field with the annotation `Unsupported` that asks for something. `within`: prefix of
     the field's path in the error."""
     for name, mark in _unsupported(type(body)).items():
-        refuse_unless_neutral(name, getattr(body, name), mark.accepts, within=within)
+        value = getattr(body, name)
+        refuse_unless_neutral(name, True if mark.even_empty and value == {} else value, mark.accepts, within=within)
 
 
 @cache

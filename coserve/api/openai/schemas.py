@@ -138,6 +138,7 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     function_call: Annotated[Any, Unsupported(("none", "auto"))] = None
     modalities: Annotated[Any, Unsupported((["text"],))] = None
     audio: Annotated[Any, Unsupported()] = None
+    web_search_options: Annotated[Any, Unsupported(even_empty=True)] = None
     echo: Annotated[Any, Unsupported((False,))] = None
     add_generation_prompt: bool = True
     """false: the chat ends with its last message, without the beginning of an answer."""
