@@ -140,6 +140,7 @@ async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> 
     for asked, param in (
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
+        ({"truncation": "middle"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
         (
@@ -157,6 +158,43 @@ async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> 
         assert caught.value.param == param, caught.value
     with pytest.raises(openai.NotFoundError, match="stored responses"):
         await client.responses.retrieve("resp_1")
+
+
+@pytest.mark.parametrize("exchanges", [1, 3, 5, 9])
+async def test_truncation_leaves_out_the_oldest_exchanges(api: Api, client: AsyncOpenAI, exchanges: int) -> None:
+    """As many as must be; `instructions` stay."""
+    talk: Any = []
+    for number in range(exchanges):
+        talk += [{"role": "user", "content": f"{number}? " + "word " * 250}, {"role": "assistant", "content": "Yes."}]
+    talk.append({"role": "user", "content": "And now?"})
+    asked: Any = {"model": "fake", "input": talk, "instructions": "Be kind.", "max_output_tokens": 2}
+    system = [{"role": "system", "content": "Be kind."}]
+    chats = [with_template(QWEN3).chat([*system, *talk[2 * left :]]) for left in range(exchanges + 1)]
+    left = next(left for left, chat in enumerate(chats) if len(chat) < 1024)
+    assert (left > 0) is (exchanges > 3), "some cases need it"
+    answer = await client.responses.create(**asked, truncation="auto")
+    assert answer.truncation == "auto"
+    assert (await api.generated())[-1].prompt == tuple(chats[left])
+    await streamed(client, **asked, truncation="auto")
+    assert (await api.generated())[-1].prompt == tuple(chats[left])
+    if left:
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await client.responses.create(**asked)
+
+
+async def test_truncation_within_an_exchange_keeps_calls_with_their_outputs(api: Api, client: AsyncOpenAI) -> None:
+    items: Any = [{"role": "user", "content": "Rain?"}]
+    for number in range(9):
+        call = {"call_id": f"call_{number}", "name": "weather", "arguments": f'{{"city": "{number}"}}'}
+        output = {"type": "function_call_output", "call_id": f"call_{number}", "output": "dry " * 150}
+        items += [{"type": "function_call", **call}, output]
+    asked: Any = {"model": "fake", "input": items, "max_output_tokens": 2, "truncation": "auto"}
+    await client.responses.create(**asked)
+    sent = await prompt(api)
+    assert "Rain?" not in sent and sent.startswith("<|im_start|>assistant")
+    assert sent.count("<tool_call>") == sent.count("<tool_response>") > 1
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await client.responses.create(**asked | {"input": "word " * 2000})
 
 
 async def test_the_effort_reaches_a_template_that_reads_it(api: Api, tmp_path: Path) -> None:

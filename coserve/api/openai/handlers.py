@@ -18,6 +18,7 @@ from coserve.api.generation.full_response import collect
 from coserve.api.generation.merge import gather, merge_streams
 from coserve.api.generation.output_grammar import is_constrained
 from coserve.api.generation.prompt_group import PromptGroup
+from coserve.api.generation.prompts import encode_prompt
 from coserve.api.http.responses import json_response
 from coserve.api.http.sse import EventStream
 from coserve.api.openai.chat import ChatLogprobsBuilder, chat_completion, chat_events
@@ -40,7 +41,7 @@ from coserve.api.openai.tool_choice import naming_tools, with_allowed_tools
 from coserve.api.openai.usage import ResponseMeta, new_meta
 from coserve.api.service import Service
 from coserve.config import Config
-from coserve.core.errors import AdapterNotFound, InvalidRequest
+from coserve.core.errors import AdapterNotFound, InvalidRequest, PromptTooLong
 from coserve.core.schemas import STREAM_END, GenerateRequest
 
 RequestT = TypeVar("RequestT", bound=SharedParams)
@@ -114,6 +115,15 @@ class OpenAIApi:
             with naming_tools(body):
                 async for event in chat_events(body, meta, vocabulary, parsers, chunks):
                     yield event
+
+    async def fits(self, body: ChatRequest) -> bool:
+        """Return whether the context has room for the prompt. Raises `InvalidRequest`, also from the chat template."""
+        _, native, _ = await self._prepare_chat(body)
+        try:
+            await encode_prompt(native, self._service.engine.spec, self._service.texts)
+        except PromptTooLong:
+            return False
+        return True
 
     async def _prepare_completion(
         self, body: CompletionRequest

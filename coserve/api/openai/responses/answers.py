@@ -62,6 +62,7 @@ def new_response(body: ResponseRequest, model: str, created: int) -> Response:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         text=body.text or TextOptions(),
         metadata=body.metadata or {},
+        truncation=body.truncation or "disabled",
     )
 
 

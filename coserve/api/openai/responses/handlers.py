@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from aiohttp import web
 
 from coserve.api.http.responses import ErrorFormat, json_response
@@ -9,9 +10,9 @@ from coserve.api.http.sse import EventStream
 from coserve.api.openai.errors import openai_error, openai_route
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.responses.answers import ResponseEvents, response
-from coserve.api.openai.responses.requests import chat_of
+from coserve.api.openai.responses.requests import chat_of, shortened
 from coserve.api.openai.responses.schemas import Response, ResponseEvent, ResponseRequest
-from coserve.api.openai.schemas import OpenAIError
+from coserve.api.openai.schemas import ChatRequest, OpenAIError
 from coserve.core.errors import CoserveError
 
 _PARAMS = {
@@ -32,6 +33,17 @@ class ResponsesApi:
     def __init__(self, api: OpenAIApi, *, write_timeout: float) -> None:
         self._api, self._write_timeout = api, write_timeout
 
+    async def _truncated(self, body: ResponseRequest, chat: ChatRequest) -> ChatRequest:
+        """Return the chat, with `truncation` auto without as many of its oldest messages as do not fit."""
+        if body.truncation != "auto" or await self._api.fits(chat):
+            return chat
+        chats = [msgspec.structs.replace(chat, messages=messages) for messages in shortened(chat.messages)]
+        low, high = min(1, len(chats) - 1), len(chats) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if await self._api.fits(chats[middle]) else (middle + 1, high)
+        return chats[low]
+
     @openai_route(
         "POST",
         "/v1/responses",
@@ -42,7 +54,7 @@ class ResponsesApi:
         error_formats=(ErrorFormat(OpenAIError, _error),),
     )
     async def create_response(self, request: web.Request, body: ResponseRequest) -> web.StreamResponse:
-        chat = chat_of(body, self._api.chat_template)
+        chat = await self._truncated(body, chat_of(body, self._api.chat_template))
         if not body.stream:
             return json_response(response(body, await self._api.answer_chat(chat)))
         stream = EventStream(request, write_timeout=self._write_timeout)

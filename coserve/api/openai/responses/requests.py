@@ -48,6 +48,16 @@ def _effort(body: ResponseRequest, template: str | None) -> str | None:
     return effort if isinstance(effort, str) and "reasoning_effort" in (template or "") else None
 
 
+def shortened(messages: Sequence[ChatMessage]) -> list[list[ChatMessage]]:
+    """Return the messages without their oldest ones, longest first: all, then without one exchange more each time, then
+    without parts of the last one. System messages at the beginning stay, and no call is parted from its output."""
+    head = next((at for at, one in enumerate(messages) if one.role not in ("system", "developer")), len(messages))
+    asked = [at for at, one in enumerate(messages) if at > head and one.role == "user"]
+    last = asked[-1] if asked else head
+    inside = [at for at, one in enumerate(messages) if at > last and one.role != "tool"]
+    return [[*messages[:head], *messages[at:]] for at in (head, *asked, *inside)]
+
+
 def _messages(body: ResponseRequest) -> list[ChatMessage]:
     found = [] if not body.instructions else [ChatMessage(role="system", content=body.instructions)]
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input

@@ -16,6 +16,7 @@ from coserve.core.schemas.output_format import JsonSchema
 from coserve.core.types import SloClass, Wire
 
 Role = Literal["system", "developer", "user", "assistant"]
+Truncation = Literal["auto", "disabled"]
 LOGPROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log-probabilities."""
 
@@ -85,7 +86,9 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     reasoning: dict[str, Any] | None = None
     """`effort`: passed to a chat template that reads `reasoning_effort`, such as gpt-oss's. Ignored otherwise."""
     stream_options: Any = None
-    truncation: Annotated[Any, Unsupported(("disabled", "auto"))] = None
+    truncation: Truncation | None = None
+    """`auto`: as many of the oldest exchanges are left out as the context has no room for. Otherwise such a
+    request is refused."""
     background: Annotated[Any, Unsupported((False,))] = None
     conversation: Annotated[Any, Unsupported()] = None
     previous_response_id: Annotated[Any, Unsupported()] = None
@@ -177,7 +180,7 @@ class Response(Wire, frozen=True, kw_only=True):
     object: Literal["response"] = "response"
     store: Literal[False] = False
     background: Literal[False] = False
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Truncation = "disabled"
     previous_response_id: None = None
 
 
