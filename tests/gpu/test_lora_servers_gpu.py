@@ -301,7 +301,6 @@ def graphed(folder: Path) -> tuple[Generator, GraphExecutor, LoraServers]:
             compile=True,
             step_tokens=64,
             remote=own,
-            graphs_over_servers=True,
         )
     assert start.graphs is not None, start.notes
     return Generator(base, store, kv, start.executor, max_running=4, step_tokens=64), start.graphs, own

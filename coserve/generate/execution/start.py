@@ -43,9 +43,6 @@ UNCHUNKED = (
     "generation: prompts' recurrences are computed token by token, which is slower: chunks need a 16-bit base whose "
     "heads have 64 to 128 keys and at least 64 values"
 )
-GRAPHS_OVER_SERVERS = False
-"""Whether steps with LoRA servers run in CUDA graphs. On GPUs the exchanges of graphs have passed their test; whole
-steps were not compared yet (`tests/gpu/test_lora_servers_gpu.py`)."""
 
 LoadGemms = Callable[[Sequence[FrozenWeight], torch.device], GemmChoice | None]
 """Loads the choice of GEMM kernels measured earlier for these weights; None: there is none."""
@@ -98,23 +95,17 @@ def make_start(
     gemms: LoadGemms | None = None,
     graph_bytes: GraphBytes | None = None,
     remote: RemoteExperts | None = None,
-    graphs_over_servers: bool = GRAPHS_OVER_SERVERS,
 ) -> ExecutorStart:
     """Compile the layers, check their logits, and return the executor. Tensor-parallel ranks call this together: all of
     them run compiled steps, or none does.
 
     `gemms`: None: the fastest GEMM kernels are measured now. `graph_bytes`: counts the memory of captures. `remote`:
-    the LoRA servers, if there are any; `graphs_over_servers`: see `GRAPHS_OVER_SERVERS`. Without a GPU, nothing is
-    compiled.
+    the LoRA servers, if there are any. Without a GPU, nothing is compiled.
     """
     eager = EagerExecutor(base, kv, lora_backend, remote)
     if base.device.type != "cuda":
         return ExecutorStart(eager)
-    if remote is not None and not graphs_over_servers:
-        why = "LoRA servers compute experts' adapters"
-    else:
-        why = _no_graphs(base, lora_backend, compile=compile, remote=remote)
-    if why:
+    if why := _no_graphs(base, lora_backend, compile=compile, remote=remote):
         return ExecutorStart(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
     apart = remote is not None
     fused = FusedBase(base, gemms=None if gemms is None else GemmChoice(), apart=apart)
