@@ -34,7 +34,14 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.settings import refuse_config
 from tests.support.examples import in_turns
 from tests.support.executors import eager
-from tests.support.families import ATTENTION_ONLY, REFUSED, REFUSED_BY_CONFIG, SERVED, tiny_family
+from tests.support.families import (
+    ATTENTION_ONLY,
+    REFUSED,
+    REFUSED_BY_CONFIG,
+    SERVED,
+    SERVED_SINCE_5_24,
+    tiny_family,
+)
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, save_peft
 from tests.support.shelf import Shelf
@@ -168,10 +175,15 @@ def _check_gradients(base: Base, weights: LoraWeights, peft_model: torch.nn.Modu
 
 @pytest.mark.parametrize("family", REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_a_family_that_cannot_be_served_is_refused_with_the_reason(family: str) -> None:
+def test_a_family_that_cannot_be_served_is_refused_with_the_reason(family: str, tmp_path: Path) -> None:
     reason, settings = REFUSED[family]
-    with pytest.raises(UnsupportedBase, match=reason):
+    try:
         wrap_base(tiny_family(family, **settings), name=family)
+    except UnsupportedBase as error:
+        assert re.search(reason, str(error))
+    else:
+        assert family in SERVED_SINCE_5_24
+        test_a_familys_tokens_logprobs_and_gradients_are_those_of_transformers_and_peft(family, tmp_path)
 
 
 @pytest.mark.parametrize("family", REFUSED_BY_CONFIG)

@@ -278,6 +278,8 @@ REFUSED: dict[str, tuple[str, dict[str, object]]] = {
     "recurrent_gemma": ("context", {}),
 }
 """A part of the reason, and settings of the config."""
+SERVED_SINCE_5_24 = {"codegen", "gptj"}
+"""Of those refused with transformers 5.17."""
 
 
 _SPARSE = "sparse attention"

@@ -28,10 +28,12 @@ from coserve.model.parallel.families.plans import Block, joined
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import (
+    MEAN,
     LocalConfig,
     SiteShard,
     copy_input,
     copy_output,
+    norm_groups,
     shard_attention,
     shard_mixer,
     shard_module,
@@ -122,7 +124,7 @@ def fill_shard(
         shard_module(model.get_submodule(path), SiteShard(partition, mesh))
     _shard_blocks(model, blocks, mesh)
     copy_input(head, mesh)
-    norms = any(block.norms for block in blocks.values())
+    norms = any(hasattr(module, MEAN) for module in model.modules())
     return Sharding(mesh, sites, vocabulary, strategy, experts, norms=norms)
 
 
@@ -165,7 +167,7 @@ def _shard_blocks(model: PreTrainedModel, blocks: Mapping[str, Block], mesh: Mes
             setattr(module, name, own.shard(scale, mesh.rank, scale.ndim - 1).contiguous())
         for name in block.norms:
             norm = module.get_submodule(name)
-            if getattr(norm, "n_groups", 1) == 1:  # several groups are divided among the ranks
+            if norm_groups(norm, module) == 1:  # several groups are divided among the ranks
                 share_mean(norm, mesh)
         if block.recurrent:
             shard_mixer(module, mesh.size)

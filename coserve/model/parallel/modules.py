@@ -127,12 +127,15 @@ class LocalConfig:
 
 def shard_mixer(module: nn.Module, ranks: int) -> None:
     """Tell a recurrent mixer this rank's numbers of heads, groups and features, under the names that families use."""
+    one_group = getattr(module, "n_groups", 1) == 1
     for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "num_heads", "intermediate_size", "n_groups"):
         if hasattr(module, name):
             setattr(module, name, max(1, getattr(module, name) // ranks))  # one group is on every rank
     for child in module.children():
         if isinstance(groups := getattr(child, "n_groups", None), int):  # a norm's
             vars(child)["n_groups"] = max(1, groups // ranks)
+        if one_group and isinstance(size := getattr(child, "group_size", None), int):
+            vars(child)["group_size"] = size // ranks
         if isinstance(child, nn.Conv1d):
             channels = child.weight.shape[0]
             child.in_channels = child.out_channels = child.groups = channels
@@ -165,6 +168,11 @@ def shard_attention(module: nn.Module, heads: Heads, known: dict[tuple[int, int]
     if config is not None:
         local = {"num_attention_heads": query, "num_key_value_heads": key_value}
         vars(module)["config"] = known.setdefault((id(config), key_value), LocalConfig(config, local))
+
+
+def norm_groups(norm: nn.Module, mixer: nn.Module) -> object:
+    """Return into how many groups a norm divides the features of a whole mixer, to normalise each by itself."""
+    return getattr(norm, "n_groups", getattr(mixer, "n_groups", 1) if hasattr(norm, "group_size") else 1)
 
 
 def share_mean(module: nn.Module, mesh: Mesh) -> None:

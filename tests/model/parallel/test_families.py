@@ -48,6 +48,7 @@ class Computed(NamedTuple):
 
 SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
     "one group of Mamba-2, which is on both ranks, as in Granite 4": ("granitemoehybrid", {"mamba_n_groups": 1}),
+    "one group whose norm has its size": ("nemotron_h", {"n_groups": 1}),
     "one group, with a factor for each feature": ("falcon_h1", {"mamba_n_groups": 1}),
     "one group with a norm": ("falcon_h1", {"mamba_n_groups": 1, "mamba_rms_norm": True}),
     "a norm of each group": ("falcon_h1", {"mamba_rms_norm": True}),

@@ -265,7 +265,7 @@ PLANS: Mapping[str, Plan] = {
     "modernbert-decoder": (_attention("attn", "Wo"), Block("mlp", {"Wi": Width.TWO}, {"Wo": Width.EVEN})),
     "nanochat": (_SELF_ATTENTION, _mlp("mlp", ("fc1",), "fc2")),
     "nemotron_h": (
-        replace(_MAMBA, path="mixer", vectors={**_MAMBA.vectors, "norm.weight": Width.EVEN}, norms={}),
+        replace(_MAMBA, path="mixer"),
         _attention("mixer"),
         Block(
             "mixer", {"shared_experts.up_proj": Width.EVEN}, {"shared_experts.down_proj": Width.EVEN}, experts="experts"
