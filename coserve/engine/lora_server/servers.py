@@ -228,11 +228,11 @@ class LoraServers:
             held = None if ref is None else self._held.get(ref)
             if held is None:
                 return
-            held.waiting.discard(index)
             if isinstance(message, PairsLoaded):
                 held.bytes[index] = message.bytes
             else:
                 held.refused = message.message
+            held.waiting.discard(index)  # last, as `slot` reads without the lock
             if not held.waiting:
                 del self._loads[message.number]
             self._changed.notify_all()
