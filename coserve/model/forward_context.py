@@ -41,7 +41,7 @@ class Fused:
     """Weights of the groups that are quantised."""
     experts: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """The names of each layer's parameters of experts, gate and up first."""
-    apart: Mapping[int, nn.Module] = field(default_factory=dict)
+    opaque_experts: Mapping[int, nn.Module] = field(default_factory=dict)
     """Each layer's module of experts, if LoRA servers may compute its terms."""
     mesh: Mesh = field(default_factory=Mesh)
     """The ranks over which experts' outputs are summed."""

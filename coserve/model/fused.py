@@ -29,7 +29,7 @@ from coserve.model import probe
 from coserve.model.adapters.end_terms import Ends
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
-from coserve.model.experts.forward import APART
+from coserve.model.experts.forward import OPAQUE
 from coserve.model.forward_context import ForwardContext, Fused, current, register_ops, running, running_fused
 from coserve.model.gemm_choice import GemmChoice, GemmOutput, measure_gemms
 from coserve.model.groups import share_inputs
@@ -159,10 +159,10 @@ class FusedBase:
         backend: Backend | None = None,
         compiled: bool = True,
         gemms: GemmChoice | None = None,
-        apart: bool = False,
+        opaque_experts: bool = False,
     ) -> None:
         """`backend`: None is inductor. `compiled=False`: the layers run uncompiled, through the same two ops.
-        `gemms`: None measures them on a GPU. `apart`: LoRA servers may compute experts' terms."""
+        `gemms`: None measures them on a GPU. `opaque_experts`: LoRA servers may compute experts' terms."""
         self.base = base
         self.groups = share_inputs(base)
         """Groups of each layer, in execution order."""
@@ -176,10 +176,10 @@ class FusedBase:
         names = [*base.spec.experts]
         pairs = zip(names[::2], names[1::2], strict=True)
         self._experts = {base.spec.experts[up].layer: (up, down) for up, down in pairs}
-        found = self._experts.items() if apart else ()
-        self._apart = {layer: modules[up.rpartition(".")[0]] for layer, (up, _) in found}
-        for module in self._apart.values():
-            setattr(module, APART, True)
+        found = self._experts.items() if opaque_experts else ()
+        self._opaque_experts = {layer: modules[up.rpartition(".")[0]] for layer, (up, _) in found}
+        for module in self._opaque_experts.values():
+            setattr(module, OPAQUE, True)
         self._mesh = Mesh() if base.sharding is None else base.sharding.mesh
         self._summed = {group: shard for group, shard in self._shards.items() if shard.partition.sums}
         self._quantized = {
@@ -238,7 +238,7 @@ class FusedBase:
         """Compute `Base.forward`, never padded. `lora` is prepared for `groups`. `gather`: see `Base.run`. `ends`: what
         adapters change at the model's ends."""
         mesh = self._mesh
-        lookups = self.groups, self._summed, self._quantized, self._experts, self._apart
+        lookups = self.groups, self._summed, self._quantized, self._experts, self._opaque_experts
         fused = Fused(attention, self.gemms, *lookups, mesh)
         context = ForwardContext(lora, fused=fused, ends=ends)
         self._layers.begin(tokens_T.shape[0])

@@ -67,7 +67,7 @@ def make(
     kv = KvCache.for_base(base, tokens, 4)
     executor: StepExecutor = EagerExecutor(base, kv, GROUPED, own)
     if graphs is not None:
-        fused = FusedBase(base, compiled=False, apart=True)
+        fused = FusedBase(base, compiled=False, opaque_experts=True)
         executor = GraphExecutor(fused, kv, executor, max_running=4, step_tokens=16, remote=own)
         graphs.append(executor)
     return Generator(base, store, kv, executor, max_running=4, step_tokens=16), store
@@ -238,7 +238,7 @@ def test_a_capture_does_not_end_a_step_that_failed(base: Base) -> None:
     """It comes to all exchanges, but the servers still wait for those of the step."""
     one, x = Segments((0, 1), (0,)), torch.zeros(1, 8)
     with one_server(base, Recording()) as (running, _):
-        recorded, sites = RecordedStep(running.holders, lambda: running), iter(running.holders[0].part.sites)
+        recorded, sites = RecordedStep(running.connections, lambda: running), iter(running.connections[0].part.sites)
         recorded.begin(one, [0], 1)
         for up, down in zip(sites, sites, strict=True):
             recorded.gate_up(up, x, torch.zeros(1, 1))()

@@ -177,13 +177,13 @@ def test_a_server_takes_no_message_of_another_start_or_table() -> None:
     """Steps name what they know of the table; a slot that was filled later, or emptied, is refused."""
     base = wrap_base(tiny_family("mixtral"), name="mixtral")
     held = HeldPairs(part_of(base.spec, 0, 1, 1).sites, 4, base.device)
-    held.expect(2, 1)
+    held.reserve(2, 1)
     known = held.add(2, 1, {}, 0)
     assert held.step((0, 3), (2,), known)
     held.clear(2)
     with pytest.raises(LookupError, match="slots"):
         held.step((0, 3), (2,), known)
-    held.expect(2, 2)
+    held.reserve(2, 2)
     with pytest.raises(AdapterNotFound):
         held.add(2, 1, {}, 0)
     assert held.add(2, 2, {}, 0) > known

@@ -166,8 +166,8 @@ def test_ranks_of_one_choice_of_groups_do_not_take_the_place_of_another() -> Non
 def test_adapters_of_some_groups_are_expected_beside_one_of_all() -> None:
     known = GraphFootprints(ALL)
     known.add_rank(16)
-    known.expect(16, ALL, scaled=False, experts=False)
-    known.expect(64, frozenset({QKV, O}), scaled=False, experts=False)
+    known.add_adapter(16, ALL, scaled=False, experts=False)
+    known.add_adapter(64, frozenset({QKV, O}), scaled=False, experts=False)
     assert {LoraFootprint(64, ALL), LoraFootprint(64, frozenset({QKV, O}))} <= set(known)
 
 
@@ -177,7 +177,7 @@ def test_steps_of_expected_adapters_are_covered(expected: list[tuple[int, frozen
     known = GraphFootprints(ALL)
     known.add_rank(16)
     for rank, groups in expected:
-        known.expect(rank, groups, scaled=False, experts=False)
+        known.add_adapter(rank, groups, scaled=False, experts=False)
     before, every = set(known), frozenset[int]().union(*(groups for _, groups in expected))
     for rank, groups in (*expected, (max(expected)[0], every)):
         found = known.serving(LoraFootprint(rank, groups))

@@ -146,7 +146,7 @@ def test_terms_of_each_exchange_are_those_of_one_gpu(mailboxes: bool, folder: Pa
     read = PairsReader(part, base.spec, DataFolder(folder / "data"), device)
     held = HeldPairs(part.sites, len(REFS), device)
     for slot, ref in enumerate(REFS):
-        held.expect(slot, slot)
+        held.reserve(slot, slot)
         pairs = read(ref, None)
         for run in pairs.runs:
             held.add(slot, slot, run, pairs.rank)
@@ -196,7 +196,7 @@ def test_a_graph_of_exchanges_is_right_each_time_and_after_a_loss_in_its_step(fo
     read = PairsReader(part, base.spec, DataFolder(folder / "data"), device)
     held = HeldPairs(part.sites, len(REFS), device)
     for slot, ref in enumerate(REFS):
-        held.expect(slot, slot)
+        held.reserve(slot, slot)
         for run in (pairs := read(ref, None)).runs:
             held.add(slot, slot, run, pairs.rank)
         held.end(slot, slot)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.core.errors import LoraServerLost
-from coserve.engine.lora_server.remote_step import Holder, RemoteStep, step_slots
+from coserve.engine.lora_server.remote_step import RemoteStep, ServerConnection, step_slots
 from coserve.engine.lora_server.running import RunningServers
 from coserve.kernels.lora.segments import Segments
 
@@ -19,10 +19,10 @@ class RecordedStep(RemoteStep):
     nothing is captured, the exchanges are those of the step that was begun last. Only `launched` ends a step: a capture
     comes to the last exchange, too."""
 
-    def __init__(self, holders: Sequence[Holder], running: Callable[[], RunningServers | None]) -> None:
-        """`holders`: of any start: the connections stay the same."""
+    def __init__(self, connections: Sequence[ServerConnection], running: Callable[[], RunningServers | None]) -> None:
+        """`connections`: of any start, as they stay the same."""
         self._running = running
-        super().__init__(holders, self._fail, sends=_sends)
+        super().__init__(connections, self._fail, sends=_sends)
 
     def begin(self, segments: Segments, slots: Sequence[int], tokens: int) -> None:
         found, running = step_slots(segments, slots, tokens), self._running()

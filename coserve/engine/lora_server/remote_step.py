@@ -20,7 +20,7 @@ from coserve.model.experts.shards import local_experts
 
 
 @dataclass(frozen=True)
-class Holder:
+class ServerConnection:
     """A server's part, and the connection to it."""
 
     index: int
@@ -33,7 +33,7 @@ class RemoteStep:
 
     def __init__(
         self,
-        holders: Sequence[Holder],
+        connections: Sequence[ServerConnection],
         lost: Callable[[int, ConnectionError], NoReturn],
         received: Callable[[str], None] = lambda _: None,
         sends: Callable[[Tensor], bool] = lambda _: True,
@@ -41,7 +41,7 @@ class RemoteStep:
         """`lost` is called with a server's index and an error of its connection, and raises another one; `received`
         with a parameter whose terms have come. `sends` is called with inputs; False: they are not sent, and terms are
         zeros."""
-        self._holders, self._lost, self._received, self._sends = holders, lost, received, sends
+        self._connections, self._lost, self._received, self._sends = connections, lost, received, sends
 
     def gate_up(self, site: str, x_TD: Tensor, chosen_TK: Tensor) -> Pending:
         chosen_TK, alone = chosen_TK.long(), len(self._of(site)) == 1
@@ -54,20 +54,20 @@ class RemoteStep:
 
     def _exchange(self, site: str, rows: int, inputs: Callable[[ServerPart], tuple[Tensor, Tensor]]) -> Pending:
         """Send a parameter's inputs to the servers that have experts of it; the terms have `rows` rows."""
-        holders = self._of(site)
-        sent = [inputs(holder.part) for holder in holders]
+        connections = self._of(site)
+        sent = [inputs(connection.part) for connection in connections]
         x_ND = sent[0][0]
-        found = TensorSpec((rows, holders[0].part.sites[site].out_features), x_ND.dtype)
+        found = TensorSpec((rows, connections[0].part.sites[site].out_features), x_ND.dtype)
         if not self._sends(x_ND):
             return lambda: x_ND.new_zeros(found.shape)
-        for holder, tensors in zip(holders, sent, strict=True):
+        for connection, tensors in zip(connections, sent, strict=True):
             try:
-                holder.transport.send(holder.part.numbers[site], tensors)
+                connection.transport.send(connection.part.numbers[site], tensors)
             except ConnectionError as error:
-                self._lost(holder.index, error)
+                self._lost(connection.index, error)
 
         def wait() -> Tensor:
-            y_NO, *others = [self._receive(holder, site, found) for holder in holders]
+            y_NO, *others = [self._receive(connection, site, found) for connection in connections]
             for terms_NO in others:
                 y_NO = y_NO + terms_NO
             self._received(site)
@@ -75,14 +75,14 @@ class RemoteStep:
 
         return wait
 
-    def _of(self, site: str) -> list[Holder]:
-        return [holder for holder in self._holders if site in holder.part.sites]
+    def _of(self, site: str) -> list[ServerConnection]:
+        return [connection for connection in self._connections if site in connection.part.sites]
 
-    def _receive(self, holder: Holder, site: str, found: TensorSpec) -> Tensor:
+    def _receive(self, connection: ServerConnection, site: str, found: TensorSpec) -> Tensor:
         try:
-            return holder.transport.receive(holder.part.numbers[site], [found])[0]
+            return connection.transport.receive(connection.part.numbers[site], [found])[0]
         except ConnectionError as error:
-            self._lost(holder.index, error)
+            self._lost(connection.index, error)
 
 
 def step_slots(segments: Segments, slots: Sequence[int], tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -34,7 +34,7 @@ from coserve.engine.lora_server.messages import (
     StartServer,
 )
 from coserve.engine.lora_server.placement import ServerPart, part_of
-from coserve.engine.lora_server.remote_step import Holder, RemoteStep, step_slots
+from coserve.engine.lora_server.remote_step import RemoteStep, ServerConnection, step_slots
 from coserve.engine.lora_server.transport import Transport
 from coserve.kernels.lora.segments import Segments
 
@@ -79,7 +79,7 @@ class RunningServers:
         operator, on how they are connected."""
         self.servers, self.start, self._answered, self.note = servers, start, answered, note
         ends = enumerate(zip(servers, transports, strict=True))
-        self.holders = [Holder(index, server.part, transport) for index, (server, transport) in ends]
+        self.connections = [ServerConnection(index, server.part, transport) for index, (server, transport) in ends]
         self._lost = threading.Event()
         self.why = ""
         """Why the servers were lost; empty before."""
@@ -121,8 +121,8 @@ class RunningServers:
         """Kill the processes, and wait for their ends. What waits for them goes on, with garbage: the servers must be
         lost."""
         _kill(self.servers)
-        for holder in self.holders:
-            holder.transport.release()
+        for connection in self.connections:
+            connection.transport.release()
         for thread in self._threads:
             thread.join()
 
@@ -132,7 +132,7 @@ class RunningServers:
         if found is None:
             return None
         self.begin(*found)
-        return RemoteStep(self.holders, self.fail, self.received)
+        return RemoteStep(self.connections, self.fail, self.received)
 
     def begin(self, bounds: tuple[int, ...], slots: tuple[int, ...]) -> None:
         """Begin a step (`BeginStep`), once the GPU has come to the end of the one before. Raises `LoraServerLost`, also
@@ -140,8 +140,8 @@ class RunningServers:
         if self._open:
             self.lose("the LoRA servers wait for the rest of a step that failed")
         self._check()
-        for holder in self.holders:
-            holder.transport.begin()
+        for connection in self.connections:
+            connection.transport.begin()
         self._check()  # again: waits that were released meanwhile are not any more
         self._open = True
         for index, server in enumerate(self.servers):
@@ -178,9 +178,9 @@ class RunningServers:
 
     def _watch(self, patience: float) -> None:
         """Give the servers up if a GPU waits for the same answer for `patience` seconds; on a thread."""
-        before: list[tuple[int, int] | None] = [None] * len(self.holders)
+        before: list[tuple[int, int] | None] = [None] * len(self.connections)
         while not self._lost.wait(patience):
-            now = [holder.transport.waiting for holder in self.holders]
+            now = [connection.transport.waiting for connection in self.connections]
             for index, waiting in enumerate(now):
                 if waiting is not None and waiting == before[index]:
                     self.lose(f"LoRA server {index} did not answer in time")

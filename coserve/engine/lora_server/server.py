@@ -92,7 +92,7 @@ class LoraServer:
         while True:
             match self._channel.receive():
                 case LoadPairs() as load:
-                    self._pairs.expect(load.slot, load.number)
+                    self._pairs.reserve(load.slot, load.number)
                     self._threads.submit(self._load, load)
                 case DropPairs(slot=slot):
                     self._pairs.clear(slot)

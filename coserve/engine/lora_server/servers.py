@@ -15,7 +15,7 @@ from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.connect import SLOTS
 from coserve.engine.lora_server.messages import DropPairs, LoadPairs, PairsLoaded, PairsRefused
 from coserve.engine.lora_server.recorded_step import RecordedStep
-from coserve.engine.lora_server.remote_step import Holder, RemoteStep, step_slots
+from coserve.engine.lora_server.remote_step import RemoteStep, ServerConnection, step_slots
 from coserve.engine.lora_server.running import Answered, RunningServers
 from coserve.kernels.lora.segments import Segments
 
@@ -59,7 +59,7 @@ class LoraServers:
         self._count, self._start, self._patience = count, start, patience
         self._changed, self._starts, self._losses = threading.Condition(), 0, 0
         self._running: RunningServers | None = None
-        self._holders: Sequence[Holder] = ()
+        self._connections: Sequence[ServerConnection] = ()
         """Those of the latest start; empty before the first."""
         self._held: dict[AdapterRef, _Held] = {}
         self._loads: dict[int, AdapterRef] = {}
@@ -80,7 +80,7 @@ class LoraServers:
     def wait(self) -> None:
         """Wait until the servers have started for the first time. Raises `StartupError` if they do not."""
         with self._changed:
-            self._changed.wait_for(lambda: self._holders or self._failure is not None)
+            self._changed.wait_for(lambda: self._connections or self._failure is not None)
         if self._failure is not None:
             raise StartupError(f"the LoRA servers did not start: {self._failure}")
 
@@ -127,7 +127,7 @@ class LoraServers:
     def _publish(self, running: RunningServers) -> None:
         """Use these servers from now on; they get all adapters."""
         with self._changed:
-            self._running, self._holders = running, running.holders
+            self._running, self._connections = running, running.connections
             for ref in self._held:
                 self._ask(running, ref)
             self._changed.notify_all()
@@ -250,6 +250,6 @@ class LoraServers:
 
     def recorded(self) -> RecordedStep | None:
         self.wait()
-        if not all(holder.transport.recordable for holder in self._holders):
+        if not all(connection.transport.recordable for connection in self._connections):
             return None
-        return RecordedStep(self._holders, lambda: self._running)
+        return RecordedStep(self._connections, lambda: self._running)

@@ -37,7 +37,7 @@ class HeldPairs:
         """Changes of the table so far."""
         self._table = ExpertSlots([*sites], slots, device) if device.type == "cuda" else None
 
-    def expect(self, slot: int, load: int) -> None:
+    def reserve(self, slot: int, load: int) -> None:
         """Empty a slot, which this load alone may fill from now on."""
         with self._changed:
             self._clear(slot)

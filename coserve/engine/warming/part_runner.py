@@ -96,7 +96,7 @@ class PartRunner:
         self._rare_mixes = rare_mixes(self._max_running, self._step_tokens, min(base.spec.context, longest))
         self._number = 0
         self._on_gpu = base.device.type == "cuda"
-        self._apart = config.lora_server > 0
+        self._opaque_experts = config.lora_server > 0
         self._ranks = 1 if base.sharding is None else base.sharding.mesh.size
 
     def run(self, name: str) -> Iterator[tuple[int, int]]:
@@ -267,7 +267,7 @@ class PartRunner:
     # ---- compiled layers
 
     def _fused(self, gemms: GemmChoice) -> FusedBase:
-        return FusedBase(self._base, compiled=self._on_gpu, gemms=gemms, apart=self._apart)
+        return FusedBase(self._base, compiled=self._on_gpu, gemms=gemms, opaque_experts=self._opaque_experts)
 
     def _stacked(self) -> list[FrozenWeight]:
         return FusedBase(self._base, compiled=False, gemms=GemmChoice()).stacked
@@ -313,7 +313,9 @@ class PartRunner:
 
     def _slot_kernels(self, rank: int) -> Iterator[tuple[int, int]]:
         """Run the steps that precede the captures in `_graphs`, without compiled layers."""
-        executor = self._executor(FusedBase(self._base, compiled=False, gemms=GemmChoice(), apart=self._apart))
+        executor = self._executor(
+            FusedBase(self._base, compiled=False, gemms=GemmChoice(), opaque_experts=self._opaque_experts)
+        )
         for done in self._slot_steps(executor, self._first_mixes, rank):
             yield done, len(self._first_mixes)
 

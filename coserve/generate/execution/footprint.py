@@ -58,7 +58,7 @@ class GraphFootprints:
         if (served := graph_rank(rank)) is not None:
             self._known[self.of_rank(served)] = None
 
-    def expect(
+    def add_adapter(
         self, rank: int, groups: frozenset[int], *, scaled: bool, experts: bool = False, remote: bool = False
     ) -> None:
         """Add the footprints of steps with adapters of these properties, alone and with all that were expected before,

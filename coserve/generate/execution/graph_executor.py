@@ -139,7 +139,7 @@ class GraphExecutor:
     ) -> None:
         """`slots`: adapters on the device at once, at least `max_running`. `step_tokens`: largest step that graphs are
         captured for. `capture_after`: see `CAPTURE_AFTER`; used with `Capture.IN_STEPS`. `graph_bytes`: counts the
-        memory of captures. `remote`: the LoRA servers, if there are any; `fused` is `apart` then.
+        memory of captures. `remote`: the LoRA servers, if there are any; `fused` has `opaque_experts` then.
         """
         base, self._remote = fused.base, remote
         self._fused, self._kv, self._eager, self._device = fused, kv, eager, base.device
@@ -276,7 +276,7 @@ class GraphExecutor:
         places = layout_of(weights).places  # the layout tells it without copying pairs to the GPU
         if not weights.settings.cartridge and not any(map(is_end, places)):  # embedding or head: no graphs
             kind = "experts" if self._remote is None else "remote"
-            self._footprints.expect(
+            self._footprints.add_adapter(
                 max((place.rank for place in places.values()), default=0),
                 self._adapter_slots.groups_of(places),
                 scaled=weights.settings.use_dora,

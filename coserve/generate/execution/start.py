@@ -107,8 +107,7 @@ def make_start(
         return ExecutorStart(eager)
     if why := _no_graphs(base, lora_backend, compile=compile, remote=remote):
         return ExecutorStart(eager, (f"generation: steps run one by one without CUDA graphs, as {why}",))
-    apart = remote is not None
-    fused = FusedBase(base, gemms=None if gemms is None else GemmChoice(), apart=apart)
+    fused = FusedBase(base, gemms=None if gemms is None else GemmChoice(), opaque_experts=remote is not None)
     choice = None if gemms is None else gemms(fused.stacked, base.device)
     fused.gemms = choice or fused.gemms
     if refusal := check_compiled(fused):

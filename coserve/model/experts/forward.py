@@ -20,7 +20,7 @@ from coserve.model.forward_context import current, register_ops, running_fused
 
 SITES = "coserve_experts"
 """Attribute of a hooked module: the names of its parameters, gate and up first."""
-APART = "coserve_experts_apart"
+OPAQUE = "coserve_opaque_experts"
 """Attribute of a module whose compiled layer leaves it whole, as LoRA servers may compute its terms."""
 
 
@@ -105,8 +105,8 @@ def _without(rows_SD: Tensor, absent_S1: Tensor | None) -> Tensor:
 
 def traced_forward(module: nn.Module, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return the module's output in a fused forward; traced by torch.compile."""
-    if hasattr(module, APART):
-        return cast(Tensor, torch.ops.coserve.experts_apart(hidden_TD, chosen_TK, weights_TK))
+    if hasattr(module, OPAQUE):
+        return cast(Tensor, torch.ops.coserve.opaque_experts(hidden_TD, chosen_TK, weights_TK))
     experts, first, absent_S1 = cast(int, module.num_experts), getattr(module, FIRST, None), None
     if first is not None:
         chosen_TK = local_experts(chosen_TK, first, experts)
@@ -170,9 +170,9 @@ def _linear(
     return lora.add(running_fused().experts[current.layer][place], y_SO, x_SD, rows)
 
 
-def _apart(hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+def _opaque_experts(hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return the output (T, D) of the running layer's experts, with the running step's terms."""
-    module, lora = running_fused().apart[current.layer], current.context.lora
+    module, lora = running_fused().opaque_experts[current.layer], current.context.lora
     if lora is not None and lora.remote is not None:
         return remote_forward(module, lora.experts, lora.remote, hidden_TD, chosen_TK, weights_TK)
     return experts_forward(module, _running(), hidden_TD, chosen_TK, weights_TK)
@@ -180,7 +180,7 @@ def _apart(hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 def _sum(y_TO: Tensor) -> Tensor:
     """Return the sum of all ranks' `y` in the running step, in new memory."""
-    return running_fused().mesh.sum_apart(y_TO)
+    return running_fused().mesh.all_reduce_out_of_place(y_TO)
 
 
 def _order_fake(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -206,9 +206,9 @@ def _register() -> torch.library.Library:
         ),
         ("rank_sum", "(Tensor y) -> Tensor", _sum, torch.empty_like),
         (
-            "experts_apart",
+            "opaque_experts",
             "(Tensor hidden, Tensor chosen, Tensor weights) -> Tensor",
-            _apart,
+            _opaque_experts,
             lambda hidden, *_: hidden.new_empty(hidden.shape),
         ),
     )

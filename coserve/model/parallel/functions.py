@@ -78,13 +78,13 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 - torch's own signature
-        return ctx.mesh.sum_apart(gradient), None
+        return ctx.mesh.all_reduce_out_of_place(gradient), None
 
 
 class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:  # noqa: ANN401 - torch's own signature
-        return mesh.sum_apart(x)
+        return mesh.all_reduce_out_of_place(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 - torch's own signature
@@ -101,7 +101,7 @@ class _Gather(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401 - torch's own signature
         mesh = ctx.mesh
         if ctx.sums:
-            gradient = mesh.sum_apart(gradient)
+            gradient = mesh.all_reduce_out_of_place(gradient)
         return gradient.chunk(mesh.size, -1)[mesh.rank], None, None
 
 

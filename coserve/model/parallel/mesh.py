@@ -128,7 +128,7 @@ class Mesh:
         """
         return x if addend is None else x + addend
 
-    def sum_apart(self, x: Tensor) -> Tensor:
+    def all_reduce_out_of_place(self, x: Tensor) -> Tensor:
         """Compute `all_reduce` into new memory, without changing `x`."""
         return self.all_reduce(x.clone(memory_format=torch.contiguous_format))
 

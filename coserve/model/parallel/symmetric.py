@@ -75,8 +75,8 @@ class SymmetricMesh(GroupMesh):
         push(x, out, addend)
         return out
 
-    def sum_apart(self, x: Tensor) -> Tensor:
-        return super().sum_apart(x) if self._push_of(x) is None else self.all_reduce(x)
+    def all_reduce_out_of_place(self, x: Tensor) -> Tensor:
+        return super().all_reduce_out_of_place(x) if self._push_of(x) is None else self.all_reduce(x)
 
     def _push_of(self, x: Tensor) -> PushSum | None:
         if x.dtype not in _DTYPES or not x.nbytes or x.numel() % MULTIPLE:

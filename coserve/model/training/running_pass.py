@@ -124,13 +124,13 @@ class RunningPass:
         """Return the sum of all ranks' `x`, without changing `x`. `place`: index among the layer's sums."""
         if place in self._unread_sums:
             return x.clone(memory_format=torch.contiguous_format)
-        return self.summed(f"inputs {place}", x, apart=True)
+        return self.summed(f"inputs {place}", x, out_of_place=True)
 
-    def summed(self, what: str, x: Tensor, *, apart: bool = False) -> Tensor:
-        """Return the sum of all ranks' `x`, which may be overwritten unless `apart`. `what`: name of the sum in its
-        layer."""
+    def summed(self, what: str, x: Tensor, *, out_of_place: bool = False) -> Tensor:
+        """Return the sum of all ranks' `x`, which may be overwritten unless `out_of_place`. `what`: name of the sum in
+        its layer."""
         assert self._mesh is not None, "expected the ranks' mesh"
-        return self._mesh.sum_apart(x) if apart else self._mesh.all_reduce(x)
+        return self._mesh.all_reduce_out_of_place(x) if out_of_place else self._mesh.all_reduce(x)
 
 
 class AlonePass(RunningPass):
@@ -143,6 +143,6 @@ class AlonePass(RunningPass):
         self.collectives: list[str] = []
         """Names of the sums, in order."""
 
-    def summed(self, what: str, x: Tensor, *, apart: bool = False) -> Tensor:
+    def summed(self, what: str, x: Tensor, *, out_of_place: bool = False) -> Tensor:
         self.collectives.append(what)
-        return x.clone(memory_format=torch.contiguous_format) if apart else x
+        return x.clone(memory_format=torch.contiguous_format) if out_of_place else x
