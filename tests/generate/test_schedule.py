@@ -143,6 +143,18 @@ def test_decodes_go_before_prefill_and_chunks_fill_the_step() -> None:
     assert plans == [[(0, 4), (1, 6)], [(0, 1), (1, 9)], [(0, 1), (1, 9)], [(0, 1), (1, 1)]]
 
 
+def test_no_more_run_than_a_step_has_tokens() -> None:
+    source = BarePages(100, 4)
+    scheduler = Scheduler(source, BareAdapters(), max_running=5, step_tokens=2)
+    for arrival in range(5):
+        scheduler.add(request(arrival, 1, 20))
+    ended = []
+    while len(scheduler):
+        scheduled = next_scheduled(scheduler)
+        ended += [s.number for s in run(scheduler, source, scheduled, 2)]
+    assert ended == [0, 1, 2, 3, 4]
+
+
 def test_the_latest_gives_way_and_is_first_in_line_again() -> None:
     source = BarePages(4, 2)
     scheduler = Scheduler(source, BareAdapters(), max_running=4, step_tokens=16, lengths=OneMoreToken())

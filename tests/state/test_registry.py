@@ -24,6 +24,7 @@ from coserve.core.schemas import ErrorInfo, Sample
 from coserve.core.training.jobs import JobState, Teacher
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.state.failpoints import armed
+from coserve.state.registry.records import JobRecord
 from coserve.state.registry.registry import Registry
 from coserve.state.retries import Backoff
 from coserve.state.thread import RegistryThread
@@ -209,9 +210,10 @@ def test_a_page_of_adapters_takes_as_little_work_among_many(path: Path, monkeypa
     assert instructions() <= few + 2
 
 
-def test_an_adapter_in_use_is_not_deleted(registry: Registry) -> None:
+@pytest.mark.parametrize("job", [make_job(version=2), make_job(adapter="bard", init_from=AdapterRef("poet", 1))])
+def test_an_adapter_in_use_is_not_deleted(registry: Registry, job: JobRecord) -> None:
     import_adapter(registry, make_adapter())
-    registry.create_job(make_job(adapter="bard", init_from=AdapterRef("poet", 1)))
+    registry.create_job(job)
     with pytest.raises(AdapterBusy):
         registry.delete_adapter("poet")
     registry.set_state("job-1", JobState.CANCELLED)
