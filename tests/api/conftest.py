@@ -41,7 +41,5 @@ async def lasting_api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
 @pytest.fixture
 async def client(api: Api) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's own client of `api`."""
-    openai = pytest.importorskip("openai")
-    url = f"http://127.0.0.1:{api.port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+    async with api.openai() as client:
         yield client

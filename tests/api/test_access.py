@@ -28,11 +28,12 @@ from coserve.core.link.jobs import JobSnapshot
 from coserve.core.names import CHECKPOINT_STATE
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.state.session_states import SessionState, write_state
-from tests.support.api_server import Api, serve_api
+from tests.support.api_server import Api, form, serve_api
 from tests.support.fake_engine import write_peft
 
 OWNER = "the-daemons-own-key"
 ROW = {"text": "the cat sat on the mat"}
+ROWS_FILE = json.dumps(ROW).encode() * 3
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -55,11 +56,11 @@ async def quota(api: Api, project: str, **limits: int) -> None:
     assert (await ask(api, OWNER, "PUT", f"/admin/quotas/{project}", json=limits))[0] == 200
 
 
-def rows_file(content: bytes = json.dumps(ROW).encode() * 3, purpose: str = "fine-tune") -> aiohttp.FormData:
-    form = aiohttp.FormData()
-    form.add_field("purpose", purpose)
-    form.add_field("file", content, filename="rows.jsonl")
-    return form
+def rows_file(content: Any = ROWS_FILE, purpose: str = "fine-tune") -> aiohttp.FormData:
+    made = aiohttp.FormData()
+    made.add_field("purpose", purpose)
+    made.add_field("file", content, filename="rows.jsonl")
+    return made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -110,15 +111,10 @@ async def test_each_route_needs_a_scope(shared: Api) -> None:
 async def test_a_project_sees_and_uses_only_what_is_its_own(shared: Api, tmp_path: Path) -> None:
     _, one = await new_key(shared, "one", "train", "generate")
     _, two = await new_key(shared, "two", "train", "generate")
-    files = [("file", name) for name in ("adapter_config.json", "adapter_model.safetensors")]
     write_peft(tmp_path / "peft", shared.base, rank=2, value=1.0)
 
     def upload(name: str) -> aiohttp.FormData:
-        form = aiohttp.FormData()
-        form.add_field("settings", json.dumps({"name": name}), content_type="application/json")
-        for part, file in files:
-            form.add_field(part, (tmp_path / "peft" / file).read_bytes(), filename=file)
-        return form
+        return form({"name": name}, *(tmp_path / "peft").iterdir())
 
     assert (await ask(shared, one, "POST", "/adapters", data=upload("secret")))[0] == 201
     job = {"adapter": "hidden", "data": [ROW], "training": {"steps": 1}}
@@ -206,7 +202,7 @@ async def test_projects_share_no_cached_prefix(shared: Api) -> None:
     for key, salt in ((one, ""), (one, "s"), (two, ""), (two, "s"), (two, "one\x1f"), (OWNER, "one\x1f")):
         body = {"prompt": "x", "cache_salt": salt}
         assert (await ask(shared, key, "POST", "/generate", json=body))[0] == 200
-    salts = [message.cache_salt for message in shared.engine.told if isinstance(message, Generate)][-6:]
+    salts = [message.cache_salt for message in shared.engine.heard(Generate)][-6:]
     assert len(set(salts)) == 6
 
 
@@ -216,9 +212,9 @@ async def test_samples_of_a_job_are_cached_for_its_project(shared: Api) -> None:
     training = {"steps": 1, "sample_prompts": ["the cat"]}
     shared.engine.go_jobs.clear()
     _, job = await ask(shared, key, "POST", "/finetune", json={"adapter": "s", "data": [ROW], "training": training})
-    count = sum(isinstance(message, Generate) for message in shared.engine.told)
+    count = len(shared.engine.heard(Generate))
     shared.engine.link.send(JobSnapshot(id=job["id"], step=1, ref=AdapterRef("s", 1)))
-    assert (await shared.engine.saw(Generate, count + 1))[-1].cache_salt == "sampling\x1f"  # type: ignore[union-attr]
+    assert (await shared.engine.saw(Generate, count + 1))[-1].cache_salt == "sampling\x1f"
     shared.engine.go_jobs.set()
     assert (await ask(shared, key, "POST", f"/finetune/{job['id']}/cancel"))[0] in (200, 409)
 
@@ -227,8 +223,7 @@ async def test_samples_of_a_job_are_cached_for_its_project(shared: Api) -> None:
 async def test_quotas_are_told_and_enforced_in_each_dialect(shared: Api) -> None:
     _, key = await new_key(shared, "small", "generate", "train")
     await quota(shared, "small", requests_per_minute=2, tokens_per_minute=1000)
-    url = f"http://127.0.0.1:{shared.port}"
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+    async with shared.openai(key) as client:
         raw = await client.completions.with_raw_response.create(model="fake", prompt="x", max_tokens=3)
         assert raw.headers["x-ratelimit-limit-requests"] == "2" and raw.headers["x-ratelimit-limit-tokens"] == "1000"
         assert raw.headers["x-ratelimit-remaining-requests"] == "1"
@@ -314,10 +309,7 @@ async def test_a_quota_of_bytes_holds_while_bodies_arrive(shared: Api) -> None:
             yield b"x" * 10_000
 
     def sent(content: AsyncIterator[bytes]) -> Any:
-        form = aiohttp.FormData()
-        form.add_field("purpose", "fine-tune")
-        form.add_field("file", content, filename="rows.jsonl")
-        return ask(shared, key, "POST", "/v1/files", data=form)
+        return ask(shared, key, "POST", "/v1/files", data=rows_file(content))
 
     async with asyncio.TaskGroup() as tasks:
         upload = tasks.create_task(sent(first()))

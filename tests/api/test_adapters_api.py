@@ -1,45 +1,36 @@
-"""Adapters over HTTP: in by upload or path, out as a tar, gone when nobody uses them."""
+"""Adapters over HTTP: in by upload or path, listed, read ahead, out as a tar, gone when nobody uses them."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-import json
 import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
-from coserve.core.link.engine import DropAdapter
+from coserve.client import AsyncClient
+from coserve.core.errors import BaseMismatch
+from coserve.core.link.engine import DropAdapter, PrefetchAdapter
 from coserve.core.link.generation import Generate
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.types import AdapterRef
 from coserve.state.failpoints import armed
-from tests.support.api_server import Api
+from tests.support.api_server import Api, add_adapter, form
 from tests.support.fake_engine import write_peft
 
 
-def upload(folder: Path, name: str = "poet", **extra: bytes) -> aiohttp.FormData:
-    """A form with every file of `folder`, and `extra` ones."""
-    form = aiohttp.FormData()
-    form.add_field("settings", json.dumps({"name": name}), content_type="application/json")
-    for file in sorted(folder.iterdir()):
-        form.add_field("file", file.read_bytes(), filename=file.name)
-    for file_name, content in extra.items():
-        form.add_field("file", content, filename=file_name.replace("__", "."))
-    return form
+def upload(folder: Path, *extra: tuple[str, bytes], name: str = "poet") -> aiohttp.FormData:
+    """Every file of `folder`, and `extra` ones."""
+    return form({"name": name}, *sorted(folder.iterdir()), *extra)
 
 
-def form(*files: Path) -> aiohttp.FormData:
-    """A form with these files."""
-    made = aiohttp.FormData()
-    made.add_field("settings", json.dumps({"name": "poet"}), content_type="application/json")
-    for file in files:
-        made.add_field("file", file.read_bytes(), filename=file.name)
-    return made
+def of_poet(*files: Path) -> aiohttp.FormData:
+    return form({"name": "poet"}, *files)
 
 
 def shortened(archive: Path) -> Path:
@@ -59,13 +50,13 @@ def peft(tmp_path: Path, api: Api) -> Path:
 async def test_an_archive_is_imported_and_a_bad_one_leaves_nothing(api: Api, peft: Path, kind: str) -> None:
     archive = Path(shutil.make_archive(str(peft.parent / "packed"), kind, peft))
     files = [peft / name for name in ADAPTER_FILES]
-    status, adapter = await api.call("POST", "/adapters", data=form(archive))
+    status, adapter = await api.call("POST", "/adapters", data=of_poet(archive))
     assert (status, adapter["ref"], adapter["rank"]) == (201, "poet@1", 3)
     cut = shortened(archive)
-    await api.refused(422, "corrupt_adapter", "POST", "/adapters", data=form(cut))
-    await api.refused(400, "invalid_request", "POST", "/adapters", data=form(archive, archive))
-    await api.refused(400, "invalid_request", "POST", "/adapters", data=form(archive, *files))
-    await api.refused(400, "invalid_request", "POST", "/adapters", data=form(*files, archive))
+    await api.refused(422, "corrupt_adapter", "POST", "/adapters", data=of_poet(cut))
+    await api.refused(400, "invalid_request", "POST", "/adapters", data=of_poet(archive, archive))
+    await api.refused(400, "invalid_request", "POST", "/adapters", data=of_poet(archive, *files))
+    await api.refused(400, "invalid_request", "POST", "/adapters", data=of_poet(*files, archive))
     assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
     assert await asyncio.to_thread(lambda: [*api.folder.staging.iterdir()]) == []
 
@@ -90,7 +81,7 @@ async def test_upload_show_list_download_delete(api: Api, peft: Path) -> None:
     _, shown = await api.call("GET", "/adapters/poet")
     assert (shown["version"], shown["versions"]) == (2, [1, 2])
     assert (await api.call("GET", "/adapters/poet@1"))[1]["version"] == 1
-    assert (await api.call("POST", "/adapters", data=upload(peft, "bard")))[0] == 201
+    assert (await api.call("POST", "/adapters", data=upload(peft, name="bard")))[0] == 201
     _, listed = await api.call("GET", "/adapters", params={"limit": "1"})
     assert ([each["id"] for each in listed["data"]], listed["has_more"]) == (["bard"], True)
     _, listed = await api.call("GET", "/adapters", params={"after": "bard"})
@@ -125,9 +116,7 @@ async def test_import_from_a_local_path(api: Api) -> None:
     assert len(list(api.folder.adapter(AdapterRef("mine", 1)).iterdir())) == 2
 
 
-async def test_a_deleted_adapter_stays_for_the_requests_that_use_it_and_for_jobs_it_is_not_deleted(
-    api: Api, peft: Path
-) -> None:
+async def test_a_deleted_adapter_stays_for_the_requests_that_use_it(api: Api, peft: Path) -> None:
     await api.call("POST", "/adapters", data=upload(peft))
     api.engine.stall_after = 1
     async with api.http.post("/generate", json={"prompt": "x", "adapter": "poet", "stream": True}) as response:
@@ -136,22 +125,12 @@ async def test_a_deleted_adapter_stays_for_the_requests_that_use_it_and_for_jobs
         assert (await api.call("DELETE", "/adapters/poet"))[0] == 200
         assert (await api.call("POST", "/generate", json={"prompt": "x", "adapter": "poet"}))[0] == 404
         assert api.folder.adapter_refs() == [AdapterRef("poet", 1)]
-        assert not any(isinstance(message, DropAdapter) for message in api.engine.told)
+        assert not api.engine.heard(DropAdapter)
         response.close()
     assert await api.engine.saw(DropAdapter) == [DropAdapter(ref=AdapterRef("poet", 1))]
-    api.engine.stall_after = None
-    api.engine.go_jobs.clear()
-    await api.call("POST", "/adapters", data=upload(peft))
-    job = {"adapter": "other", "continue_from": "poet", "data": [{"text": "a b"}]}
-    _, accepted = await api.call("POST", "/finetune", json=job)
-    await api.refused(409, "adapter_busy", "DELETE", "/adapters/poet")
-    await api.call("POST", f"/finetune/{accepted['id']}/cancel")
-    assert (await api.call("DELETE", "/adapters/poet"))[0] == 200
 
 
 async def test_an_adapter_of_another_base_is_refused_by_name(api: Api, peft: Path) -> None:
-    import msgspec
-
     await api.call("POST", "/adapters", data=upload(peft))
     await api.engine.die()
     api.base = msgspec.structs.replace(api.base, fingerprint="0" * 16)
@@ -171,14 +150,14 @@ async def test_a_full_disk_leaves_nothing_of_an_import(api: Api, peft: Path) -> 
 
 
 async def test_files_that_are_no_adapter(api: Api, peft: Path) -> None:
-    async def refused(code: str, form: aiohttp.FormData, status: int = 422) -> None:
-        await api.refused(status, code, "POST", "/adapters", data=form)
+    async def refused(code: str, sent: aiohttp.FormData, status: int = 422) -> None:
+        await api.refused(status, code, "POST", "/adapters", data=sent)
         assert api.folder.adapter_refs() == []
         assert list(api.folder.staging.iterdir()) == []
 
-    await refused("unsafe_adapter", upload(peft, adapter_model__bin=b"pickle"))
-    await refused("invalid_request", upload(peft, other__txt=b""), 400)
-    await refused("invalid_request", upload(peft, adapter_config__json=b"{}"), 400)  # twice
+    await refused("unsafe_adapter", upload(peft, ("adapter_model.bin", b"pickle")))
+    await refused("invalid_request", upload(peft, ("other.txt", b"")), 400)
+    await refused("invalid_request", upload(peft, ("adapter_config.json", b"{}")), 400)  # twice
     weights, config = peft / "adapter_model.safetensors", peft / "adapter_config.json"
     good: tuple[Any, ...] = (weights.read_bytes(), config.read_text())
     weights.write_bytes(good[0][:-7])
@@ -192,3 +171,57 @@ async def test_files_that_are_no_adapter(api: Api, peft: Path) -> None:
     await refused("corrupt_adapter", upload(peft))
     config.unlink()
     await refused("invalid_request", upload(peft), 400)
+
+
+async def names(api: Api, **query: str) -> list[str]:
+    listed = await api.answered(200, "GET", "/adapters", params=query)
+    return [adapter["id"] for adapter in listed["data"]]
+
+
+async def test_a_list_is_filtered_before_it_is_cut_into_pages(api: Api) -> None:
+    for name in ("Ann-poet", "bard", "poet-a", "poet-b", "poet-c"):
+        add_adapter(api, name)
+    found: list[str] = []
+    async with AsyncClient(api.url) as client:
+        while True:
+            page = await client.adapters(search="POET", limit=2, after=found[-1] if found else None, base="fake")
+            found += [adapter.id for adapter in page.data]
+            if not page.has_more:
+                break
+    assert found == ["Ann-poet", "poet-a", "poet-b", "poet-c"]
+    assert await names(api, base="another") == await names(api, source="job") == await names(api, search="%") == []
+    assert await names(api, resident="true") == []
+    assert await names(api, source="import", search="bard", resident="false") == ["bard"]
+    for name, value in (("source", "hub"), ("resident", "1"), ("colour", "x")):
+        code = "unknown_field" if name == "colour" else "invalid_request"
+        await api.refused(400, code, "GET", "/adapters", params={name: value})
+
+
+async def test_a_trained_version_names_its_parent_and_its_data(api: Api) -> None:
+    add_adapter(api, "poet")
+    assert api.config.data_root is not None
+    write_peft(api.config.data_root / "peft", api.base)
+    await api.call("POST", "/adapters", json={"name": "first", "path": "peft"})
+
+    async def train(**body: Any) -> dict[str, Any]:
+        _, job = await api.call("POST", "/finetune", json={"data": [{"text": "a b"}]} | body)
+        await api.job_until(job["id"], "succeeded")
+        adapter: dict[str, Any] = (await api.call("GET", f"/adapters/{body['adapter']}"))[1]
+        assert adapter["source"] == f"job:{job['id']}"
+        return adapter
+
+    made, plain = await train(adapter="second", continue_from="first"), await train(adapter="third")
+    assert (made["parent"], plain["parent"]) == ("first@1", None)
+    assert made["corpus_digest"] == plain["corpus_digest"] is not None
+
+
+async def test_an_adapter_is_prefetched_with_its_digests(api: Api) -> None:
+    add_adapter(api, "poet")
+    add_adapter(api, "other", fingerprint="0" * 16)
+    async with AsyncClient(api.url) as client:
+        assert (await client.prefetch_adapter("poet")).ref == "poet@1"
+        with pytest.raises(BaseMismatch):
+            await client.prefetch_adapter("other")
+    (message,) = await api.engine.saw(PrefetchAdapter)
+    assert (message.ref, message.digests.weights) == (AdapterRef("poet", 1), "0" * 64)
+    await api.refused(404, "adapter_not_found", "POST", "/adapters/bard/prefetch")

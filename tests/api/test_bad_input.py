@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coserve.api.http.bodies import MAX_JSON_BYTES
+from coserve.api.openai.requests import ChatRequest, CompletionRequest
 from coserve.core.errors import CoserveError
+from coserve.core.schemas import FinetuneRequest, GenerateRequest, ImportRequest
 from coserve.state.failpoints import armed
-from tests.support.api_server import Api, serve_api
+from tests.support.api_server import Api, form, serve_api
 from tests.support.examples import examples
 from tests.support.fake_engine import CONTEXT
 
@@ -84,6 +87,7 @@ GENERATE: list[tuple[dict[str, Any], str, str | None]] = [
 ]
 
 JOB: dict[str, Any] = {"adapter": "poet", "data": [{"text": "a b c"}]}
+# What a setting may be is tested where it is decided (tests/lora/test_targets.py, tests/finetune/test_job.py).
 FINETUNE: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"data": JOB["data"]}, 400, BAD, "adapter"),
     ({"adapter": "poet"}, 400, BAD, "data"),
@@ -94,28 +98,20 @@ FINETUNE: list[tuple[dict[str, Any], int, str, str | None]] = [
     (JOB | {"data": [{"prompt": "a", "completion": ""}]}, 422, "no_targets", None),
     (JOB | {"data": [1]}, 400, BAD, "data[0]"),
     (JOB | {"lora": {"r": 0}}, 400, BAD, "lora.r"),
-    (JOB | {"lora": {"r": 1025}}, 400, BAD, "lora.r"),
-    (JOB | {"lora": {"alpha": 0}}, 400, BAD, "lora.alpha"),
-    (JOB | {"lora": {"alpha": 9223372036854775807}}, 400, BAD, "lora.alpha"),
-    (JOB | {"lora": {"dropout": 1}}, 400, BAD, "lora.dropout"),
-    (JOB | {"lora": {"targets": ["nope"]}}, 400, BAD, "lora.targets"),
     (JOB | {"lora": {"targets": "q_proj"}}, 400, BAD, "lora.targets"),
-    (JOB | {"lora": {"init": "magic"}}, 400, BAD, "lora.init"),
     (JOB | {"lora": {"rank": 4}}, 400, "unknown_field", "lora.rank"),
     (JOB | {"training": {"epochs": 1, "steps": 1}}, 400, BAD, "training.steps"),
-    (JOB | {"training": {"epochs": 0}}, 400, BAD, "training.epochs"),
     (JOB | {"training": {"steps": 0}}, 400, BAD, "training.steps"),
-    (JOB | {"training": {"learning_rate": 0}}, 400, BAD, "training.learning_rate"),
     (JOB | {"training": {"learning_rate": "fast"}}, 400, BAD, "training.learning_rate"),
     (JOB | {"training": {"max_length": CONTEXT + 1}}, 400, BAD, "training.max_length"),
-    (JOB | {"training": {"micro_batch_tokens": 1}}, 400, BAD, "training.micro_batch_tokens"),
+    (JOB | {"training": {"optimizer": "lion", "eps": 1e-6}}, 400, BAD, "training.eps"),
     (JOB | {"training": {"schedule": "zigzag"}}, 400, BAD, "training.schedule"),
-    (JOB | {"training": {"validation_split": 1}}, 400, BAD, "training.validation_split"),
     (JOB | {"training": {"early_stopping_patience": 1}}, 400, BAD, "training.early_stopping_patience"),
     (JOB | {"metadata": {"a": "b", "run": 1, "c": 2}}, 400, BAD, "metadata.run"),
     (JOB | {"metadata": {"a": "b", "k" * 65: "c"}}, 400, BAD, f"metadata.{'k' * 65}"),
     (JOB | {"lora": {"rank_pattern": {"q_proj": "x"}}}, 400, BAD, "lora.rank_pattern.q_proj"),
     (JOB | {"continue_from": "nobody"}, 404, "adapter_not_found", "continue_from"),
+    (JOB | {"teacher": "nobody"}, 404, "adapter_not_found", "teacher"),
     ({"adapter": "poet", "path": "../secret.jsonl"}, 403, "forbidden_path", "path"),
     ({"adapter": "poet", "path": "/etc/passwd"}, 403, "forbidden_path", "path"),
     ({"adapter": "poet", "path": "link.jsonl"}, 403, "forbidden_path", "path"),
@@ -208,19 +204,12 @@ async def test_huge_numbers_are_no_infinities(api: Api) -> None:
     ("content", "code", "line"),
     [
         (b'{"text": "a b"}\n{"text": \n', "malformed_row", 2),
-        (b'{"text": "a b"}\n\n[]\n', "malformed_row", 3),
-        (b'{"text": NaN}\n', "malformed_row", 1),
-        (b"\xff\xfe\n", "malformed_row", 1),
         (b"", "empty_corpus", None),
-        (b"\n\n", "empty_corpus", None),
-        (b'{"messages": [{"role": "user", "content": "a"}]}\n', "no_targets", 1),
     ],
 )
 async def test_malformed_jsonl(api: Api, content: bytes, code: str, line: int | None) -> None:
-    form = aiohttp.FormData()
-    form.add_field("settings", '{"adapter": "poet"}')
-    form.add_field("file", content, filename="rows.jsonl")
-    error = await api.refused(422, code, "POST", "/finetune", data=form)
+    upload = form({"adapter": "poet"}, ("rows.jsonl", content))
+    error = await api.refused(422, code, "POST", "/finetune", data=upload)
     assert error.get("line") == line
     assert list(api.folder.staging.iterdir()) == []
     assert api.folder.job_ids() == []
@@ -269,10 +258,9 @@ async def test_bodies_over_the_limit(api: Api) -> None:
 
     await api.refused(413, "body_too_large", "POST", "/generate", data=io.BytesIO(large))
     await api.refused(413, "body_too_large", "POST", "/generate", data=pieces())  # chunked
-    form = _form(("settings", b'{"adapter": "a"}', None), ("file", large, "a"))
-    refused = await api.refused(413, "body_too_large", "POST", "/finetune", data=form)
+    upload = form({"adapter": "a"}, ("a", large))
+    refused = await api.refused(413, "body_too_large", "POST", "/finetune", data=upload)
     assert "as a file" not in refused["message"]
-    assert MAX_JSON_BYTES >= 1 << 20
 
 
 PAD = " " * (64 << 10)
@@ -330,8 +318,7 @@ async def test_a_corpus_too_large_for_json_is_told_how_to_come(tmp_path: Path) -
 )
 async def test_rows_without_settings_are_told_how_a_file_comes(api: Api, row: bytes, count: int) -> None:
     """`curl --data-binary @rows.jsonl` sends a file as the body."""
-    status, answer = await api.call("POST", "/finetune", data=io.BytesIO(row * count))
-    assert status == 400
+    answer = await api.answered(400, "POST", "/finetune", data=io.BytesIO(row * count))
     assert """curl -F 'settings={"adapter": "NAME"}' -F file=@FILE""" in answer["error"]["message"]
     status, answer = await api.call("POST", "/finetune", data=b'{"adapter": "a", "prompt": "b"}')
     assert (status, answer["error"]["message"]) == (400, "unknown field 'prompt'")
@@ -370,27 +357,24 @@ _JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=8,
 )
-_FIELDS = st.sampled_from(
-    [
-        "prompt",
-        "messages",
-        "adapter",
-        "n",
-        "max_tokens",
-        "temperature",
-        "stop",
-        "logit_bias",
-        "seed",
-        "data",
-        "path",
-        "lora",
-        "training",
-        "metadata",
-        "name",
-    ]
-)
-_BODY = st.dictionaries(_FIELDS, _JSON, max_size=5)
-_KNOWN = {400, 403, 404, 422}
+_PATHS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
+    "/generate": (GenerateRequest, PROMPT),
+    "/finetune": (FinetuneRequest, JOB),
+    "/adapters": (ImportRequest, {"name": "poet", "path": "x"}),
+    "/v1/completions": (CompletionRequest, PROMPT),
+    "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "x"}]}),
+}
+"""What each path takes, and its least body."""
+
+
+def _bodies(path: str) -> st.SearchStrategy[tuple[str, object]]:
+    """Some of the path's fields with any values, alone or beside those that it needs; or any JSON."""
+    struct, least = _PATHS[path]
+    fields = st.dictionaries(st.sampled_from(struct.__struct_fields__), _JSON, max_size=5)
+    return st.tuples(st.just(path), fields | fields.map(lambda body: least | body) | _JSON)
+
+
+_KNOWN = {400, 403, 404, 413, 422}
 
 
 async def test_random_bad_bodies_are_refused_and_harm_nothing(tmp_path: Path) -> None:
@@ -402,19 +386,19 @@ async def test_random_bad_bodies_are_refused_and_harm_nothing(tmp_path: Path) ->
             content = json.dumps(body).encode()
             status, found = await api.call("POST", path, data=content[:-1] if cut else content)
             assert status in _KNOWN | {200, 202, 429}, found
-            if status >= 400:
+            if status >= 400 and not path.startswith("/v1"):
                 assert found["error"]["code"] in _codes(CoserveError)
             await api.works()
 
         @settings(
-            max_examples=examples(120),
+            max_examples=examples(200),
             deadline=None,
             suppress_health_check=list(HealthCheck),
             derandomize=bool(os.getenv("CI")),
         )
-        @given(st.sampled_from(["/generate", "/finetune", "/adapters"]), _BODY | _JSON, st.booleans())
-        def random(path: str, body: object, cut: bool) -> None:
-            asyncio.run_coroutine_threadsafe(one(path, body, cut), loop).result(20)
+        @given(st.sampled_from(sorted(_PATHS)).flatmap(_bodies), st.booleans())
+        def random(asked: tuple[str, object], cut: bool) -> None:
+            asyncio.run_coroutine_threadsafe(one(*asked, cut), loop).result(20)
 
         await asyncio.to_thread(random)
 

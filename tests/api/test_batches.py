@@ -17,7 +17,7 @@ from coserve.core.access.schemas import Quota
 from coserve.core.errors import QueueFull, QuotaExceeded
 from coserve.core.link.generation import Generate
 from coserve.state.files import FileStore
-from tests.support.api_server import REPLY, Api, serve_api, with_template
+from tests.support.api_server import REPLY, serve_api, with_template
 from tests.support.chat_templates import QWEN3
 from tests.support.small_disk import fill, small_disk
 
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 openai = pytest.importorskip("openai")
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 50}
-
-
-def client_of(api: Api) -> AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def line(id: str, body: dict[str, Any], url: str = "/v1/chat/completions") -> dict[str, Any]:
@@ -63,7 +59,7 @@ async def results(client: AsyncOpenAI, id: str | None) -> dict[str, Any]:
 
 
 async def test_answers_and_errors(tmp_path: Path) -> None:
-    async with serve_api(tmp_path, tokens=with_template(QWEN3), context=1024) as api, client_of(api) as client:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3), context=1024) as api, api.openai() as client:
         wrong = {"bad": CHAT | {"nonsense": 1}, "streamed": CHAT | {"stream": True}, "other": CHAT | {"model": "who"}}
         wrong["long"] = CHAT | {"stop": ["x"] * 300_000}  # decoded in a helper process
         many = [line(f"n{i}", CHAT) for i in range(70)] + [line(id, body) for id, body in wrong.items()]
@@ -80,7 +76,7 @@ async def test_answers_and_errors(tmp_path: Path) -> None:
             "other": (404, "model"),
             "long": (400, "stop"),
         }
-        asked = await api.generated()
+        asked = await api.engine.saw(Generate)
         assert {message.slo.batch for message in asked} == {True}
         for endpoint, body, text in (
             ("/v1/completions", {"prompt": "x"}, lambda body: body["choices"][0]["text"]),
@@ -98,7 +94,7 @@ async def test_answers_and_errors(tmp_path: Path) -> None:
 
 
 async def test_files_that_are_no_batch(tmp_path: Path) -> None:
-    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, api.openai() as client:
         lines: list[Any] = [
             "{",
             line("a", CHAT),
@@ -141,7 +137,7 @@ async def test_files_that_are_no_batch(tmp_path: Path) -> None:
 
 async def test_a_batch_goes_on_after_a_restart_and_is_cancelled(tmp_path: Path) -> None:
     lines = [line(f"n{i}", CHAT) for i in range(6)]
-    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, api.openai() as client:
         first = await ended(client, (await begin(client, lines)).id)
         await api.engine.die()
         waits, cancelled = (await begin(client, lines)).id, (await begin(client, lines)).id
@@ -153,19 +149,19 @@ async def test_a_batch_goes_on_after_a_restart_and_is_cancelled(tmp_path: Path) 
     path = tmp_path / "batches" / waits / "output.jsonl"
     kept = {"custom_id": "n0", "id": "batch_req_1", "response": {"status_code": 200, "request_id": "r", "body": {}}}
     path.write_text(json.dumps(kept) + '\n{"custom_id": "n1", "resp')
-    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, api.openai() as client:
         found = await ended(client, waits)
         good = await results(client, found.output_file_id)
         assert set(good) == {f"n{i}" for i in range(6)} and good["n0"]["body"] == {}
         assert found.request_counts is not None and found.request_counts.completed == 6
-        asked = await api.generated()
+        asked = await api.engine.saw(Generate)
         assert len(asked) == 5
         assert [each.id async for each in client.batches.list()] == [cancelled, waits, first.id]
         assert await client.batches.retrieve(first.id) == first
 
 
 async def test_a_batch_outlives_its_file_and_two_cancellations_are_one(tmp_path: Path) -> None:
-    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, api.openai() as client:
         await api.engine.die()
         lines = [line(f"n{i}", CHAT) for i in range(70)]
         deleted, cancelled = [await begin(client, lines) for _ in range(2)]
@@ -184,7 +180,7 @@ async def test_a_batch_outlives_its_file_and_two_cancellations_are_one(tmp_path:
 
 async def test_a_full_disk_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path / "disk", 8 << 20) as disk:
-        async with serve_api(disk / "data", tokens=with_template(QWEN3)) as api, client_of(api) as client:
+        async with serve_api(disk / "data", tokens=with_template(QWEN3)) as api, api.openai() as client:
             await api.engine.die()
             batch = await begin(client, [line(f"n{i}", CHAT) for i in range(5)])
             await ended(client, batch.id, "in_progress")
@@ -198,15 +194,15 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 async def test_a_drain_leaves_a_batch_to_the_next_start(tmp_path: Path) -> None:
-    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, api.openai() as client:
         await api.engine.die()
         id = (await begin(client, [line("a", CHAT)])).id
         await ended(client, id, "in_progress")
         await api.service.drain(5)
         await api.start_engine()
         await asyncio.sleep(1.1)  # longer than a request waits that found no engine
-        assert not any(isinstance(message, Generate) for message in api.engine.told)
-    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, client_of(api) as client:
+        assert not api.engine.heard(Generate)
+    async with serve_api(tmp_path, tokens=with_template(QWEN3)) as api, api.openai() as client:
         assert (await ended(client, id)).status == "completed"
 
 

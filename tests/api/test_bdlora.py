@@ -91,20 +91,6 @@ async def test_block_diagonal_adapters_are_trained_shown_continued_and_served_wi
         }
 
 
-async def test_wrong_blocks_are_refused(api: Api) -> None:
-    wrong: list[tuple[dict[str, object], str, str]] = [
-        ({"r": 6, "bd_blocks": 4}, "lora.bd_blocks", "rank 6 does not divide into 4 blocks"),
-        ({"bd_blocks": 0}, "lora.bd_blocks", "expected 1 to 64"),
-        ({"bd_blocks": 2, "targets_bd_a": ["nothing"]}, "lora.targets_bd_a", "none of the targeted"),
-        ({"nblocks": 2}, "lora.nblocks", "did you mean 'bd_blocks'?"),
-    ]
-    for lora, field, message in wrong:
-        body = {"adapter": "a", "data": [{"text": "a b"}], "lora": lora}
-        status, answer = await api.call("POST", "/finetune", json=body)
-        assert (status, answer["error"]["field"]) == (400, field)
-        assert message in answer["error"]["message"]
-
-
 @pytest.mark.usefixtures("poet")
 async def test_an_adapter_is_converted_to_another_name_and_back(api: Api) -> None:
     body = {"bd_blocks": 2, "rank": 4, "name": "bard"}
@@ -177,16 +163,3 @@ async def test_a_conversion_whose_source_is_deleted_finds_no_adapter(api: Api) -
         status, answer = await call
     assert (status, answer["error"]["code"]) == (404, "adapter_not_found"), answer
     assert api.folder.adapter_refs() == []
-
-
-async def test_a_teacher_that_is_not_there_is_refused(api: Api) -> None:
-    body = {"adapter": "a", "data": [{"text": "a b"}], "teacher": "nobody"}
-    status, answer = await api.call("POST", "/finetune", json=body)
-    assert (status, answer["error"]["field"]) == (404, "teacher")
-
-
-async def test_an_adapter_is_continued_with_its_own_blocks(api: Api) -> None:
-    body = {"adapter": "a", "data": [{"text": "a b"}], "lora": {"bd_blocks": 2}, "continue_from": "b"}
-    status, answer = await api.call("POST", "/finetune", json=body)
-    assert (status, answer["error"]["field"]) == (400, "lora")
-    assert "continue_from has its own" in answer["error"]["message"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 
 from coserve.core.link.jobs import StartJob
@@ -46,12 +45,8 @@ def write_three_blocks(folder: Path, base: BaseSpec) -> None:
     save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, folder / "adapter_model.safetensors")
 
 
-async def submit(api: Api, **fields: Any) -> dict[str, Any]:
-    return await api.answered(202, "POST", "/finetune", json={"adapter": "poet", "data": ROWS} | fields)
-
-
 def sent(api: Api) -> list[str]:
-    return [message.spec.id for message in api.engine.told if isinstance(message, StartJob)]
+    return [message.spec.id for message in api.engine.heard(StartJob)]
 
 
 async def shown(api: Api, id: str) -> tuple[str, str | None]:
@@ -65,11 +60,7 @@ async def test_a_new_job_is_refused_with_the_field_and_both_numbers(tmp_path: Pa
         error = await api.refused(400, "invalid_request", "POST", "/finetune", json=body)
         assert error["field"] == "lora.bd_blocks"
         assert "--tp 2" in error["message"] and "got 3" in error["message"]
-        await submit(api, lora={"r": 2, "bd_blocks": 2})
-
-
-async def test_so_is_one_that_continues_such_an_adapter(tmp_path: Path) -> None:
-    async with daemon(tmp_path, tp=2) as api:
+        await api.submit(lora={"r": 2, "bd_blocks": 2})
         write_three_blocks(tmp_path / "root" / FOLDER, api.base)
         status, adapter = await api.call("POST", "/adapters", json={"name": "three", "path": FOLDER})
         assert (status, adapter["bd_blocks"]) == (201, 3), "it can be served"
@@ -79,48 +70,40 @@ async def test_so_is_one_that_continues_such_an_adapter(tmp_path: Path) -> None:
         assert "--tp 2" in error["message"] and "got 3" in error["message"]
 
 
-ASKED: dict[str, tuple[dict[str, Any], str]] = {
-    "blocks": ({"lora": {"r": 3, "bd_blocks": 3}}, "needs a --tp that its 3 blocks fit; this daemon has 2"),
-    "optimizer": (
-        {"training": {"optimizer": "paged_adamw"}},
-        "needs another daemon: paged_adamw is not supported with --tp 2: use adamw",
-    ),
-}
+BLOCKS: dict[str, Any] = {"lora": {"r": 3, "bd_blocks": 3}}
+NEEDS = "needs a --tp that its 3 blocks fit; this daemon has 2"
 
 
-@pytest.mark.parametrize("what", ASKED)
-async def test_an_accepted_job_waits_for_a_daemon_that_it_fits(tmp_path: Path, what: str) -> None:
-    fields, needs = ASKED[what]
+async def test_an_accepted_job_waits_for_a_daemon_that_it_fits(tmp_path: Path) -> None:
     async with daemon(tmp_path, tp=1) as api:
         api.engine.go_jobs.clear()
-        id = (await submit(api, **fields))["id"]
+        id = (await api.submit(**BLOCKS))["id"]
         await api.job_until(id, "running")
-        plain = (await submit(api, adapter="plain"))["id"]
+        plain = (await api.submit(adapter="plain"))["id"]
     async with daemon(tmp_path, tp=2) as api:
         await api.job_until(plain, "succeeded")
         assert sent(api) == [plain]
-        assert await shown(api, id) == ("queued", needs)
+        assert await shown(api, id) == ("queued", NEEDS)
         assert (await api.call("POST", f"/finetune/{id}/pause"))[1]["state"] == "paused"
         status, resumed = await api.call("POST", f"/finetune/{id}/resume")
-        assert (status, resumed["state"], resumed["waiting"], sent(api)) == (200, "queued", needs, [plain])
+        assert (status, resumed["state"], resumed["waiting"], sent(api)) == (200, "queued", NEEDS, [plain])
         await api.engine.die()
         await api.start_engine()
-        assert await shown(api, id) == ("queued", needs)
+        assert await shown(api, id) == ("queued", NEEDS)
     async with daemon(tmp_path, tp=1) as api:
         done = await api.job_until(id, "succeeded")
         assert (done["result"], done["waiting"]) == ("poet@1", None)
         texts = [event["message"] for _, event in await api.events(id)]
-        assert needs in texts
+        assert NEEDS in texts
 
 
 async def test_a_paused_job_stays_paused_and_a_waiting_one_can_be_cancelled(tmp_path: Path) -> None:
-    fields, needs = ASKED["blocks"]
     async with daemon(tmp_path, tp=1) as api:
         api.engine.go_jobs.clear()
-        first, second = [(await submit(api, adapter=name, **fields))["id"] for name in ("one", "two")]
+        first, second = [(await api.submit(adapter=name, **BLOCKS))["id"] for name in ("one", "two")]
         assert (await api.call("POST", f"/finetune/{first}/pause"))[0] == 200
     async with daemon(tmp_path, tp=2) as api:
-        assert (await shown(api, first), await shown(api, second)) == (("paused", None), ("queued", needs))
+        assert (await shown(api, first), await shown(api, second)) == (("paused", None), ("queued", NEEDS))
         assert (await api.call("POST", f"/finetune/{second}/cancel"))[1]["state"] == "cancelled"
         assert sent(api) == []
     async with daemon(tmp_path, tp=1) as api:
@@ -132,7 +115,7 @@ async def test_a_paused_job_stays_paused_and_a_waiting_one_can_be_cancelled(tmp_
 async def test_a_note_that_cannot_be_written_leaves_the_job_and_the_engine_alone(tmp_path: Path) -> None:
     async with daemon(tmp_path, tp=1) as api:
         api.engine.obeys = False  # the job stays in line
-        id = (await submit(api, **ASKED["blocks"][0]))["id"]
+        id = (await api.submit(**BLOCKS))["id"]
     async with serve_api(tmp_path / "data", engine=False, tp=2) as api:
         api.base = msgspec.structs.replace(api.base, sites={SITE: SiteSpec(6, 6, 0)})
         with armed("registry.before_commit=EIO"):

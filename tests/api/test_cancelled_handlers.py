@@ -17,7 +17,7 @@ from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef
 from coserve.state.recover import recover
 from coserve.state.registry.registry import Registry
-from tests.support.api_server import Api, serve_api
+from tests.support.api_server import Api, form, serve_api
 from tests.support.cutting import Cutter
 from tests.support.examples import TURN, by_day
 from tests.support.fake_engine import write_peft
@@ -95,7 +95,7 @@ def agree(api: Api) -> None:
             assert hashlib.sha256(content).hexdigest() == registry.adapter(ref.id, ref.version).sha256
         jobs = registry.jobs(limit=-1)
         assert set(api.folder.job_ids()) == {job.spec.id for job in jobs if not job.state.terminal}
-        told = [message.spec.id for message in api.engine.told if isinstance(message, StartJob)]
+        told = [message.spec.id for message in api.engine.heard(StartJob)]
         assert sorted(told) == sorted(job.spec.id for job in jobs), "the engine knows each job, once"
     finally:
         registry.close()
@@ -109,23 +109,14 @@ def open_files() -> list[Path]:
     return [link.resolve() for link in Path("/proc/self/fd").iterdir() if link.exists()]
 
 
-async def submit(api: Api, name: str) -> str:
-    job = await api.answered(202, "POST", "/finetune", json={"adapter": name, "data": ROWS})
-    return str(job["id"])
-
-
 async def bring_in(api: Api, name: str, rank: int = 1) -> AdapterRef:
     adapter = await api.answered(201, "POST", "/adapters", json={"name": name, "path": f"rank{rank}"})
     assert adapter["rank"] == rank
     return AdapterRef(name, adapter["version"])
 
 
-def upload(api: Api, settings: dict[str, object], *files: Path) -> dict[str, object]:
-    form = aiohttp.FormData()
-    form.add_field("settings", json.dumps(settings), content_type="application/json")
-    for file in files:
-        form.add_field("file", file.read_bytes(), filename=file.name)
-    return {"data": form}
+def upload(settings: dict[str, object], *files: Path) -> dict[str, object]:
+    return {"data": form(settings, *files)}
 
 
 @pytest.mark.slow
@@ -155,7 +146,7 @@ async def test_imports(api: Api, late: bool, how: str) -> None:
     async def call(at: int) -> Call:
         if how == "path":
             return "POST", "/adapters", {"json": {"name": "poet", "path": "rank2"}}
-        return "POST", "/adapters", upload(api, {"name": "poet"}, *sorted((root / "rank2").iterdir()))
+        return "POST", "/adapters", upload({"name": "poet"}, *sorted((root / "rank2").iterdir()))
 
     async def check(at: int, status: int | None) -> None:
         ref = await bring_in(api, "poet", rank=1)
@@ -173,7 +164,7 @@ async def test_submissions(api: Api, late: bool, how: str, tmp_path: Path) -> No
 
     async def call(at: int) -> Call:
         body: dict[str, object] = {"adapter": "poet"}
-        data = {"json": body | {"data": ROWS}} if how == "json" else upload(api, body, tmp_path / "rows.jsonl")
+        data = {"json": body | {"data": ROWS}} if how == "json" else upload(body, tmp_path / "rows.jsonl")
         return "POST", "/finetune", data | {"headers": {"Idempotency-Key": f"key-{at}"}}
 
     async def check(at: int, status: int | None) -> None:
@@ -229,7 +220,7 @@ async def test_cancelling_jobs(api: Api, late: bool) -> None:
     jobs: list[str] = []
 
     async def call(at: int) -> Call:
-        jobs.append(await submit(api, "poet"))
+        jobs.append((await api.submit())["id"])
         await api.job_until(jobs[-1], "running")
         return "POST", f"/finetune/{jobs[-1]}/cancel", {}
 
@@ -250,7 +241,7 @@ async def test_pausing_and_resuming_jobs(api: Api, late: bool, order: str) -> No
 
     async def call(at: int) -> Call:
         api.engine.go_jobs.clear()
-        jobs.append(await submit(api, f"poet-{at}"))
+        jobs.append((await api.submit(adapter=f"poet-{at}"))["id"])
         await api.job_until(jobs[-1], "running")
         if order == "resume":
             assert (await api.call("POST", f"/finetune/{jobs[-1]}/pause"))[1]["state"] == "paused"

@@ -1,19 +1,21 @@
-"""A chat has one form: requests of each API and rows of each format render the same text."""
+"""A chat has one form: requests of each API and rows of each format render the same text. Whatever a base's template
+does, the API answers, with a typed error, and goes on."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from coserve.core.errors import InvalidRequest
-from tests.support.api_server import Api, serve_api, with_template
+from tests.support.api_server import Api, form, serve_api, with_template
 from tests.support.chat_templates import PHI_3, QWEN3
+from tests.support.examples import on_days
 
 TOOLS = [{"type": "function", "function": {"name": "sky", "parameters": {"maximum": 10**30, "default": None}}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "sky", "arguments": {"city": "Köln"}}}
@@ -49,7 +51,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 async def prompt_of(api: Api, path: str, body: dict[str, Any]) -> str:
     """The text of the prompt that the engine got."""
     answer = await api.answered(200, "POST", path, json=body)
-    ids = answer["tokens"] if path == "/tokenize" else (await api.generated())[-1].prompt
+    ids = answer["tokens"] if path == "/tokenize" else (await api.last_request()).prompt
     return with_template(None).decode(ids, skip_special=False)
 
 
@@ -60,13 +62,10 @@ async def rows_of(api: Api, row: dict[str, Any], *, arrow: bool = True) -> tuple
     assert api.config.data_root is not None
     if arrow:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), api.config.data_root / "rows.parquet")
-    form = aiohttp.FormData()
-    form.add_field("settings", '{"adapter": "sent"}', content_type="application/json")
-    form.add_field("file", json.dumps(row | {"chosen": None}).encode(), filename="corpus")
     found = []
     for body in (
         {"json": {"adapter": "a", "data": [row | {"text": None}]}},
-        {"data": form},
+        {"data": form({"adapter": "sent"}, ("corpus", json.dumps(row | {"chosen": None}).encode()))},
         *([{"json": {"adapter": "b", "path": "rows.parquet"}}] if arrow else []),
     ):
         job = await api.answered(202, "POST", "/finetune", **body)
@@ -148,12 +147,8 @@ async def test_reasoning_of_earlier_answers_and_of_rows(api: Api) -> None:
             encode(chat)
 
 
-async def test_variables_of_the_template(api: Api) -> None:
-    for path in PATHS:
-        await check_variables(api, path)
-
-
-async def check_variables(api: Api, path: str) -> None:
+@pytest.mark.parametrize("path", PATHS)
+async def test_variables_of_the_template(api: Api, path: str) -> None:
     body = {"messages": PLAIN[:2]}
     plain = await prompt_of(api, path, body)
     assert await prompt_of(api, path, body | {"chat_template_kwargs": {"enable_thinking": True}}) == plain
@@ -175,3 +170,56 @@ async def test_variables_of_the_template_in_rows(api: Api) -> None:
     status, answer = await api.call("POST", "/finetune", json=bad)
     assert (status, answer["error"]["line"]) == (422, 2)
     assert "a variable that the base's chat template reads" in answer["error"]["message"]
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% if m.content == 'half' %}{{ '%c' % 55296 }}"
+    "{% elif m.content == 'say' %}{{ raise_exception('%c' % 55296) }}"
+    "{% elif m.content == 'large' %}{{ '%999999999d' % 1 }}"
+    "{% elif m.content == 'indent' %}{{ 'x' | indent(1000000000, true) }}"
+    "{% elif m.content == 'separators' %}{{ range(9999) | list | tojson(separators=('x' * 1000000, ':')) }}"
+    "{% elif m.content == 'long' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+ROUTES: dict[str, dict[str, Any]] = {
+    "/generate": {},
+    "/v1/chat/completions": {"model": "fake"},
+    "/tokenize": {},
+}
+
+
+def chat(content: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+async def check(api: Api, content: str, says: str) -> None:
+    for path, fields in ROUTES.items():
+        status, body = await api.call("POST", path, json=chat(content) | fields)
+        assert status == 400 and says in body["error"]["message"], body
+    row = {"messages": [*chat(content)["messages"], {"role": "assistant", "content": "b"}]}
+    status, body = await api.call("POST", "/finetune", json={"adapter": "poet", "data": [row]})
+    assert status in (400, 422) and says in body["error"]["message"], body
+    status, body = await api.call("POST", "/tokenize", json=chat("plain"))
+    assert (status, body["count"] > 0) == (200, True)
+
+
+async def test_text_that_is_none_and_text_without_end(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data", tokens=with_template(TEMPLATE)) as api:
+        await check(api, "half", "writes half of a surrogate pair")
+        await check(api, "say", "refuses the messages: ?")
+        for content in ("large", "indent", "separators"):
+            await check(api, content, "exceeds its limits: 512 MiB of memory")
+
+
+@on_days(4)
+async def test_a_template_without_end_does_not_stop_other_requests(tmp_path: Path) -> None:
+    async with serve_api(tmp_path / "data", tokens=with_template(TEMPLATE)) as api:
+        endless = asyncio.create_task(api.call("POST", "/generate", json=chat("long")))
+        await asyncio.sleep(0)
+        await api.works()
+        assert (await api.call("POST", "/generate", json=chat("plain")))[0] == 200
+        assert not endless.done()
+        status, body = await endless
+        assert (status, body["error"]["field"]) == (400, "messages")
+        assert "exceeds its limits: 5 s of processor time" in body["error"]["message"]
+        assert (await api.call("POST", "/generate", json=chat("plain")))[0] == 200

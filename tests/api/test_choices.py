@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.api.generation.choice_decoder import ChoiceDecoder, StopStrings
-from coserve.core.link.generation import Generate, Tokens
-from coserve.core.sampling import SamplingParams
+from coserve.core.link.generation import Tokens
 from coserve.core.types import FinishReason
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.api_server import Api, serve_api, tokenizer
@@ -87,12 +86,6 @@ def with_one_eos(template: str) -> Tokenizer:
     return Tokenizer.from_state(bundled.state())
 
 
-async def sampled(api: Api) -> SamplingParams:
-    sent = (await api.engine.saw(Generate))[-1]
-    assert isinstance(sent, Generate)
-    return sent.sampling
-
-
 @pytest.mark.parametrize("include", [False, True])
 async def test_a_stop_text_that_is_a_special_token_ends_the_answer(api: Api, include: bool) -> None:
     text = tokenizer().decode(api.reply[:2])
@@ -104,7 +97,7 @@ async def test_a_stop_text_that_is_a_special_token_ends_the_answer(api: Api, inc
     assert choice["text"] == text + ("<|user|>" if include else "")
     assert "".join(entry["text"] for entry in choice["logprobs"]) == choice["text"]
     assert choice["token_ids"] == api.reply[:3]
-    assert (await sampled(api)).stop_token_ids == (USER,)
+    assert (await api.last_request()).sampling.stop_token_ids == (USER,)
     _, found = await api.call("POST", "/v1/completions", json=body | {"stop": "<|user|>", "max_tokens": 64})
     assert found["choices"][0]["text"] == choice["text"]
 
@@ -120,7 +113,7 @@ async def test_the_end_of_a_turn_ends_a_chat_and_no_other_request(tmp_path: Path
             _, body = await api.call("POST", path, json={"messages": CHAT})
             assert (found(body), body["choices"][0]["finish_reason"]) == (text, "stop")
             assert body["choices"][0]["stop_reason"] is None
-        assert (await sampled(api)).stop_token_ids == (END,)
+        assert (await api.last_request()).sampling.stop_token_ids == (END,)
         for other in ({"messages": CHAT, "ignore_eos": True}, {"prompt": "x"}):
             _, body = await api.call("POST", "/generate", json=other)
             assert len(body["choices"][0]["token_ids"]) == len(api.reply)
@@ -133,4 +126,4 @@ async def test_a_template_without_an_end_of_turn_is_told_of(tmp_path: Path) -> N
         await api.call("POST", "/generate", json={"messages": CHAT})
         note, *_ = (await api.call("GET", "/health"))[1]["notes"]
         assert "writes no token behind an answer" in note
-        assert (await sampled(api)).stop_token_ids == ()
+        assert (await api.last_request()).sampling.stop_token_ids == ()

@@ -55,7 +55,7 @@ def says(api: Api, text: str) -> None:
 
 
 def url_of(api: Api) -> str:
-    return f"http://127.0.0.1:{api.port}/v1"
+    return f"{api.url}/v1"
 
 
 @on_days(0)
@@ -201,7 +201,7 @@ async def test_openai_of_version_1(api: Api) -> None:
 async def test_guidellm(api: Api, tmp_path: Path) -> None:
     pytest.importorskip("guidellm")
     options = {
-        "--backend": f"kind=openai_http,target=http://127.0.0.1:{api.port}",
+        "--backend": f"kind=openai_http,target={api.url}",
         "--profile": "kind=synchronous",
         "--constraint": "kind=max_requests,count=3",
         "--tokenizer": f"kind=hf_auto,model={ROOT / 'coserve' / 'assets' / 'tiny'}",

@@ -85,14 +85,6 @@ async def test_files_that_vanish_in_the_middle_of_a_run_fail_their_requests_alon
     assert await others == [alone[1 + i % 2] for i in range(8)]
 
 
-async def test_a_deleted_adapter_fails_its_requests_alone(api: Api) -> None:
-    alone = await ask(api, "a1")
-    _ = await api.answered(200, "DELETE", "/adapters/a0")
-    status, body = await api.call("POST", "/generate", json={"prompt": PROMPT, "adapter": "a0", "max_tokens": 1})
-    assert (status, body["error"]["code"]) == (404, "adapter_not_found")
-    assert await ask(api, "a1") == alone
-
-
 async def test_a_file_that_rots_is_found_and_harms_nobody_else(api: Api) -> None:
     """A packed file is made again; PEFT's own is told of, and its adapter served from memory or its packed file."""
     alone = [await ask(api, f"a{i}") for i in range(3)]

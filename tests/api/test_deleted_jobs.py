@@ -25,7 +25,7 @@ ROWS = [{"text": "a b"}]
 
 async def ended_job(api: Api, state: str = "succeeded", **fields: Any) -> str:
     api.engine.go_jobs.set() if state == "succeeded" else api.engine.go_jobs.clear()
-    job = await api.answered(202, "POST", "/finetune", json={"adapter": "poet", "data": ROWS} | fields)
+    job = await api.submit(**fields)
     if state == "cancelled":
         await api.call("POST", f"/finetune/{job['id']}/cancel")
     await api.job_until(job["id"], state)
@@ -104,7 +104,7 @@ async def test_the_key_of_a_deleted_job_is_free_again(api: Api) -> None:
 
 async def test_the_sdk_and_the_command_line_delete_jobs(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third = await ended_job(api), await ended_job(api, "cancelled"), await ended_job(api)
-    url = f"http://127.0.0.1:{api.port}"
+    url = api.url
     async with AsyncClient(url) as client:
         assert (await (await client.job(first)).delete()).result == "poet@1"
         with pytest.raises(JobNotFound):

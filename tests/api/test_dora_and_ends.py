@@ -7,14 +7,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_FILES
 from coserve.core.types import AdapterRef
 from coserve.lora.files.tensorfile import read_json
-from tests.support.api_server import Api
+from tests.support.api_server import Api, form
 from tests.support.real_jobs import text, train
 from tests.support.real_server import serve_real
 
@@ -46,17 +45,15 @@ async def test_they_are_served_in_one_batch_with_others(api: Api) -> None:
 
 @pytest.mark.parametrize("kind", ["dora", "ends"])
 async def test_their_files_are_imported_again_and_continued(api: Api, kind: str) -> None:
-    files, form = api.folder.adapter(AdapterRef(kind, 1)), aiohttp.FormData()
+    files = api.folder.adapter(AdapterRef(kind, 1))
     config, again = read_json(files, ADAPTER_CONFIG), f"{kind}-again"
     if kind == "dora":
         assert config["use_dora"] is True
     else:
         assert config["target_modules"] == ["q_proj", "lm_head"]
         assert list(config["trainable_token_indices"].values()) == [[9, 5]]
-    form.add_field("settings", f'{{"name": "{again}"}}', content_type="application/json")
-    for name in ADAPTER_FILES:
-        form.add_field("file", (files / name).read_bytes(), filename=name)
-    await api.answered(201, "POST", "/adapters", data=form)
+    upload = form({"name": again}, *(files / name for name in ADAPTER_FILES))
+    await api.answered(201, "POST", "/adapters", data=upload)
     assert await text(api, again) == await text(api, kind)
     job = await train(api, again, continue_from=again)
     assert (job["result"], job["lora"]["use_dora"]) == (f"{again}@2", kind == "dora")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
@@ -37,26 +37,21 @@ async def trains_until(api: Api, job: str, step: int) -> None:
     await api.hear(JobProgress(id=job, metrics=metrics(step, 100)))
 
 
-async def shown(api: Api, job: str) -> dict[str, Any]:
-    _, found = await api.call("GET", f"/finetune/{job}")
-    return dict(found)
-
-
 async def die_until_it_is_paused(api: Api, job: str, *, before: int = 0) -> None:
     for death in range(MAX_DEATHS):
         await api.job_until(job, "running", times=before + death + 1)
         await another_engine(api)
-    assert (await shown(api, job))["state"] == "paused"
+    assert (await api.job(job))["state"] == "paused"
 
 
 async def test_a_job_goes_on_with_the_next_engine_but_not_for_ever(api: Api, job: str) -> None:
     await die_until_it_is_paused(api, job)
-    paused = await shown(api, job)
+    paused = await api.job(job)
     assert paused["error"]["code"] == "engine_crashed"
     assert "died 3 times" in paused["error"]["message"] and "resume" in paused["error"]["message"]
     assert api.folder.corpus(job).is_file()
     (told,) = await api.engine.saw(StartJob)
-    assert isinstance(told, StartJob) and told.paused
+    assert told.paused
     await api.works()
 
     await api.call("POST", f"/finetune/{job}/resume")
@@ -69,7 +64,7 @@ async def test_a_job_goes_on_with_the_next_engine_but_not_for_ever(api: Api, job
 
 
 async def test_the_sdk_waits_no_longer_for_a_job_that_the_daemon_paused(api: Api, job: str) -> None:
-    async with AsyncClient(f"http://127.0.0.1:{api.port}") as client:
+    async with AsyncClient(api.url) as client:
         handle = await client.job(job)
         waits = asyncio.create_task(handle.wait())
         await die_until_it_is_paused(api, job)
@@ -88,17 +83,12 @@ async def test_the_sdk_waits_no_longer_for_a_job_that_the_daemon_paused(api: Api
         assert (await handle.wait()).result == "poet@1"
 
 
-async def test_a_job_that_gets_further_each_time_goes_on(api: Api, job: str) -> None:
-    for death in range(2 * MAX_DEATHS):
-        await api.job_until(job, "running", times=death + 1)
-        await trains_until(api, job, death + 1)
-        await another_engine(api)
-    assert (await shown(api, job))["state"] in ("queued", "running")
-
-
-async def test_a_job_that_only_repeats_its_steps_does_not(api: Api, job: str) -> None:
-    for death, step in enumerate((5, 5, 4)):
+@pytest.mark.parametrize(("steps", "goes_on"), [(range(1, 2 * MAX_DEATHS + 1), True), ((5, 5, 4), False)])
+async def test_a_job_goes_on_as_long_as_it_gets_further_each_time(
+    api: Api, job: str, steps: Sequence[int], goes_on: bool
+) -> None:
+    for death, step in enumerate(steps):
         await api.job_until(job, "running", times=death + 1)
         await trains_until(api, job, step)
         await another_engine(api)
-    assert (await shown(api, job))["state"] == "paused"
+    assert (await api.job(job))["state"] in (("queued", "running") if goes_on else ("paused",))

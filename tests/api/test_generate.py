@@ -1,12 +1,21 @@
-"""`POST /generate` over a fake engine: texts, streams, stops, ends of all kinds."""
+"""`POST /generate` over a fake engine: texts, streams, stops, targets, ends of all kinds."""
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
+import msgspec
 import pytest
 
+from coserve.api.generation.prompt_group import PromptGroup
+from coserve.api.generation.request_state import RequestState
+from coserve.api.generation.targets import targets_of
+from coserve.config import Config
+from coserve.core.errors import EngineUnavailable
 from coserve.core.link.generation import CancelRequest, Generate, RequestFailed
+from coserve.core.sampling import SamplingParams
+from coserve.core.schemas import GenerateRequest
 from coserve.core.types import Slo
 from tests.support.api_server import REPLY, Api, read_events, tokenizer
 from tests.support.fake_engine import write_peft
@@ -28,20 +37,8 @@ async def test_a_whole_answer(api: Api) -> None:
     assert body["timing"]["e2e"] >= body["timing"]["ttft"] >= body["timing"]["queue"] >= 0
     assert (body["adapter"], body["version"], body["seed"]) == (None, None, 7)
     (sent,) = await api.engine.saw(Generate)
-    assert isinstance(sent, Generate)
     assert (sent.prompt, sent.sampling.seed, sent.sampling.temperature) == (tuple(prompt), 7, 0.5)
     assert sent.slo == Slo(ttft=2.0, tpot=0.2), "a CPU's"
-
-
-async def test_token_ids_and_chats_are_prompts_too(api: Api) -> None:
-    assert (await api.call("POST", "/generate", json={"prompt": [5, 6]}))[0] == 200
-    chat = [{"role": "user", "content": "hi"}]
-    assert (await api.call("POST", "/generate", json={"messages": chat}))[0] == 200
-    ids, chatted = await api.engine.saw(Generate, 2)
-    assert isinstance(ids, Generate)
-    assert isinstance(chatted, Generate)
-    assert ids.prompt == (5, 6)
-    assert list(chatted.prompt) == tokenizer().chat(chat)
 
 
 async def test_choices_have_seeds_of_their_own(api: Api) -> None:
@@ -52,7 +49,7 @@ async def test_choices_have_seeds_of_their_own(api: Api) -> None:
     assert body["choices"][0]["logprobs"][0]["top"][0]["token_id"] == api.reply[0]
     assert body["usage"]["completion_tokens"] == 3 * len(api.reply)
     sent = await api.engine.saw(Generate, 3)
-    assert [message.sampling.seed for message in sent if isinstance(message, Generate)] == [5, 6, 7]
+    assert [message.sampling.seed for message in sent] == [5, 6, 7]
 
 
 async def test_a_stream_is_the_whole_answer_in_pieces(api: Api) -> None:
@@ -138,20 +135,17 @@ async def test_what_the_engine_refuses_has_its_own_status(api: Api) -> None:
     await api.works()
 
 
-async def test_the_engines_estimate_is_when_to_come_again(api: Api) -> None:
-    for seconds, header in ((None, "1"), (0.2, "1"), (6.2, "7")):
-        api.engine.fail_requests = RequestFailed(id="", code="queue_full", message="full", retry_after=seconds)
-        async with api.http.post("/generate", json={"prompt": "x"}) as response:
-            assert (response.status, response.headers["Retry-After"]) == (429, header)
-
-
-async def test_requests_that_would_be_late_get_429_and_are_counted(api: Api) -> None:
-    shed = RequestFailed(id="", code="overloaded", message="too late", retry_after=6.2)
-    for path in ("/generate", "/v1/completions"):
-        api.engine.fail_requests = shed
+async def test_the_engines_estimate_is_when_to_come_again_and_the_late_are_counted(api: Api) -> None:
+    for path, code, seconds, header in (
+        ("/generate", "queue_full", None, "1"),
+        ("/generate", "queue_full", 0.2, "1"),
+        ("/generate", "overloaded", 6.2, "7"),
+        ("/v1/completions", "overloaded", 6.2, "7"),
+    ):
+        api.engine.fail_requests = RequestFailed(id="", code=code, message="too late", retry_after=seconds)
         async with api.http.post(path, json={"prompt": "x", "stream": True}) as response:
-            assert (response.status, response.headers["Retry-After"]) == (429, "7")
-            assert (await response.json())["error"]["code"] == "overloaded"
+            assert (response.status, response.headers["Retry-After"]) == (429, header)
+            assert (await response.json())["error"]["code"] == code
     api.engine.fail_requests = None
     assert "coserve_requests_shed_total 2.0" in await (await api.http.get("/metrics")).text()
 
@@ -188,7 +182,7 @@ async def test_a_request_names_its_latency_targets(api: Api) -> None:
     assert (await api.call("POST", "/generate", json={"prompt": [5], **targets}))[0] == 200
     assert (await api.call("POST", "/v1/completions", json={"prompt": [5], **targets}))[0] == 200
     for sent in await api.engine.saw(Generate, 2):
-        assert isinstance(sent, Generate) and sent.slo == Slo(ttft=0.5, tpot=0.03, e2e=4.0, shed=True, shed_e2e=True)
+        assert sent.slo == Slo(ttft=0.5, tpot=0.03, e2e=4.0, shed=True, shed_e2e=True)
 
 
 @pytest.mark.parametrize(
@@ -206,19 +200,18 @@ async def test_only_the_last_of_several_sequences_may_be_refused_and_the_call_wi
     async with api.http.post(path, json=asked) as response:
         assert response.status == 200
         await response.read()
-    sent = [each for each in await api.engine.saw(Generate, 3) if isinstance(each, Generate)]
+    sent = await api.engine.saw(Generate, 3)
     assert [(each.slo.shed, each.slo.shed_e2e) for each in sent] == [(False, False), (False, False), (True, True)]
     assert [each.choices for each in sent] == [(), (), (sent[0].id, sent[1].id)]
     assert [each.slo.ttft for each in sent] == [0.5] * 3
     api.engine.go_requests.clear()
     waiting = asyncio.create_task(api.call("POST", path, json=asked))
     last = (await api.engine.saw(Generate, 6))[-1]
-    assert isinstance(last, Generate)
     api.engine.link.send(RequestFailed(id=last.id, code="overloaded", message="too late", retry_after=6.2))
     status, body = await waiting
     assert (status, body["error"]["code"]) == (429, "overloaded")
     cancelled = await api.engine.saw(CancelRequest, 2)
-    assert sorted(each.id for each in cancelled if isinstance(each, CancelRequest)) == sorted(last.choices)
+    assert sorted(each.id for each in cancelled) == sorted(last.choices)
     assert 'coserve_requests_total{finish_reason="cancelled"} 0.0' in await (await api.http.get("/metrics")).text()
     api.engine.go_requests.set()
 
@@ -227,7 +220,7 @@ async def test_only_the_last_of_several_sequences_may_be_refused_and_the_call_wi
 async def test_prompts_that_are_never_late_go_together_too(api: Api, asked: dict[str, object]) -> None:
     """In a full queue one of them gives way only with the others."""
     assert (await api.call("POST", "/v1/completions", json={"prompt": [[5], [6]], **asked}))[0] == 200
-    first, last = [each for each in await api.engine.saw(Generate, 2) if isinstance(each, Generate)]
+    first, last = await api.engine.saw(Generate, 2)
     assert (first.choices, last.choices, last.slo.shed) == ((), (first.id,), False)
 
 
@@ -254,4 +247,85 @@ async def test_a_class_of_requests_is_named_by_slo_class_or_by_openais_service_t
     status, answer = await api.call("POST", "/generate", json={"prompt": [5], "slo_class": "urgent"})
     assert (status, answer["error"]["field"]) == (400, "slo_class")
     sent = await api.engine.saw(Generate, 4)
-    assert [isinstance(one, Generate) and one.slo.batch for one in sent] == [True, True, False, True]
+    assert [one.slo.batch for one in sent] == [True, True, False, True]
+
+
+def state(id: str) -> RequestState:
+    return RequestState(id, None, (1,), 0, 0.0, {}, False)
+
+
+def sequence(id: str) -> Generate:
+    slo = Slo(ttft=1.0, tpot=0.1, shed=True, shed_e2e=True)
+    return Generate(id=id, prompt=(1,), sampling=SamplingParams(max_tokens=1), adapter=None, slo=slo)
+
+
+async def test_of_a_call_that_somebody_left_nothing_is_sent() -> None:
+    group = PromptGroup(2)
+    assert not group.join(state("a"), [sequence("a0")])
+    waiting = asyncio.create_task(group.wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not group.join(state("b"), [sequence("b0")])
+
+
+async def test_a_daemon_that_stops_sends_no_call_whose_prompts_still_waited(api: Api) -> None:
+    group = PromptGroup(2)
+    stream = partial(api.service.generation.stream, GenerateRequest(prompt=[5]), group=group)
+
+    async def read() -> None:
+        async for _ in stream():
+            pass
+
+    first = asyncio.create_task(read())
+    await asyncio.sleep(0.05)
+    api.service.generation.stop(EngineUnavailable("it stops"))
+    with pytest.raises(EngineUnavailable, match="it stops"):
+        await read()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert not api.engine.heard(Generate)
+
+
+def targets(config: Config | None = None, device: str = "cuda:0", **fields: object) -> Slo:
+    request = msgspec.convert({"prompt": "x"} | fields, GenerateRequest)
+    return targets_of(request, config or Config(), device=device)
+
+
+def test_the_defaults_are_those_of_the_device() -> None:
+    assert targets() == Slo(ttft=1.0, tpot=0.05)
+    assert targets(device="cpu") == Slo(ttft=2.0, tpot=0.2)
+    assert targets(Config(slo_ttft=3.0), device="cpu") == Slo(ttft=3.0, tpot=0.2)
+
+
+def test_a_class_has_its_targets_and_a_request_its_own() -> None:
+    config = Config(slo_batch_ttft=90.0)
+    assert targets(config, slo_class="batch") == Slo(ttft=90.0, tpot=0.5, batch=True)
+    assert targets(config, slo_class="batch", slo_tpot=2.0) == Slo(ttft=90.0, tpot=2.0, batch=True)
+    assert targets(config, slo_class="interactive", slo_tpot=0.03) == Slo(ttft=1.0, tpot=0.03, shed=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shed"),
+    [
+        ({}, (False, True, False)),
+        ({"slo_tpot": 0.1}, (False, True, False)),
+        ({"slo_class": "batch"}, (False, True, False)),
+        ({"slo_class": "interactive"}, (True, True, False)),
+        ({"slo_ttft": 0.5}, (True, True, False)),
+        ({"slo_e2e": 5.0, "slo_class": "batch"}, (False, True, False)),
+        ({"slo_ttft": 0.5, "n": 2}, (True, True, False)),
+    ],
+)
+def test_only_requests_that_ask_for_a_time_are_shed_unless_the_settings_say_otherwise(
+    fields: dict[str, object], shed: tuple[bool, ...]
+) -> None:
+    assert tuple(targets(Config(shed=which), **fields).shed for which in ("explicit", "all", "off")) == shed
+    assert not targets(Config(shed="all", policy="ets"), **fields).shed
+
+
+def test_who_asks_for_the_time_of_the_whole_answer_is_not_shed_for_the_first_token() -> None:
+    found = targets(Config(), slo_e2e=60.0)
+    assert (found.shed, found.shed_e2e) == (False, True)
+    assert not targets(Config(shed="off"), slo_e2e=60.0).shed_e2e

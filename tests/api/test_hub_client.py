@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import GenerationError, HfHubHTTPError, OverloadedError, ValidationError
 
-from coserve.core.link.generation import Generate, RequestFailed
+from coserve.core.link.generation import RequestFailed
 from coserve.core.types import AdapterRef
 from tests.support.api_server import REPLY, Api, add_adapter, tokenizer
 
@@ -20,13 +20,7 @@ IDS = tokenizer().encode(PROMPT)
 
 @pytest.fixture
 def url(api: Api) -> str:
-    return f"http://127.0.0.1:{api.port}"
-
-
-async def sent(api: Api) -> Generate:
-    last = (await api.engine.saw(Generate))[-1]
-    assert isinstance(last, Generate)
-    return last
+    return api.url
 
 
 @pytest.fixture
@@ -62,24 +56,20 @@ async def test_a_stream_with_details(hub: AsyncInferenceClient, api: Api) -> Non
     *_, last = [event async for event in stream]
     assert last.generated_text == "the cat sat"
     assert (last.details.finish_reason, last.details.input_length) == ("stop_sequence", len(IDS))
-    assert (await sent(api)).adapter == AdapterRef("poet", 1)
+    assert (await api.last_request()).adapter == AdapterRef("poet", 1)
 
 
 async def test_a_chat_without_a_model(api: Api, url: str, hub: AsyncInferenceClient) -> None:
     messages: list[Any] = [{"role": "user", "content": "hi"}]
 
-    def use() -> Any:
-        with InferenceClient(base_url=url, timeout=120) as client:
-            return client.chat_completion(messages)
-
     for path, model in (("", None), ("/", "tgi"), ("/v1", None), ("/v1/", "")):
         async with AsyncInferenceClient(base_url=url + path, timeout=120) as client:
             answer = await client.chat_completion(messages, model=model, tool_choice="auto", logprobs=True)
             told = await client.chat.completions.create(messages, model=model, seed=1)
-        for each in (answer, told, await asyncio.to_thread(use)):
+        for each in (answer, told):
             assert each.choices[0].message.content == REPLY
             assert each.model == api.base.name
-            assert (await sent(api)).adapter is None
+            assert (await api.last_request()).adapter is None
         messages += [answer.choices[0].message, {"role": "user", "content": "hi"}]  # with its nulls
     stream = await hub.chat_completion(messages[:1], stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
@@ -92,7 +82,7 @@ async def test_a_chat_with_an_adapter(api: Api, hub: AsyncInferenceClient) -> No
     for name in ("poet", "tgi"):  # an adapter by that name is the one that is meant
         add_adapter(api, name)
         answer = await hub.chat_completion(messages, model=name)
-        assert (answer.model, (await sent(api)).adapter) == (name, AdapterRef(name, 1))
+        assert (answer.model, (await api.last_request()).adapter) == (name, AdapterRef(name, 1))
 
 
 async def test_errors(api: Api, url: str, hub: AsyncInferenceClient) -> None:

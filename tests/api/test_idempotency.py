@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.api_server import Api
+from tests.support.api_server import Api, form
 
 REQUEST: dict[str, Any] = {
     "adapter": "poet",
@@ -68,14 +68,9 @@ async def test_the_same_request_in_other_words_gives_the_first_job(api: Api) -> 
 
 @pytest.mark.parametrize("rows", [2, 20_000], ids=["small", "large"])
 async def test_uploads_are_compared_by_their_content(api: Api, rows: int) -> None:
-    settings = json.dumps({"adapter": "poet", "training": {"steps": 1}})
-
     def upload(last: str) -> aiohttp.FormData:
         lines = [json.dumps({"text": "the cat sat"})] * (rows - 1) + [json.dumps({"text": last})]
-        form = aiohttp.FormData()
-        form.add_field("settings", settings, content_type="application/json")
-        form.add_field("file", "\n".join(lines).encode(), filename="rows.jsonl")
-        return form
+        return form({"adapter": "poet", "training": {"steps": 1}}, ("rows.jsonl", "\n".join(lines).encode()))
 
     first = await api.answered(202, "POST", "/finetune", data=upload("the dog ran"), headers=ONCE)
     status, again = await api.call("POST", "/finetune", data=upload("the dog ran"), headers=ONCE)

@@ -34,7 +34,7 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
 async def test_a_job_records_what_coserve_eval_finds(
     api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with AsyncClient(f"http://127.0.0.1:{api.port}") as client:
+    async with AsyncClient(api.url) as client:
         handle = await client.finetune(
             "a", [ROW], lora={"r": 4}, training=LEARN["training"], test={"path": "test.csv", "max_tokens": 8}
         )
@@ -46,7 +46,7 @@ async def test_a_job_records_what_coserve_eval_finds(
     assert [event["type"] for event in events][-2:] == ["test", "state"]
     assert events[-2]["test"] == (await api.call("GET", f"/finetune/{job.id}"))[1]["test"]
     assert not api.folder.job(job.id).exists()
-    data, url = tmp_path / "rows.jsonl", f"http://127.0.0.1:{api.port}"
+    data, url = tmp_path / "rows.jsonl", api.url
     data.write_text(json.dumps(ROW))
     assert await asyncio.to_thread(run, ["eval", "a", str(data), "--max-tokens", "8", "--json", "--url", url]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -62,7 +62,7 @@ async def test_a_job_records_what_coserve_eval_finds(
 async def test_the_command_uploads_rows_to_test_and_texts_have_no_match(
     api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, test, url = tmp_path / "rows.jsonl", tmp_path / "test.jsonl", f"http://127.0.0.1:{api.port}"
+    rows, test, url = tmp_path / "rows.jsonl", tmp_path / "test.jsonl", api.url
     rows.write_text(json.dumps(ROW))
     test.write_text(json.dumps({"text": "Today we sighted land."}) + "\n\n")
     command = ["finetune", "b", str(rows), "--steps", "1", "--test", str(test), "--set", "test.max_tokens=4"]

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from coserve.core.link.engine import DropAdapter
@@ -14,7 +13,7 @@ from coserve.core.link.generation import Generate
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.schemas import Adapter
 from coserve.core.types import AdapterRef
-from tests.support.api_server import Api
+from tests.support.api_server import Api, form
 from tests.support.fake_engine import write_peft
 
 LOADED = "Success: LoRA adapter 'poet' added successfully."
@@ -35,11 +34,8 @@ async def post(api: Api, action: str, **body: Any) -> tuple[int, str]:
 
 
 async def send_tensors(api: Api, folder: Path, **settings: Any) -> tuple[int, str]:
-    form = aiohttp.FormData()
-    form.add_field("settings", json.dumps({"lora_name": "poet"} | settings), content_type="application/json")
-    for name in ADAPTER_FILES:
-        form.add_field("file", (folder / name).read_bytes(), filename=name)
-    async with api.http.post("/v1/load_lora_adapter", data=form) as response:
+    sent = form({"lora_name": "poet"} | settings, *(folder / name for name in ADAPTER_FILES))
+    async with api.http.post("/v1/load_lora_adapter", data=sent) as response:
         return response.status, await response.text()
 
 

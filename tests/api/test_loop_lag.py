@@ -41,14 +41,18 @@ def check(server: Watched, act: Callable[[], None]) -> None:
     pytest.fail(f"the loop stood for {longest:.0f} ms")
 
 
-def post(server: Watched, path: str, body: bytes, kind: str = "application/json") -> tuple[int, bytes]:
+def ask(server: Watched, method: str, path: str, body: bytes = b"", kind: str = "text/plain") -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     try:
-        connection.request("POST", path, body, {"Content-Type": kind})
+        connection.request(method, path, body, {"Content-Type": kind})
         response = connection.getresponse()
         return response.status, response.read()
     finally:
         connection.close()
+
+
+def post(server: Watched, path: str, body: bytes, kind: str = "application/json") -> tuple[int, bytes]:
+    return ask(server, "POST", path, body, kind)
 
 
 def joined(head: bytes, item: bytes, size: int, tail: bytes) -> bytes:
@@ -60,16 +64,6 @@ def corpus(*lines: bytes) -> bytes:
     settings = b'--b\r\nContent-Disposition: form-data; name="settings"\r\n\r\n{"adapter": "poet"}\r\n'
     file = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
     return settings + file + b"\n".join(lines) + b"\r\n--b--\r\n"
-
-
-def get(server: Watched, path: str, method: str = "GET") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
-    try:
-        connection.request(method, path)
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
 
 
 def adapter(header: bytes, config: bytes, name: str = "x", data: bytes = b"") -> bytes:
@@ -321,7 +315,7 @@ def test_imports(server: Watched, name: str) -> None:
         status, answer = post(server, "/adapters", body, "multipart/form-data; boundary=b")
         assert status == wanted, answer[:500]
         if status == 201:
-            assert get(server, "/adapters/large", "DELETE")[0] == 200
+            assert ask(server, "DELETE", "/adapters/large")[0] == 200
 
     check(server, act)
 
@@ -378,7 +372,7 @@ def test_four_scored_prompts_at_the_same_time(server: Watched) -> None:
 @pytest.mark.parametrize("path", in_turns(PAGES, always=("/v1/models", "/metrics")))
 def test_pages_of_a_full_registry(server: Watched, path: str) -> None:
     def act() -> None:
-        status, answer = get(server, path)
+        status, answer = ask(server, "GET", path)
         assert status == 200, answer[:500]
 
     check(server, act)

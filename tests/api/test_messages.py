@@ -39,13 +39,13 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 @pytest.fixture
 async def client(api: Api) -> AsyncIterator[AsyncAnthropic]:
-    url = f"http://127.0.0.1:{api.port}"
+    url = api.url
     async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
 async def prompt(api: Api) -> str:
-    return tokenizer().decode((await api.generated())[-1].prompt, skip_special=False)
+    return tokenizer().decode((await api.last_request()).prompt, skip_special=False)
 
 
 def asked(**fields: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ async def test_a_stream_is_the_whole_answer(api: Api, client: AsyncAnthropic, re
     assert [block.input for block in whole.content if block.type == "tool_use"] == [{"city": "Bonn"}] * reply.count(
         CALL
     )
-    generated = (await api.generated())[-1]
+    generated = await api.last_request()
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (len(generated.prompt), len(api.reply))
     assert generated.sampling.max_tokens == 200
     counted = await client.messages.count_tokens(**{name: body[name] for name in body if name != "max_tokens"})
@@ -109,15 +109,15 @@ async def test_options_reach_the_engine(api: Api, client: AsyncAnthropic) -> Non
     drawn = {"temperature": 0.5, "top_k": 7, "top_p": 0.9}  # the newest client has no parameters for them
     answer = await client.messages.create(**asked(stop_sequences=["Two"], extra_body=drawn))
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "Two")
-    sampling = (await api.generated())[-1].sampling
+    sampling = (await api.last_request()).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 7, 0.9)
     cut = await client.messages.create(**asked(max_tokens=2, thinking={"type": "disabled"}))
     assert (cut.stop_reason, cut.stop_sequence, cut.usage.output_tokens) == ("max_tokens", None, 2)
     assert (await prompt(api)).endswith("<think>\n\n</think>\n\n"), "the template's own form of no reasoning"
     await client.messages.create(**asked(output_config={"format": {"type": "json_schema", "schema": SCHEMA}}))
-    assert (await api.generated())[-1].grammar is not None
+    assert (await api.last_request()).grammar is not None
     await client.messages.create(**asked(tools=[WEATHER], tool_choice={"type": "tool", "name": "weather"}))
-    assert (await api.generated())[-1].grammar is not None
+    assert (await api.last_request()).grammar is not None
     begun = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "I think"}]
     await client.messages.create(**asked(messages=begun))
     assert (await prompt(api)).endswith("I think"), "the answer goes on where the last message ends"
@@ -125,7 +125,7 @@ async def test_options_reach_the_engine(api: Api, client: AsyncAnthropic) -> Non
 
 async def test_thinking_is_asked_of_templates_that_have_it_alone(tmp_path: Path) -> None:
     async with serve_api(tmp_path, tokens=with_template(PHI_3), context=1024) as api:
-        url = f"http://127.0.0.1:{api.port}"
+        url = api.url
         async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             whole = await client.messages.create(**asked(thinking={"type": "adaptive"}))
             question = {name: value for name, value in asked().items() if name != "max_tokens"}

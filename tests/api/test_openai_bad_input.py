@@ -7,12 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from coserve.api.openai import requests as openai_requests
 from tests.support.api_server import Api
-from tests.support.examples import examples
 from tests.support.fake_engine import CONTEXT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -49,11 +45,19 @@ TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["x"] * 1025}, "prompt"),
     ({"prompt": ["x"] * 1024, "n": 2}, "n"),
     ({"echo": True, "logprobs": 1, "stream": True, "n": 2}, "n"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"suffix": "x"}, "suffix"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
+    ({"max_tokens": 0}, "max_tokens"),
     ({"prompt": None}, "prompt"),
     ({"prompt": {"text": "x"}}, "prompt"),
 ]
 CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 1}, "top_logprobs"),
+    ({"echo": True}, "echo"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [TURN] * 1025}, "messages"),
@@ -191,27 +195,6 @@ async def test_an_enum_lists_its_values_and_the_one_that_came(api: Api) -> None:
     job = {"adapter": "a", "data": [{"text": "x"}], "training": {"schedule": "x" * 9000}}
     error = await api.refused(400, "invalid_request", "POST", "/finetune", json=job)
     assert error["message"] == "expected one of linear, cosine, constant, got 9000 characters"
-
-
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
-    max_leaves=8,
-)
-_FIELDS = st.sampled_from(
-    sorted({*openai_requests.CompletionRequest.__struct_fields__, *openai_requests.ChatRequest.__struct_fields__})
-)
-
-
-@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
-@given(bodies=st.lists(st.dictionaries(_FIELDS, _JSON, max_size=3), min_size=8, max_size=8))
-async def test_no_body_is_our_own_fault(api: Api, bodies: list[dict[str, Any]]) -> None:
-    for body in bodies:
-        for target in PATHS:
-            content = json.dumps(good(target) | body | {"stream": False}).encode(errors="surrogatepass")
-            status, answer = await api.call("POST", target, data=content)
-            assert status in (200, 400, 404, 413, 429), (status, answer)
-    await api.works()
 
 
 async def test_a_message_begins_with_its_field(api: Api) -> None:

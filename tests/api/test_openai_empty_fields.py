@@ -166,23 +166,16 @@ SAYS_NOTHING: dict[str, list[Any]] = {
     "length_penalty": [None, 1.0],
     "stop_token_ids": [None, []],
     "bad_words": [None, []],
-    "allowed_token_ids": [None],
     "min_tokens": [None, 0],
     "skip_special_tokens": [None, True],
     "spaces_between_special_tokens": [None, True],
-    "truncate_prompt_tokens": [None],
-    "prompt_logprobs": [None],
     "include_reasoning": [None, True],
     "priority": [None, 0],
-    "guided_json": [None],
-    "guided_choice": [None],
     "structured_outputs": [None, {}],
     "logits_processors": [None, []],
     "cache_salt": [None, ""],
-    "kv_transfer_params": [None],
     "vllm_xargs": [None, {}],
     "request_id": [None, ""],
-    "mm_processor_kwargs": [None],
 }
 IN_CHATS: dict[str, list[Any]] = {
     "tools": [None, []],
@@ -195,12 +188,9 @@ IN_CHATS: dict[str, list[Any]] = {
     "continue_final_message": [None, False],
     "echo": [None, False],
     "documents": [None, []],
-    "chat_template": [None],
     "chat_template_kwargs": [None, {}],
     "modalities": [None, ["text"]],
     "verbosity": [None, "medium"],
-    "web_search_options": [None],
-    "prediction": [None],
     "logprobs": [None, False],
     "top_logprobs": [None, 0],
 }
@@ -208,7 +198,6 @@ IN_TEXTS: dict[str, list[Any]] = {
     "add_special_tokens": [None, True, False],
     "suffix": [None, ""],
     "echo": [None, False],
-    "prompt_embeds": [None],
 }
 
 

@@ -6,13 +6,12 @@ lm-evaluation-harness itself runs where it is installed; what it sends and how i
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import cache
 from importlib import resources
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +22,6 @@ from coserve.model.lora import LoraWeights
 from tests.support.api_server import Api, tokenizer
 from tests.support.examples import by_day, in_turns
 from tests.support.real_server import bundled_base, loud_adapter, serve_real
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
 
 openai = pytest.importorskip("openai")
 
@@ -78,10 +74,6 @@ async def real(tmp_path: Path) -> AsyncIterator[Api]:
         yield api
 
 
-def client_of(api: Api) -> AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key="none", max_retries=0, timeout=120)
-
-
 def encode_pair(context: str, continuation: str) -> tuple[list[int], list[int]]:
     """As lm-evaluation-harness cuts them: the whole, without the context's tokens."""
     ids = tokenizer().encode(context, add_special=False)
@@ -116,8 +108,7 @@ async def test_scores_equal_direct_scoring(real: Api, name: str) -> None:
         "echo": True,
     }
     for _ in range(2):  # the second time nothing may come from a cache of pages
-        status, answer = await real.call("POST", "/v1/completions", json=body)
-        assert status == 200, answer
+        answer = await real.answered(200, "POST", "/v1/completions", json=body)
         check(
             parse_logprobs(answer, [len(context) for context, _ in pairs]),
             [direct(name, context, continuation) for context, continuation in pairs],
@@ -125,7 +116,7 @@ async def test_scores_equal_direct_scoring(real: Api, name: str) -> None:
 
 
 async def test_the_best_of_several_choices(real: Api) -> None:
-    async with client_of(real) as client:
+    async with real.openai() as client:
         asked = {"model": "poet", "prompt": ["The bear", "A fox"], "max_tokens": 6, "temperature": 1.0, "seed": 5}
         every = await client.completions.create(**asked, n=4, logprobs=0)
         best = await client.completions.create(**asked, n=2, extra_body={"best_of": 4})
@@ -159,8 +150,7 @@ async def test_prompts_as_long_as_the_context(real: Api) -> None:
     context = bundled_base().spec.context
     ids = (tokenizer().encode("The bear and the fox went home. ") * context)[: context - 1]
     body = {"model": "bundled", "prompt": [ids], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
-    status, answer = await real.call("POST", "/v1/completions", json=body)
-    assert status == 200, answer
+    answer = await real.answered(200, "POST", "/v1/completions", json=body)
     (found,) = parse_logprobs(answer, [1])
     expected, _ = direct("bundled", ids[:1], ids[1:])
     assert found[0] == pytest.approx(expected, abs=1e-3 * context / 10)  # a sum of a thousand
@@ -171,7 +161,7 @@ async def test_texts_are_the_models_own(real: Api, name: str) -> None:
     ids = tokenizer().encode("Once upon a time")
     expected = model(name).generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
     text = tokenizer().decode(expected[len(ids) :].tolist())
-    async with client_of(real) as client:
+    async with real.openai() as client:
         done = await client.completions.create(model=name, prompt="Once upon a time", max_tokens=12, temperature=0)
         assert done.choices[0].text == text
         stream = await client.completions.create(
@@ -184,7 +174,7 @@ async def test_texts_are_the_models_own(real: Api, name: str) -> None:
 
 
 async def test_a_chat(real: Api) -> None:
-    async with client_of(real) as client:
+    async with real.openai() as client:
         assert [found.id async for found in client.models.list()] == ["bundled", "poet"]
         turns: list[Any] = [{"role": "user", "content": "Tell me of the sea."}]
         done = await client.chat.completions.create(
@@ -201,11 +191,6 @@ async def test_a_chat(real: Api) -> None:
         assert entry.logprob == entry.top_logprobs[0].logprob  # greedy: the same number
 
 
-async def off_the_loop(call: Callable[[], Any]) -> Any:
-    """Blocking client code, while the daemon runs here."""
-    return await asyncio.to_thread(call)
-
-
 HARNESSED: dict[str, dict[str, int]] = {"bundled": {}, "poet": {"num_concurrent": 3}, "poet@1": {"batch_size": 4}}
 
 
@@ -220,7 +205,7 @@ async def test_lm_evaluation_harness(real: Api, name: str) -> None:
 
     def evaluate() -> tuple[list[Score], list[float], list[str]]:
         lm = harness.LocalCompletionsAPI(
-            base_url=f"http://127.0.0.1:{real.port}/v1/completions",
+            base_url=f"{real.url}/v1/completions",
             model=name,
             max_length=1024,
             max_retries=1,
@@ -234,7 +219,7 @@ async def test_lm_evaluation_harness(real: Api, name: str) -> None:
             lm.generate_until(requests("generate_until", [(PAIRS[0][0], options)])),
         )
 
-    scores, rolling, texts = await off_the_loop(evaluate)
+    scores, rolling, texts = await asyncio.to_thread(evaluate)
     weights_of = name.partition("@")[0]
     check(scores, [direct(weights_of, *encode_pair(*pair)) for pair in PAIRS])
     end = tokenizer().eos_token_id
@@ -244,63 +229,3 @@ async def test_lm_evaluation_harness(real: Api, name: str) -> None:
     ids = tokenizer().encode(PAIRS[0][0])
     own = model(weights_of).generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0]
     assert texts == [tokenizer().decode(own[len(ids) :].tolist()).split(".")[0]]
-
-
-TASK = """task: tiny
-dataset_path: json
-dataset_kwargs:
-  cache_dir: {folder}/cache
-  data_files:
-    test: {folder}/rows.json
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: choices
-target_delimiter: ""
-doc_to_target: answer
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true
-"""
-
-
-@pytest.mark.slow  # the harness is installed by `make test-all`
-@pytest.mark.filterwarnings("ignore")  # of the harness's own making
-async def test_a_task_of_the_harness(real: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
-        monkeypatch.setenv(name, "1")
-    evaluator = pytest.importorskip("lm_eval.evaluator", exc_type=ImportError)
-    tasks = pytest.importorskip("lm_eval.tasks", exc_type=ImportError)
-    rows = [
-        {"question": "The cat sat on the", "choices": [" mat", " moon of the"], "answer": 0},
-        {"question": "def f(x): return", "choices": [" x", " zebra"], "answer": 0},
-        {"question": "import", "choices": [" os", " the", " sys"], "answer": 2},
-    ]
-    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "tiny.yaml").write_text(TASK.format(folder=tmp_path))
-
-    def evaluate() -> Any:
-        return evaluator.simple_evaluate(
-            model="local-completions",
-            model_args={
-                "base_url": f"http://127.0.0.1:{real.port}/v1/completions",
-                "model": "poet",
-                "max_length": 1024,
-                "num_concurrent": 4,
-            },
-            tasks=["tiny"],
-            task_manager=tasks.TaskManager(include_path=str(tmp_path), include_defaults=False),
-            bootstrap_iters=0,
-        )
-
-    result = await off_the_loop(evaluate)
-    expected = [[direct("poet", *encode_pair(row["question"], each)) for each in row["choices"]] for row in rows]
-    samples = sorted(result["samples"]["tiny"], key=itemgetter("doc_id"))
-    for each, scores in zip(samples, expected, strict=True):
-        check([response for (response,) in each["resps"]], scores)
-    right = [
-        max(range(len(scores)), key=scores.__getitem__) == row["answer"]
-        for row, scores in zip(rows, expected, strict=True)
-    ]
-    assert result["results"]["tiny"]["acc,none"] == pytest.approx(sum(right) / len(right))

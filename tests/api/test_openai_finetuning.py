@@ -41,8 +41,7 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(api: Api) -> AsyncIterator[AsyncOpenAI]:
-    url = f"http://127.0.0.1:{api.port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+    async with api.openai() as client:
         yield client
 
 

@@ -13,21 +13,7 @@ from coserve.core.types import AdapterRef
 from coserve.state.failpoints import armed
 from tests.support.api_server import Api, serve_api
 
-ROWS = [{"text": "one two three"}]
 MORE = {"continue_from": "poet"}
-
-
-async def submit(api: Api, status: int = 202, **fields: Any) -> dict[str, Any]:
-    request = {"adapter": "poet", "data": ROWS, "training": {"steps": 3}} | fields
-    got, body = await api.call("POST", "/finetune", json=request)
-    assert got == status, body
-    found: dict[str, Any] = body
-    return found
-
-
-async def shown(api: Api, job: dict[str, Any]) -> dict[str, Any]:
-    _, found = await api.call("GET", f"/finetune/{job['id']}")
-    return dict(found)
 
 
 async def until_waiting_for(api: Api, job: dict[str, Any], other: dict[str, Any]) -> None:
@@ -35,19 +21,19 @@ async def until_waiting_for(api: Api, job: dict[str, Any], other: dict[str, Any]
         async for line in response.content:
             if f"waits for job {other['id']}".encode() in line:
                 break
-    assert other["id"] in (await shown(api, job))["waiting"]
+    assert other["id"] in (await api.job(job["id"]))["waiting"]
 
 
 def sent(api: Api) -> dict[str, JobSpec]:
     """The jobs that the current engine was given."""
-    return {message.spec.id: message.spec for message in api.engine.told if isinstance(message, StartJob)}
+    return {message.spec.id: message.spec for message in api.engine.heard(StartJob)}
 
 
 async def test_three_jobs_of_one_adapter_continue_from_each_other(api: Api) -> None:
     api.engine.go_jobs.clear()
-    first = await submit(api, lora={"r": 2})
-    second = await submit(api, **MORE)
-    third = await submit(api, **MORE)
+    first = await api.submit(lora={"r": 2})
+    second = await api.submit(**MORE)
+    third = await api.submit(**MORE)
     assert (second["waiting"], second["notes"], second["lora"]["r"]) == (
         f"waits for job {first['id']}, and continues from the version that it publishes",
         [],
@@ -68,36 +54,36 @@ async def test_three_jobs_of_one_adapter_continue_from_each_other(api: Api) -> N
 
 
 async def test_a_fork_a_version_and_a_new_adapter_begin_at_once_and_say_so(api: Api) -> None:
-    await api.job_until((await submit(api))["id"], "succeeded")
+    await api.job_until((await api.submit())["id"], "succeeded")
     api.engine.go_jobs.clear()
-    first = await submit(api, **MORE)
+    first = await api.submit(**MORE)
     for fields in (MORE | {"on_conflict": "fork"}, {"continue_from": "poet@1"}):
-        job = await submit(api, **fields)
+        job = await api.submit(**fields)
         assert (job["continue_from"], job["waiting"]) == ("poet@1", None)
         assert first["id"] in job["notes"][-1] and "on_conflict" in job["notes"][-1]
         assert (await api.call("POST", f"/finetune/{job['id']}/cancel"))[0] == 200
-    other = await submit(api, adapter="other", continue_from="poet")
+    other = await api.submit(adapter="other", continue_from="poet")
     assert other["waiting"] is None
 
 
 async def test_company_is_refused_on_request(api: Api) -> None:
     api.engine.go_jobs.clear()
-    first = await submit(api, on_conflict="refuse")
+    first = await api.submit(on_conflict="refuse")
     for fields in ({}, MORE):
-        body = await submit(api, 409, on_conflict="refuse", **fields)
+        body = await api.submit(409, on_conflict="refuse", **fields)
         assert (body["error"]["code"], body["error"]["field"]) == ("adapter_busy", "adapter")
         assert first["id"] in body["error"]["message"]
-    body = await submit(api, 400, on_conflict="hide")
+    body = await api.submit(400, on_conflict="hide")
     assert body["error"]["field"] == "on_conflict"
-    body = await submit(api, 400, lora={"r": 8}, **MORE)
+    body = await api.submit(400, lora={"r": 8}, **MORE)
     assert body["error"]["field"] == "lora"
 
 
 async def test_a_job_whose_predecessor_publishes_nothing_goes_on_from_what_there_is(api: Api) -> None:
-    await api.job_until((await submit(api))["id"], "succeeded")
+    await api.job_until((await api.submit())["id"], "succeeded")
     api.engine.go_jobs.clear()
-    first, second = await submit(api, **MORE), await submit(api, **MORE)
-    third = await submit(api, **MORE)
+    first, second = await api.submit(**MORE), await api.submit(**MORE)
+    third = await api.submit(**MORE)
     assert (await api.call("POST", f"/finetune/{second['id']}/cancel"))[1]["state"] == "cancelled"
     await until_waiting_for(api, third, first)
     await api.hear(JobFailed(id=first["id"], code="non_finite_loss", message="no"))
@@ -110,9 +96,9 @@ async def test_a_job_whose_predecessor_publishes_nothing_goes_on_from_what_there
 
 async def two_jobs(api: Api) -> tuple[dict[str, Any], dict[str, Any]]:
     """The second one waits for the first one, and goes on from poet@1 if that one is cancelled."""
-    await api.job_until((await submit(api))["id"], "succeeded")
+    await api.job_until((await api.submit())["id"], "succeeded")
     api.engine.go_jobs.clear()
-    return await submit(api, **MORE), await submit(api, **MORE)
+    return await api.submit(**MORE), await api.submit(**MORE)
 
 
 async def cancel_until_its_source_is_tried_again(api: Api, first: dict[str, Any], second: dict[str, Any]) -> None:
@@ -126,7 +112,7 @@ async def test_a_job_whose_source_cannot_be_read_keeps_nobody_else_waiting(api: 
     with armed("adapter.read=EIO"):
         await cancel_until_its_source_is_tried_again(api, first, second)
         async with asyncio.timeout(20):
-            other = await submit(api, adapter="other")
+            other = await api.submit(adapter="other")
             for order, state in (("pause", "paused"), ("resume", "queued"), ("cancel", "cancelled")):
                 _, found = await api.call("POST", f"/finetune/{other['id']}/{order}")
                 assert found["state"] == state
@@ -140,7 +126,7 @@ async def test_a_job_whose_source_cannot_be_read_keeps_nobody_else_waiting(api: 
 
 async def test_the_version_that_a_job_waits_to_go_on_from_is_not_deleted(api: Api) -> None:
     api.engine.go_jobs.clear()
-    _, second = await submit(api), await submit(api, **MORE)
+    _, second = await api.submit(), await api.submit(**MORE)
     with armed(";".join(f"adapter.read=EIO@{hit}" for hit in (3, 4, 5))) as state:  # the first two publish poet@1
         api.engine.go_jobs.set()
         while state.hits["adapter.read"] < 3:
@@ -151,7 +137,7 @@ async def test_the_version_that_a_job_waits_to_go_on_from_is_not_deleted(api: Ap
 
 
 async def test_a_version_that_is_deleted_while_it_is_read_is_not_continued(api: Api) -> None:
-    await api.job_until((await submit(api))["id"], "succeeded")
+    await api.job_until((await api.submit())["id"], "succeeded")
     first, second = await two_jobs(api)
     with armed("adapter.read=delay:0.5s") as state:
         await api.call("POST", f"/finetune/{first['id']}/cancel")
@@ -176,7 +162,7 @@ async def test_a_daemon_stops_while_a_source_cannot_be_read(tmp_path: Path) -> N
 
 async def test_without_any_version_the_waiting_job_fails_and_says_why(api: Api) -> None:
     api.engine.go_jobs.clear()
-    first, second = await submit(api), await submit(api, **MORE)
+    first, second = await api.submit(), await api.submit(**MORE)
     await api.call("POST", f"/finetune/{first['id']}/cancel")
     done = await api.job_until(second["id"], "failed")
     assert done["error"]["code"] == "adapter_not_found"
@@ -187,8 +173,8 @@ async def test_without_any_version_the_waiting_job_fails_and_says_why(api: Api) 
 
 async def test_a_waiting_job_is_paused_and_resumed(api: Api) -> None:
     api.engine.go_jobs.clear()
-    await submit(api)
-    second = await submit(api, **MORE)
+    await api.submit()
+    second = await api.submit(**MORE)
     _, paused = await api.call("POST", f"/finetune/{second['id']}/pause")
     assert (paused["state"], "waits for job" in paused["waiting"]) == ("paused", True)
     _, resumed = await api.call("POST", f"/finetune/{second['id']}/resume")
@@ -203,30 +189,30 @@ async def test_a_waiting_job_is_paused_and_resumed(api: Api) -> None:
 
 async def test_a_job_that_waits_for_a_paused_one_says_so(api: Api) -> None:
     api.engine.go_jobs.clear()
-    first, second = await submit(api), await submit(api, **MORE)
+    first, second = await api.submit(), await api.submit(**MORE)
     assert "paused" not in second["waiting"]
     await api.call("POST", f"/finetune/{first['id']}/pause")
     _, listed = await api.call("GET", "/finetune")
-    for found in (await shown(api, second), listed["data"][0]):
+    for found in (await api.job(second["id"]), listed["data"][0]):
         assert f"waits for job {first['id']}, which is paused" in found["waiting"]
     assert listed["data"][1]["waiting"] is None
     await api.call("POST", f"/finetune/{first['id']}/resume")
-    assert "paused" not in (await shown(api, second))["waiting"]
+    assert "paused" not in (await api.job(second["id"]))["waiting"]
 
 
 async def test_a_restarted_daemon_goes_on_waiting_or_goes_on(tmp_path: Path) -> None:
     async with serve_api(tmp_path / "data") as api:
         api.engine.go_jobs.clear()
-        first, second = await submit(api), await submit(api, **MORE)
+        first, second = await api.submit(), await api.submit(**MORE)
     async with serve_api(tmp_path / "data", engine=False) as api:
-        assert first["id"] in (await shown(api, second))["waiting"]
+        assert first["id"] in (await api.job(second["id"]))["waiting"]
         await api.start_engine()
         done = await api.job_until(second["id"], "succeeded")
         assert (done["result"], done["continue_from"]) == ("poet@2", "poet@1")
         assert sent(api)[second["id"]].init_from == AdapterRef("poet", 1)
     async with serve_api(tmp_path / "data") as api:
         api.engine.go_jobs.clear()
-        third, fourth = await submit(api, **MORE), await submit(api, **MORE)
+        third, fourth = await api.submit(**MORE), await api.submit(**MORE)
         await api.engine.die()
         await api.call("POST", f"/finetune/{third['id']}/cancel")  # without an engine
         await api.start_engine()

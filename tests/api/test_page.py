@@ -11,8 +11,8 @@ import pytest
 
 import coserve
 from coserve.api.page.history import POINTS, ReportHistory
-from coserve.core.link.stats import EngineStats
 from tests.support.api_server import Api, serve_api
+from tests.support.fake_engine import make_stats
 
 FOLDER = Path(coserve.__file__).parent / "assets" / "page"
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
@@ -61,30 +61,10 @@ def test_the_page_is_small_and_asks_nobody_else() -> None:
         assert not re.search(r"<script(?![^>]*src=)|<style| style=| on\w+=", path.read_text())
 
 
-def stats(steps: float) -> EngineStats:
-    return EngineStats(
-        waiting=0,
-        running=1,
-        jobs=0,
-        pages_used=3,
-        pages_total=8,
-        pages_adapters=1,
-        memory_planned=0,
-        memory_peak=0,
-        preemptions=0,
-        step_adapters=0,
-        prefix_queries=0,
-        prefix_hits=0,
-        resident=(),
-        serve_seconds=steps,
-        train_seconds=0.0,
-    )
-
-
 def test_history_keeps_the_last_reports_and_two_a_second() -> None:
     history = ReportHistory(count(0.0, 0.25).__next__)
     for number in range(4 * POINTS):
-        history.report(stats(number), jobs=number)
+        history.report(make_stats(serve_seconds=float(number)), jobs=number)
     points = history.after(0).data
     assert len(points) == POINTS
     assert points[-1].serve_seconds == 4.0 * POINTS - 1, "the newest report is kept"

@@ -39,7 +39,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 
 async def prompt(api: Api) -> str:
-    return tokenizer().decode((await api.generated())[-1].prompt, skip_special=False)
+    return tokenizer().decode((await api.last_request()).prompt, skip_special=False)
 
 
 def shapes(answer: Response) -> list[Any]:
@@ -83,7 +83,7 @@ async def test_a_stream_is_the_whole_answer(api: Api, client: AsyncOpenAI, reply
     assert [item.type for item in whole.output] == kinds.get(reply, ["message"])
     stream = await streamed(client, **asked)
     assert (shapes(stream), stream.status, stream.usage) == (shapes(whole), whole.status, whole.usage)
-    assert (await api.generated())[-1].sampling.max_tokens == 200
+    assert (await api.last_request()).sampling.max_tokens == 200
 
 
 async def test_what_was_answered_is_sent_back(api: Api, client: AsyncOpenAI) -> None:
@@ -128,7 +128,7 @@ async def test_formats_cuts_and_logprobs(api: Api, client: AsyncOpenAI) -> None:
     cut = await client.responses.create(**asked, text=text, extra_body={"client_metadata": {"session_id": "a"}})
     assert (cut.status, cut.metadata, cut.store) == ("incomplete", {"a": "b"}, False)
     assert cut.incomplete_details is not None and cut.incomplete_details.reason == "max_output_tokens"
-    assert (await api.generated())[-1].grammar is not None
+    assert (await api.last_request()).grammar is not None
     scored = await client.responses.create(**asked, include=["message.output_text.logprobs"], top_logprobs=1)
     (message,) = scored.output
     assert message.type == "message" and message.content[0].type == "output_text"
@@ -174,9 +174,9 @@ async def test_truncation_leaves_out_the_oldest_exchanges(api: Api, client: Asyn
     assert (left > 0) is (exchanges > 3), "some cases need it"
     answer = await client.responses.create(**asked, truncation="auto")
     assert answer.truncation == "auto"
-    assert (await api.generated())[-1].prompt == tuple(chats[left])
+    assert (await api.last_request()).prompt == tuple(chats[left])
     await streamed(client, **asked, truncation="auto")
-    assert (await api.generated())[-1].prompt == tuple(chats[left])
+    assert (await api.last_request()).prompt == tuple(chats[left])
     if left:
         with pytest.raises(openai.BadRequestError, match="maximum context length"):
             await client.responses.create(**asked)

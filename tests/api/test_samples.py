@@ -108,14 +108,8 @@ async def test_samples_are_of_the_class_batch_and_of_an_adapter_that_no_user_can
         assert len(sent) == 2 and all(each.slo.batch and not each.slo.shed for each in sent)
         (ref,) = {each.adapter for each in sent}
         assert ref is not None
-        error = await refused(api, {"prompt": "x", "adapter": str(ref)})
-        assert error["field"] == "adapter"
-
-
-async def refused(api: Api, body: dict[str, Any]) -> dict[str, Any]:
-    answer = await api.answered(400, "POST", "/generate", json=body)
-    found: dict[str, Any] = answer["error"]
-    return found
+        answer = await api.answered(400, "POST", "/generate", json={"prompt": "x", "adapter": str(ref)})
+        assert answer["error"]["field"] == "adapter"
 
 
 @pytest.mark.parametrize("temperature", by_day([0.0, 1.0], 1.0))

@@ -96,7 +96,7 @@ async def test_sessions_that_open_at_once_are_counted(tmp_path: Path) -> None:
 
 async def test_the_sdks_session_samples_and_learns_in_turn(tmp_path: Path) -> None:
     """A policy gradient on own samples: on the policy the ratios are 1, those of tokens and of sequences."""
-    async with serve_real(tmp_path) as api, AsyncClient(f"http://127.0.0.1:{api.port}", read_timeout=120) as client:
+    async with serve_real(tmp_path) as api, AsyncClient(api.url, read_timeout=120) as client:
         async with await client.training_session(r=4, alpha=8, seed=2) as session:
             await session.publish("policy")
             prompt = [5, 6, 7]

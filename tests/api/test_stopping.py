@@ -9,19 +9,15 @@ import json
 import aiohttp
 import pytest
 
-from tests.support.api_server import Api, read_events
+from tests.support.api_server import Api, form, read_events
 
-SETTINGS = json.dumps({"adapter": "poet", "training": {"steps": 1}})
 ROWS = (json.dumps({"text": "the cat sat on the mat " * 20}) + "\n").encode() * 1000
 """More than what is tokenised in the daemon's own process."""
 STOPPING = "the daemon is stopping"
 
 
 def upload() -> aiohttp.FormData:
-    form = aiohttp.FormData()
-    form.add_field("settings", SETTINGS, content_type="application/json")
-    form.add_field("file", ROWS, filename="rows.jsonl")
-    return form
+    return form({"adapter": "poet", "training": {"steps": 1}}, ("rows.jsonl", ROWS))
 
 
 async def until_prepared(api: Api) -> None:

@@ -43,7 +43,7 @@ def check(text: str, finish: str | None) -> None:
 
 
 async def test_every_dialect_constrains_its_text(real: Api) -> None:
-    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{real.port}/v1", api_key="x", timeout=120) as client:
+    async with real.openai() as client:
         done = await client.chat.completions.create(
             model="bundled", messages=TURNS, response_format=FORMAT, n=4, seed=1, max_tokens=60, logprobs=True
         )
@@ -66,10 +66,9 @@ async def test_every_dialect_constrains_its_text(real: Api) -> None:
         ({"guided_json": json.dumps({"const": 5})}, lambda text: json.loads(text) == 5),
         ({"response_format": {"type": "json_object"}, "max_tokens": 5}, lambda text: text.lstrip().startswith("{")),
     ):
-        status, answer = await real.call("POST", "/generate", json={"prompt": "Once", **body})
-        assert status == 200, answer
+        answer = await real.answered(200, "POST", "/generate", json={"prompt": "Once", **body})
         assert expected(answer["choices"][0]["text"]), answer
-    async with AsyncClient(f"http://127.0.0.1:{real.port}") as sdk:
+    async with AsyncClient(real.url) as sdk:
         own = await sdk.generate("Once", schema={"enum": ["left", "right"]})
         assert json.loads(own.choices[0].text) in ("left", "right")
 
@@ -77,7 +76,7 @@ async def test_every_dialect_constrains_its_text(real: Api) -> None:
 async def test_streamed_responses_score_parts_of_characters(real: Api) -> None:
     format = {"type": "json_schema", "name": "face", "schema": {"const": "😀日"}}
     asked: Any = {"model": "bundled", "input": "Hi", "temperature": 0, "text": {"format": format}}
-    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{real.port}/v1", api_key="x", timeout=120) as client:
+    async with real.openai() as client:
         asked["include"] = ["message.output_text.logprobs"]
         whole = (await client.responses.create(**asked)).output[0].content[0].logprobs
         events = [event async for event in await client.responses.create(**asked, stream=True)]
@@ -121,13 +120,12 @@ async def test_the_engine_gets_the_grammar_as_plain_data(api: Api) -> None:
     async with api.http.post("/generate", json={"prompt": "x", "stream": True, "guided_choice": ["a"]}) as response:
         assert read_events(await response.text())
     (sent,) = await api.engine.saw(Generate)
-    assert isinstance(sent, Generate)
     assert sent.grammar is not None
     assert (sent.grammar.kind, sent.grammar.text) == ("choice", '["a"]')
 
 
 async def test_tokens_and_words_that_a_request_excludes_are_not_in_its_answer(real: Api) -> None:
-    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{real.port}/v1", api_key="x", timeout=120) as client:
+    async with real.openai() as client:
         asked = {"model": "bundled", "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
         free = (await client.completions.create(**asked)).choices[0].text
         word = free.split()[1]
@@ -139,6 +137,6 @@ async def test_tokens_and_words_that_a_request_excludes_are_not_in_its_answer(re
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(**asked, extra_body={"allowed_token_ids": [1 << 30]})
         assert caught.value.param == "allowed_token_ids"
-    async with AsyncClient(f"http://127.0.0.1:{real.port}") as native:
+    async with AsyncClient(real.url) as native:
         found = await native.generate("Once upon a time", max_tokens=12, temperature=0, bad_words=[word])
         assert found.choices[0].text == other

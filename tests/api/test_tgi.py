@@ -10,13 +10,11 @@ import pytest
 
 from coserve.core.link.generation import Generate, Tokens
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
-from coserve.core.sampling import SamplingParams
 from coserve.core.types import FinishReason
 from tests.support.api_server import REPLY, Api, read_events, serve_api, tokenizer
 from tests.support.fake_engine import FakeEngine
 
 PROMPT = "hello there"
-IDS = tokenizer().encode(PROMPT)
 
 
 async def ask(api: Api, **parameters: Any) -> dict[str, Any]:
@@ -29,19 +27,13 @@ async def streamed(api: Api, path: str = "/generate_stream", **body: Any) -> lis
         return [event["data"] for event in read_events(await response.text())]
 
 
-async def sampled(api: Api) -> SamplingParams:
-    last = (await api.engine.saw(Generate))[-1]
-    assert isinstance(last, Generate)
-    return last.sampling
-
-
 async def test_sampling(api: Api) -> None:
     await ask(api, do_sample=True)
-    assert (await sampled(api)).temperature == 1.0
+    assert (await api.last_request()).sampling.temperature == 1.0
     await ask(api, do_sample=True, temperature=0)
-    assert (await sampled(api)).temperature == 0.0
+    assert (await api.last_request()).sampling.temperature == 0.0
     await ask(api, top_k=3, top_p=0.5, repetition_penalty=1.2, ignore_eos_token=True, max_new_tokens=4, seed=9)
-    params = await sampled(api)
+    params = (await api.last_request()).sampling
     assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (1.0, 3, 0.5, 1.2)
     assert (params.ignore_eos, params.max_tokens, params.seed) == (True, 4, 9)
 
@@ -135,7 +127,7 @@ class UnequalEngine(FakeEngine):
     """Its choices' tokens have other log-probabilities: choice 1 is the likeliest, 0 the least."""
 
     async def answer(self, request: Generate) -> None:
-        choice = [message.id for message in self.told if isinstance(message, Generate)].index(request.id)
+        choice = [message.id for message in self.heard(Generate)].index(request.id)
         token, logprob = list(self.reply(request))[choice], (-3.0, -0.5, -1.0)[choice]
         packed = PackedLogprobs.of([TokenLogprob(logprob, ((token, logprob),))])
         self.link.send(Tokens(id=request.id, tokens=(token,), logprobs=packed, finished=FinishReason.LENGTH))

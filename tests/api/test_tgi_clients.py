@@ -1,19 +1,15 @@
-"""The real clients of LoRAX and TGI against the API over a fake engine, sync and async."""
+"""The real clients of LoRAX and TGI against the API over a fake engine."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from coserve.core.link.generation import Generate, RequestFailed
 from coserve.core.types import AdapterRef
-from tests.support.api_server import REPLY, Api, add_adapter, serve_api, tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.support.api_server import REPLY, Api, add_adapter, tokenizer
 
 WHY = "it asks for a huggingface_hub that transformers cannot use: `make venv` installs it without its dependencies"
 lorax = pytest.importorskip("lorax", reason=WHY)
@@ -29,62 +25,49 @@ BOTH = (lorax, text_generation)
 
 @pytest.fixture
 def url(api: Api) -> str:
-    return f"http://127.0.0.1:{api.port}"
+    return api.url
 
 
-def with_client(module: Any, url: str, use: Callable[[Any], Any]) -> Any:
-    """What `use` gives for a synchronous client. It runs in a thread, since the server is on the test's event loop."""
-    client = module.Client(url, timeout=120)
-    try:
-        return use(client)
-    finally:
-        if getattr(client, "session", None) is not None:
-            client.session.close()
-
-
-async def generated(module: Any, url: str, sync: bool, **asked: Any) -> Any:
-    if sync:
-        return await asyncio.to_thread(
-            lambda: with_client(module, url, lambda client: client.generate(PROMPT, **asked))
-        )
+async def generated(module: Any, url: str, **asked: Any) -> Any:
     return await module.AsyncClient(url, timeout=120).generate(PROMPT, **asked)
 
 
-async def streamed(module: Any, url: str, sync: bool, **asked: Any) -> list[Any]:
-    if sync:
-        return await asyncio.to_thread(
-            lambda: with_client(module, url, lambda client: list(client.generate_stream(PROMPT, **asked)))
-        )
+async def streamed(module: Any, url: str, **asked: Any) -> list[Any]:
     return [event async for event in module.AsyncClient(url, timeout=120).generate_stream(PROMPT, **asked)]
 
 
-async def sent(api: Api) -> Generate:
-    last = (await api.engine.saw(Generate))[-1]
-    assert isinstance(last, Generate)
-    return last
-
-
-@pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 @pytest.mark.parametrize("module", BOTH, ids=lambda module: module.__name__)
 class TestLoraxAndTextGeneration:
     """What both have. LoRAX's came from TGI's."""
 
-    async def test_a_text(self, api: Api, url: str, module: Any, sync: bool) -> None:
-        answer = await generated(module, url, sync)
+    async def test_a_text(self, api: Api, url: str, module: Any) -> None:
+        answer = await generated(module, url)
         assert answer.generated_text == REPLY
         assert answer.details.finish_reason == module.types.FinishReason.Length
         assert answer.details.generated_tokens == len(api.reply)
         assert answer.details.seed is None
         assert [token.id for token in answer.details.tokens] == api.reply
         assert "".join(token.text for token in answer.details.tokens) == REPLY
-        assert (await sent(api)).sampling.temperature == 0.0
-        assert (await generated(module, url + "/", sync, return_full_text=True)).generated_text == PROMPT + REPLY
+        assert (await api.last_request()).sampling.temperature == 0.0
+        assert (await generated(module, url + "/", return_full_text=True)).generated_text == PROMPT + REPLY
 
-    async def test_sampling_and_details(self, api: Api, url: str, module: Any, sync: bool) -> None:
+    async def test_the_synchronous_client(self, api: Api, url: str, module: Any) -> None:
+        def use() -> tuple[str, list[Any]]:
+            client = module.Client(url, timeout=120)
+            try:
+                return client.generate(PROMPT).generated_text, list(client.generate_stream(PROMPT))
+            finally:
+                if getattr(client, "session", None) is not None:
+                    client.session.close()
+
+        text, events = await asyncio.to_thread(use)
+        assert (text, events[-1].generated_text) == (REPLY, REPLY)
+        assert [event.token.id for event in events] == api.reply
+
+    async def test_sampling_and_details(self, api: Api, url: str, module: Any) -> None:
         answer = await generated(
             module,
             url,
-            sync,
             do_sample=True,
             seed=7,
             temperature=0.5,
@@ -101,18 +84,18 @@ class TestLoraxAndTextGeneration:
         assert [(token.id, token.logprob) for token in details.prefill] == [
             (id, -0.25 if place else None) for place, id in enumerate(IDS)
         ]
-        params = (await sent(api)).sampling
+        params = (await api.last_request()).sampling
         assert (params.temperature, params.top_k, params.top_p, params.seed) == (0.5, 3, 0.5, 7)
         assert (params.repetition_penalty, params.max_tokens) == (1.2, 6)
 
-    async def test_the_best_of_several(self, api: Api, url: str, module: Any, sync: bool) -> None:
-        answer = await generated(module, url, sync, do_sample=True, best_of=3)
+    async def test_the_best_of_several(self, api: Api, url: str, module: Any) -> None:
+        answer = await generated(module, url, do_sample=True, best_of=3)
         assert answer.generated_text == REPLY
         assert [other.generated_text for other in answer.details.best_of_sequences] == [REPLY, REPLY]
         assert len({answer.details.seed, *(other.seed for other in answer.details.best_of_sequences)}) == 3
 
-    async def test_a_stream(self, api: Api, url: str, module: Any, sync: bool) -> None:
-        *others, last = await streamed(module, url, sync, do_sample=True, seed=3)
+    async def test_a_stream(self, api: Api, url: str, module: Any) -> None:
+        *others, last = await streamed(module, url, do_sample=True, seed=3)
         events = [*others, last]
         assert "".join(event.token.text for event in events if not event.token.special) == REPLY
         assert [event.token.id for event in events] == api.reply
@@ -120,23 +103,23 @@ class TestLoraxAndTextGeneration:
         assert last.generated_text == REPLY
         assert (last.details.generated_tokens, last.details.seed) == (len(api.reply), 3)
 
-    async def test_what_is_refused(self, api: Api, url: str, module: Any, sync: bool) -> None:
+    async def test_what_is_refused(self, api: Api, url: str, module: Any) -> None:
         for call in (generated, streamed):
             for asked in ({"truncate": 5}, {"watermark": True}, {"typical_p": 0.5}, {"max_new_tokens": 1 << 21}):
                 with pytest.raises(module.errors.ValidationError) as caught:
-                    await call(module, url, sync, **asked)
+                    await call(module, url, **asked)
                 if "max_new_tokens" not in asked:
                     assert str(caught.value).startswith(f"{next(iter(asked))} is not supported")
 
-    async def test_what_fails(self, api: Api, url: str, module: Any, sync: bool) -> None:
+    async def test_what_fails(self, api: Api, url: str, module: Any) -> None:
         api.engine.fail_requests = RequestFailed(id="", code="internal_error", message="at 0x7f00")
         for call in (generated, streamed):
             with pytest.raises(module.errors.GenerationError, match="internal error"):
-                await call(module, url, sync)
+                await call(module, url)
 
-    async def test_a_stream_that_fails_says_so(self, api: Api, url: str, module: Any, sync: bool) -> None:
+    async def test_a_stream_that_fails_says_so(self, api: Api, url: str, module: Any) -> None:
         api.engine.stall_after = 2
-        reading = asyncio.create_task(streamed(module, url, sync))
+        reading = asyncio.create_task(streamed(module, url))
         await api.engine.saw(Generate)
         for _ in range(20):  # both tokens are said by then
             await asyncio.sleep(0)
@@ -145,20 +128,19 @@ class TestLoraxAndTextGeneration:
         with pytest.raises(module.errors.GenerationError):
             await reading
 
-    async def test_a_full_queue(self, api: Api, url: str, module: Any, sync: bool) -> None:
+    async def test_a_full_queue(self, api: Api, url: str, module: Any) -> None:
         api.engine.go_requests.clear()
         waiting = asyncio.create_task(api.call("POST", "/generate", json={"prompt": "x", "n": 4}))
         await api.engine.saw(Generate, 4)
         for call in (generated, streamed):
             with pytest.raises(module.errors.OverloadedError):
-                await call(module, url, sync)
+                await call(module, url)
         api.engine.go_requests.set()
         await waiting
 
 
-@pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 class TestLorax:
-    async def test_adapters(self, api: Api, url: str, sync: bool) -> None:
+    async def test_adapters(self, api: Api, url: str) -> None:
         add_adapter(api, "poet")
         add_adapter(api, "poet", 2)
         for name, ref in (
@@ -168,59 +150,42 @@ class TestLorax:
             ("__base_model__", None),
         ):
             for call in (generated, streamed):
-                await call(lorax, url, sync, adapter_id=name, adapter_source="local")
-                assert (await sent(api)).adapter == ref
+                await call(lorax, url, adapter_id=name, adapter_source="local")
+                assert (await api.last_request()).adapter == ref
         for asked in ({"adapter_id": "nobody"}, {"adapter_id": "org/model"}, {"adapter_id": "poet", "api_token": "x"}):
             with pytest.raises(lorax.errors.ValidationError):
-                await generated(lorax, url, sync, **asked)
+                await generated(lorax, url, **asked)
         with pytest.raises(lorax.errors.ValidationError, match="adapter_source is not supported"):
-            await generated(lorax, url, sync, adapter_id="poet", adapter_source="hub")
+            await generated(lorax, url, adapter_id="poet", adapter_source="hub")
 
-    async def test_its_own_parameters(self, api: Api, url: str, sync: bool) -> None:
+    async def test_its_own_parameters(self, api: Api, url: str) -> None:
         answer = await generated(
-            lorax, url, sync, return_k_alternatives=2, ignore_eos_token=True, temperature=0, max_new_tokens=None
+            lorax, url, return_k_alternatives=2, ignore_eos_token=True, temperature=0, max_new_tokens=None
         )
         assert [token.alternative_tokens[0].id for token in answer.details.tokens] == api.reply
         assert answer.details.prompt_tokens == len(IDS)
-        params = (await sent(api)).sampling
+        params = (await api.last_request()).sampling
         assert (params.ignore_eos, params.temperature, params.logprobs) == (True, 0.0, 2)
-        assert (await generated(lorax, url, sync, details=False)).details is None
+        assert (await generated(lorax, url, details=False)).details is None
         schema = {"type": "json_object", "schema": {"type": "object"}}
         with pytest.raises(lorax.errors.ValidationError, match="response_format is not supported"):
-            await generated(lorax, url, sync, response_format=schema)
+            await generated(lorax, url, response_format=schema)
 
 
-@pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 class TestTextGeneration:
-    async def test_its_own_parameters(self, api: Api, url: str, sync: bool) -> None:
-        answer = await generated(text_generation, url, sync, top_n_tokens=2, frequency_penalty=0.5)
+    async def test_its_own_parameters(self, api: Api, url: str) -> None:
+        answer = await generated(text_generation, url, top_n_tokens=2, frequency_penalty=0.5)
         assert [[token.id for token in tops] for tops in answer.details.top_tokens] == [[id] for id in api.reply]
-        events = await streamed(text_generation, url, sync, top_n_tokens=2)
+        events = await streamed(text_generation, url, top_n_tokens=2)
         assert [event.top_tokens[0].id for event in events] == api.reply
-        assert (await sent(api)).sampling.logprobs == 2
+        assert (await api.last_request()).sampling.logprobs == 2
         grammar = text_generation.types.Grammar(type="regex", value="a+")
         with pytest.raises(text_generation.errors.ValidationError, match="grammar is not supported"):
-            await generated(text_generation, url, sync, grammar=grammar)
+            await generated(text_generation, url, grammar=grammar)
 
-    async def test_a_chat(self, api: Api, url: str, sync: bool) -> None:
+    async def test_a_chat(self, api: Api, url: str) -> None:
         messages = [{"role": "user", "content": "hi"}]
-        if sync:
-            answer = await asyncio.to_thread(
-                lambda: with_client(text_generation, url, lambda client: client.chat(messages, max_tokens=20))
-            )
-        else:
-            answer = await text_generation.AsyncClient(url, timeout=120).chat(messages, max_tokens=20)
+        answer = await text_generation.AsyncClient(url, timeout=120).chat(messages, max_tokens=20)
         assert answer.choices[0].message.content == REPLY
         assert answer.system_fingerprint == api.base.fingerprint
         assert answer.model == api.base.name
-
-
-async def test_a_key(tmp_path: Path) -> None:
-    key = "0123456789abcdef"
-    headers = {"Authorization": f"Bearer {key}"}
-    async with serve_api(tmp_path / "data", api_key=key) as api:
-        url = f"http://127.0.0.1:{api.port}"
-        for module in BOTH:
-            assert (await module.AsyncClient(url, headers=headers).generate(PROMPT)).generated_text == REPLY
-            with pytest.raises(module.errors.ValidationError, match="Authorization"):
-                await module.AsyncClient(url).generate(PROMPT)

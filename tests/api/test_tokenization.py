@@ -1,13 +1,21 @@
-"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/version`."""
+"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/version`; prompts and rows that have their BOS already, and rows
+that teach no end."""
 
 from __future__ import annotations
 
+import json
+from itertools import product
 from pathlib import Path
+
+import pytest
 
 from coserve import __version__
 from coserve.api.http.bodies import SMALL_BODY
+from coserve.api.jobs.submission import SMALL_FILE
+from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.api_server import Api, add_adapter, serve_api, tokenizer
 from tests.support.fake_engine import CONTEXT
+from tests.support.tokenizers import sentencepiece_like
 
 TEXT = "the cat sat"
 TURNS = [{"role": "user", "content": "hi"}]
@@ -33,17 +41,6 @@ async def test_texts_longer_than_the_context(api: Api) -> None:
     assert body["count"] > CONTEXT
     _, again = await api.call("POST", "/detokenize", json={"tokens": body["tokens"]})
     assert again["prompt"] == "word " * 10_000
-
-
-async def test_chats(api: Api) -> None:
-    turns = [{"role": "user", "content": "hi"}]
-    _, body = await api.call("POST", "/tokenize", json={"messages": turns})
-    assert body["tokens"] == tokenizer().chat(turns)
-    _, body = await api.call("POST", "/tokenize", json={"messages": turns, "add_generation_prompt": False})
-    assert body["tokens"] == tokenizer().chat(turns, add_generation_prompt=False)
-    turns.append({"role": "assistant", "content": "he"})
-    _, body = await api.call("POST", "/tokenize", json={"messages": turns, "continue_final_message": True})
-    assert body["tokens"] == tokenizer().chat(turns, add_generation_prompt=False, continue_final=True)
 
 
 async def test_what_the_tokenizer_is(api: Api) -> None:
@@ -95,3 +92,41 @@ async def test_texts_in_memory_are_bounded(tmp_path: Path) -> None:
     async with serve_api(tmp_path / "data", max_texts=0) as api:
         for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
             await api.refused(429, "queue_full", "POST", path, json=body)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+async def test_nothing_is_put_before_a_rendered_prompt(tmp_path: Path, path: str) -> None:
+    own = Tokenizer(sentencepiece_like(), special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"})
+    async with serve_api(tmp_path, tokens=own) as api:
+        for add, begin in ((None, [own.bos_token_id] * 2), (True, [own.bos_token_id] * 2), (False, [own.bos_token_id])):
+            body = {"prompt": "<bos><|user|>hi"} | ({} if add is None else {"add_special_tokens": add})
+            await api.answered(200, "POST", path, json=body)
+            sent = await api.last_request()
+            assert list(sent.prompt) == [*begin, *own.encode("<|user|>hi", add_special=False)]
+
+
+TEMPLATE = "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"  # noqa: E501
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "lo"}]}
+PLAIN = {"prompt": "the", "completion": "lo"}
+TWICE = {"prompt": "<bos>the", "completion": "lo"}
+
+
+NOTES: list[tuple[list[dict[str, object]], list[str]]] = [
+    ([PLAIN, PLAIN], []),
+    ([PLAIN, TWICE], ["1 of 2 rows begin with two BOS tokens"]),
+    ([PLAIN, CHAT, CHAT], ["2 of 3 rows teach no end"]),
+    ([{"text": "<bos>the"}, CHAT], ["1 of 2 rows begin with two BOS tokens", "1 of 2 rows teach no end"]),
+]
+
+
+async def test_a_job_notes_what_its_rows_will_not_teach(tmp_path: Path) -> None:
+    """In small files and in large ones, which another process reads."""
+    roles = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    own = Tokenizer(sentencepiece_like(), special_tokens=roles, chat_template=TEMPLATE)
+    root = tmp_path / "root"
+    root.mkdir()
+    async with serve_api(tmp_path / "data", tokens=own, data_root=root) as api:
+        for number, ((rows, said), blank) in enumerate(product(NOTES, (0, SMALL_FILE))):
+            (root / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), *[""] * blank]))
+            job = await api.answered(202, "POST", "/finetune", json={"adapter": f"new-{number}", "path": "rows.jsonl"})
+            assert [note.split(":")[0] for note in job["notes"]] == said, blank

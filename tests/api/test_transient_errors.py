@@ -1,5 +1,5 @@
-"""Out of descriptors, a locked registry, a failing disk: nobody's adapter is called corrupt and no job is lost for
-it."""
+"""Out of descriptors, a locked registry, a failing or a full disk: nobody's adapter is called corrupt, no job is lost
+for it, and what waits holds up nobody else."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from coserve.core.link.jobs import CancelJob, JobStarted, JobSucceeded
+from coserve.core.link.jobs import CancelJob, JobCancelled, JobFailed, JobStarted, JobSucceeded, StartJob
 from coserve.core.types import AdapterRef, BaseSpec
 from coserve.state.failpoints import armed
 from coserve.state.retries import Backoff
@@ -18,6 +19,7 @@ from tests.support.api_server import Api, serve_api
 from tests.support.examples import by_day
 from tests.support.fake_engine import write_peft
 from tests.support.real_server import serve_real
+from tests.support.small_disk import fill, small_disk
 
 JOB = {"adapter": "poet", "data": [{"text": "a b"}]}
 
@@ -159,3 +161,107 @@ async def test_an_engine_without_descriptors_trains_and_serves_once_it_has_some(
         with armed("adapter.open=EMFILE@1;adapter.open=EMFILE@2") as state:
             assert (await api.call("POST", "/generate", json=body))[0] == 200
             assert state.hits["adapter.open"] > 2
+
+
+UNREADABLE = "adapter.read=EIO"
+
+
+async def finish(api: Api) -> str:
+    """A job that has trained and is published again and again."""
+    job = (await api.submit())["id"]
+    while not any(job in note for note in (await api.call("GET", "/health"))[1]["notes"]):
+        pass
+    assert (await api.job(job))["state"] == "running"
+    return job
+
+
+async def test_other_jobs_go_on(api: Api) -> None:
+    with armed(UNREADABLE):
+        job = await finish(api)
+        async with asyncio.timeout(20):
+            api.engine.fail_jobs = JobFailed(id="", code="non_finite_loss", message="no")
+            other = await api.submit(adapter="bard")
+            assert (await api.job_until(other["id"], "failed"))["error"]["code"] == "non_finite_loss"
+            api.engine.fail_jobs = None
+            await api.settled()
+    assert (await api.job_until(job, "succeeded"))["result"] == "poet@1"
+    await api.works()
+
+
+async def test_the_job_s_own_messages_keep_their_order(api: Api) -> None:
+    with armed(UNREADABLE):
+        job = await finish(api)
+        await api.hear(JobCancelled(id=job))
+        assert (await api.job(job))["state"] == "running"
+    assert (await api.job_until(job, "succeeded"))["result"] == "poet@1"
+    assert (await api.call("GET", "/adapters/poet"))[0] == 200
+
+
+async def test_the_next_engine_does_not_train_it_again(api: Api) -> None:
+    with armed(UNREADABLE):
+        job = await finish(api)
+        async with asyncio.timeout(20):
+            await api.engine.die()
+            await api.start_engine()
+            await api.works()
+    assert (await api.job_until(job, "succeeded"))["result"] == "poet@1"
+    assert not api.engine.heard(StartJob)
+
+
+async def test_it_can_be_cancelled_once_its_engine_is_gone(api: Api) -> None:
+    with armed(UNREADABLE):
+        job = await finish(api)
+        await api.engine.die()
+        async with asyncio.timeout(20):
+            assert (await api.call("POST", f"/finetune/{job}/cancel"))[1]["state"] == "cancelled"
+    await api.start_engine()
+    while api.folder.adapter_refs():
+        await api.call("GET", "/health")
+    await api.refused(404, "adapter_not_found", "GET", "/adapters/poet")
+
+
+async def test_the_daemon_stops_and_the_next_one_publishes_it(tmp_path: Path) -> None:
+    async with asyncio.timeout(60):
+        async with serve_api(tmp_path / "data") as api:
+            with armed(UNREADABLE):
+                job = await finish(api)
+                await api.engine.die()
+                await api.service.close()
+        async with serve_api(tmp_path / "data") as api:
+            assert (await api.job_until(job, "succeeded"))["result"] == "poet@1"
+
+
+ROWS = [{"text": "the cat sat on the mat"}] * 4
+
+
+async def submit(api: Api, adapter: str, rank: int) -> str:
+    body = {"adapter": adapter, "data": ROWS, "lora": {"r": rank}, "training": {"steps": 2, "batch_tokens": 16}}
+    return str((await api.submit(**body))["id"])
+
+
+async def until_it_waits(api: Api, id: str) -> dict[str, Any]:
+    async with api.http.get(f"/finetune/{id}/events") as response:
+        async for line in response.content:
+            assert b'"state":"failed"' not in line, line
+            if b"waiting for space" in line:
+                break
+    _, job = await api.call("GET", f"/finetune/{id}")
+    found: dict[str, Any] = job
+    return found
+
+
+async def test_a_job_waits_for_space_and_space_can_be_made(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 24 << 20) as disk:
+        async with serve_real(disk / "data") as api:
+            await api.job_until(await submit(api, "old", 64), "succeeded")
+            size = sum(file.stat().st_size for file in (disk / "data" / "adapters" / "old" / "1").iterdir())
+            fill(disk, leave=size // 8)
+            id = await submit(api, "new", 16)
+            job = await until_it_waits(api, id)
+            assert (job["state"], job["step"]) == ("running", 2)
+            assert job["waiting"].startswith("waiting for space")
+            fill(disk)
+            await api.answered(200, "POST", "/generate", json={"prompt": "hello", "max_tokens": 2})
+            await api.answered(200, "DELETE", "/adapters/old")
+            job = await api.job_until(id, "succeeded")
+            assert (job["state"], job["waiting"], job["result"]) == ("succeeded", None, "new@1")

@@ -128,7 +128,7 @@ async def test_trl_trains_and_every_rollout_is_of_one_policy(tmp_path: Path, mon
     root = tmp_path / "root"
     await asyncio.to_thread(root.mkdir)
     async with serve_real(tmp_path / "data", data_root=root) as api:
-        url = f"http://127.0.0.1:{api.port}"
+        url = api.url
         worker = Rollouts(
             lambda version: policies.update({version: weights_of(trainer.model)}),
             model_name="tiny",

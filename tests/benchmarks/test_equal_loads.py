@@ -133,7 +133,7 @@ def test_where_the_time_of_the_device_goes() -> None:
 
 async def test_the_window_is_that_of_the_arrivals(tmp_path: Path) -> None:
     async with serve_api(tmp_path / "data") as api:
-        window = Window(f"http://127.0.0.1:{api.port}", 0.3)
+        window = Window(api.url, 0.3)
         window.begins(time.monotonic() + 0.1)
         await asyncio.sleep(0.2)
         api.engine.stats()
@@ -149,7 +149,7 @@ async def test_a_daemons_counters_are_read(tmp_path: Path) -> None:
     async with serve_api(tmp_path / "data") as api:
         api.engine.stats()
         await api.works()
-        found = await read_counters(f"http://127.0.0.1:{api.port}")
+        found = await read_counters(api.url)
     assert found.steps == {"decode.beside": 20, "prefill": 3} and found.seconds == {
         "decode.beside": 0.5,
         "prefill": 0.25,

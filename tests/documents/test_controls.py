@@ -57,7 +57,7 @@ async def test_a_cancelled_job_leaves_nothing(asking: tuple[Api, str]) -> None:
     assert not api.folder.job(id).exists()
     api.engine.go_requests.set()
     await api.works()
-    assert not any(isinstance(message, StartJob) for message in api.engine.told)
+    assert not api.engine.heard(StartJob)
 
 
 async def test_jobs_ask_in_the_order_of_their_submission(asking: tuple[Api, str]) -> None:

@@ -165,7 +165,7 @@ async def test_the_sdk_and_the_command_line_learn_files(
     """A file goes as it is; several files are one document."""
     for name in ("a.txt", "b.md"):
         (tmp_path / name).write_text(TEXT)
-    url = f"http://127.0.0.1:{api.port}"
+    url = api.url
     async with AsyncClient(url) as client:
         job = await client.learn("file", file=tmp_path / "a.txt", answer_tokens=4, training=ONE, **ASKED)
         with pytest.raises(NotLearned):

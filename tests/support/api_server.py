@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import re
 import time
@@ -10,10 +12,11 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
+import pytest
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 from prometheus_client.parser import text_string_to_metric_families
@@ -38,6 +41,9 @@ from tests.support.cutting import Cutter
 from tests.support.fake_engine import CONTEXT, FakeEngine, make_base
 from tests.support.local_link import local_pair
 from tests.support.records import import_adapter, make_adapter
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 RESERVE = 1 << 20
 REPLY = "the cat sat on the mat"
@@ -82,9 +88,19 @@ class Api:
     def _reply(self, request: Generate) -> Iterable[int]:
         return self.reply
 
-    async def generated(self) -> list[Generate]:
-        """The requests that the engine has got, at least one."""
-        return [message for message in await self.engine.saw(Generate) if isinstance(message, Generate)]
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def openai(self, key: str = "none") -> AsyncOpenAI:
+        """OpenAI's own client. Skips where it is not installed."""
+        openai = pytest.importorskip("openai")
+        client: AsyncOpenAI = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+        return client
+
+    async def last_request(self) -> Generate:
+        """The last one that the engine has got."""
+        return (await self.engine.saw(Generate))[-1]
 
     async def settled(self) -> None:
         """Until all that the engine has told is written down and done: a job's end is announced before its files go."""
@@ -128,11 +144,36 @@ class Api:
         assert status == 200, body
         assert body["choices"][0]["text"] == REPLY
 
+    async def raw(self, *parts: bytes | float) -> bytes:
+        """Send bytes, wait seconds; then what comes until the server closes."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            for part in parts:
+                if isinstance(part, float):
+                    await asyncio.sleep(part)
+                else:
+                    writer.write(part)
+            return await asyncio.wait_for(reader.read(), 120)
+        except ConnectionError:
+            return b""
+        finally:
+            writer.close()
+
     async def events(self, id: str, **kwargs: Any) -> list[tuple[int, dict[str, Any]]]:
         """The whole story of a job, to the stream's end."""
         async with self.http.get(f"/finetune/{id}/events", **kwargs) as response:
             assert response.status == 200
             return [(int(event["id"]), event["data"]) for event in read_events(await response.text())]
+
+    async def submit(self, status: int = 202, **fields: Any) -> dict[str, Any]:
+        """The answer to a job of adapter `poet` with these fields, too."""
+        request = {"adapter": "poet", "data": [{"text": "one two three"}]} | fields
+        found: dict[str, Any] = await self.answered(status, "POST", "/finetune", json=request)
+        return found
+
+    async def job(self, id: str) -> dict[str, Any]:
+        found: dict[str, Any] = await self.answered(200, "GET", f"/finetune/{id}")
+        return found
 
     async def job_until(self, id: str, state: str, times: int = 1) -> dict[str, Any]:
         """Follow a job's events until it became `state` for the n-th time; then the job."""
@@ -141,9 +182,17 @@ class Api:
                 times -= line.startswith(b"data:") and f'"state":"{state}"'.encode() in line
                 if times == 0:
                     break
-        _, job = await self.call("GET", f"/finetune/{id}")
-        found: dict[str, Any] = job
-        return found
+        return await self.job(id)
+
+
+def form(settings: dict[str, Any], *files: Path | tuple[str, bytes]) -> aiohttp.FormData:
+    """An upload: settings, and files by their paths, or by name and content."""
+    made = aiohttp.FormData()
+    made.add_field("settings", json.dumps(settings), content_type="application/json")
+    for file in files:
+        name, content = (file.name, file.read_bytes()) if isinstance(file, Path) else file
+        made.add_field("file", io.BytesIO(content), filename=name)
+    return made
 
 
 def read_events(text: str) -> list[dict[str, Any]]:

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
-from coserve.core.gpu_memory import MemoryModel, MemoryUse, PoolShape
+from coserve.core.gpu_memory import MemoryModel, PoolShape
 from coserve.core.link.engine import EngineReady, EngineStopped, Shutdown
 from coserve.core.link.generation import Admitted, CancelRequest, Generate, RequestFailed, Tokens
 from coserve.core.link.jobs import (
@@ -30,7 +31,7 @@ from coserve.core.link.jobs import (
     StartJob,
 )
 from coserve.core.link.link import FromEngine, PeerLost, ToEngine
-from coserve.core.link.stats import EngineStats, StallCounts, Starving, StepCounts
+from coserve.core.link.stats import EngineStats, StepCounts
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec
@@ -39,6 +40,8 @@ from coserve.lora.files.peft import adapter_config
 from coserve.state.folder import DataFolder
 from tests.support.local_link import LocalLink
 from tests.support.records import make_base_spec, make_metrics
+
+Kind = TypeVar("Kind")
 
 CONTEXT = 128
 SITE = "model.layers.0.self_attn.q_proj"
@@ -71,6 +74,34 @@ def write_peft(folder: Path, base: BaseSpec, *, rank: int = 2, value: float = 0.
 
 def metrics(step: int, total: int) -> StepMetrics:
     return make_metrics(step, total, 3.0 / step, seconds=0.5)
+
+
+def make_stats(**changes: Any) -> EngineStats:
+    """Gauges, with a test's own values for some."""
+    stats = EngineStats(
+        waiting=0,
+        running=0,
+        jobs=0,
+        pages_used=1,
+        pages_total=4,
+        pages_adapters=3,
+        memory_planned=1000,
+        memory_peak=900,
+        graphs_missing=4,
+        cuda_allocs=4,
+        preemptions=2,
+        step_adapters=7,
+        prefix_queries=50,
+        prefix_hits=30,
+        resident=(),
+        serve_seconds=1.5,
+        train_seconds=2.5,
+        steps=(
+            StepCounts("decode", overlapped=True, count=20, seconds=0.5),
+            StepCounts("prefill", overlapped=False, count=3, seconds=0.25),
+        ),
+    )
+    return msgspec.structs.replace(stats, **changes)
 
 
 class FakeEngine:
@@ -116,9 +147,13 @@ class FakeEngine:
             notes=("a fake",),
         )
 
-    async def saw(self, kind: type[ToEngine], count: int = 1) -> list[ToEngine]:
+    def heard(self, kind: type[Kind]) -> list[Kind]:
+        """The messages of a kind that have come."""
+        return [message for message in self.told if isinstance(message, kind)]
+
+    async def saw(self, kind: type[Kind], count: int = 1) -> list[Kind]:
         """Wait until `count` messages of a kind have come."""
-        while len(found := [message for message in self.told if isinstance(message, kind)]) < count:
+        while len(found := self.heard(kind)) < count:
             self.news.clear()
             await self.news.wait()
         return found
@@ -203,35 +238,6 @@ class FakeEngine:
         self.write_adapter(self.folder.adapter(ref), self.base)
         self.link.send(JobSucceeded(id=spec.id, ref=ref))
 
-    def stats(
-        self,
-        *,
-        starving: Starving | None = None,
-        stalls: tuple[StallCounts, ...] = (),
-        memory: MemoryUse | None = None,
-        waits: tuple[float, float] = (0.0, 0.0),
-        **changes: int,
-    ) -> None:
+    def stats(self, *, waits: tuple[float, float] = (0.0, 0.0), **changes: Any) -> None:
         """Report gauges. `waits`: of the oldest request, and of training."""
-        values = {
-            "waiting": 0,
-            "running": 0,
-            "jobs": 0,
-            "pages_used": 1,
-            "pages_total": 4,
-            "pages_adapters": 3,
-            "memory_planned": 1000,
-            "graphs_missing": 4,
-            "memory_peak": 900,
-            "cuda_allocs": 4,
-            "preemptions": 2,
-            "step_adapters": 7,
-            "prefix_queries": 50,
-            "prefix_hits": 30,
-            "steps": (
-                StepCounts("decode", overlapped=True, count=20, seconds=0.5),
-                StepCounts("prefill", overlapped=False, count=3, seconds=0.25),
-            ),
-        } | changes
-        seconds = {"serve_seconds": 1.5, "train_seconds": 2.5, "request_waits": waits[0], "training_waits": waits[1]}
-        self.link.send(EngineStats(**values, **seconds, resident=(), starving=starving, stalls=stalls, memory=memory))
+        self.link.send(make_stats(request_waits=waits[0], training_waits=waits[1], **changes))

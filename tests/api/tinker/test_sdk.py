@@ -220,10 +220,6 @@ WRONG: dict[str, tuple[Callable[[tinker.TrainingClient], object], str]] = {
     ),
     "a setting": (lambda one: one.forward_backward(BATCH, "cross_entropy", {"beta": 1.0}), "has no beta"),
     "a long row": (lambda one: one.forward([datum(0, LIMIT + 1)], "cross_entropy"), f"expected at most {LIMIT} tokens"),
-    "no weights": (
-        lambda one: one.forward([datum(0, 3, logprobs=np.zeros(3, np.float32))], "cross_entropy"),
-        "expected weights of each target",
-    ),
     "no samples": (lambda one: one.forward(BATCH, "ppo"), "expected logprobs and advantages of each target"),
     "infinite weights": (
         lambda one: one.forward([datum(0, 3, weights=np.full(3, np.inf, np.float32))], "cross_entropy"),

@@ -53,34 +53,6 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     )  # a killed process's text may come twice
 
 
-@pytest.mark.filterwarnings("ignore")  # of its libraries
-def test_mlflow_keeps_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("sqlalchemy")
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    tell(context(), "mlflow", tmp_path, 0, range(1, 5))
-    tell(context(), "mlflow", tmp_path, 2, range(3, 6), JobState.FAILED)
-    client = mlflow.tracking.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("coserve").experiment_id])
-    history = client.get_metric_history(run.info.run_id, "train/loss")
-    assert sorted((metric.step, metric.value) for metric in history) == CURVE
-    assert (run.info.status, run.data.params["training.learning_rate"]) == ("FAILED", "0.1")
-
-
-@pytest.mark.filterwarnings("ignore")  # of its libraries
-def test_wandb_keeps_a_run_of_the_jobs_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    own = context()
-    tell(own, "wandb", tmp_path, 0, range(1, 3))
-    tell(own, "wandb", tmp_path, 2, range(3, 6))
-    close_all(own)
-    (file,) = tmp_path.glob("wandb/offline-run-*/run-job-1.wandb")
-    content = file.read_bytes()
-    assert content.count(b"train/learning_rate") >= len(CURVE)
-    assert b"poet@2" in content
-
-
 def test_wandb_has_a_run_for_each_job_and_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb, _ = install(monkeypatch)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)

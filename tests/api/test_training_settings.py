@@ -1,4 +1,4 @@
-"""A DPO job over HTTP: on the bundled base from rows to an adapter that prefers, and what is refused."""
+"""Settings of training over HTTP: DPO, optimizers, noise, and those that the daemon chooses from the corpus."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.api_server import Api
+from coserve.admission import optimizers
+from tests.support.api_server import Api, serve_api
 from tests.support.real_server import serve_real
 
 ROWS = [{"prompt": f"Word {n}:", "chosen": " yes", "rejected": " no"} for n in range(12)]
@@ -84,3 +85,78 @@ async def test_the_learning_rate_that_is_chosen_is_a_twentieth(api: Api) -> None
         )
         rates.append(job["training"]["learning_rate"])
     assert rates[0] == pytest.approx(rates[1] / 20, rel=0.05)
+
+
+WORDS = [{"text": f"Word {n} is followed by word {n + 1}."} for n in range(12)]
+
+
+@pytest.mark.slow
+async def test_a_job_with_lion_and_noise_learns(tmp_path: Path) -> None:
+    async with serve_real(tmp_path) as api:
+        training = {"optimizer": "lion", "neftune_alpha": 5, "steps": 12, "batch_tokens": 64, "validation_split": 0.25}
+        job = await api.answered(
+            202, "POST", "/finetune", json={"adapter": "a", "data": WORDS, "lora": {"r": 4}, "training": training}
+        )
+        said = job["training"]
+        assert (said["optimizer"], said["beta2"], said["neftune_alpha"]) == ("lion", 0.99, 5.0)
+        ended = await api.job_until(job["id"], "succeeded")
+        assert ended["training"]["optimizer"] == "lion"
+        steps = [event["metrics"] for _, event in await api.events(job["id"]) if event["metrics"]]
+        assert steps[-1]["valid_loss"] < steps[0]["loss"]
+
+
+async def test_an_optimizer_whose_library_is_missing_is_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
+    body = {"adapter": "a", "data": WORDS, "training": {"optimizer": "adamw_8bit"}}
+    error = await api.refused(400, "invalid_request", "POST", "/finetune", json=body)
+    assert error["field"] == "training.optimizer" and "pip install 'coserve[bitsandbytes]'" in error["message"]
+
+
+ANSWERS = [{"prompt": "Hello", "completion": f" Ahoy number {i}!"} for i in range(30)]
+CHOSEN = ["batch_tokens", "epochs", "learning_rate"]
+
+
+@pytest.mark.parametrize(
+    ("training", "auto"),
+    [
+        (None, CHOSEN),
+        ({"epochs": "auto", "batch_tokens": "auto", "learning_rate": "auto"}, CHOSEN),
+        ({"epochs": 2}, ["batch_tokens", "learning_rate"]),
+        ({"steps": 5, "learning_rate": 1e-3}, ["batch_tokens"]),
+        ({"epochs": 1, "batch_tokens": 50, "learning_rate": 1e-3}, []),
+    ],
+)
+async def test_the_job_tells_what_was_chosen(tmp_path: Path, training: dict[str, Any] | None, auto: list[str]) -> None:
+    async with serve_api(tmp_path) as api:
+        body = {"adapter": "a", "data": ANSWERS} | ({} if training is None else {"training": training})
+        job = await api.answered(202, "POST", "/finetune", json=body)
+        assert job["auto"] == auto
+        for name, value in (training or {}).items():
+            assert value == "auto" or job["training"][name] == value
+        assert all(isinstance(job["training"][name], int | float) for name in auto)
+        if auto == CHOSEN:
+            assert job["total_steps"] >= 100
+        _, again = await api.call("GET", f"/finetune/{job['id']}")
+        assert (again["training"], again["auto"]) == (job["training"], auto)
+
+
+async def test_rows_that_were_cut_are_told_by_the_job(tmp_path: Path) -> None:
+    async with serve_api(tmp_path) as api:
+        rows = [{"text": "word " * 40}, {"text": "short"}]
+        body = {"adapter": "a", "data": rows, "training": {"max_length": 16, "steps": 1}}
+        _, job = await api.call("POST", "/finetune", json=body)
+        assert job["rows_cut"] == 1
+        _, again = await api.call("GET", f"/finetune/{job['id']}")
+        assert again["rows_cut"] == 1
+        said = [event["message"] for _, event in await api.events(job["id"]) if event["level"] == "warning"]
+        cut = "were longer than max_length, the base's context or micro_batch_tokens and lost a part"
+        assert said == [f"1 of 2 rows {cut}"]
+
+
+async def test_the_record_has_the_alpha_that_was_left_to_its_default(api: Api) -> None:
+    for lora, alpha in (({"r": 4}, 8.0), ({"r": 4, "alpha": 4}, 4.0), (None, 32.0)):
+        body = {"adapter": "poet", "data": [{"text": "one two"}], "lora": lora, "on_conflict": "fork"}
+        status, job = await api.call("POST", "/finetune", json=body)
+        assert (status, job["lora"]["alpha"]) == (202, alpha), job
+        _, shown = await api.call("GET", f"/finetune/{job['id']}")
+        assert shown["lora"] == job["lora"]

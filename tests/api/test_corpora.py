@@ -1,5 +1,5 @@
-"""CSV files and JSON arrays as corpora over HTTP, columns of other names, and the note about columns that are not
-used."""
+"""Corpora of every format over HTTP: CSV, JSON arrays, parquet, folders of `datasets`; columns of other names; rows for
+validation; and what of them is learned."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from coserve.cli.app import run
 from coserve.client import AsyncClient
 from coserve.core.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
 from coserve.core.schemas import Job
-from tests.support.api_server import Api
+from tests.support.api_server import Api, form
 
 ROWS = [{"id": n, "question": f"Who is {n}?", "answer": f" I,\n {n}."} for n in range(5)]
 COLUMNS = {"prompt": "question", "completion": "answer"}
@@ -24,10 +23,8 @@ NOTE = "columns that are not used: 'id'"
 
 
 async def upload(api: Api, content: str, **settings: Any) -> tuple[int, Any]:
-    form = aiohttp.FormData()
-    form.add_field("settings", json.dumps({"adapter": "poet"} | settings), content_type="application/json")
-    form.add_field("file", content.encode(), filename="corpus")
-    return await api.call("POST", "/finetune", data=form)
+    sent = form({"adapter": "poet"} | settings, ("corpus", content.encode()))
+    return await api.call("POST", "/finetune", data=sent)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +63,7 @@ async def test_what_is_wrong_is_refused_with_its_line(api: Api) -> None:
 
 
 async def test_the_sdk_names_columns(api: Api) -> None:
-    async with AsyncClient(f"http://127.0.0.1:{api.port}") as client:
+    async with AsyncClient(api.url) as client:
         job = await client.finetune("poet", file=CSV.encode(), columns={"prompt": "question", "completion": "answer"})
         assert (job.info.rows, job.info.notes[0]) == (5, NOTE)
         with pytest.raises(MalformedRow, match="'reply'"):
@@ -75,24 +72,24 @@ async def test_the_sdk_names_columns(api: Api) -> None:
             await client.finetune("poet", ROWS, columns=["prompt"])  # type: ignore[arg-type]
 
 
-def table(path: Path, form: str, rows: list[dict[str, Any]]) -> Path:
+def table(path: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
     """A file of the rows."""
-    if form == "csv":
+    if kind == "csv":
         cells = [",".join(f'"{value}"' for value in row.values()) for row in rows]
         path.write_text("\n".join([",".join(rows[0]), *cells]))
-    elif form == "parquet":
+    elif kind == "parquet":
         parquet = pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
     else:
-        path.write_text(json.dumps(rows) if form == "array" else "\n".join(map(json.dumps, rows)))
+        path.write_text(json.dumps(rows) if kind == "array" else "\n".join(map(json.dumps, rows)))
     return path
 
 
-@pytest.mark.parametrize(("form", "held"), [("csv", "jsonl"), ("jsonl", "csv"), ("parquet", "array")])
-async def test_a_validation_file_of_any_format_is_held_back(api: Api, tmp_path: Path, form: str, held: str) -> None:
-    rows, validation = table(tmp_path / "rows", form, ROWS), table(tmp_path / "held", held, ROWS[:2])
+@pytest.mark.parametrize(("kind", "held"), [("csv", "jsonl"), ("jsonl", "csv"), ("parquet", "array")])
+async def test_a_validation_file_of_any_format_is_held_back(api: Api, tmp_path: Path, kind: str, held: str) -> None:
+    rows, validation = table(tmp_path / "rows", kind, ROWS), table(tmp_path / "held", held, ROWS[:2])
     command = ["finetune", "poet", str(rows), "--validation-file", str(validation), "--detach", "--json"]
-    command += ["--columns", "prompt=question,completion=answer", "--url", f"http://127.0.0.1:{api.port}"]
+    command += ["--columns", "prompt=question,completion=answer", "--url", api.url]
     assert await asyncio.to_thread(run, command) == 0
     (job,) = (await api.call("GET", "/finetune"))[1]["data"]
     assert (job["rows"], job["training"]["validation_rows"]) == (7, 2)
@@ -101,7 +98,7 @@ async def test_a_validation_file_of_any_format_is_held_back(api: Api, tmp_path: 
 async def test_rows_for_validation_of_the_sdk(api: Api, tmp_path: Path) -> None:
     (tmp_path / "held").write_text(json.dumps(ROWS[0]) + "\n\n" + json.dumps(ROWS[1]))
     lines = b"\n".join(json.dumps(row).encode() for row in ROWS)
-    async with AsyncClient(f"http://127.0.0.1:{api.port}") as client:
+    async with AsyncClient(api.url) as client:
 
         async def job(validation: Any, **given: Any) -> Job:
             return (await client.finetune("poet", validation=validation, columns=COLUMNS, **given)).info
@@ -162,11 +159,9 @@ async def test_rows_for_validation_are_a_field_of_the_request(api: Api) -> None:
 
 async def test_other_rows_for_validation_are_another_request(api: Api) -> None:
     async def send(rows: bytes) -> tuple[int, Any]:
-        form = aiohttp.FormData()
-        form.add_field("settings", json.dumps({"adapter": "poet", "columns": COLUMNS}), content_type="application/json")
-        form.add_field("file", CSV.encode(), filename="corpus")
-        form.add_field("validation", rows, filename="any")
-        return await api.call("POST", "/finetune", data=form, headers={"Idempotency-Key": "k"})
+        sent = form({"adapter": "poet", "columns": COLUMNS}, ("corpus", CSV.encode()))
+        sent.add_field("validation", rows, filename="any")
+        return await api.call("POST", "/finetune", data=sent, headers={"Idempotency-Key": "k"})
 
     lines = [json.dumps(row).encode() for row in ROWS]
     (_, first), (_, again) = [await send(lines[0]) for _ in range(2)]
@@ -174,3 +169,45 @@ async def test_other_rows_for_validation_are_another_request(api: Api) -> None:
     status, body = await send(lines[1])
     assert (status, body["error"]["code"]) == (422, "idempotency_mismatch")
     assert "another validation" in body["error"]["message"]
+
+
+CHATS = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"{n}"}]} for n in range(9)]
+
+
+async def submit(api: Api, **fields: Any) -> tuple[int, Any]:
+    return await api.call("POST", "/finetune", json={"adapter": "poet"} | fields)
+
+
+async def test_a_parquet_file_is_read_at_the_daemon_and_from_an_upload(api: Api) -> None:
+    assert api.config.data_root is not None
+    file = table(api.config.data_root / "rows.parquet", "parquet", CHATS)
+    status, at_daemon = await submit(api, path="rows.parquet")
+    assert (status, at_daemon["rows"], at_daemon["training"]["train_on"]) == (202, 9, None)
+    upload = form({"adapter": "sent", "training": {"train_on": "all"}}, file)
+    status, sent = await api.call("POST", "/finetune", data=upload)
+    assert (status, sent["rows"], sent["tokens"]) == (202, 9, at_daemon["tokens"])
+    assert sent["target_tokens"] == sent["tokens"] - sent["rows"] > at_daemon["target_tokens"]
+    status, body = await submit(api, data=[{"text": "a b"}], training={"train_on": "assistant"})
+    assert (status, body["error"]["line"]) == (422, 1)
+    (api.config.data_root / "folder").mkdir()
+    status, body = await submit(api, path="folder")
+    assert (status, body["error"]["field"]) == (400, "path")
+    assert "DatasetDict" not in body["error"]["message"]
+    (api.config.data_root / "folder" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    status, body = await submit(api, path="folder")
+    assert (status, body["error"]["message"]) == (
+        400,
+        "expected a file, or a folder of Dataset.save_to_disk (of a DatasetDict, one split's folder)",
+    )
+
+
+async def test_a_chat_becomes_a_row_for_each_answer(api: Api) -> None:
+    """Whether the corpus is small or read by other processes."""
+    assert api.config.data_root is not None
+    chat = {"messages": CHATS[0]["messages"] + CHATS[1]["messages"]}
+    table(api.config.data_root / "rows.parquet", "parquet", [chat])
+    for source in ({"data": [chat]}, {"path": "rows.parquet"}):
+        status, job = await submit(api, **source, training={"one_row_per_answer": True})
+        assert (status, job["rows"], job["training"]["one_row_per_answer"]) == (202, 2, True)
+    status, body = await submit(api, data=[chat], training={"one_row_per_answer": True, "train_on": "all"})
+    assert (status, body["error"]["field"]) == (400, "training.one_row_per_answer")
