@@ -1,9 +1,13 @@
-"""A benchmark leaves nothing behind, however it ends, and says how far it is."""
+"""A benchmark leaves nothing behind, however it ends, in this process and in one of its own, and says how far it is."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
+import signal
+import sys
 import threading
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -23,6 +27,7 @@ from coserve.workloads.scenario import Scenario
 from coserve.workloads.synthesis import make_trace
 from coserve.workloads.trace import Trace, load_trace, save_trace
 from tests.support.api_server import Api
+from tests.support.examples import in_turns
 from tests.support.fake_openai import BASE, FakeOpenAI, serve_openai
 from tests.support.real_server import serve_real
 
@@ -52,7 +57,7 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 
 async def run(api: Api, made: Trace, rest: Rest = Rest.DRAIN) -> ReplayResult:
-    return await run_bench(made, rest, Server(url=f"http://127.0.0.1:{api.port}"))
+    return await run_bench(made, rest, Server(url=api.url))
 
 
 async def nothing_is_left(api: Api) -> None:
@@ -77,30 +82,6 @@ async def test_runs_of_different_ranks_one_after_the_other_beside_an_adapter_of_
     assert [adapter["ref"] for adapter in adapters["data"]] == ["load-00@1"]
     said = capsys.readouterr().err
     assert "requests:" in said and "fine-tuned" in said and "\x1b" not in said
-
-
-async def test_ctrl_c_cleans_up(api: Api) -> None:
-    task = asyncio.create_task(run(api, trace(4, duration=60.0)))
-    for _ in range(1000):
-        if (await api.call("GET", "/adapters"))[1]["data"]:
-            break
-        await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await nothing_is_left(api)
-
-
-async def test_ctrl_c_while_the_adapters_are_made_cleans_up(api: Api) -> None:
-    """At any time: before, while and after the first jobs are submitted."""
-    for delay in (0.0, 0.01, 0.03, 0.06, 0.1):
-        task = asyncio.create_task(run(api, trace(4, duration=60.0)))
-        await asyncio.sleep(delay)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.sleep(0.2)
-        await nothing_is_left(api)
 
 
 async def test_adapters_are_named_if_the_clean_up_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +176,7 @@ async def test_one_trace_file_for_coserve_and_another_server(api: Api, tmp_path:
     path = tmp_path / "trace.jsonl"
     save_trace(trace(4), path)
     server = FakeOpenAI((BASE, "load-00", "load-01"))
-    url = f"http://127.0.0.1:{api.port}"
+    url = api.url
     ours = await run_bench(
         load_trace(path), Rest.DRAIN, Server(url=url, route=Route.COMPLETIONS, prefix="", metrics_interval=0.2)
     )
@@ -220,7 +201,7 @@ async def test_a_damaged_trace_is_refused_before_anything_is_sent(api: Api, tmp_
     save_trace(trace(4), path)
     path.write_bytes(path.read_bytes() + b"{}\n")
     with pytest.raises(MalformedRow, match=r"line \d+:"):
-        await run_bench(load_trace(path), Rest.DRAIN, Server(url=f"http://127.0.0.1:{api.port}"))
+        await run_bench(load_trace(path), Rest.DRAIN, Server(url=api.url))
     await nothing_is_left(api)
 
 
@@ -240,13 +221,6 @@ def test_the_key_of_coserve_is_not_sent_elsewhere(
 def test_a_run_that_neither_sends_nor_saves_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line(["bench", "--no-run"]) == 2
     assert "--no-run needs --save" in capsys.readouterr().err
-
-
-def test_a_trace_with_a_malformed_row_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = tmp_path / "mooncake.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 1000000000000, "output_length": 3, "hash_ids": []}\n')
-    assert command_line(["bench", "--trace", str(trace), "--no-run", "--save", str(tmp_path / "saved.jsonl")]) == 2
-    assert "line 1: Expected `int` <= 4194304" in capsys.readouterr().err
 
 
 # ---- runs that measured nothing, and options that do nothing
@@ -398,3 +372,54 @@ async def test_rows_that_are_cut_are_one_plain_line(api: Api, capsys: pytest.Cap
     lines = [line for line in capsys.readouterr().err.splitlines() if "too long" in line]
     assert len(lines) == 1 and lines[0].startswith("fine-tuning: ")
     assert "UserWarning" not in lines[0] and ".py" not in lines[0]
+
+
+LONG = "--duration 600 --rate 2 --adapters 2 --rank 4 --max-tokens 8 --finetune-rows 8 --steps 1000"
+
+
+@pytest.mark.parametrize("ending", in_turns([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
+async def test_a_run_that_is_ended_cleans_up_and_reports_what_it_has(tmp_path: Path, ending: signal.Signals) -> None:
+    async with serve_real(tmp_path / "data") as api:
+        url = api.url
+        command = f"-m coserve bench --url {url} --report {tmp_path / 'report'} {LONG}".split()
+        bench = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=DEVNULL, stderr=PIPE)
+        while True:
+            _, adapters = await api.call("GET", "/adapters")
+            _, jobs = await api.call("GET", "/finetune")
+            answered = "coserve_requests_total{" in await (await api.http.get("/metrics")).text()
+            if len(adapters["data"]) == 2 and answered and any(job["version"] > 1 for job in jobs["data"]):
+                break
+            await asyncio.sleep(0.05)
+        bench.send_signal(ending)
+        _, said = await bench.communicate()
+        *_, cleaned, told = said.decode().splitlines()
+        assert bench.returncode == 130, said.decode()
+        assert cleaned == "deleting the adapters of this run"
+        assert told == "interrupted; the report is of what was answered until then"
+        report = msgspec.json.decode((tmp_path / "report" / "report.json").read_bytes())
+        assert report["summary"]["completed"] > 0 and report["run"]["interrupted"]
+        _, adapters = await api.call("GET", "/adapters")
+        _, jobs = await api.call("GET", "/finetune")
+        assert adapters["data"] == []
+        assert {job["state"] for job in jobs["data"]} <= {"succeeded", "cancelled"}
+
+
+@pytest.mark.slow
+async def test_a_run_that_may_open_few_files_says_so_and_cleans_up(tmp_path: Path) -> None:
+    """The connections of its requests leave room for those of its clean-up."""
+    options = "--route completions --duration 0.5 --rate 400 --adapters 2 --rank 2 --max-tokens 8 --finetune off"
+    async with serve_real(tmp_path / "data") as api:
+        url = api.url
+        command = f"-m coserve bench --url {url} --report {tmp_path / 'report'} {options}".split()
+        bench = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            stdout=DEVNULL,
+            stderr=PIPE,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+        )
+        _, said = await bench.communicate()
+        assert "this process may open 64 files (ulimit -Hn)" in said.decode()
+        assert "could not be deleted" not in said.decode()
+        _, adapters = await api.call("GET", "/adapters")
+        assert adapters["data"] == []

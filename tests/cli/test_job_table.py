@@ -1,12 +1,12 @@
-"""`coserve jobs`: its tables, and the picture of a job."""
+"""`coserve jobs`: its tables, the picture of a job, its samples, and what `watch` leaves for the shell."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Self
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from coserve.cli.app import app
 from coserve.cli.common import json_text
 from coserve.cli.job_plot import collect_steps, learned_curves, plot_title
 from coserve.cli.job_table import age, chosen_line, cut_line, job_line, job_notes, job_table
-from coserve.core.schemas import ErrorInfo, Job, JobEvent, JobList, Preparing
+from coserve.core.schemas import ErrorInfo, Job, JobEvent, JobList, Preparing, Sample
 from coserve.core.step_metrics import Rewards
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
@@ -140,22 +140,13 @@ def test_json_is_a_line_for_programs_and_indented_for_readers() -> None:
 def test_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str | None, int | None]] = []
 
-    class Daemon:
-        def __enter__(self) -> Self:
-            return self
+    def jobs(*, after: str | None, limit: int | None) -> JobList:
+        asked.append((after, limit))
+        preparing = [Preparing("novelist", 0.0, 41_000, 0.337)] if after is None else []
+        return JobList(data=[JOB], has_more=True, preparing=preparing)
 
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def health(self) -> SimpleNamespace:
-            return SimpleNamespace(status="ready")
-
-        def jobs(self, *, after: str | None, limit: int | None) -> JobList:
-            asked.append((after, limit))
-            preparing = [Preparing("novelist", 0.0, 41_000, 0.337)] if after is None else []
-            return JobList(data=[JOB], has_more=True, preparing=preparing)
-
-    monkeypatch.setattr(common, "connect", lambda url, key: Daemon())
+    client = SimpleNamespace(jobs=jobs, health=lambda: SimpleNamespace(status="ready"))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(client))
     shown = CliRunner().invoke(app, ["jobs", "list", "--limit", "1", "--after", "job-9"])
     assert asked == [("job-9", 1)]
     assert "coserve jobs list --limit 1 --after job-1" in shown.stderr
@@ -208,3 +199,37 @@ def test_a_dpo_job_has_curves_of_its_rewards_and_none_of_token_accuracy() -> Non
     }
     assert learned_curves([plain]) == {"token accuracy": [(1, 0.5, None)]}
     assert learned_curves([metrics(1, 2)]) == {}
+
+
+@pytest.mark.parametrize(("state", "status"), [(JobState.SUCCEEDED, 0), (JobState.CANCELLED, 1)])
+def test_a_job_that_left_no_adapter_is_a_failure_to_the_shell(
+    state: JobState, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = SimpleNamespace(id="job-1", info=job(), wait=lambda: job(state))
+    client = nullcontext(SimpleNamespace(job=lambda _: handle))
+    monkeypatch.setattr(common, "connect", lambda *_: client)
+    result = CliRunner().invoke(app, ["jobs", "watch", "job-1"])
+    assert result.exit_code == status, result.output
+    assert state.value in result.output
+
+
+SAMPLES = [
+    Sample(step=step, prompt=0, text=text, finish_reason="stop") for step, text in ((2, "a\x1b[31m\nb"), (4, "c"))
+]
+
+
+def sample_events() -> Iterator[JobEvent]:
+    """Live ones: nothing may be read after the last sample."""
+    for seq, sample in enumerate(SAMPLES):
+        yield JobEvent(seq=seq, job="job-1", created_at=1.0, level="info", type="sample", message="", sample=sample)
+    raise AssertionError("the job has no more samples")
+
+
+def test_the_samples_of_a_job_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = job(JobState.RUNNING, samples=SAMPLES[1:])
+    client = SimpleNamespace(job=lambda _: SimpleNamespace(info=info, events=sample_events))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(client))
+    shown = CliRunner().invoke(app, ["jobs", "samples", "job-1"])
+    assert shown.output == "step 2, sample 0:\n  a [31m\n  b\nstep 4, sample 0:\n  c\n"
+    listed = CliRunner().invoke(app, ["jobs", "samples", "job-1", "--json"])
+    assert [msgspec.json.decode(line, type=Sample) for line in listed.output.splitlines()] == SAMPLES

@@ -24,7 +24,7 @@ async def cold(tmp_path: Path) -> AsyncIterator[Api]:
 
 async def said(api: Api, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """The exit status of a command, and what it says on standard error."""
-    command = [*arguments, "--url", f"http://127.0.0.1:{api.port}"]
+    command = [*arguments, "--url", api.url]
     status = await asyncio.to_thread(run_command, command, retry=RetryPolicy(attempts=1))
     return status, capsys.readouterr().err.strip()
 

@@ -18,7 +18,6 @@ from coserve.cli.app import app
 from coserve.cli.warm import SETTINGS
 from coserve.cli.warm_progress import REPEAT, WarmProgress
 from coserve.config import Config
-from coserve.core.errors import StartupError
 from coserve.engine.warmup import launch
 from coserve.engine.warmup.key import shape_key
 from tests.support.examples import by_day
@@ -141,12 +140,3 @@ def test_a_stop_ends_the_compiling_processes(number: int) -> None:
     assert "Traceback" not in said, said
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
-
-
-def test_an_error_of_the_compiling_processes_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_ahead(config: Config, progress: Callable[[int, int], None]) -> None:
-        raise StartupError("a process ended")
-
-    monkeypatch.setattr(launch, "compile_ahead", compile_ahead)
-    result = CliRunner().invoke(app, ["warm"])
-    assert isinstance(result.exception, StartupError)

@@ -26,7 +26,7 @@ async def run(*arguments: str) -> tuple[int, str]:
 async def test_keys_quotas_and_the_log_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     level = logging.getLogger().level
     async with serve_api(tmp_path / "data") as api:
-        monkeypatch.setenv("COSERVE_URL", f"http://127.0.0.1:{api.port}")
+        monkeypatch.setenv("COSERVE_URL", api.url)
         status, first = await run("keys", "create", "--scope", "admin", "--name", "root")
         assert status == 0
         status, said = await run("keys", "list")

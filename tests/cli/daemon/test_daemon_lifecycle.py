@@ -1,4 +1,4 @@
-"""A real daemon's life: what it logs, how it stops, and that its engine may die while it starts."""
+"""A real daemon's life: what it logs, how it stops, and that its engine may die or hang while it starts or works."""
 
 from __future__ import annotations
 
@@ -203,22 +203,65 @@ def test_an_engine_killed_while_it_starts_is_started_again_and_a_second_ctrl_c_s
     assert "stopped at once: what was not saved goes on from the last checkpoints" in messages(daemon.entries())
 
 
-def test_ctrl_c_while_the_engine_starts(model: Path, tmp_path: Path) -> None:
-    with DaemonProcess(model, tmp_path / "data", failpoints="engine.start=delay:200s", options=JSON_LOG) as daemon:
-        daemon.logged("engine starts")
-        daemon.interrupt()
-        with pytest.raises(Died):
-            daemon.wait_ready()
-        assert daemon.wait() == 0
-    assert "daemon stopped" in messages(daemon.entries())
+STOPS = {
+    "ctrl-c while the engine starts": ("engine", signal.SIGINT),
+    "ctrl-c while the tokenizer is fetched": ("daemon", signal.SIGINT),
+    "terminated while the tokenizer is fetched": ("daemon", signal.SIGTERM),
+}
 
 
-@pytest.mark.parametrize("number", in_turns({"ctrl-c": signal.SIGINT, "terminate": signal.SIGTERM}, days=2))
-def test_a_stop_while_the_tokenizer_is_fetched(model: Path, tmp_path: Path, number: int) -> None:
-    with DaemonProcess(model, tmp_path / "data", failpoints="daemon.start=delay:200s", options=JSON_LOG) as daemon:
-        daemon.logged("daemon starts")
+@pytest.mark.parametrize("stop", in_turns(STOPS.keys(), fast=("ctrl-c while the engine starts",)))
+def test_a_stop_at_the_start(model: Path, tmp_path: Path, stop: str) -> None:
+    starts, number = STOPS[stop]
+    point = f"{starts}.start=delay:200s"
+    with DaemonProcess(model, tmp_path / "data", failpoints=point, options=JSON_LOG) as daemon:
+        daemon.logged(f"{starts} starts")
         os.killpg(daemon.process.pid, number)
         with pytest.raises(Died):
             daemon.wait_ready()
         assert daemon.wait() == 0
     assert "daemon stopped" in messages(daemon.entries())
+
+
+def engine_pid(daemon: DaemonProcess) -> int:
+    """Of the last engine."""
+    daemon.logged("engine starts")
+    return int([one for one in daemon.entries() if one["message"] == "engine starts"][-1]["engine_pid"])
+
+
+def check_restarted(daemon: DaemonProcess, why: str, restarts: int) -> None:
+    status, answer = daemon.call("POST", "/generate", {"prompt": "Today we", "max_tokens": 4})
+    while status == 503:
+        status, answer = daemon.call("POST", "/generate", {"prompt": "Today we", "max_tokens": 4})
+    assert status == 200, answer
+    assert daemon.call("GET", "/health")[1]["engine_restarts"] == restarts
+    assert any(why in entry["message"] for entry in daemon.entries())
+
+
+@pytest.mark.parametrize("when", in_turns(["starts", "works", "makes no progress"]))
+def test_one_that_hangs_is_started_again(model: Path, tmp_path: Path, when: str) -> None:
+    """Its process is stopped; or it runs, as with a device that never ends a step."""
+    options = ("--log-format", "json", "--engine-timeout", "12")
+    hangs = "generate.mid_stream=delay:600s@9"  # the ninth step of an engine: no check generates so much
+    with DaemonProcess(model, tmp_path / "data", options=options, failpoints=hangs) as daemon:
+        if when == "starts":
+            os.kill(engine_pid(daemon), signal.SIGSTOP)
+        daemon.wait_ready()
+        daemon.logged("engine ready")
+        if when == "starts":
+            check_restarted(daemon, "while it started: its process did not run for 6 s", 1)
+        elif when == "works":
+            status, job = daemon.call("POST", "/finetune", job_request("adapter"))
+            assert status == 202, job
+            events = daemon.events("GET", f"/finetune/{job['id']}/events")
+            next(one for one in events if one["type"] == "metrics")
+            os.kill(engine_pid(daemon), signal.SIGSTOP)
+            status, answer = daemon.call("POST", "/generate", {"prompt": "Today we"})
+            assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+            assert list(events)[-1]["state"] == "succeeded"
+            check_restarted(daemon, "of service: its process did not run for 6 s", 1)
+        else:
+            body = {"prompt": "Today we", "max_tokens": 200, "ignore_eos": True, "stream": True}
+            *_, last = daemon.events("POST", "/generate", body)
+            assert last["error"]["code"] == "engine_unavailable"
+            check_restarted(daemon, "it said nothing for 12 s, though it had work", 1)

@@ -97,19 +97,12 @@ def test_the_first_command_of_a_kind_may_take_longer(device: str) -> None:
     with watched.progress[0].command(2, "Advance"):
         seconds, _ = watched.seconds_until_lost()
     assert FIRST[device] <= seconds - HANG <= FIRST[device] + 2 * HEARTBEAT
+    assert device == "cpu" or seconds <= 10.0 + HEARTBEAT
     again = Watched(device)
     again.end("Advance")
     with again.progress[0].command(2, "Advance"):
         seconds, _ = again.seconds_until_lost()
     assert LEAST[device] <= seconds - HANG <= LEAST[device] + 2 * HEARTBEAT
-
-
-def test_a_hang_in_the_first_command_of_a_kind_is_found_within_ten_seconds_on_a_gpu() -> None:
-    watched = Watched()
-    watched.end("Launch")
-    with watched.progress[0].command(2, "Advance"), watched.progress[1].command(2, "Advance"):
-        seconds, _ = watched.seconds_until_lost()
-    assert seconds <= 10.0 + HEARTBEAT
 
 
 @pytest.mark.parametrize("module", ["triton.compiler.compiler", "importlib._bootstrap"])

@@ -1,22 +1,26 @@
-"""When an engine is started again, and when not: exact, in virtual time."""
+"""How the engine process starts, and when it is started again and when not: exact, in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coserve.cli.daemon import engine_starts
 from coserve.cli.daemon.engine_process import EngineDied, EngineProcess
+from coserve.cli.daemon.engine_starts import EngineStarts
 from coserve.cli.daemon.supervisor import Restarts, Supervisor
 from coserve.config import Config
 from coserve.core.errors import StartupError, UnsupportedBase
 from coserve.core.gpu_memory import PoolShape
 from coserve.core.health import EngineRanks
-from coserve.core.link.engine import EngineReady
+from coserve.core.link.engine import EngineReady, EngineWarming
 from coserve.core.link.link import FromEngine, Link, ToEngine
 from tests.support.fake_engine import make_base
 from tests.support.local_link import local_pair
@@ -170,22 +174,18 @@ def test_one_that_has_served_long_is_started_again_at_once_and_counts_for_nothin
     assert world.notes[2] == ("the engine ended with status 1 after 100 s of service and is being started again", True)
 
 
-def test_the_pause_doubles() -> None:
-    assert [Restarts().pause(deaths) for deaths in range(Restarts().most)] == [0.0, 0.5, 1.0, 2.0, 4.0]
-
-
-def test_one_whose_messages_cannot_be_read_is_stopped_and_started_again() -> None:
-    world, _ = live([Dies(50.0, status=0, unreadable=True), REFUSAL])
-    assert world.engines[0].stopped and world.lost == 1
-    (note, started), *_ = world.notes
-    assert started and note.startswith("the engine was stopped after 50 s of service: its messages could not be read")
-
-
-def test_one_that_hangs_is_killed_and_started_again() -> None:
-    world, _ = live([Dies(50.0, hangs=True), REFUSAL])
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        (Dies(50.0, status=0, unreadable=True), "its messages could not be read"),
+        (Dies(50.0, hangs=True), "it said nothing for 600 s"),
+    ],
+)
+def test_one_that_cannot_be_read_or_hangs_is_stopped_and_started_again(end: Dies, why: str) -> None:
+    world, _ = live([end, REFUSAL])
     assert world.engines[0].stopped and world.lost >= 1
     (note, started), *_ = world.notes
-    assert started and note.startswith("the engine was stopped after 50 s of service: it said nothing for 600 s")
+    assert started and note.startswith(f"the engine was stopped after 50 s of service: {why}")
 
 
 def test_one_that_dies_while_it_is_attached_died_early() -> None:
@@ -261,3 +261,132 @@ async def test_a_start_that_is_cancelled_ends_the_process(tmp_path: Path, monkey
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled() and made[0].returncode == -9
+
+
+class Started:
+    """A stand-in that is ready when the test says so, or fails."""
+
+    made: list[Started]
+
+    def __init__(self) -> None:
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.cancelled = self.stopped = False
+
+    @classmethod
+    async def start(
+        cls, config: Config, report: Callable[[EngineWarming], None], spawned: Callable[[], None] = lambda: None
+    ) -> Started:
+        engine = cls()
+        cls.made.append(engine)
+        await asyncio.sleep(0)
+        spawned()
+        report(EngineWarming(what="compiling kernels", done=1, total=2, seconds_left=None))
+        try:
+            await engine.ready
+        except asyncio.CancelledError:
+            engine.cancelled = True
+            raise
+        return engine
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    Started.made = []
+    monkeypatch.setattr(engine_starts, "EngineProcess", Started)
+    return Started.made
+
+
+def starts(folder: Path, tp: int = 1) -> tuple[EngineStarts, list[EngineWarming]]:
+    reports = list[EngineWarming]()
+    return EngineStarts(Config(data_dir=folder, tp=tp), reports.append), reports
+
+
+async def test_the_engine_that_was_begun_is_the_first_one(made: list[Started], tmp_path: Path) -> None:
+    engines, reports = starts(tmp_path)
+    await engines.begin()
+    assert len(made) == 1 and len(reports) == 1, "its process runs"
+    made[0].ready.set_result(None)
+    assert await engines.start() is made[0]
+    second = asyncio.create_task(engines.start())
+    await asyncio.sleep(0)
+    made[1].ready.set_result(None)
+    assert await second is made[1]
+    await engines.close()
+    assert not made[0].stopped, "the supervisor's from then on"
+
+
+async def test_an_early_death_is_told_to_whoever_starts_it(made: list[Started], tmp_path: Path) -> None:
+    engines, _ = starts(tmp_path)
+    await engines.begin()
+    made[0].ready.set_exception(EngineDied(-9))
+    with pytest.raises(EngineDied):
+        await engines.start()
+    await engines.close()
+
+
+async def test_a_start_that_is_cancelled_ends_the_engine_that_was_begun(made: list[Started], tmp_path: Path) -> None:
+    engines, _ = starts(tmp_path)
+    await engines.begin()
+    starting = asyncio.create_task(engines.start())
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait({starting})
+    assert made[0].cancelled
+    await engines.close()
+
+
+@pytest.mark.parametrize("end", ["starting", "ready", "dead"])
+async def test_an_engine_that_nobody_asked_for_is_ended(made: list[Started], tmp_path: Path, end: str) -> None:
+    """As where the registry is damaged."""
+    engines, _ = starts(tmp_path)
+    await engines.begin()
+    if end == "ready":
+        made[0].ready.set_result(None)
+    if end == "dead":
+        made[0].ready.set_exception(EngineDied(1))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await engines.close()
+    assert made[0].cancelled == (end == "starting")
+    assert made[0].stopped == (end == "ready")
+
+
+async def test_ranks_are_not_started_before_recovery(made: list[Started], tmp_path: Path) -> None:
+    """They meet in the staging folder, which it empties."""
+    engines, _ = starts(tmp_path, tp=2)
+    await engines.begin()
+    assert not made
+
+
+SCRIPT = """
+import asyncio, logging, os, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from coserve.core.errors import EngineFault
+from coserve.engine.worker import run_to_exit
+
+assert "torch._inductor.compile_fx" not in sys.modules, "a second for engines that compile no layers"
+
+async def work(error):
+    asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), time.sleep, 3600)
+    await asyncio.sleep(0.1)
+    if error:
+        raise error
+
+logging.basicConfig()
+for error in (None, EngineFault("broken")):
+    if not (child := os.fork()):
+        run_to_exit(work(error))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_it_ends_without_waiting_for_a_thread_that_compiles() -> None:
+    """By itself, and by an error; in two processes that one has imported for."""
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["0", "1"], done.stderr
+    assert "EngineFault: broken" in done.stderr

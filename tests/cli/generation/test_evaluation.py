@@ -43,7 +43,7 @@ async def test_an_adapter_that_has_learned_its_rows_beats_the_base(
         body = {"adapter": "a", "data": [ROW], "training": training, "lora": {"r": 4}}
         job = await api.answered(202, "POST", "/finetune", json=body)
         await api.job_until(job["id"], "succeeded")
-        command = ["eval", "a", str(data), "--max-tokens", "16", "--url", f"http://127.0.0.1:{api.port}"]
+        command = ["eval", "a", str(data), "--max-tokens", "16", "--url", api.url]
         assert await asyncio.to_thread(run_command, [*command, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert await asyncio.to_thread(run_command, [*command, "--no-base"]) == 0

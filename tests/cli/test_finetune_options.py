@@ -1,4 +1,4 @@
-"""`coserve finetune --set FIELD=VALUE`: any field of the request, checked as the API checks it."""
+"""What `coserve finetune` asks for by its options and by `--set FIELD=VALUE`, checked as the API checks it."""
 
 from __future__ import annotations
 
@@ -73,6 +73,24 @@ def rows(tmp_path: Path) -> str:
         (["--set", "training.max_length=null"], {"training": {"max_length": None}}),
         (["--set", "training.epochs=2", "--epochs", "2"], {"training": {"epochs": 2}}),
         (["--set", "on_conflict=fork"], {"on_conflict": "fork"}),
+        (["--rank", "4", "--targets", "q_proj, v_proj"], {"lora": {"r": 4, "targets": ["q_proj", "v_proj"]}}),
+        (["--targets", "q_proj", "--targets", "k_proj,v_proj"], {"lora": {"targets": ["q_proj", "k_proj", "v_proj"]}}),
+        (["--targets", ","], {"lora": {"targets": []}}),
+        (["--optimizer", "lion_8bit"], {"training": {"optimizer": "lion_8bit"}}),
+        (
+            ["--learning-rate", "1e-4", "--lora-plus-ratio", "16", "--neftune-alpha", "5"],
+            {"training": {"learning_rate": 1e-4, "lora_plus_ratio": 16.0, "neftune_alpha": 5.0}},
+        ),
+        (
+            ["--sample-prompt", "Ahoy, ", "--sample-prompt", "Who?", "--sample-steps", "5", "--sample-max-tokens", "9"],
+            {"training": {"sample_prompts": ["Ahoy, ", "Who?"], "sample_steps": 5, "sample_max_tokens": 9}},
+        ),
+        (["--columns", "prompt=a question, completion=b"], {"columns": {"prompt": "a question", "completion": "b"}}),
+        (
+            ["--columns", "prompt=q", "--columns", "completion=a=b"],
+            {"columns": {"prompt": "q", "completion": "a=b"}},
+        ),
+        (["--set", 'columns={"prompt": "a,b"}'], {"columns": {"prompt": "a,b"}}),
         ([], {}),
     ],
 )
@@ -96,6 +114,12 @@ def test_fields_become_those_of_the_request(
         (["--set", "training.seed=x"], "training.seed: expected int, got str"),
         (["--set", "training.schedule=step"], "training.schedule: expected one of linear, cosine, constant"),
         (["--set", "training.optimizer=adamw_torch"], "did you mean 'adamw'?"),
+        (["--optimizer", "sgd"], "'--optimizer': expected one of adamw, adamw_8bit, "),
+        (["--optimizer", "adamw_torch"], ", got 'adamw_torch'; did you mean 'adamw'?"),
+        *(
+            (["--columns", text], "expected FIELD=COLUMN,...")
+            for text in ("prompt", "prompt=", "=question", "prompt=q,,a=b")
+        ),
         (["--set", "training.seed.x=3"], "training.seed: expected int, got object"),
         (["--set", "training=3"], "training: expected object, got int"),
         (["--set", "training.seed"], "expected FIELD=VALUE, got 'training.seed'"),
