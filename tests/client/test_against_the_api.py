@@ -1,33 +1,35 @@
-"""The SDK and the API together, on a real socket, over a fake engine."""
+"""The SDK and the API together, on a real socket, over a fake engine; how far a large corpus is on its way to a job."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from coserve.client import AsyncClient, RetryPolicy
+from coserve.client import AsyncClient, MockTransport, Request, Response, RetryPolicy
 from coserve.core.errors import (
     AdapterNotFound,
     EngineUnavailable,
+    HelperLost,
     InvalidRequest,
     JobNotFound,
     MalformedRow,
-    QueueFull,
     Unauthorized,
     Unreachable,
     WrongJobState,
 )
-from coserve.core.link.generation import CancelRequest, Generate
-from coserve.core.link.jobs import StartJob
+from coserve.core.schemas import Preparing, SubmissionEvent
 from coserve.core.training.jobs import JobState
+from coserve.data.corpus.sources import PIECES
 from tests.support.api_server import REPLY, Api, serve_api
 from tests.support.fake_engine import make_base, write_peft
+from tests.support.sdk import job
 
-FAST = RetryPolicy(first=0.01, longest=0.05)
 ONCE = RetryPolicy(attempts=1)
 ROWS = [{"prompt": "Hello", "completion": " Ahoy!"}]
 
@@ -36,9 +38,7 @@ ROWS = [{"prompt": "Hello", "completion": " Ahoy!"}]
 async def daemon(path: Path, retry: RetryPolicy = ONCE, **settings: object) -> AsyncIterator[tuple[Api, AsyncClient]]:
     async with (
         serve_api(path / "data", max_queue=4, max_jobs=3, **settings) as api,
-        AsyncClient(
-            f"http://127.0.0.1:{api.port}", api_key=api.config.api_key, retry=retry, read_timeout=120
-        ) as client,
+        AsyncClient(api.url, api_key=api.config.api_key, retry=retry, read_timeout=120) as client,
     ):
         yield api, client
 
@@ -64,7 +64,7 @@ async def test_the_environment_says_where_the_daemon_is_and_its_key(
 ) -> None:
     key = "key-of-the-environment"
     async with daemon(tmp_path, api_key=key) as (api, _):
-        monkeypatch.setenv("COSERVE_URL", f"http://127.0.0.1:{api.port}")
+        monkeypatch.setenv("COSERVE_URL", api.url)
         monkeypatch.setenv("COSERVE_API_KEY", key)
         async with AsyncClient() as client:
             assert (await client.jobs()).data == []
@@ -74,15 +74,6 @@ async def test_the_environment_says_where_the_daemon_is_and_its_key(
         async with AsyncClient("http://127.0.0.1:1", retry=ONCE) as client:
             with pytest.raises(Unreachable):
                 await client.jobs()
-
-
-async def test_who_stops_reading_stops_the_daemon(tmp_path: Path) -> None:
-    async with daemon(tmp_path) as (api, client):
-        api.engine.stall_after = 2
-        async with aclosing(client.stream("hello")) as stream:
-            await anext(stream)
-        async with asyncio.timeout(120):
-            await api.engine.saw(CancelRequest)
 
 
 async def test_a_job_from_rows_to_its_adapter(tmp_path: Path) -> None:
@@ -105,29 +96,6 @@ async def test_a_job_from_rows_to_its_adapter(tmp_path: Path) -> None:
             await client.job("job-0000000000000000")
 
 
-async def test_a_corpus_as_a_file(tmp_path: Path) -> None:
-    corpus = tmp_path / "rows.jsonl"
-    corpus.write_text('{"text": "one"}\n{"text": "two"}\n')
-    async with daemon(tmp_path) as (_, client):
-        first = await client.finetune("a", file=corpus, training={"steps": 1}, idempotency_key="k")
-        again = await client.finetune("a", file=corpus, training={"steps": 1}, idempotency_key="k")
-        assert first.id == again.id and first.info.rows == 2
-        with pytest.raises(MalformedRow, match="line 2") as caught:
-            await client.finetune("a", file=b'{"text": "x"}\nnot json\n', training={"steps": 1})
-        assert caught.value.line == 2
-
-
-async def test_pause_resume_and_cancel(tmp_path: Path) -> None:
-    async with daemon(tmp_path) as (api, client):
-        api.engine.go_jobs.clear()
-        job = await client.finetune("a", ROWS, training={"steps": 3})
-        await api.engine.saw(StartJob)
-        assert (await job.pause()).state is JobState.PAUSED
-        assert (await job.resume()).state in (JobState.QUEUED, JobState.RUNNING)
-        assert (await job.cancel()).state is JobState.CANCELLED
-        assert (await job.wait(progress=False, timeout=120)).state is JobState.CANCELLED
-
-
 async def test_adapters_go_in_and_out(tmp_path: Path) -> None:
     async with daemon(tmp_path) as (api, client):
         write_peft(tmp_path / "peft", make_base(api.base.vocab))
@@ -142,19 +110,6 @@ async def test_adapters_go_in_and_out(tmp_path: Path) -> None:
             await client.adapter("zero")
 
 
-async def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
-    async with daemon(tmp_path) as (api, client):
-        api.engine.go_requests.clear()
-        async with asyncio.TaskGroup() as group:
-            waiting = [group.create_task(client.generate("hello")) for _ in range(4)]
-            await api.engine.saw(Generate, 4)
-            with pytest.raises(QueueFull) as caught:
-                await client.generate("hello")
-            assert caught.value.retry_after >= 1
-            api.engine.go_requests.set()
-        assert all(task.result().choices[0].text == REPLY for task in waiting)
-
-
 async def test_a_daemon_whose_engine_died_and_came_back(tmp_path: Path) -> None:
     async with daemon(tmp_path) as (api, client):
         await api.engine.die()
@@ -166,3 +121,88 @@ async def test_a_daemon_whose_engine_died_and_came_back(tmp_path: Path) -> None:
         assert (await waiting).status == "ready"
         assert (await client.generate("hello")).choices[0].text == REPLY
         assert (await client.health()).status == "ready"
+
+
+WIDE = PIECES.bytes // 10
+
+
+def corpus(path: Path, rows: int, **last: str) -> Path:
+    """Ten rows a piece: most of a line is blanks."""
+    found = [{"text": f"row {number}"} for number in range(rows)]
+    found += [last] if last else []
+    path.write_bytes(b"".join(json.dumps(row).encode().ljust(WIDE - 1) + b"\n" for row in found))
+    return path
+
+
+async def test_the_sdk_and_the_list_of_jobs_show_how_far_a_corpus_is(tmp_path: Path) -> None:
+    shown: list[Preparing] = []
+    begun = asyncio.Event()
+
+    def show(preparing: Preparing) -> None:
+        shown.append(preparing)
+        begun.set()
+
+    async with (
+        serve_api(tmp_path / "data", data_root=tmp_path, tokenizer_workers=1) as api,
+        AsyncClient(api.url, retry=RetryPolicy(attempts=1)) as client,
+    ):
+        corpus(tmp_path / "rows.jsonl", 40)
+        call = asyncio.create_task(client.finetune("poet", path="rows.jsonl", on_preparing=show))
+        await begun.wait()
+        page = await client.jobs()
+        made = (await call).info
+        assert (made.rows, made.state.value) == (40, "queued")
+        assert {one.adapter for one in [*shown, *page.preparing]} == {"poet"}
+        assert page.data == [] and len(page.preparing) == 1
+        assert [one.rows for one in shown] == sorted({one.rows for one in shown} | {shown[0].rows})
+        after = await client.jobs()
+        assert after.preparing == [] and [one.id for one in after.data] == [made.id]
+        corpus(tmp_path / "bad.jsonl", 25, txt="x")
+        with pytest.raises(MalformedRow, match="line 26") as caught:
+            await client.finetune("poet", path="bad.jsonl")
+        assert caught.value.line == 26
+        with pytest.raises(InvalidRequest):
+            await client.finetune("poet", path="bad.jsonl", training={"batch_tokens": 0})
+        assert (await client.jobs()).preparing == []
+        status, answer = await api.call("POST", "/finetune", json={"adapter": "plain", "path": "rows.jsonl"})
+        assert (status, answer["rows"]) == (202, 40)  # who does not ask for events gets one JSON object
+
+
+EVENT = SubmissionEvent(preparing=Preparing("a", 0.0, 10, 0.5))
+
+
+def events(*parts: bytes) -> Response:
+    async def body() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+
+    return Response(202, {"Content-Type": "text/event-stream; charset=utf-8"}, body())
+
+
+def data(event: SubmissionEvent) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+async def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
+    lost = b'event: error\ndata: {"error": {"code": "helper_lost", "message": "gone"}}\n\n'
+    answers = [
+        events(data(EVENT)),
+        events(b": \n\n", data(EVENT), lost),
+        events(data(EVENT), data(SubmissionEvent(job=job()))),
+    ]
+    sent: list[Request] = []
+
+    def respond(request: Request) -> Response:
+        sent.append(request)
+        return answers[len(sent) - 1]
+
+    shown: list[Preparing] = []
+    patient = AsyncClient(transport=MockTransport(respond), retry=RetryPolicy(attempts=3, first=0.0, longest=0.0))
+    handle = await patient.finetune("a", [{"text": "a b"}], on_preparing=shown.append)
+    assert handle.id == job().id and len(shown) == 3
+    assert len({request.headers["Idempotency-Key"] for request in sent}) == 1
+    for error in (Unreachable, HelperLost):
+        answers[:] = [events(data(EVENT))] if error is Unreachable else [events(lost)]
+        sent.clear()
+        with pytest.raises(error):
+            await AsyncClient(transport=MockTransport(respond), retry=RetryPolicy(attempts=1)).finetune("a", [])

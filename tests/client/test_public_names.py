@@ -52,38 +52,6 @@ def public(cls: type) -> dict[str, inspect.Signature]:
     return {name: inspect.signature(member) for name, member in members if not name.startswith("_")}
 
 
-def test_methods() -> None:
-    assert set(public(AsyncClient)) == {
-        "adapter",
-        "adapters",
-        "aliases",
-        "close",
-        "convert_adapter",
-        "delete_adapter",
-        "delete_alias",
-        "download_adapter",
-        "finetune",
-        "generate",
-        "health",
-        "import_adapter",
-        "prefetch_adapter",
-        "promote_alias",
-        "job",
-        "jobs",
-        "learn",
-        "metrics",
-        "openapi",
-        "rollback_adapter",
-        "rollback_alias",
-        "set_alias",
-        "update_adapter",
-        "stream",
-        "training_session",
-        "wait_ready",
-    }
-    assert set(public(AsyncJobHandle)) == {"cancel", "delete", "events", "pause", "refresh", "resume", "wait"}
-
-
 @pytest.mark.parametrize(
     ("face", "implementation"),
     [(Client, AsyncClient), (JobHandle, AsyncJobHandle), (TrainingSession, AsyncTrainingSession)],

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.client import Request, Response, RetryPolicy
+from coserve.client import Response, RetryPolicy
 from coserve.core.errors import (
     AdapterNotFound,
     CoserveError,
@@ -149,10 +149,3 @@ def test_delays_stay_within_their_bounds(attempt: int, asked: float, seed: int) 
     assert delay >= min(policy.longest, policy.first * 2.0 ** min(attempt - 1, 30)) / 2 or asked > 0
     plain = policy.delay(attempt, InvalidRequest("x"), random.Random(seed))
     assert policy.first / 2 <= plain <= policy.longest
-
-
-def test_what_may_be_repeated() -> None:
-    assert Request("GET", "/x").repeatable
-    assert not Request("POST", "/x").repeatable
-    assert not Request("DELETE", "/x").repeatable
-    assert Request("POST", "/x", headers={"Idempotency-Key": "k"}).repeatable

@@ -97,15 +97,6 @@ def test_a_client_that_is_forgotten_leaves_no_thread() -> None:
     assert threads() == []
 
 
-def test_closing_with_an_open_stream() -> None:
-    client = Client(transport=MockTransport(daemon))
-    stream = client.stream("hi")
-    next(stream)
-    client.close()
-    stream.close()
-    assert threads() == []
-
-
 def test_several_threads_share_a_client() -> None:
     got: list[object] = []
     with Client(transport=MockTransport(daemon)) as client:
@@ -242,12 +233,6 @@ def test_a_warning_of_cut_rows_names_the_line_of_the_call() -> None:
     with Client(transport=transport) as client, pytest.warns(UserWarning, match="1 of 3 rows was too long") as caught:
         client.finetune("a", [{"text": "x"}])
     assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_closing_twice_is_closing() -> None:
-    client = Client(transport=MockTransport(daemon))
-    client.close()
-    client.close()
 
 
 def test_wrong_arguments_of_generate_are_explained() -> None:
