@@ -1,8 +1,13 @@
-"""Arrival processes: right times, right rates, right burstiness, the same for the same seed."""
+"""Arrival processes: right times, right rates, right burstiness, the same for the same seed; and the adapters that they
+ask for: their shares, and the draws that follow them."""
+
+from __future__ import annotations
 
 import itertools
 import random
 import statistics
+from collections import Counter
+from itertools import islice, pairwise
 
 import msgspec
 import pytest
@@ -11,17 +16,10 @@ from hypothesis import strategies as st
 
 from coserve.core.errors import InvalidRequest
 from coserve.workloads.arrivals import Arrivals, Pattern, Process, arrival_times
+from coserve.workloads.popularity import Popularity, Shape, choices, shares
 
 RATES = st.floats(0.1, 50)
 ARRIVALS = st.builds(Arrivals, process=st.sampled_from(Process), rate=RATES, cv=st.floats(0.3, 3))
-
-
-@given(ARRIVALS, st.floats(0.01, 20), st.integers(0, 2**32))
-def test_times_ascend_inside_the_duration_and_repeat_by_seed(arrivals: Arrivals, duration: float, seed: int) -> None:
-    times = list(arrival_times(arrivals, duration, random.Random(seed)))
-    assert times == sorted(times)
-    assert all(0 <= time < duration for time in times)
-    assert times == list(arrival_times(arrivals, duration, random.Random(seed)))
 
 
 @given(ARRIVALS, st.floats(0.01, 10), st.floats(0.01, 10), st.integers(0, 2**32))
@@ -87,6 +85,7 @@ def test_the_rate_follows_its_pattern(
         Arrivals,
         process=st.sampled_from(Process),
         rate=RATES,
+        cv=st.floats(0.3, 3),
         pattern=st.sampled_from(Pattern),
         on_seconds=st.floats(0.1, 5),
         off_seconds=st.floats(0.1, 5),
@@ -97,10 +96,11 @@ def test_the_rate_follows_its_pattern(
     st.integers(0, 2**32),
     st.sampled_from([None, 0.0, 0.01, 0.5]),
 )
-def test_patterns_keep_times_in_order_and_inside_the_duration(
+def test_times_ascend_inside_the_duration_and_repeat_by_seed_whatever_the_pattern(
     arrivals: Arrivals, duration: float, seed: int, share: float | None
 ) -> None:
     times = list(arrival_times(arrivals, duration, random.Random(seed), share=share))
+    assert times == list(arrival_times(arrivals, duration, random.Random(seed), share=share))
     assert times == sorted(times) and all(0 <= time < duration for time in times)
     assert not (share == 0.0 and times)
     most = max(arrivals.rate, arrivals.off_rate, arrivals.ramp_rate) * duration * (1 if share is None else share)
@@ -129,3 +129,55 @@ def test_constant_processes_of_adapters_do_not_all_begin_at_once() -> None:
 def test_impossible_patterns_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequest):
         Arrivals(**{name: -1.0})
+
+
+POPULARITY = st.builds(Popularity, shape=st.sampled_from(Shape), exponent=st.floats(1, 4))
+
+
+@given(POPULARITY, st.integers(1, 200))
+def test_shares_add_up_and_never_rise(popularity: Popularity, adapters: int) -> None:
+    parts = shares(popularity, adapters)
+    assert len(parts) == adapters
+    assert sum(parts) == pytest.approx(1)
+    assert all(earlier >= later >= 0 for earlier, later in pairwise(parts))
+
+
+@given(POPULARITY, st.integers(1, 40), st.integers(0, 2**32))
+def test_draws_are_adapters_and_repeat_by_seed(popularity: Popularity, adapters: int, seed: int) -> None:
+    drawn = list(islice(choices(popularity, adapters, random.Random(seed)), 50))
+    assert set(drawn) <= set(range(adapters))
+    assert drawn == list(islice(choices(popularity, adapters, random.Random(seed)), 50))
+
+
+@pytest.mark.parametrize("shape", Shape)
+def test_draws_follow_the_shares(shape: Shape) -> None:
+    popularity, n = Popularity(shape=shape), 20_000
+    counts = Counter(islice(choices(popularity, 6, random.Random(7)), n))
+    for adapter, share in enumerate(shares(popularity, 6)):
+        assert counts[adapter] / n == pytest.approx(share, abs=0.015)
+
+
+def test_distinct_takes_every_adapter_before_any_twice() -> None:
+    drawn = list(islice(choices(Popularity(shape=Shape.DISTINCT), 5, random.Random(0)), 10))
+    assert sorted(drawn[:5]) == sorted(drawn[5:]) == list(range(5))
+
+
+def test_skewed_falls_by_a_factor_and_power_law_by_a_power() -> None:
+    skewed = shares(Popularity(shape=Shape.SKEWED, exponent=1.5), 4)
+    assert [a / b for a, b in pairwise(skewed)] == pytest.approx([1.5] * 3)
+    power = shares(Popularity(shape=Shape.POWER_LAW, exponent=2), 3)
+    assert [power[0] / share for share in power] == pytest.approx([1, 4, 9])
+    assert shares(Popularity(shape=Shape.POWER_LAW, exponent=0), 4) == pytest.approx([0.25] * 4)
+
+
+def test_identical_is_one_adapter() -> None:
+    assert set(islice(choices(Popularity(shape=Shape.IDENTICAL), 9, random.Random(0)), 100)) == {0}
+
+
+@pytest.mark.parametrize(
+    ("shape", "exponent"), [(Shape.SKEWED, 0.9), (Shape.POWER_LAW, -0.1), (Shape.UNIFORM, float("nan"))]
+)
+def test_an_exponent_that_would_rise_is_refused(shape: Shape, exponent: float) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Popularity(shape=shape, exponent=exponent)
+    assert caught.value.field == "popularity.exponent"

@@ -158,10 +158,11 @@ def test_a_malformed_line_is_named(
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("read", [read_burstgpt, read_mooncake, read_sharegpt, format_of])
+@pytest.mark.parametrize("read", [read_burstgpt, read_mooncake, read_sharegpt, format_of, load_trace])
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, read: Callable[[Path], Any]) -> None:
-    with pytest.raises(InvalidRequest, match="cannot read the trace"):
+    with pytest.raises(InvalidRequest, match="cannot read the trace") as caught:
         list(read(tmp_path / "nothing"))
+    assert str(tmp_path) not in str(caught.value)
 
 
 def test_an_object_without_an_end_takes_bounded_memory(tmp_path: Path) -> None:

@@ -176,11 +176,6 @@ def test_one_odd_answer_is_an_error_of_its_request_alone(status: int, content: b
     assert len(errors) == 3 and errors.count(None) == 2 and {*errors} - {None} <= {"invalid_request", "internal_error"}
 
 
-def test_an_error_body_in_vllms_older_form_is_told_in_its_words() -> None:
-    run = play(Odd(status=400, content=b'{"object": "error", "message": "too long", "code": 400}'))
-    assert {(found.error, found.message) for found in run.samples} == {("invalid_request", "status 400: too long")}
-
-
 @pytest.mark.parametrize(
     "line", ["vllm:num_requests_waiting oops", 'vllm:num_requests_waiting{a="b 3', "vllm:num_requests_waiting"]
 )

@@ -171,17 +171,6 @@ def test_an_answer_without_tokens_is_a_failure() -> None:
     assert [sample.error for sample in run.samples] == ["no_tokens"]
 
 
-def test_an_answer_is_short_if_the_server_counts_fewer_tokens_than_were_asked_for() -> None:
-    class Short(FakeTarget):
-        async def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
-            yield 4
-            yield Usage(prompt_tokens=7, output_tokens=3, finish_reason="length")
-
-    (sample,) = play(Short(), trace(duration=0.1)).samples
-    assert (sample.error, sample.tokens) == ("short_answer", 3)
-    assert sample.message == "expected 4 tokens, got 3 (finish reason: length)"
-
-
 def test_an_answer_ends_with_what_came_last() -> None:
     class Lingering(FakeTarget):
         async def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
@@ -212,16 +201,6 @@ def test_our_own_faults_are_not_hidden() -> None:
 
     with pytest.raises(ExceptionGroup):
         play(Faulty(), trace(duration=1.0, rows=2))
-
-
-def test_the_servers_count_of_tokens_goes_before_that_of_chunks() -> None:
-    class Counting(FakeTarget):
-        async def generate(self, arrival: PromptArrival) -> AsyncIterator[int | Usage]:
-            yield 1
-            yield Usage(prompt_tokens=7, output_tokens=4)
-
-    (sample,) = play(Counting(), trace(duration=0.1)).samples
-    assert (sample.tokens, sample.prompt_tokens, len(sample.times)) == (4, 7, 1)
 
 
 def test_gauges_are_asked_for_until_the_last_answer() -> None:

@@ -1,4 +1,5 @@
-"""One declaration of the workload's settings: presets, TOML, command line, and what they make."""
+"""One declaration of the workload's settings: presets, TOML, command line, and what they make. Settings with which a
+workload would never be made, that no server takes or that have no effect beside the others are found before."""
 
 from __future__ import annotations
 
@@ -12,16 +13,212 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli import app
+from coserve.cli.app import run as command_line
 from coserve.core.errors import ConfigError, InvalidRequest
+from coserve.core.setting_sources import parse_setting
 from coserve.core.training.settings import TrainingSettings
 from coserve.workloads.arrivals import Pattern, Process
+from coserve.workloads.bounds import SETTINGS
 from coserve.workloads.bundled import bundled_rows
 from coserve.workloads.lengths import Lengths
 from coserve.workloads.opening import open_workload
 from coserve.workloads.popularity import Shape
 from coserve.workloads.presets import PRESETS
-from coserve.workloads.scenario import Finetuning, Scenario, given_settings, make_scenario, sections
+from coserve.workloads.scenario import Finetuning, Scenario, TraceFormat, given_settings, make_scenario, sections
 from coserve.workloads.trace import load_trace
+from coserve.workloads.unused import all_rules, unused_settings
+
+REFUSED = [
+    ("--process gamma --cv 1e308", "cv: expected at most 100, got 1e+308"),
+    ("--process gamma --cv 5e-324", "cv: expected at least 0.01, got 5e-324"),
+    ("--output-lengths lognormal --median-tokens 1e308", "median_tokens: expected at most 1,048,576"),
+    ("--output-lengths lognormal --length-sigma 1e308", "length_sigma: expected at most 10"),
+    ("--rate 1e308", "rate: expected at most 1,000,000"),
+    ("--rate 5e-324", "rate: expected at least 1e-09"),
+    ("--duration 1e308", "duration: expected at most 1,000,000,000"),
+    ("--duration 1e8 --rate 1000", "duration: expected at most 10,000,000 requests in all, got 100,000,000,000"),
+    ("--pattern ramp --ramp-rate 1e308", "ramp_rate: expected at most 1,000,000"),
+    ("--pattern ramp --ramp-rate 1e6", "duration: expected at most 10,000,000 requests in all, got 60,000,000"),
+    ("--pattern on_off --on-seconds 5e-324", "on_seconds: expected at least 0.001"),
+    ("--lead 1e308", "lead: expected at most 1,000,000,000"),
+    ("--finetune-period 1e-300", "finetune_period: expected at least 0.001"),
+    ("--finetune-period 0.001 --lead 1e6", "finetune_period: expected at most 20,000,000 rows in all"),
+    ("--finetune-rows 1000000000", "finetune_rows: expected at most 1,000,000, got 1000000000"),
+    ("--finetune always --finetune-jobs 1000000000", "finetune_jobs: expected at most 100,000"),
+    ("--finetune always --finetune-jobs 100000", "finetune_jobs: expected at most 20,000,000 rows in all"),
+    ("--adapters 100000000", "adapters: expected at most 100,000"),
+    ("--prompt-lengths uniform --max-prompt-tokens 1000000000", "max_prompt_tokens: expected at most 1,048,576"),
+    ("--max-tokens 1000000000", "max_tokens: expected at most 1,048,576"),
+    ("--row-tokens 1000000000", "row_tokens: expected at most 262,144"),
+    ("--slos nan,-1", "slos: expected a number above 0, got nan"),
+    ("--slos 10,-1", "slos: expected a number above 0, got -1.0"),
+    ("--slo-ttft inf", "slo_ttft: expected at most 1,000,000,000, got inf"),
+    ("--rank 1000000000", "rank: expected at most 1,024"),
+    ("--prompt-lengths uniform --vocab 1000000000000000000000", "vocab: expected at most 16,777,216"),
+    (f"--prompt-lengths uniform --vocab 1{'0' * 400}", "vocab: expected at most 16,777,216"),
+    ("--adapter-prefix ü/../x", "adapter_prefix: expected a name of at most 64 letters"),
+    (f"--adapter-prefix {'x' * 62}", "adapter_prefix: expected a name of at most 64 letters"),
+    ("--temperature 1e308", "temperature: expected at most 100"),
+    ("--popularity power_law --exponent 1e308", "exponent: expected at most 100"),
+]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_settings_beyond_the_bounds_are_refused_in_one_line(
+    tmp_path: Path, options: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "saved.jsonl"
+    assert command_line(["bench", "--no-run", "--save", str(path), *options.split()]) == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1, said
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--process gamma --cv 100 --rate 1000 --duration 60",
+        "--process gamma --cv 0.01 --rate 100 --duration 5",
+        "--output-lengths lognormal --median-tokens 1048576 --length-sigma 10 --duration 2",
+        "--pattern on_off --on-seconds 0.001 --off-seconds 0.001 --duration 2",
+        "--per-adapter --popularity skewed --exponent 100 --adapters 300 --pattern on_off --duration 2",
+        "--per-adapter --popularity skewed --exponent 100 --adapters 300 --pattern ramp --ramp-rate 20 --duration 2",
+        "--adapters 100000 --duration 2 --adapter-prefix x",
+        "--prompt-lengths uniform --max-prompt-tokens 100000 --vocab 16777216 --rate 2 --duration 2",
+    ],
+)
+@pytest.mark.timeout(60)
+def test_settings_at_the_bounds_make_a_workload(tmp_path: Path, options: str) -> None:
+    path = tmp_path / "saved.jsonl"
+    assert command_line(["bench", "--no-run", "--save", str(path), *options.split()]) == 0
+    assert len(path.read_bytes().splitlines()) > 1
+
+
+def test_every_number_of_a_scenario_has_bounds() -> None:
+    numbers = {f.name for f in dataclasses.fields(Scenario) if "int" in str(f.type) or "float" in str(f.type)}
+    assert numbers - {"seed"} == set(SETTINGS)
+
+
+def test_presets_may_run_for_a_day() -> None:
+    for name in PRESETS:
+        assert open_workload({"preset": name, "duration": 86400.0}).scenario == make_scenario(
+            {"preset": name, "duration": 86400.0}
+        )
+
+
+def test_rows_are_counted_where_there_are_any() -> None:
+    given: dict[str, object] = {"duration": 1e8, "rate": 1e-3}
+    with pytest.raises(InvalidRequest, match="expected at most 20,000,000 rows in all"):
+        open_workload(given)
+    for quiet in ({"adapters": 0}, {"finetune_rows": 0}, {"finetune": Finetuning.OFF}):
+        open_workload(given | quiet)
+
+
+def test_a_recording_at_too_high_a_rate_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "burst.csv"
+    path.write_text("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,8,4,12,API\n")
+    assert len(open_workload({"trace": str(path), "duration": 1e8, "finetune_rows": 0}).prompts) == 1
+    with pytest.raises(InvalidRequest, match="expected at most 10,000,000 requests in all"):
+        open_workload({"trace": str(path), "trace_rate": 1e6, "duration": 1e4})
+
+
+ALWAYS = {"preset", "seed", "duration", "lead", "temperature", "batch_share", "slo_ttft", "slos", "trace", "prompts"}
+"""Settings that always have an effect."""
+
+
+def unused(trace: TraceFormat | None = None, **texts: str) -> dict[str, str]:
+    given: dict[str, Any] = {name: parse_setting(Scenario, name, text) for name, text in texts.items()}
+    return unused_settings(given, make_scenario(given), trace)
+
+
+@pytest.mark.parametrize(
+    ("given", "needs"),
+    [
+        ({"cv": "4"}, "--process gamma"),
+        ({"cv": "4", "process": "poisson"}, "--process gamma"),
+        ({"exponent": "2"}, "--popularity power_law or skewed"),
+        ({"exponent": "2", "popularity": "distinct"}, "--popularity power_law or skewed"),
+        ({"on_seconds": "2"}, "--pattern on_off"),
+        ({"off_seconds": "2", "pattern": "ramp"}, "--pattern on_off"),
+        ({"off_rate": "2"}, "--pattern on_off"),
+        ({"ramp_rate": "2"}, "--pattern ramp"),
+        ({"per_adapter": "true", "adapters": "0"}, "--adapters above 0"),
+        ({"rank": "4", "adapters": "0"}, "--adapters above 0"),
+        ({"min_prompt_tokens": "2"}, "--prompt-lengths uniform or lognormal"),
+        ({"vocab": "9999"}, "--prompt-lengths uniform or lognormal"),
+        ({"median_prompt_tokens": "9", "prompt_lengths": "uniform"}, "--prompt-lengths lognormal"),
+        ({"median_tokens": "9"}, "--output-lengths lognormal"),
+        ({"length_sigma": "9"}, "--output-lengths lognormal"),
+        ({"trace_format": "mooncake"}, "--trace"),
+        ({"trace_rate": "2"}, "a BurstGPT or Mooncake file"),
+        ({"trace_model": "x"}, "a BurstGPT file"),
+        ({"tokenizer": "x"}, "a ShareGPT file"),
+        ({"max_total_tokens": "9", "prompt_lengths": "uniform"}, "a ShareGPT file"),
+        ({"min_tokens": "3", "prompts": "x.json"}, "lengths of the file"),
+        ({"prompt_lengths": "uniform", "prompts": "x.json"}, "lengths of the file"),
+        ({"batch_tokens": "9", "finetune": "off"}, "--finetune bursts or always"),
+        ({"finetune_rows": "9", "finetune": "off"}, "--finetune bursts or always"),
+        ({"finetune_jobs": "9"}, "--finetune always"),
+        ({"finetune_period": "9", "finetune": "always"}, "--finetune bursts"),
+        ({"epochs": "9", "finetune_rows": "0"}, "--finetune-rows above 0"),
+        ({"finetune": "always", "adapters": "0"}, "--adapters above 0"),
+        ({"epochs": "9", "preset": "equal-8b"}, "--steps 25"),
+        ({"slo_batch_tpot": "1"}, "--batch-share above 0"),
+        ({"slo_e2e": "1", "batch_share": "1"}, "--batch-share below 1"),
+    ],
+)
+def test_a_setting_without_effect_is_found(given: dict[str, str], needs: str) -> None:
+    (found,) = unused(**given).items()
+    assert found[0] in given and needs in found[1]
+
+
+@pytest.mark.parametrize(
+    ("trace", "name"),
+    [
+        (TraceFormat.BURSTGPT, "rate"),
+        (TraceFormat.MOONCAKE, "process"),
+        (TraceFormat.MOONCAKE, "trace_model"),
+        (TraceFormat.SHAREGPT, "trace_start"),
+        (TraceFormat.SHAREGPT, "max_tokens"),
+        (TraceFormat.BURSTGPT, "max_prompt_tokens"),
+    ],
+)
+def test_a_recording_takes_the_place_of_settings(trace: TraceFormat, name: str) -> None:
+    text = {"process": "gamma", "trace_model": "x"}.get(name, "2")
+    assert list(unused(trace, **{name: text})) == [name]
+
+
+@pytest.mark.parametrize(
+    ("trace", "given"),
+    [
+        (None, {"process": "gamma", "cv": "2", "popularity": "skewed", "exponent": "2", "per_adapter": "true"}),
+        (None, {"pattern": "on_off", "on_seconds": "1", "off_seconds": "1", "off_rate": "1", "row_tokens": "64"}),
+        (None, {"pattern": "ramp", "ramp_rate": "1", "adapters": "0", "finetune": "off", "per_adapter": "false"}),
+        (None, {"prompt_lengths": "lognormal", "length_sigma": "1", "vocab": "999", "median_prompt_tokens": "9"}),
+        (None, {"adapters": "0", "finetune_rows": "0"}),
+        (None, {"finetune": "off", "finetune_rows": "0"}),
+        (None, {"batch_share": "0.5", "slo_tpot": "1", "slo_batch_ttft": "1", "slo_batch_tpot": "1", "steps": "3"}),
+        (TraceFormat.BURSTGPT, {"vocab": "999", "trace_model": "x", "trace_rate": "2", "trace_format": "burstgpt"}),
+        (TraceFormat.SHAREGPT, {"tokenizer": "x", "max_total_tokens": "9", "process": "gamma", "cv": "2"}),
+    ],
+)
+def test_a_setting_with_an_effect_is_not(trace: TraceFormat | None, given: dict[str, str]) -> None:
+    assert unused(trace, **given) == {}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_no_setting_without_effect(name: str) -> None:
+    settings = set(PRESETS[name].settings) - {"max_total_tokens"}  # of the ShareGPT file that flexllm-8b asks for
+    assert unused_settings(settings, make_scenario({"preset": name}), None) == {}
+
+
+def test_every_setting_is_known() -> None:
+    """A new setting is in a rule, or in `ALWAYS`."""
+    formats = (None, *TraceFormat)
+    ruled = {name for trace in formats for rule in all_rules(Scenario(), trace) for name in rule.names}
+    assert {f.name for f in dataclasses.fields(Scenario)} == ruled | ALWAYS | {"adapters"}
+    assert not ruled & ALWAYS
 
 
 def test_order_of_command_line_file_preset_and_default(tmp_path: Path) -> None:
