@@ -57,6 +57,14 @@ def test_an_error_at_the_nth_hit() -> None:
     failpoint("shutdown")
 
 
+def test_star_counts_all_hits() -> None:
+    with armed("*=EIO@2"):
+        failpoint("shutdown")
+        with pytest.raises(OSError):
+            failpoint("registry.before_commit")
+        failpoint("registry.before_commit")
+
+
 def test_an_undeclared_name_is_refused_when_armed() -> None:
     with armed(), pytest.raises(AssertionError):
         failpoint("nowhere")
