@@ -197,6 +197,39 @@ async def test_truncation_within_an_exchange_keeps_calls_with_their_outputs(api:
         await client.responses.create(**asked | {"input": "word " * 2000})
 
 
+async def test_truncation_leaves_out_whole_exchanges_if_the_template_refuses_parts_of_one(
+    api: Api, tmp_path: Path
+) -> None:
+    """As Qwen 3.5's does, without a question."""
+    template = "{% if not messages | selectattr('role', 'eq', 'user') | list %}{{ raise_exception('') }}{% endif %}"
+    called = []
+    for number in range(9):
+        call = {"call_id": f"call_{number}", "name": "weather", "arguments": "{}"}
+        output = {"type": "function_call_output", "call_id": f"call_{number}", "output": "dry"}
+        called += [{"type": "function_call", **call}, output]
+    talk = [{"role": "user", "content": "old " * 900}, {"role": "user", "content": "Rain?"}, *called]
+    asked = {"input": talk, "max_output_tokens": 2, "truncation": "auto"}
+    async with serve_api(tmp_path / "asked", tokens=with_template(template + QWEN3), context=1024) as strict:
+        status, answer = await strict.call("POST", "/v1/responses", json=asked)
+        assert status == 200, answer
+        sent = await prompt(strict)
+        assert "old" not in sent and "Rain?" in sent and sent.count("<tool_response>") == 9
+        talk[1]["content"] = "Rain? " * 900
+        status, answer = await strict.call("POST", "/v1/responses", json=asked)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_truncation_keeps_a_call_whose_output_comes_after_a_question(api: Api) -> None:
+    calls = [{"type": "function_call", "call_id": name, "name": "weather", "arguments": "{}"} for name in ("a", "b")]
+    outputs = [{"type": "function_call_output", "call_id": name, "output": "dry"} for name in ("a", "b")]
+    old = {"role": "user", "content": "old " * 900}
+    talk = [old, *calls, outputs[0], {"role": "user", "content": "Hurry."}, outputs[1]]
+    asked = {"input": talk, "max_output_tokens": 2, "truncation": "auto"}
+    assert (await api.call("POST", "/v1/responses", json=asked))[0] == 200
+    sent = await prompt(api)
+    assert "old" not in sent and sent.count("<tool_call>") == sent.count("<tool_response>") == 2
+
+
 async def test_the_effort_reaches_a_template_that_reads_it(api: Api, tmp_path: Path) -> None:
     asked = {"input": "x", "reasoning": {"effort": "high", "summary": "auto"}}
     assert (await api.call("POST", "/v1/responses", json=asked))[0] == 200  # Qwen 3's template reads none

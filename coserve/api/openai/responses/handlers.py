@@ -13,7 +13,7 @@ from coserve.api.openai.responses.answers import ResponseEvents, response
 from coserve.api.openai.responses.requests import chat_of, shortened
 from coserve.api.openai.responses.schemas import Response, ResponseEvent, ResponseRequest
 from coserve.api.openai.schemas import ChatRequest, OpenAIError
-from coserve.core.errors import CoserveError
+from coserve.core.errors import CoserveError, InvalidRequest
 
 _PARAMS = {
     "adapter": "model",
@@ -34,15 +34,21 @@ class ResponsesApi:
         self._api, self._write_timeout = api, write_timeout
 
     async def _truncated(self, body: ResponseRequest, chat: ChatRequest) -> ChatRequest:
-        """Return the chat, with `truncation` auto without as many of its oldest messages as do not fit."""
+        """Return the chat, with `truncation` auto without as many of its oldest messages as do not fit; whole if there
+        is no room for any. Raises `InvalidRequest`, also from the chat template."""
         if body.truncation != "auto" or await self._api.fits(chat):
             return chat
         chats = [msgspec.structs.replace(chat, messages=messages) for messages in shortened(chat.messages)]
-        low, high = min(1, len(chats) - 1), len(chats) - 1
+        found, low, high = chat, 1, len(chats)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if await self._api.fits(chats[middle]) else (middle + 1, high)
-        return chats[low]
+            try:
+                fits = await self._api.fits(chats[middle])
+            except InvalidRequest:  # parts of an exchange without its question are no chat to many templates
+                high = middle
+            else:
+                found, low, high = (chats[middle], low, middle) if fits else (found, middle + 1, high)
+        return found
 
     @openai_route(
         "POST",

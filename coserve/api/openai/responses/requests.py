@@ -52,9 +52,15 @@ def shortened(messages: Sequence[ChatMessage]) -> list[list[ChatMessage]]:
     """Return the messages without their oldest ones, longest first: all, then without one exchange more each time, then
     without parts of the last one. System messages at the beginning stay, and no call is parted from its output."""
     head = next((at for at, one in enumerate(messages) if one.role not in ("system", "developer")), len(messages))
-    asked = [at for at, one in enumerate(messages) if at > head and one.role == "user"]
+    calls = {call.id for one in messages for call in one.tool_calls or ()}
+    starts, awaited = list[int](), set[str | None]()  # a chat may start where no output awaits its call
+    for at in range(len(messages) - 1, head, -1):
+        one = messages[at]
+        awaited = (awaited | ({one.tool_call_id} & calls)) - {call.id for call in one.tool_calls or ()}
+        starts += [at] if not awaited and one.role != "tool" else []
+    asked = [at for at in reversed(starts) if messages[at].role == "user"]
     last = asked[-1] if asked else head
-    inside = [at for at, one in enumerate(messages) if at > last and one.role != "tool"]
+    inside = [at for at in reversed(starts) if at > last]
     return [[*messages[:head], *messages[at:]] for at in (head, *asked, *inside)]
 
 
