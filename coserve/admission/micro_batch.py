@@ -127,7 +127,7 @@ class MicroBatchModel:
         self._each = tuple(layers.get(i, unchanged) for i in range(first, base.layers))
         """Trained layers, from the lowest one up."""
         element = ITEMSIZE[base.dtype]
-        self._input = base.hidden * element
+        self._input = base.carried * element
         """Bytes per token of a layer's input."""
         self._lowest = self._input if first else 0
         """Bytes per token of the lowest trained layer's input; 0 for layer 0, whose input is the embedding, held in any

@@ -88,16 +88,16 @@ def needed(sizes: BaseSizes, wish: Wish) -> Need:
     shapes = lora_shapes(LoraSettings(r=wish.rank), base)
     state = job_state_bytes(shapes, base.dtype, early_stopping=False)
     outputs = sum(site.out_features for site in base.sites.values()) / base.layers + sizes.experts
-    layer = STATISTICS * item * (outputs + 2 * base.hidden)
+    layer = STATISTICS * item * (outputs + 2 * base.carried)
     tokens = wish.micro_batch_tokens
-    backward = max(tokens * layer, LOSS * base.vocab * min(tokens, POSITIONS) + item * base.hidden * tokens)
+    backward = max(tokens * layer, LOSS * base.vocab * min(tokens, POSITIONS) + item * base.carried * tokens)
     widest = max(site.out_features for site in base.sites.values())
     return Need(
         weights=sizes.weights,
         context=CONTEXT,
         graphs=GRAPHS,
         step=LOGITS * base.vocab * wish.requests
-        + STEP_TOKENS["cuda"] * item * (2 * widest + 4 * base.hidden)
+        + STEP_TOKENS["cuda"] * item * (2 * widest + 4 * base.carried)
         + sizes.expanded,
         kv=_cached(sizes, wish) * wish.context * wish.requests,
         states=sizes.states * (wish.requests + EXTRA_SLOTS),

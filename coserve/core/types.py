@@ -95,6 +95,13 @@ class BaseSpec(Wire, frozen=True):
     kv_heads: int = 0
     prefixes: dict[str, SiteSpec] = {}
     """Sizes of each layer's keys and values (`kv_heads` heads) in a cartridge; empty: the base takes no cartridges."""
+    streams: int = 1
+    """Number of hidden states of a token between layers."""
+
+    @property
+    def carried(self) -> int:
+        """Numbers of a token that a layer takes from the one below."""
+        return self.streams * self.hidden
 
     def site(self, name: str) -> SiteSpec:
         """Return the sizes of a linear module, experts' parameter, embedding, head, or layer's keys and values."""

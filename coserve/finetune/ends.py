@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from coserve.finetune.layers.eager import add_gradients
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.adapters.end_terms import Ends
 from coserve.model.base import Base
 from coserve.model.forward_context import ForwardContext, running
-from coserve.model.layers import LayerCut, LayerInputs
+from coserve.model.layers import LayerCall, LayerCut, LayerInputs
 from coserve.model.lora import LoraBatch
 
 
@@ -27,6 +28,9 @@ class EndPass:
         self._base, self._cut, self._lora = base, cut, lora
         self._entering_1TD: Tensor | None = None
         """Input of the first layer, with its autograd graph; only if the embedding is trained."""
+        self._arguments: list[tuple[Tensor, Tensor]] = []
+        """Arguments of layers that depend on the trained embedding, too (Gemma's inputs of each layer), with their
+        graphs, and the leaves that the layers get instead."""
         found = [] if lora is None else [(name, pair) for one in lora.adapters for name, pair in one.ends.items()]
         self.changes = bool(found)
         """Whether an adapter of the batch changes the embedding or the head."""
@@ -47,7 +51,14 @@ class EndPass:
             )
         if self.embedding_learns:
             self._entering_1TD = found.h_1TD
-        return replace(found, h_1TD=found.h_1TD.detach().clone())
+        calls = [LayerCall(*tree_map(self._detached, (call.args, call.kwargs))) for call in found.calls]
+        return replace(found, h_1TD=found.h_1TD.detach().clone(), calls=tuple(calls))
+
+    def _detached(self, argument: object) -> object:
+        if not isinstance(argument, Tensor) or not argument.requires_grad:
+            return argument
+        self._arguments.append((argument, argument.detach().requires_grad_()))
+        return self._arguments[-1][1]
 
     def head(self, h_1KD: Tensor, inputs: LayerInputs, keep_K: Tensor) -> Tensor:
         """Return the logits of these tokens, or this rank's shard of them: see `LayerCut.head`."""
@@ -67,9 +78,10 @@ class EndPass:
         """Add the gradients of the embedding's LoRA pairs and replaced rows to their sums. `gradient_1TD`: gradient of
         layer 0's input."""
         if self._entering_1TD is not None:
-            found = torch.autograd.grad(self._entering_1TD, self._tensors, gradient_1TD, allow_unused=True)
-            add_gradients(self._sums, found)
-            self._entering_1TD = None
+            read = [(one, leaf.grad) for one, leaf in self._arguments if leaf.grad is not None]
+            begin, gradients = zip((self._entering_1TD, gradient_1TD), *read, strict=True)
+            add_gradients(self._sums, torch.autograd.grad(begin, self._tensors, gradients, allow_unused=True))
+            self._entering_1TD, self._arguments = None, []
 
     def _ends(self, keep_K: Tensor | None) -> Ends | None:
         if self._lora is None or not self.changes:

@@ -82,11 +82,15 @@ class KvCache:
         self._clean = not reads_only_written_slots(device, dtype)
         rows = self.buffer.bytes.view(dtype)
 
+        sources = [layer if shape.source is None else shape.source for layer, shape in enumerate(kv_shapes)]
+
         def views(places: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
-            """One view per layer, (P + 1, page_tokens, *size), with the whole page as stride between pages."""
+            """One view per layer, (P + 1, page_tokens, *size), with the whole page as stride between pages. A layer
+            that reads another's keys and values has that one's view, and writes what is there."""
             found = []
-            for place, (heads, width) in zip(places, sizes, strict=True):
-                first, size = place // dtype.itemsize, page_tokens * heads * width
+            for source in sources:
+                heads, width = sizes[source]
+                first, size = places[source] // dtype.itemsize, page_tokens * heads * width
                 found.append(rows[:, first : first + size].view(pages + 1, page_tokens, heads, width))
             return tuple(found)
 

@@ -72,7 +72,7 @@ class Base:
     dtype: torch.dtype
     layers: list[nn.Module]
     kv_shapes: list[KvShape]
-    """Sizes of each layer's keys and values; zeros: the layer has no attention."""
+    """Sizes of each layer's keys and values; zeros: the layer has no attention, or reads another's (`source`)."""
     sites: LoraSites
     tuned: bool = False
     """Whether attention needs the tokens' positions (`seam.take_over_tuning`)."""
@@ -436,6 +436,7 @@ def _spec(
         device=str(model.device),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
+        streams=getattr(text, "altup_num_inputs", 1),
         vocab=text.vocab_size,
         context=context.tokens,
         context_note=context.note,

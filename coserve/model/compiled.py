@@ -168,11 +168,13 @@ class Layers:
 
 
 def _tensors(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Tensor]:
-    """Return the tensors among a layer's arguments and inside tuples among them, in order."""
+    """Return the tensors among a layer's arguments, and inside tuples and mappings among them, in order."""
     found = list[Tensor]()
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, tuple):
-            found.extend(part for part in value if isinstance(part, Tensor))
+            found.extend(_tensors(value, {}))
+        elif isinstance(value, Mapping):
+            found.extend(_tensors(tuple(value.values()), {}))
     return found

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from coserve.core.errors import UnsupportedBase
 from coserve.kernels.attention.interface import Attention
-from coserve.model import probe
+from coserve.model import probe, seam
 from coserve.model.base import Base
 from coserve.model.faults import out_of_memory
 from coserve.model.seam import ReferenceAttention
@@ -35,8 +36,14 @@ class LayerInputs:
     positions_T: Tensor  # noqa: N815
     attention: Attention
     h_1TD: Tensor  # noqa: N815
-    """Hidden states that enter layer 0."""
+    """Hidden states that enter layer 0. If a token has several (Gemma 3n), D holds them side by side."""
     calls: tuple[LayerCall, ...]
+
+    def learned(self, i: int) -> list[Tensor]:
+        """Return the arguments of layer i, besides the hidden states, that need gradients."""
+        call = self.calls[i]
+        found = tree_leaves((call.args, call.kwargs))
+        return [one for one in found if isinstance(one, Tensor) and one.requires_grad]
 
 
 class LayerCut:
@@ -49,6 +56,13 @@ class LayerCut:
         """Raises `UnsupportedBase` if embed -> layers -> head does not give the model's own logits."""
         self._base = base
         self._tuple_size = [0] * len(base.layers)
+        self.kv_sources = {i: one.source for i, one in enumerate(base.kv_shapes) if one.source is not None}
+        """The layer whose keys and values a layer reads, for those that have none of their own."""
+        self._streams = base.spec.streams
+        self.untraced = f"its layers pass on {self._streams} hidden states of a token" if self._streams > 1 else ""
+        """Why `CompiledLayers` does not take the layers; empty if it does."""
+        if self.kv_sources:
+            self.untraced = "its last layers read the keys and values of earlier ones"
         self.reads_logits = False
         """Whether the head's backward reads the logits that the head returned, which must then not be overwritten
         before it."""
@@ -62,22 +76,22 @@ class LayerCut:
         calls: list[LayerCall] = []
         entering: list[Tensor] = []
 
-        def record(layer: int, h_1TD: Tensor, call: LayerCall) -> Tensor:
+        def record(layer: int, hidden: Tensor, call: LayerCall) -> Tensor:
             calls.append(call)
-            entering.append(h_1TD)
-            return h_1TD
+            entering.append(hidden)
+            return hidden
 
         with self._stubs(record), torch.set_grad_enabled(gradient):
             self._base.run(tokens_T, positions_T, attention, keep=tokens_T.new_zeros(1))
-        return LayerInputs(tokens_T, positions_T, attention, entering[0], tuple(calls))
+        return LayerInputs(tokens_T, positions_T, attention, probe.join_streams(entering[0]), tuple(calls))
 
-    def layer(self, i: int, h_1TD: Tensor, inputs: LayerInputs) -> Tensor:
-        """Run layer i's own forward: hidden states (1, T, D) in and out."""
+    def layer(self, i: int, h_1TD: Tensor, inputs: LayerInputs, attention: Attention | None = None) -> Tensor:
+        """Run layer i's own forward: hidden states (1, T, D) in and out. `attention`: instead of the batch's."""
         call = inputs.calls[i]
+        kwargs = call.kwargs if attention is None else call.kwargs | {seam.ARGUMENT: attention}
         with self._base.recurring(inputs.attention):
-            output = self._base.layers[i](h_1TD, *call.args, **call.kwargs)
-        h_next_1TD: Tensor = output[0] if isinstance(output, tuple) else output
-        return h_next_1TD
+            output = self._base.layers[i](probe.part_streams(h_1TD, self._streams), *call.args, **kwargs)
+        return probe.join_streams(output[0] if isinstance(output, tuple) else output)
 
     def head(self, h_1KD: Tensor, inputs: LayerInputs, keep_K: Tensor, *, gather: bool = True) -> Tensor:
         """Return the logits (K, V) of K tokens, given the last layer's output at these tokens.
@@ -86,8 +100,8 @@ class LayerCut:
         its final norm, scaling and soft cap apply.
         """
 
-        def put(layer: int, passing_1TD: Tensor, call: LayerCall) -> Tensor:
-            return h_1KD if layer == 0 else passing_1TD
+        def put(layer: int, passing: Tensor, call: LayerCall) -> Tensor:
+            return probe.part_streams(h_1KD, self._streams) if layer == 0 else passing
 
         tokens_K, positions_K = inputs.tokens_T[keep_K], inputs.positions_T[keep_K]
         with self._stubs(put):

@@ -65,7 +65,9 @@ class Observed:
     """The attention module and the window (0: none) of each layer, in order of the calls."""
     masks: list[object] = field(default_factory=list)
     kv_shapes: list[KvShape] = field(default_factory=list)
-    """Shapes of all layers; zeros for those without attention."""
+    """Shapes of all layers; zeros for those without keys and values of their own."""
+    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values of each layer that has its own."""
     chunks: dict[nn.Module, int] = field(default_factory=dict)
     """Chunk size of each attention module with chunked attention (`Window.chunked`)."""
     states: dict[int, StateShape] = field(default_factory=dict)
@@ -104,8 +106,18 @@ def _probe_attention(
     if coserve_observed is not None:
         coserve_observed.layers.append((module, sliding_window or 0))
         coserve_observed.masks.append(attention_mask)
-        coserve_observed.kv_shapes.append(KvShape(key.shape[1], key.shape[3], value.shape[3]))
+        coserve_observed.kv_shapes.append(_kv_shape(coserve_observed.kv, seam.layer_of(module), key, value))
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _kv_shape(own: dict[int, tuple[Tensor, Tensor]], layer: int, key: Tensor, value: Tensor) -> KvShape:
+    """Return the shape of a layer's keys and values. They are another layer's if they are the same tensors as that
+    one's in `own`, to which they are added if they are not."""
+    source = next((source for source, (k, v) in own.items() if k is key and v is value), None)
+    if source is not None:
+        return KvShape(0, 0, 0, source)
+    own[layer] = key, value
+    return KvShape(key.shape[1], key.shape[3], value.shape[3])
 
 
 AttentionInterface.register(_PROBE, _probe_attention)
@@ -265,6 +277,16 @@ class Forward:
         return Forward(self.logits.flip(0), states)
 
 
+def join_streams(hidden: Tensor) -> Tensor:
+    """Return hidden states as (1, T, D), or as (1, T, S D) where a token has several, (S, 1, T, D)."""
+    return hidden if hidden.dim() == 3 else hidden.permute(1, 2, 0, 3).flatten(2)
+
+
+def part_streams(h_1TD: Tensor, streams: int) -> Tensor:
+    """Invert `join_streams`."""
+    return h_1TD if streams == 1 else h_1TD.reshape(*h_1TD.shape[:2], streams, -1).permute(2, 0, 1, 3)
+
+
 @contextmanager
 def recorded(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Forward]]:
     """Record the modules' forwards inside. Yields a function that adds the logits and returns the record.
@@ -275,8 +297,8 @@ def recorded(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Forwar
 
     def saw(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         before, after = _states(args, kwargs), output[0] if isinstance(output, tuple) else output
-        if isinstance(before, Tensor) and isinstance(after, Tensor) and before.dim() == after.dim() == 3:
-            seen.setdefault(module, []).append((before[0], after[0]))
+        if isinstance(before, Tensor) and isinstance(after, Tensor) and before.dim() == after.dim() in (3, 4):
+            seen.setdefault(module, []).append((join_streams(before)[0], join_streams(after)[0]))
 
     with ExitStack() as hooks:
         for module in modules:
@@ -349,10 +371,10 @@ def _each_on_expected_inputs(what: str, layers: Sequence[nn.Module], expected: F
     """Compare layers one by one inside, replacing each output by the expected one, except in rows that pad the
     batch."""
 
-    def replaced(what: str, got_1TD: Tensor, expected: Tensor, change: Tensor) -> Tensor:
-        rows = expected.shape[0]
-        _check_states(what, got_1TD[0, :rows], expected, change)
-        return torch.cat((expected, got_1TD[0, rows:]))[None]
+    def replaced(what: str, got: Tensor, expected: Tensor, change: Tensor) -> Tensor:
+        rows, got_TD = expected.shape[0], join_streams(got)[0]
+        _check_states(what, got_TD[:rows], expected, change)
+        return part_streams(torch.cat((expected, got_TD[rows:]))[None], 1 if got.dim() == 3 else got.shape[0])
 
     def enter(
         layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]

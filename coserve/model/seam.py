@@ -19,6 +19,8 @@ from coserve.kernels.recurrent.packed import PackedRecurrence
 from coserve.kernels.recurrent.wrappers import PaddedRecurrence, recurrence_of
 
 NAME = "coserve"
+ARGUMENT = "coserve_attention"
+"""Name of the model's argument that its layers hand on to attention."""
 
 _HARMLESS = frozenset(
     {

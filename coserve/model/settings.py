@@ -91,11 +91,6 @@ def refuse_config(config: PretrainedConfig) -> None:
         raise UnsupportedBase(f"{family}: {_NOT_IMPLEMENTED[text.model_type]} is not implemented")
     if config.is_encoder_decoder:
         raise UnsupportedBase(f"{family} is an encoder-decoder model; coserve serves decoder-only language models")
-    if getattr(text, "num_kv_shared_layers", 0):
-        shared = f"{text.num_kv_shared_layers} of its {text.num_hidden_layers} layers"
-        raise UnsupportedBase(
-            f"{family}: {shared} have no keys and values of their own but read those of earlier layers"
-        )
 
 
 _NOT_IMPLEMENTED = {"kimi_linear": "Kimi's linear attention"}

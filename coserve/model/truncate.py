@@ -17,12 +17,14 @@ def layer_kinds(config: PretrainedConfig) -> list[tuple[object, ...]]:
     step = getattr(config, "decoder_sparse_step", None) or 1
     first_sparse = getattr(config, "first_k_dense_replace", None) or 0
     windows = getattr(config, "max_window_layers", None)
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
     return [
         (
             *(repr(value[layer]) for value in lists),
             layer in dense or (layer + 1) % step != 0,
             layer >= first_sparse,
             windows is not None and layer >= windows,
+            layer >= layers - shared,
         )
         for layer in range(layers)
     ]
@@ -38,5 +40,7 @@ def truncate_layers(config: PretrainedConfig) -> None:
     for name, value in text.to_dict().items():
         if isinstance(value, list) and len(value) == layers and layers > 1:
             setattr(text, name, value[:kept])
+    if shared := getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers = shared - (layers - kept)
     text.num_hidden_layers = kept
     config.tie_word_embeddings = text.tie_word_embeddings = True

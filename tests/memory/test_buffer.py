@@ -28,9 +28,13 @@ def test_a_page_of_the_8b_shape_is_2_mib() -> None:
 
 
 def test_layers_of_one_page_keep_their_own() -> None:
-    """Each layer writes through attention; every one reads back its own values, whatever the others' shapes."""
+    """Each layer writes through attention; every one reads back its own values, whatever the others' shapes. One that
+    reads another's takes no room."""
     shapes = [KvShape(2, 8, 8), KvShape(1, 16, 6), KvShape(2, 5, 9)]
-    kv = KvCache(shapes, pages=4, page_tokens=3, dtype=torch.float32, device=torch.device("cpu"))
+    alone = page_layout(shapes, 3, torch.float32).page_bytes
+    assert page_layout([*shapes, KvShape(0, 0, 0, 1)], 3, torch.float32).page_bytes == alone
+    with_reader = [*shapes, KvShape(0, 0, 0, 1)]
+    kv = KvCache(with_reader, pages=4, page_tokens=3, dtype=torch.float32, device=torch.device("cpu"))
     pages = kv.allocate(3)
     assert pages is not None
     run = TokenRun(7, 0, tuple(pages))
@@ -46,6 +50,8 @@ def test_layers_of_one_page_keep_their_own() -> None:
         out = again.attend(layer, keys, keys, last, AttentionParams(scaling=0.0))
         expected = (values.sum(1) + 1) / 8
         torch.testing.assert_close(out[0], expected)
+        if layer == 1:
+            torch.testing.assert_close(again.attend(3, keys, keys, last, AttentionParams(scaling=0.0))[0], expected)
 
 
 def test_moved_pages_take_their_contents_along() -> None:

@@ -145,11 +145,9 @@ def plainly(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[.
     return graph.forward
 
 
-@pytest.mark.parametrize("family", in_turns(["llama", "gemma2"], days=2))
-def test_torch_compile_is_asked_once_a_kind_of_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once layers are bound to graphs: with the same logits, whatever the rows, and with adapters."""
-    base = wrap_base(tiny_model(family, **({} if family.startswith("g") else {"num_hidden_layers": 5})), name=family)
-    weights, asked, compile = adapter(base), list[int](), torch.compile
+def counted_calls(base: Base, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers that are called through torch.compile from now on."""
+    asked, compile = list[int](), torch.compile
 
     def counted(forward: Callable[..., object], **options: object) -> Callable[..., object]:
         compiled = compile(forward, **options)
@@ -161,6 +159,14 @@ def test_torch_compile_is_asked_once_a_kind_of_layer(family: str, monkeypatch: p
         return call
 
     monkeypatch.setattr(torch, "compile", counted)
+    return asked
+
+
+@pytest.mark.parametrize("family", in_turns(["llama", "gemma2"], days=2))
+def test_torch_compile_is_asked_once_a_kind_of_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once layers are bound to graphs: with the same logits, whatever the rows, and with adapters."""
+    base = wrap_base(tiny_model(family, **({} if family.startswith("g") else {"num_hidden_layers": 5})), name=family)
+    weights, asked = adapter(base), counted_calls(base, monkeypatch)
     fused, slow = FusedBase(base, backend=plainly), FusedBase(base, compiled=False)
 
     def run(runner: FusedBase, rows: int, lora: LoraWeights | None, start: int = 0) -> Tensor:
@@ -189,3 +195,24 @@ def test_a_graph_that_is_new_is_made_for_all_layers() -> None:
         with torch.no_grad():
             expected = base.run(TOKENS[:rows], TOKENS[:rows], PackedAttention((0, rows)), None)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", in_turns(["gemma4_text", "gemma3n_text"], ["gemma4_text"], days=2))
+def test_layers_that_read_others_keys_and_values_are_bound(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get them anew in every step. Layers that others read always run through torch.compile, which hands their
+    keys and values on."""
+    base = wrap_base(tiny_family(family), name=family)
+    asked = counted_calls(base, monkeypatch)
+    weights, fused = adapter(base), FusedBase(base, backend=plainly)
+    for rows in (13, 5, 1, 1, 2, 16, 1, 4):
+        for own in (None, weights):
+            asked.clear()
+            tokens, attention = torch.arange(rows, 2 * rows), PackedAttention((0, rows))
+            lora = None if own is None else LoraBatch(Segments((0, rows), (0,)), (own,), GROUPED)
+            with torch.no_grad():
+                expected = base.forward(tokens, TOKENS[:rows], attention, lora=lora, keep=None)
+            term = None if own is None else one_adapter(fused, own, rows)
+            got = fused.forward(tokens, TOKENS[:rows], attention, lora=term, keep=None)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    if family == "gemma4_text":  # Gemma 3n's graphs take multiples of the rows, too
+        assert asked == [0, 1, 2, 3, 5], "layer 4 reads what layer 3 reads"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.gemma3n import Gemma3nTextConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
@@ -25,6 +26,7 @@ def test_each_kind_occurs_twice() -> None:
     for config in (
         Gemma2Config(num_hidden_layers=26),
         Gemma3TextConfig(num_hidden_layers=26),
+        Gemma3nTextConfig(num_hidden_layers=35, num_kv_shared_layers=15),
         Qwen3MoeConfig(num_hidden_layers=24, mlp_only_layers=[1, 3, 5], decoder_sparse_step=1),
     ):
         before = layer_kinds(config)
@@ -35,6 +37,15 @@ def test_each_kind_occurs_twice() -> None:
             kind: min(2, after.count(kind)) for kind in after
         }
         assert len(after) < len(before)
+
+
+def test_layers_that_read_others_keys_are_a_kind() -> None:
+    """The others stay before them, so that each has the layer that it reads."""
+    config = Gemma3nTextConfig(num_hidden_layers=35, num_kv_shared_layers=15)
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    truncate_layers(config)
+    assert own < config.num_hidden_layers < 35
+    assert config.num_hidden_layers - config.num_kv_shared_layers == own
 
 
 def test_a_base_of_few_layers_needs_no_weights(tmp_path: Path) -> None:

@@ -4,9 +4,19 @@ refused."""
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import patch
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    Gemma3nConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+from transformers.models.gemma3n import modeling_gemma3n
 
 from coserve.model.wrappers import model_class
 
@@ -62,6 +72,7 @@ SERVED = [
     "gemma2",
     "gemma3",
     "gemma3_text",
+    "gemma3n_text",
     "gemma4",
     "gemma4_text",
     "glm",
@@ -199,6 +210,10 @@ _VISION: dict[str, object] = {
 }
 _GEMMA4: dict[str, object] = {
     "model_type": "gemma4_text",
+    "num_hidden_layers": 2,
+    "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "use_double_wide_mlp": False,
     "enable_moe_block": True,
     "top_k_experts": 2,
     "global_head_dim": 16,
@@ -206,6 +221,19 @@ _GEMMA4: dict[str, object] = {
     "attention_k_eq_v": True,
 }
 """As 26B-A4B: the keys of layers without a window are their values, too."""
+_SHARED_KV: dict[str, object] = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
+"""The last layers read the keys and values of the last layers of their kind before."""
+_GEMMA3N: dict[str, object] = _SHARED_KV | {
+    "intermediate_size": 48,
+    "activation_sparsity_pattern": [0.9, *[0.0] * 5],
+    "laurel_rank": 4,
+}
 _SETTINGS: dict[str, dict[str, object]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
@@ -218,7 +246,8 @@ _SETTINGS: dict[str, dict[str, object]] = {
     },
     "gemma3": {"text_config": {"model_type": "gemma3_text"}},
     "gemma4": {"text_config": _GEMMA4},
-    "gemma4_text": {"global_head_dim": 16, "hidden_size_per_layer_input": 8},
+    "gemma3n_text": _GEMMA3N,
+    "gemma4_text": _SHARED_KV | {"global_head_dim": 16, "use_double_wide_mlp": True},
     "kimi_k25": {"text_config": {"model_type": "deepseek_v3"}},
     "llava": {"text_config": {"model_type": "llama"}},
     "mistral3": {"text_config": {"model_type": "ministral3"}},
@@ -249,15 +278,6 @@ LIMITS: dict[str, tuple[str, ...]] = {
 """For docs/guide/families.md."""
 
 _BACKENDS = "does not support attention backends"
-_SHARED_KV: dict[str, object] = {
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "activation_sparsity_pattern": [0.0] * 4,
-    "hidden_size_per_layer_input": 8,
-    "laurel_rank": 4,
-    "vocab_size_per_layer_input": 128,
-}
 REFUSED: dict[str, tuple[str, dict[str, object]]] = {
     "biogpt": (_BACKENDS, {}),
     "bloom": (_BACKENDS, {}),
@@ -272,7 +292,6 @@ REFUSED: dict[str, tuple[str, dict[str, object]]] = {
     "xglm": (_BACKENDS, {}),
     "diffllama": ("once in each of 2 layers", {}),
     "doge": ("replaced attention", {}),
-    "gemma3n_text": ("2 of its 4 layers have no keys and values of their own", _SHARED_KV),
     "minimax": ("once in each of 2 layers", {}),
     "nemotron": ("once in each of 2 layers", {}),
     "recurrent_gemma": ("context", {}),
@@ -322,3 +341,26 @@ def tiny_family(family: str, *, seed: int = 0, **overrides: object) -> PreTraine
                 if parameter.dim() == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
+
+
+def tiny_gemma3n(words: int) -> PreTrainedModel:
+    """The model around `gemma3n_text` that takes images and sound, whose tokens follow the `words`. Its vision tower
+    needs timm; another stands for it."""
+
+    class Towers:
+        @staticmethod
+        def from_config(config: PretrainedConfig) -> PreTrainedModel:
+            if config.model_type != "gemma3n_vision":
+                return AutoModel.from_config(config)
+            small = {key: value for key, value in _VISION.items() if key in SiglipVisionConfig().to_dict()}
+            return SiglipVisionModel(SiglipVisionConfig(**small))
+
+    own, sound = {"hidden_size": 16, "vocab_size": 8}, {"conf_num_hidden_layers": 1, "conf_num_attention_heads": 2}
+    config = Gemma3nConfig(
+        text_config=_settings("gemma3n_text", _SHAPE),
+        vision_config=own | {"vocab_offset": words},
+        audio_config=own | sound | {"vocab_offset": words + 8},
+    )
+    with patch.object(modeling_gemma3n, "AutoModel", Towers), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager").eval()

@@ -111,7 +111,7 @@ def measure_costs(
         ]
         layer = max(0.0, each - sum(inputs))
         bottoms = [max(0.0, (large.begin - fixed) / tokens - sum(ranks) - sum(inputs))] * len(groups)
-    own_input = spec.hidden * element
+    own_input = spec.carried * element
     last = _line(half, small.backward - small.kept, tokens, large.backward - large.kept)
     freed = ranks[-1] + inputs[-1]
     rest = [one.backward - one.kept for one in alone[:-1]]
@@ -147,7 +147,7 @@ def measure_levels(
     """Return `costs`, which were measured with `Kept.ALL`, with the costs of the other recompute levels added.
     `stays`: sites whose x Aᵀ is kept, by level; `times`: layer times by level. For the rest see `measure_costs`."""
     half, element = max(1, tokens // 2), ITEMSIZE[spec.dtype]
-    own_input, levels = spec.hidden * element, {}
+    own_input, levels = spec.carried * element, {}
     for kept, names in stays.items():
         recomputed, partly = (spec.layers, 0) if kept is Kept.INPUT else (0, spec.layers)
         small, large = (phases(size, recomputed=recomputed, partly=partly) for size in (half, tokens))

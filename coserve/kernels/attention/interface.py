@@ -26,6 +26,8 @@ class KvShape(NamedTuple):
     """D: head size of queries and keys."""
     values: int
     """E: head size of values; usually D."""
+    source: int | None = None
+    """The layer whose keys and values this one reads, having none of its own, so that its sizes are 0."""
 
 
 @dataclass(frozen=True)

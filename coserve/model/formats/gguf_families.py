@@ -214,9 +214,11 @@ def _mistral(header: GgufHeader, _settings: Settings) -> Settings:
 
 def _gemma4(header: GgufHeader, settings: Settings) -> Settings:
     """Layers without a window have another head size and number of heads, and no value projection if values equal
-    keys."""
+    keys. The last layers, which may have no keys and values of their own, may be twice as wide."""
     windows, heads = _list(header, "attention.sliding_window_pattern"), _list(header, "attention.head_count_kv")
-    last = len(windows) - 1
+    last, own = len(windows) - 1, len(windows) - (header.number("gemma4.attention.shared_kv_layers") or 0)
+    without_window = max(layer for layer in range(own) if not windows[layer])
+    narrow, wide = (header.tensors[f"blk.{layer}.ffn_gate.weight"].shape[0] for layer in (0, last))
     sizes = {"head_dim": header.number("gemma4.attention.key_length_swa"), "global_head_dim": settings["head_dim"]}
     sizes |= {"num_key_value_heads": heads[windows.index(1)], "num_global_key_value_heads": heads[last]}
     freqs, ends = header.tensors["rope_freqs.weight"], ("<eos>", "<turn|>", "<|tool_response>")
@@ -228,7 +230,9 @@ def _gemma4(header: GgufHeader, settings: Settings) -> Settings:
     found = [tokens.index(end) for end in ends if end in tokens] if isinstance(tokens, list) else []
     return sizes | {
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
-        "attention_k_eq_v": f"blk.{last}.attn_v.weight" not in header.tensors,
+        "attention_k_eq_v": f"blk.{without_window}.attn_v.weight" not in header.tensors,
+        "intermediate_size": narrow,
+        "use_double_wide_mlp": wide > narrow,
         "enable_moe_block": bool(settings.get("num_experts")),
         "rope_parameters": {"sliding_attention": local, "full_attention": whole},
         **({"eos_token_id": found} if found else {}),
@@ -359,7 +363,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 REFUSED = {
-    "gemma3n": "its last layers read the keys and values of earlier ones, which coserve does not serve",
+    "gemma3n": "its several hidden states of a token are not implemented there",
     **dict.fromkeys(
         ("bloom", "falcon", "mamba", "nemotron", "stablelm"),
         "coserve does not serve the family (docs/guide/families.md)",

@@ -79,6 +79,7 @@ def config_sizes(
         device="meta",
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
+        streams=getattr(text, "altup_num_inputs", 1),
         vocab=text.vocab_size,
         context=context_of(config, least=1).tokens,
         eos_token_ids=(),
@@ -89,7 +90,7 @@ def config_sizes(
     return BaseSizes(
         spec=spec,
         weights=sum(one.numel() for one in (*model.parameters(), *model.buffers())) * kind.itemsize - saved,
-        kv=sum(heads * (keys + values) for heads, keys, values in seen.kv_shapes) * kind.itemsize,
+        kv=sum(one.heads * (one.keys + one.values) for one in seen.kv_shapes) * kind.itemsize,
         states=state_bytes(seen.states, kind),
         experts=_experts(text),
         expanded=expanded,
@@ -100,5 +101,7 @@ def _experts(text: PretrainedConfig) -> int:
     """Return the outputs of a token's experts in one layer, which are no linear modules: gate, up and down."""
     sizes = text.to_dict()
     chosen = int(sizes.get("num_experts_per_tok") or 0)
+    if not chosen:
+        return 0
     width = int(sizes.get("moe_intermediate_size") or sizes.get("intermediate_size") or 0)
-    return chosen * (2 * width + int(sizes["hidden_size"])) if chosen else 0
+    return chosen * (2 * width + int(sizes["hidden_size"]))

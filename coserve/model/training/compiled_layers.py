@@ -58,10 +58,7 @@ MAX_KINDS = 4
 
 class CompiledLayers:
     """The compiled layers of a base. The constructor traces them; they are `ready` after `compile`, which may run on
-    any thread.
-
-    `compile_levels` adds the cuts of the joint graph that save less for the backward.
-    """
+    any thread. `compile_levels` adds the cuts of the joint graph that save less for the backward."""
 
     def __init__(
         self,
@@ -77,6 +74,8 @@ class CompiledLayers:
         once the layers are compiled. Ranks that share a base do this at the same time. Raises `UnsupportedBase`, with
         several ranks `FailedTogether`, and any error of stacking the weights, which cannot be undone.
         """
+        if cut.untraced:
+            raise UnsupportedBase(cut.untraced)
         if base.sharding is not None and base.sharding.experts:
             raise UnsupportedBase("the outputs of its experts are summed over the GPUs, which is not traced")
         if base.sharding is not None and base.sharding.norms:

@@ -41,16 +41,20 @@ def llama(**settings: int) -> BaseSizes:
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "falcon_h1", "jamba", "lfm2", "olmo_hybrid")
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "jetmoe", *sample(HYBRIDS, "qwen3_5_text", "lfm2")])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "gemma3_text", "gemma3n_text", "jetmoe", *sample(HYBRIDS, "qwen3_5_text", "lfm2")]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_sizes_are_those_of_the_loaded_base(family: str) -> None:
     model = tiny_family(family)
     found = config_sizes(model.config, "float32", name=family)
     weights = sum(one.numel() * one.element_size() for one in model.parameters())
     base = wrap_base(model, name=family)
+    assert found.spec.carried == base.spec.carried
     more = found.spec.sites.items() - base.spec.sites.items()
     assert base.spec.sites.items() <= found.spec.sites.items()
-    assert all(site.endswith("dt_proj") for site, _ in more), "no other module is used by its weight alone"
+    others = ("dt_proj", "modality_router")
+    assert all(site.endswith(others) for site, _ in more), "no others are used by their weight alone, or twice"
     if base.states:
         kv = KvCache.for_base(base, 64, 16, sequences=WISH.requests)
         assert kv.states is not None

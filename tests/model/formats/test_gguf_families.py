@@ -315,16 +315,18 @@ def test_mistral(family: str, tmp_path: Path) -> None:
     _check(tmp_path / "m.gguf", model, MODEL_ARCH.MISTRAL3, _mamba(model.config, 1), **(scaling if new else {}))
 
 
-@pytest.mark.parametrize("experts", [True, False])
-def test_gemma4(experts: bool, tmp_path: Path) -> None:
-    """As 26B-A4B (experts, and keys that are values in layers without a window) and as a dense model with inputs of
-    layers."""
+@pytest.mark.parametrize(("experts", "shared"), [(True, 0), (False, 0), (False, 3)])
+def test_gemma4(experts: bool, shared: int, tmp_path: Path) -> None:
+    """As 26B-A4B (experts, and keys that are values in layers without a window), as a dense model with inputs of
+    layers, and as E2B, whose last layers read keys and values of others and are twice as wide."""
     given = {"enable_moe_block": True, "top_k_experts": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    alone = {"num_hidden_layers": 2, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+    alone["layer_types"] = ["sliding_attention", "full_attention"]
     model = tiny_family(
         "gemma4_text",
         final_logit_softcapping=5.0,
         global_head_dim=16,
-        layer_types=["sliding_attention", "full_attention"],
+        **({} if shared else alone),
         **({"hidden_size_per_layer_input": 0} | given if experts else {"vocab_size_per_layer_input": 128}),
     )
 
@@ -343,12 +345,13 @@ def test_gemma4(experts: bool, tmp_path: Path) -> None:
         MODEL_ARCH.GEMMA4,
         change,
         tensors={"rope_freqs.weight": [1.0, 1.0, *[1e30] * 6]},
-        attention__head_count_kv=[2, 1 if experts else 2],
+        attention__head_count_kv=[2, 1 if experts else 2] * (3 if shared else 1),
         attention__key_length=16,
         attention__key_length_swa=8,
-        attention__shared_kv_layers=0,
+        attention__shared_kv_layers=shared,
+        feed_forward_length=[48] * 3 + [96] * 3 if shared else 48,
         attention__sliding_window=5,
-        attention__sliding_window_pattern=[True, False],
+        attention__sliding_window_pattern=[kind == "sliding_attention" for kind in model.config.layer_types],
         embedding_length_per_layer_input=0 if experts else 8,
         rope__freq_base_swa=1e4,
         final_logit_softcapping=5.0,
@@ -421,7 +424,7 @@ def test_llama(family: str, tmp_path: Path) -> None:
 def test_what_is_refused_says_why(name: str, tmp_path: Path) -> None:
     model = tiny_family("llama", hidden_size=64)
     write_llama(tmp_path / "m.gguf", model, GGMLQuantizationType.F32, architecture=name)
-    with pytest.raises(UnsupportedBase, match=f"'{name}' is not read from GGUF: .* not serve"):
+    with pytest.raises(UnsupportedBase, match=f"'{name}' is not read from GGUF: .* not "):
         load_base(str(tmp_path / "m.gguf"), device="cpu", dtype="auto")
 
 

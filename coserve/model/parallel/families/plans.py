@@ -186,8 +186,10 @@ _JETMOE = (
     ),
 )
 _KEYS_AS_VALUES = replace(_SELF_ATTENTION, column={"q_proj": Width.EVEN, "k_proj": Width.KEY_VALUE})
+_QUERIES_ALONE = replace(_SELF_ATTENTION, column={"q_proj": Width.EVEN})
+"""Attention of layers that read the keys and values of earlier ones."""
 _GEMMA4 = (
-    *(_SELF_ATTENTION, _KEYS_AS_VALUES, _MLP, Block("router"), Block("experts", experts="")),
+    *(_SELF_ATTENTION, _KEYS_AS_VALUES, _QUERIES_ALONE, _MLP, Block("router"), Block("experts", experts="")),
     *(Block(name, gates=("",)) for name in ("per_layer_input_gate", "per_layer_projection")),
 )
 _GPT2 = (_fused_attention("attn", Width.QKV, "c_attn", "c_proj"), _mlp("mlp", ("c_fc",), "c_proj"))
