@@ -250,7 +250,7 @@ def _content(file: Path | str | bytes, field: str) -> Path | bytes:
         return file
     if not (path := Path(file)).is_file():
         found = "a folder" if path.is_dir() else "no regular file" if path.exists() else "nothing there"
-        raise InvalidRequest(f"expected a file of rows, got {str(path)!r}: {found}", field=field)
+        raise InvalidRequest(f"expected a file, got {str(path)!r}: {found}", field=field)
     return path
 
 

@@ -164,7 +164,7 @@ async def test_a_file_that_is_missing_is_told_before_anything_is_sent(tmp_path: 
     daemon = Daemon()
     for path, says in ((tmp_path / "rows.jsonl", "nothing there"), (tmp_path, "a folder")):
         for given in ({"data": str(path)}, {"file": str(path)}, {"file": path}):
-            with pytest.raises(InvalidRequest, match=rf"^expected a file of rows, got .*: {says}$"):
+            with pytest.raises(InvalidRequest, match=rf"^expected a file, got .*: {says}$"):
                 await daemon.client.finetune("a", **given)  # type: ignore[arg-type]
     assert daemon.requests == []
 

@@ -76,6 +76,11 @@ def test_what_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
         decoded_text(b"%PDF-1.4 and nothing more")
     with pytest.raises(UnreadableCorpus, match="PDF cannot be read"):
         decoded_text(pdf("x").replace(b"<</Length", b"<</Filter/Unknown/Length"))
+    for name, content in (("a.txt", b"\xff\xfe\x00"), ("b.pdf", b"%PDF-1.4 and nothing more")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UnreadableCorpus, match=rf"^{name}: "):
+            read_document(tmp_path)
+        (tmp_path / name).unlink()
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(UnreadableCorpus, match="regular file"):
         read_document(tmp_path / "pipe.txt")

@@ -66,7 +66,7 @@ def learn(
     }
     document: dict[str, Any] = settings.pop("document", {}) | {n: v for n, v in own.items() if v is not None}
     alone = files[0] if len(files) == 1 and files[0].is_file() else None
-    text = None if alone is not None else "\n\n".join(read_document(file) for file in files)
+    text = None if alone is not None else read_document(*files)
     with connect(url, key) as client:
         job = client.learn(adapter, text, file=alone, **settings, **document)
         for note in job.info.notes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 from coserve.core.errors import EmptyCorpus, UnreadableCorpus
@@ -43,22 +42,28 @@ def split_document(context: TaskContext, path: str | None, text: bytes, size: in
         raise UnreadableCorpus(f"the document takes more than {MEMORY >> 20} MiB of memory to read") from None
 
 
-def read_document(path: Path) -> str:
-    """Return the text of a file, or of all files of a folder, by name. Raises `UnreadableCorpus`, `EmptyCorpus`,
-    `StorageError`."""
-    texts = [decoded_text(_content(file)) for file in _files(path)]
-    if not texts:
-        raise EmptyCorpus(f"expected files with one of the endings {', '.join(SUFFIXES)} in the folder")
-    return "\n\n".join(texts)
+def read_document(*paths: Path) -> str:
+    """Return the text of files, and of all files of folders, by name. Errors name the file unless there is but one.
+    Raises `UnreadableCorpus`, `EmptyCorpus`, `StorageError`."""
+    alone = len(paths) == 1 and not paths[0].is_dir()
+    return "\n\n".join(_text(file, "" if alone else f"{file.name}: ") for path in paths for file in _files(path))
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _files(path: Path) -> list[Path]:
     if not path.is_dir():
-        yield path
-        return
-    for file in sorted(path.rglob("*")):
-        if file.suffix.lower() in SUFFIXES and file.is_file() and file.resolve().is_relative_to(path.resolve()):
-            yield file
+        return [path]
+    files = (file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not (found := [file for file in files if file.resolve().is_relative_to(path.resolve())]):
+        raise EmptyCorpus(f"expected files with one of the endings {', '.join(SUFFIXES)} in the folder")
+    return found
+
+
+def _text(file: Path, name: str) -> str:
+    content = _content(file)
+    try:
+        return decoded_text(content)
+    except UnreadableCorpus as error:
+        raise UnreadableCorpus(f"{name}{error}") from error
 
 
 def _content(file: Path) -> bytes:
