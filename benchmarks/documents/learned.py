@@ -47,7 +47,7 @@ import time
 import traceback
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,14 +59,13 @@ import msgspec
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results, Target, summarize
 from benchmarks.documents.arms import Arms, daemon, recovered, shares
+from benchmarks.documents.cost import cost
 from benchmarks.documents.facts import Document, documents
 from benchmarks.documents.measured import Measured
 from benchmarks.documents.quality import articles
 from coserve.client import AsyncClient, Client, RetryPolicy
 from coserve.core.errors import CoserveError, Unreachable
-from coserve.core.limits import MAX_MESSAGES
-from coserve.core.schemas import JobEvent
-from coserve.core.schemas.documents import DocumentSettings, Recipe, UserQuestion
+from coserve.core.schemas.documents import DocumentSettings, Recipe
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import LoraSettings
 
@@ -80,8 +79,6 @@ KV_TOKENS = 1 << 17
 HOST_BYTES = 1 << 30
 """Each of several daemons on one GPU cannot plan its memory together with the others: 3 GB of keys and values."""
 ROUNDS = 3
-QUESTION = 12
-"""Tokens of a question, with `--cost`."""
 SILENCE = 900.0
 """Seconds without a byte after which a request is given up: a daemon that compiles beside others is slow."""
 RETRIES = RetryPolicy(reconnects=6)
@@ -116,7 +113,6 @@ TARGETS = {
     "documents.cartridge.recovered": Target(0.9),
     "documents.tokens_ratio": Target(32),
     "documents.retention_loss": Target(0.02, most=True),
-    "documents.gpu_s.4k": Target(60, most=True),
 }
 
 
@@ -323,78 +319,6 @@ class Run:
             size += f"; {self._options.per_chunk} generated for each chunk, replay {self._options.replay}"
             about = about | {"note": f"{self._options.label}: {size}"}
         self._results.put(key, round(value, 4), unit, TARGETS.get(key), about=about)
-
-
-def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
-    """GPU-seconds of a document of 4k tokens at 8B, on an idle daemon, after a smaller document that warms it.
-
-    Random weights ask hardly two different questions, so that their job would learn next to nothing. Two jobs take its
-    place: one that asks, and ends there; one that answers as many questions of the document's words, and learns."""
-    from benchmarks.serving.http_case import FULL, SMALL, model_folder
-    from coserve.data.pretrained.tokenizer import Tokenizer
-    from coserve.workloads.bundled import bundled_rows
-
-    size = SMALL if options.tiny else FULL
-    model = model_folder(folder / "model", size)
-    text = " ".join(str(row.get("text") or row.get("prompt")) for row in bundled_rows())
-    tokenizer = Tokenizer.load(str(model))
-    ids = tokenizer.encode(text)
-    ids = (ids * (1 + 4096 // len(ids)))[: 256 if options.tiny else 4096]
-    serving = ["--model", str(model), "--load-format", "dummy", "--device", size.device]
-    with daemon([*serving, *options.serve.split()], folder) as url, Client(url) as client:
-        client.wait_ready()
-        seconds = list[float]()
-        for name, tokens in (("warm", ids[: len(ids) // 4]), *((f"run-{n}", ids) for n in range(options.seeds))):
-            if seconds and time.monotonic() - options.began > options.seconds:
-                break
-            asking, chunks = _asking(client, options, name, tokenizer.decode(tokens))
-            wanted = min(MAX_MESSAGES, options.per_chunk * chunks)
-            starts = ((at * len(tokens) // wanted) for at in range(wanted))
-            own = [f"{at}: {tokenizer.decode(tokens[start : start + QUESTION])}" for at, start in enumerate(starts)]
-            job = client.learn(
-                name,
-                tokenizer.decode(tokens),
-                questions=[UserQuestion(text) for text in own],
-                chunk_tokens=options.chunk_tokens,
-                answer_tokens=options.answer_tokens,
-                replay=options.replay,
-                publish="always",
-                training={"steps": options.steps} if options.steps else {},
-            )
-            info = job.wait(progress=False)
-            assert info.document is not None and info.finished_at is not None and info.started_at is not None
-            took = asking + info.finished_at - info.started_at
-            about = {"asking_s": asking, "questions": info.document.questions}
-            about |= {"generated_tokens": info.document.generated_tokens}
-            about |= {"trained_tokens": info.trained_tokens, "rows": info.rows, "steps": info.step}
-            phases = phase_times(job.events(), info.started_at)
-            print(name, round(took, 2), about, phases, flush=True)
-            if name != "warm":
-                seconds.append(round(took, 2))
-                middle = sorted(seconds)[len(seconds) // 2]
-                target = None if options.tiny else TARGETS["documents.gpu_s.4k"]
-                results.put("documents.gpu_s.4k", middle, "s", target, seconds, about | {"phases": phases})
-
-
-def _asking(client: Client, options: argparse.Namespace, name: str, text: str) -> tuple[float, int]:
-    """Return the seconds in which a job asks its questions, and its document's chunks. The job is cancelled then."""
-    job = client.learn(f"{name}-asks", text, questions_per_chunk=options.per_chunk, chunk_tokens=options.chunk_tokens)
-    at = next(event.created_at for event in job.events() if event.document and event.document.phase == "answers")
-    info = job.refresh()
-    assert info.document is not None and info.started_at is not None
-    job.cancel()
-    return round(at - info.started_at, 2), info.document.chunks
-
-
-def phase_times(events: Iterable[JobEvent], began: float) -> dict[str, float]:
-    """Return when each phase of a document's job began, and when the job was first in each state, in seconds after
-    `began`."""
-    times = dict[str, float]()
-    for event in events:
-        name = event.state if event.document is None else event.document.phase
-        if name is not None:
-            times.setdefault(str(name), round(event.created_at - began, 2))
-    return times
 
 
 def main() -> None:

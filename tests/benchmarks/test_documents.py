@@ -12,9 +12,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from benchmarks.documents.arms import Row, recovered, right
+from benchmarks.documents.cost import phase_times
 from benchmarks.documents.encoder import Encoder, save_cartridge
 from benchmarks.documents.facts import FACTS, Question, documents
-from benchmarks.documents.learned import Learning, phase_times
+from benchmarks.documents.learned import Learning
 from benchmarks.documents.measured import Measured
 from benchmarks.documents.quality import articles
 from benchmarks.documents.reader import Reader

@@ -1,0 +1,89 @@
+"""What a document of 4k tokens costs a GPU at the 8B shape: `benchmarks.documents.learned --cost`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.common.results import Results, Target
+from benchmarks.documents.arms import daemon
+from benchmarks.serving.http_case import FULL, SMALL, model_folder
+from coserve.client import Client
+from coserve.core.limits import MAX_MESSAGES
+from coserve.core.schemas import JobEvent
+from coserve.core.schemas.documents import UserQuestion
+from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.workloads.bundled import bundled_rows
+
+QUESTION = 12
+"""Tokens of a question."""
+
+
+def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
+    """GPU-seconds of a document of 4k tokens at 8B, on an idle daemon, after a smaller document that warms it.
+
+    Random weights ask hardly two different questions, so that their job would learn next to nothing. Two jobs take its
+    place: one that asks, and ends there; one that answers as many questions of the document's words, and learns."""
+    size = SMALL if options.tiny else FULL
+    model = model_folder(folder / "model", size)
+    text = " ".join(str(row.get("text") or row.get("prompt")) for row in bundled_rows())
+    tokenizer = Tokenizer.load(str(model))
+    ids = tokenizer.encode(text)
+    ids = (ids * (1 + 4096 // len(ids)))[: 256 if options.tiny else 4096]
+    serving = ["--model", str(model), "--load-format", "dummy", "--device", size.device]
+    with daemon([*serving, *options.serve.split()], folder) as url, Client(url) as client:
+        client.wait_ready()
+        seconds = list[float]()
+        for name, tokens in (("warm", ids[: len(ids) // 4]), *((f"run-{n}", ids) for n in range(options.seeds))):
+            if seconds and time.monotonic() - options.began > options.seconds:
+                break
+            asking, chunks = _asking(client, options, name, tokenizer.decode(tokens))
+            wanted = min(MAX_MESSAGES, options.per_chunk * chunks)
+            starts = ((at * len(tokens) // wanted) for at in range(wanted))
+            own = [f"{at}: {tokenizer.decode(tokens[start : start + QUESTION])}" for at, start in enumerate(starts)]
+            job = client.learn(
+                name,
+                tokenizer.decode(tokens),
+                questions=[UserQuestion(text) for text in own],
+                chunk_tokens=options.chunk_tokens,
+                answer_tokens=options.answer_tokens,
+                replay=options.replay,
+                publish="always",
+                training={"steps": options.steps} if options.steps else {},
+            )
+            info = job.wait(progress=False)
+            assert info.document is not None and info.finished_at is not None and info.started_at is not None
+            took = asking + info.finished_at - info.started_at
+            about = {"asking_s": asking, "questions": info.document.questions}
+            about |= {"generated_tokens": info.document.generated_tokens}
+            about |= {"trained_tokens": info.trained_tokens, "rows": info.rows, "steps": info.step}
+            phases = phase_times(job.events(), info.started_at)
+            print(name, round(took, 2), about, phases, flush=True)
+            if name != "warm":
+                seconds.append(round(took, 2))
+                middle = sorted(seconds)[len(seconds) // 2]
+                target = None if options.tiny else Target(60, most=True)
+                results.put("documents.gpu_s.4k", middle, "s", target, seconds, about | {"phases": phases})
+
+
+def _asking(client: Client, options: argparse.Namespace, name: str, text: str) -> tuple[float, int]:
+    """Return the seconds in which a job asks its questions, and its document's chunks. The job is cancelled then."""
+    job = client.learn(f"{name}-asks", text, questions_per_chunk=options.per_chunk, chunk_tokens=options.chunk_tokens)
+    at = next(event.created_at for event in job.events() if event.document and event.document.phase == "answers")
+    info = job.refresh()
+    assert info.document is not None and info.started_at is not None
+    job.cancel()
+    return round(at - info.started_at, 2), info.document.chunks
+
+
+def phase_times(events: Iterable[JobEvent], began: float) -> dict[str, float]:
+    """Return when each phase of a document's job began, and when the job was first in each state, in seconds after
+    `began`."""
+    times = dict[str, float]()
+    for event in events:
+        name = event.state if event.document is None else event.document.phase
+        if name is not None:
+            times.setdefault(str(name), round(event.created_at - began, 2))
+    return times
