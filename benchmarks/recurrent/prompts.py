@@ -1,9 +1,13 @@
-"""Prompts of Qwen3.5-9B's shape, their recurrence token by token and in chunks: `--only prompts` and `--only prefill`.
+"""Prompts of Qwen3.5-9B's shape, their recurrence token by token and in chunks, and training's: `--only prompts`,
+`--only training` and `--only prefill`.
 
 `prompt_us.SxT.tokens`, `.chunks`       a layer's recurrence of S sequences of T tokens, in microseconds of its kernels:
                                         by the fused kernel, and in chunks by serving's launch shape. Beside it, the
                                         kernels of each shape and the distance of its outputs from the fused kernel's
                                         (`error`). `floor`: inputs, outputs and states moved once at `--bandwidth`
+`train_us.SxT.forward`, `.backward`     a layer's recurrence in training, in microseconds of its kernels, with the times
+                                        and the error of each of `TRAINED` beside it. `again`: the backward if the
+                                        forward kept nothing
 `prefill_tok_s.tokens.T`, `.chunks.T`   prompt tokens a second of one prompt of T tokens, through the engine
 """
 
@@ -17,6 +21,7 @@ from functools import partial
 
 import torch
 import triton
+from torch import Tensor
 
 from benchmarks.common.results import Results
 from benchmarks.common.timing import microseconds
@@ -25,9 +30,10 @@ from benchmarks.recurrent.kernels import GROUPS, HEADS, SIZE, cut_inputs
 from benchmarks.serving.case import Bench, Load, Shape
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.recurrent.chunked.long_runs import PROMPTS, LongRuns
-from coserve.kernels.recurrent.chunked.recurrence import ChunkShape
+from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence, ChunkShape
 from coserve.kernels.recurrent.fused.steps import FusedRecurrence
 from coserve.kernels.recurrent.interface import RecurrenceInputs
+from coserve.kernels.recurrent.reference import CHUNK, normalized
 from coserve.kernels.recurrent.slots import LayerStates
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
@@ -40,15 +46,40 @@ STEPS = ((2048, 1), (2048, 8), (512, 1), (64, 1))
 """Tokens of a step, and its sequences."""
 SHAPES = (
     ChunkShape(),
-    replace(PROMPTS, part=64),
+    replace(PROMPTS, part=CHUNK),
     replace(PROMPTS, part=16, outputs=64),
     replace(PROMPTS, part=4),
+    replace(PROMPTS, compact=False),
+    replace(PROMPTS, exact=True),
+    replace(PROMPTS, solve_warps=8),
     replace(PROMPTS, stages=3),
     replace(PROMPTS, warps=8),
     replace(PROMPTS, values=16),
     replace(PROMPTS, values=64),
     replace(PROMPTS, values=64, warps=8),
 )
+TRAINING = ChunkShape()
+TRAINED = (
+    replace(TRAINING, part=CHUNK),
+    replace(TRAINING, compact=False),
+    replace(TRAINING, part=8),
+    replace(TRAINING, exact=False),
+    replace(TRAINING, part=8, exact=False),
+    replace(TRAINING, part=4, exact=False),
+    replace(TRAINING, solve_warps=8),
+    replace(TRAINING, stages=2),
+    replace(TRAINING, values=32),
+    replace(TRAINING, values=32, stages=2),
+    replace(TRAINING, outputs=128),
+    replace(TRAINING, back_warps=4),
+    replace(TRAINING, back_stages=2),
+    replace(TRAINING, back_values=32),
+    replace(TRAINING, back_values=32, back_warps=4),
+    replace(TRAINING, back_values=32, back_warps=4, back_stages=2),
+)
+"""Launch shapes of training beside its own; the first was its own until `train_us` was there to time it."""
+BATCH = (4096, 8)
+"""Tokens of a micro-batch, and its rows."""
 CALLS, REPEATS, WARM = 5, 5, 6
 
 
@@ -77,16 +108,53 @@ def measure_recurrence(results: Results, device: torch.device, bandwidth: float,
                 continue
             error = float(torch.linalg.vector_norm(out.float() - right) / torch.linalg.vector_norm(right))
             found = _kernel_us(partial(chunked.recur, given, out, states.recurrent), device)
-            times[_name(shape)] = {one: round(us, 1) for one, us in found.items()} | {"error": round(error, 5)}
+            times[_name(shape)] = _rounded(found) | {"error": round(error, 5)}
             print(name, _name(shape), f"{sum(found.values()):.1f} us", times[_name(shape)], flush=True)
         value = sum(us for one, us in times[_name(PROMPTS)].items() if one != "error")
         results.put(f"{name}.chunks", round(value, 1), "us", about=floor | times)
 
 
-def _name(shape: ChunkShape) -> str:
-    """Return what differs from the shape of serving."""
-    own = asdict(PROMPTS)
-    return " ".join(f"{name}={value}" for name, value in asdict(shape).items() if value != own[name]) or "serving"
+def measure_training(results: Results, device: torch.device, bandwidth: float, *, tiny: bool) -> None:
+    """Put a row for the forward and one for the backward, each with the times of all launch shapes."""
+    tokens, rows = (40, 2) if tiny else BATCH
+    drawn, _, _ = _drawn(tokens, rows, device, tiny=tiny)
+    given, dout_THV = normalized(drawn), torch.randn(drawn.v.shape, device=device, dtype=drawn.v.dtype)
+    bounds, right = range(0, tokens + 1, tokens // rows), list[Tensor]()
+    moved = sum(one.nbytes for one in given if isinstance(one, Tensor))  # inputs, and as much again for their gradients
+    moved_back = 2 * moved + dout_THV.nbytes
+    times: dict[str, dict[str, dict[str, float]]] = {"forward": {}, "backward": {}}
+    for shape in (*TRAINED, TRAINING):
+        kernels, name = ChunkedRecurrence.of_bounds(bounds, device, shape=shape), _name(shape, TRAINING)
+        try:
+            out_THV, kept = kernels.recur_keeping(given)
+            found = [out_THV, *kernels.gradients(given, dout_THV, kept)]
+        except triton.runtime.errors.OutOfResources:
+            continue
+        right = right or found
+        error = max(
+            float((own - one).float().norm() / one.float().norm()) for own, one in zip(found, right, strict=True)
+        )
+        forward, backward = partial(kernels.recur, given), partial(kernels.gradients, given, dout_THV, kept)
+        for what, run in (("forward", forward), ("backward", backward)):
+            times[what][name] = _rounded(_kernel_us(run, device)) | {"error": round(error, 5)}
+            print("training", what, name, times[what][name], flush=True)
+    again = _rounded(_kernel_us(partial(kernels.gradients, given, dout_THV), device))
+    for what, size in (("forward", moved + dout_THV.nbytes), ("backward", moved_back)):
+        own, floor = times[what][_name(TRAINING, TRAINING)], round(1e6 * size / bandwidth, 2)
+        value = sum(us for one, us in own.items() if one != "error")
+        about: dict[str, object] = {"floor": floor, **times[what], **({"again": again} if what == "backward" else {})}
+        results.put(f"models.qwen35.train_us.{rows}x{tokens // rows}.{what}", round(value, 1), "us", about=about)
+
+
+def _rounded(found: dict[str, float]) -> dict[str, float]:
+    return {one: round(us, 1) for one, us in found.items()}
+
+
+def _name(shape: ChunkShape, like: ChunkShape = PROMPTS) -> str:
+    """Return what differs from the shape of serving, or of training."""
+    own = asdict(like)
+    found = " ".join(f"{name}={value}" for name, value in asdict(shape).items() if value != own[name])
+    return found or ("serving" if like == PROMPTS else "training")
 
 
 def _drawn(

@@ -14,6 +14,8 @@ from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.lora.segments import Segments
+from coserve.kernels.recurrent.interface import RecurrenceInputs
+from coserve.kernels.recurrent.packed import PackedRecurrence
 from coserve.model.base import Base, wrap_base
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
@@ -79,6 +81,32 @@ def test_gradients_are_those_of_autograd(family: str) -> None:
     assert not compiled.notes, "none was refused"
     graphs = LayerGraphs(compiled, RepeatingRecorder)
     assert "recurrent layers" in graphs.notes[0] and graphs.padded_size(7) == 7, "no graphs, no padding for them"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recurrence_is_given_back_what_its_forward_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever layers keep: if the backward runs the forward again, what that one kept."""
+    base = base_of("qwen3_5_text")
+    compiled, expected = compiled_of(base), gradients(base, None, range(4))
+    kept, given_back = list[Tensor](), list[Tensor]()
+
+    def recur_keeping(self: PackedRecurrence, given: RecurrenceInputs) -> tuple[Tensor, Tensor]:
+        kept.append(torch.full((), float(len(kept))))
+        return self.recur(0, given), kept[-1]
+
+    computed = PackedRecurrence.gradients
+
+    def backward(self: PackedRecurrence, given: RecurrenceInputs, dout: Tensor, own: Tensor | None) -> list[Tensor]:
+        assert own is not None
+        given_back.append(own)
+        return computed(self, given, dout)
+
+    monkeypatch.setattr(PackedRecurrence, "recur_keeping", recur_keeping)
+    monkeypatch.setattr(PackedRecurrence, "gradients", backward)
+    for counts, times in (({}, 1), ({"partly": 2}, 1), ({"recomputed": 2}, 2)):
+        kept.clear(), given_back.clear()
+        close(gradients(base, compiled, range(4), **counts), expected)
+        assert len(kept) == times and given_back == kept[-1:]
 
 
 @on_days(4)

@@ -42,8 +42,8 @@ class PackedRecurrence:
         return convolved(x_TC, self.offsets(x_TC.device), weight_CW, bias_C, activation)
 
     def recur(self, layer: int, given: RecurrenceInputs) -> Tensor:
-        """See `Recurrence.recur`. Only the inputs are kept for the backward, as the tensors of all chunks take several
-        times the memory of the rest of a layer."""
+        """See `Recurrence.recur`. The backward computes it again from the inputs, as the tensors of all chunks take
+        several times the memory of the rest of a layer; of those it keeps what `recur_keeping` returns."""
         if (kernels := self._kernels_for(given)) is not None:
             found: Tensor = _ByKernels.apply(kernels, *normalized(given)[:5])  # type: ignore[no-untyped-call]
             return found
@@ -51,6 +51,13 @@ class PackedRecurrence:
             out: Tensor = checkpoint(self._recur, given, use_reentrant=False, preserve_rng_state=False)
             return out
         return self._recur(given)
+
+    def recur_keeping(self, given: RecurrenceInputs) -> tuple[Tensor, Tensor | None]:
+        """Compute `recur` of `normalized` inputs without autograd. Also return what `gradients` need not compute again:
+        some `CHUNK` elements for each token and head, in the keys' dtype. None: it computes everything again."""
+        if (kernels := self._kernels_for(given)) is not None:
+            return kernels.recur_keeping(given)
+        return self._recur(given), None
 
     def _kernels_for(self, given: RecurrenceInputs) -> ChunkedRecurrence | None:
         """Return the kernels, or None if they do not support these inputs."""
@@ -74,11 +81,11 @@ class PackedRecurrence:
             outputs.append(compute(every.rows(partial(_at, rows_BL)), state_BHKV)[0].flatten(0, 1))
         return torch.cat(outputs).index_select(0, back_T).to(given.v.dtype)
 
-    def gradients(self, given: RecurrenceInputs, dout_THV: Tensor) -> list[Tensor]:
+    def gradients(self, given: RecurrenceInputs, dout_THV: Tensor, kept: Tensor | None = None) -> list[Tensor]:
         """Return the gradients of q, k, v, the decay and, if there is one, beta, given that of `recur`'s output.
-        Computes the forward again. The inputs are `normalized`."""
+        Computes the forward again, but for what was `kept` (`recur_keeping`). The inputs are `normalized`."""
         if (kernels := self._kernels_for(given)) is not None:
-            return kernels.gradients(given, dout_THV)
+            return kernels.gradients(given, dout_THV, kept)
         with torch.enable_grad():
             own = given.rows(lambda x: x.detach().requires_grad_())
             leaves = [x for x in own[:5] if isinstance(x, Tensor)]
@@ -111,17 +118,19 @@ class PackedRecurrence:
 
 
 class _ByKernels(torch.autograd.Function):
-    """`ChunkedRecurrence.recur`, differentiable. Saves only the inputs for the backward."""
+    """`ChunkedRecurrence.recur`, differentiable. Saves the inputs and the systems' solution for the backward."""
 
     @staticmethod
     def forward(ctx: Any, kernels: ChunkedRecurrence, *given: Tensor | None) -> Tensor:  # noqa: ANN401 - torch's own
+        out_THV, kept = kernels.recur_keeping(RecurrenceInputs(*given))  # type: ignore[arg-type]
         ctx.kernels = kernels
-        ctx.save_for_backward(*given)
-        return kernels.recur(RecurrenceInputs(*given))  # type: ignore[arg-type]
+        ctx.save_for_backward(kept, *given)
+        return out_THV
 
     @staticmethod
     def backward(ctx: Any, dout_THV: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch's own
-        found = ctx.kernels.gradients(RecurrenceInputs(*ctx.saved_tensors), dout_THV)
+        kept, *given = ctx.saved_tensors
+        found = ctx.kernels.gradients(RecurrenceInputs(*given), dout_THV, kept)
         return None, *found, *[None] * (5 - len(found))
 
 

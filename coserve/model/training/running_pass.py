@@ -28,6 +28,7 @@ class Again:
     groups: frozenset[int] = frozenset()
     """Groups whose `learn` is recomputed."""
     attention: bool = False
+    recurrence: bool = False
 
 
 NOTHING = Again()
@@ -54,6 +55,8 @@ class RunningPass:
         """Kept data of LoRA terms, by layer and group."""
         self._sums: dict[int, Tensor] = {}
         """Attention's log-sum-exp, by layer."""
+        self._solved: dict[int, Tensor] = {}
+        """Results of `PackedRecurrence.recur_keeping` for the backward, by layer."""
 
     def begin_forward(self, again: Again | None) -> None:
         """Prepare for a layer's forward. `again`: operations that its backward recomputes, for which nothing is kept
@@ -114,11 +117,14 @@ class RunningPass:
 
     def recur(self, given: RecurrenceInputs) -> Tensor:
         """Compute `Recurrence.recur` of `normalized` inputs."""
-        return self._attention.recurrence.recur(current.layer, given)
+        out_THV, solved = self._attention.recurrence.recur_keeping(given)
+        if self._again is not None and not self._again.recurrence and solved is not None:
+            self._solved[current.layer] = solved
+        return out_THV
 
     def recur_backward(self, given: RecurrenceInputs, dout_THV: Tensor) -> list[Tensor]:
         """Return the gradients of q, k, v, the decay and, if there is one, beta."""
-        return self._attention.recurrence.gradients(given, dout_THV)
+        return self._attention.recurrence.gradients(given, dout_THV, self._solved.pop(current.layer, None))
 
     def sum_ranks(self, place: int, x: Tensor) -> Tensor:
         """Return the sum of all ranks' `x`, without changing `x`. `place`: index among the layer's sums."""

@@ -186,7 +186,7 @@ def _again(backward: fx.GraphModule) -> Again:
     """Return the opaque operations of the forward that a backward recomputes."""
     nodes = backward.graph.nodes
     groups = frozenset(cast(int, node.args[2]) for node in nodes if node.target is LEARN)
-    return Again(groups, any(node.target is ATTEND for node in nodes))
+    return Again(groups, *(any(node.target is op for node in nodes) for op in (ATTEND, RECUR)))
 
 
 def _joint(run: Callable[..., Tensor], fakes: Sequence[FakeTensor]) -> fx.GraphModule:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from coserve.kernels.recurrent.chunked.long_runs import LEAST_SIZE, PROMPTS
-from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence
+from coserve.kernels.recurrent.chunked.long_runs import PROMPTS
+from coserve.kernels.recurrent.chunked.recurrence import LEAST_SIZE, ChunkedRecurrence
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.packed import PackedRecurrence
 from tests.support.attention_cases import DEVICE
@@ -46,7 +46,10 @@ def test_outputs_and_gradients(case: str, dtype: torch.dtype) -> None:
     dout_THV = random(heads, values).to(DEVICE, dtype)
     kernels, plain = ChunkedRecurrence.of_bounds(bounds, torch.device(DEVICE), chunk), PackedRecurrence(bounds)
     cpu = given.rows(lambda x: x.float().cpu())
-    found = [kernels.recur(given), *kernels.gradients(given, dout_THV)]
+    out_THV, kept = kernels.recur_keeping(given)
+    found = [out_THV, *kernels.gradients(given, dout_THV)]
+    for own, again in zip(kernels.gradients(given, dout_THV, kept), found[1:], strict=True):
+        assert torch.equal(own, again), "what the forward kept is what the backward computes"
     expected = [plain.recur(0, cpu), *plain.gradients(cpu, dout_THV.float().cpu())]
     for own, right in zip(found, expected, strict=True):
         error = torch.linalg.vector_norm(own.float().cpu() - right) / torch.linalg.vector_norm(right)
@@ -65,8 +68,8 @@ def test_a_chunk_is_solved_in_parts(dtype: torch.dtype) -> None:
     chunks = torch.tensor([0, chunk, chunk, chunk + 5], dtype=torch.int32, device=DEVICE).view(-1, 2)
     first = torch.tensor([0, 2], dtype=torch.int32, device=DEVICE)
     right = PackedRecurrence((0, chunk + 5)).recur(0, given.rows(lambda x: x.float().cpu()))
-    for part in (4, 16):
-        shape = replace(PROMPTS, part=part)
+    for part, compact, exact in ((4, True, False), (8, False, False), (8, True, True), (16, True, True)):
+        shape = replace(PROMPTS, part=part, compact=compact, exact=exact)
         found = ChunkedRecurrence(chunks, first, chunk, shape).recur(given).float().cpu()
         error = torch.linalg.vector_norm(found - right) / torch.linalg.vector_norm(right)
         assert float(error) < TOLERANCE[dtype]

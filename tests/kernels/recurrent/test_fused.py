@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.gpu.capture import captured
-from coserve.kernels.recurrent.chunked.long_runs import LEAST_SIZE
+from coserve.kernels.recurrent.chunked.recurrence import LEAST_SIZE
 from coserve.kernels.recurrent.fused.steps import FEW, MANY, FusedRecurrence, RecurShape
 from coserve.kernels.recurrent.interface import Recurrence, RecurrenceInputs, RecurrenceParams, StateShape
 from coserve.kernels.recurrent.packed import PackedRecurrence

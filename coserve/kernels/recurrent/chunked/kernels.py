@@ -15,7 +15,7 @@ and sequences are padding.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
-# ruff: noqa: ANN001, ANN201 - a kernel's arguments have the types of its launch
+# ruff: noqa: ANN001, ANN201, ANN202 - a kernel's arguments have the types of its launch
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def dot(a, b, like_ptr):
 
 
 @triton.jit
-def precise(a, b):
-    """a @ b of fp32 matrices, in TF32 where the GPU has it: 11 bits, where bfloat16 has 8."""
-    return tl.dot(a, b, input_precision="tf32")
+def precise(a, b, EXACT: tl.constexpr):
+    """a @ b of fp32 matrices, on tensor cores: in TF32, 11 bits where bfloat16 has 8; EXACT: in fp32, by three products
+    in TF32."""
+    return tl.dot(a, b, input_precision="tf32x3" if EXACT else "tf32")
 
 
 @triton.jit
@@ -104,6 +105,35 @@ def prepare(
 
 
 @triton.jit
+def _whole_diagonal(left, PART: tl.constexpr, Z: tl.constexpr):
+    """The inverses of 1 - `left`'s diagonal blocks of PART rows, less their diagonals: (Z, Z), by forward substitution.
+    Rows above already hold the inverse."""
+    i = tl.arange(0, Z)
+    own_part = (i // PART)[:, None] == (i // PART)[None, :]
+    x = tl.where(own_part, left, 0.0)
+    for row in range(1, PART):
+        own = tl.sum(tl.where(i[:, None] % PART == row, x, 0.0), 0)
+        new = (own + tl.sum(own[:, None] * x, 0))[None, :]
+        x = tl.where(own_part & (i[:, None] % PART == row), new, x)
+    return x
+
+
+@triton.jit
+def _compact_diagonal(left, PART: tl.constexpr, Z: tl.constexpr):
+    """`_whole_diagonal`, by a loop over (Z / PART, PART, PART) instead of (Z, Z)."""
+    BLOCKS: tl.constexpr = Z // PART
+    b, r = tl.arange(0, BLOCKS), tl.arange(0, PART)
+    own_part = b[:, None, None, None] == b[None, None, :, None]
+    x = tl.sum(tl.where(own_part, tl.reshape(left, (BLOCKS, PART, BLOCKS, PART)), 0.0), 2)
+    for row in range(1, PART):
+        here = r[None, :, None] == row
+        own = tl.sum(tl.where(here, x, 0.0), 1)
+        new = own + tl.sum(own[:, :, None] * x, 1)
+        x = tl.where(here, new[:, None, :], x)
+    return tl.reshape(tl.where(own_part, x[:, :, None, :], 0.0), (Z, Z))
+
+
+@triton.jit
 def solve(
     inverse_ptr,
     u_ptr,
@@ -118,12 +148,16 @@ def solve(
     K,
     V,
     PART: tl.constexpr,
+    COMPACT: tl.constexpr,
+    EXACT: tl.constexpr,
+    GIVEN: tl.constexpr,
     Z: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
     """Grid (chunks, heads): inverse (N, H, Z, Z), u (T, H, V), w (T, H, K). The inverses of diagonal blocks of PART
-    rows are found row by row, all at once; products double the blocks until there is one."""
+    rows are found row by row, all at once; products double the blocks until there is one. COMPACT: the rows' loop holds
+    the diagonal blocks alone. EXACT: see `precise`. GIVEN: the inverse is read, not computed."""
     n, h = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(chunks_ptr + 2 * n), tl.load(chunks_ptr + 2 * n + 1)
     if start >= end:
@@ -133,21 +167,19 @@ def solve(
     here = t < end
     g, beta = tl.cumsum(head(decay_ptr, t, here, h, H), 0), head(beta_ptr, t, here, h, H)
     k = rows(k_ptr, t, here, h // (H // G), G, K, 0, BK)
-    left = -dot(k, tl.trans(k), k_ptr) * beta[:, None] * between(g, True, Z)
-    own_part = (i // PART)[:, None] == (i // PART)[None, :]
-    x = tl.where(own_part, left, 0.0)
-    for row in range(1, PART):  # forward substitution: rows above already hold the inverse, less its diagonal
-        own = tl.sum(tl.where(i[:, None] % PART == row, x, 0.0), 0)
-        new = (own + tl.sum(own[:, None] * x, 0))[None, :]
-        x = tl.where(own_part & (i[:, None] % PART == row), new, x)
-    x += tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for double in tl.static_range(6):
-        if (PART << double) < Z:  # of two neighbouring blocks, the inverse below the first
-            part = i // (PART << double)
-            below = (part[:, None] == part[None, :] + 1) & (part[None, :] % 2 == 0)
-            x += precise(x, precise(tl.where(below, left, 0.0), x))
     at = ((n.to(tl.int64) * H + h) * Z + i[:, None]) * Z + i[None, :]
-    tl.store(inverse_ptr + at, x.to(inverse_ptr.dtype.element_ty))
+    if GIVEN:
+        x = tl.load(inverse_ptr + at)
+    else:
+        left = -dot(k, tl.trans(k), k_ptr) * beta[:, None] * between(g, True, Z)
+        x = _compact_diagonal(left, PART, Z) if COMPACT else _whole_diagonal(left, PART, Z)
+        x += tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+        for double in tl.static_range(6):
+            if (PART << double) < Z:  # of two neighbouring blocks, the inverse below the first
+                part = i // (PART << double)
+                below = (part[:, None] == part[None, :] + 1) & (part[None, :] % 2 == 0)
+                x += precise(x, precise(tl.where(below, left, 0.0), x, EXACT), EXACT)
+        tl.store(inverse_ptr + at, x.to(inverse_ptr.dtype.element_ty))
     w = dot(x, k.to(tl.float32) * (beta * tl.exp(g))[:, None], k_ptr)
     put_rows(w_ptr, w, t, here, h, H, K, 0, BK)
     for first in range(0, V, BV):

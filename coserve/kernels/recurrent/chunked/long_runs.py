@@ -10,15 +10,19 @@ from torch import Tensor
 
 from coserve.kernels.gpu.device import put
 from coserve.kernels.gpu.rounding import cdiv
-from coserve.kernels.recurrent.chunked.recurrence import MOST_KEYS, ChunkedRecurrence, ChunkShape, SlotStates, cut
+from coserve.kernels.recurrent.chunked.recurrence import (
+    LEAST_SIZE,
+    MOST_KEYS,
+    ChunkedRecurrence,
+    ChunkShape,
+    SlotStates,
+    cut,
+)
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.reference import CHUNK
 
-PROMPTS = ChunkShape(values=32, stages=2, part=8, outputs=128)
+PROMPTS = ChunkShape(values=32, stages=2, part=8, exact=False, outputs=128)
 """The fastest of `benchmarks.recurrent.prompts` on an H200."""
-LEAST_SIZE = 64
-"""Fewest keys and values of a head on a GPU. Triton 3.6 compiles smaller products in parts (`ChunkShape.part`), and
-those of one pipeline stage, to addresses outside of shared memory."""
 
 
 def fits(keys: int, values: int, dtype: torch.dtype, device: torch.device) -> bool:

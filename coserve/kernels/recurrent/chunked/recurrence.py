@@ -21,6 +21,9 @@ from coserve.kernels.recurrent.reference import CHUNK
 
 MOST_KEYS = 128
 """Largest key size K: a program holds whole keys of a chunk."""
+LEAST_SIZE = 64
+"""Fewest keys and values of a head on a GPU whose chunks are solved in parts (`ChunkShape.part`): Triton 3.6 compiles
+smaller products there, and those of one pipeline stage, to addresses outside of shared memory."""
 VALUES = 64
 """Most values of a state in a program, but for what a `ChunkShape` says."""
 TOKENS = 16
@@ -29,7 +32,7 @@ TOKENS = 16
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """Launch shape of the kernels. Sums may differ in the last bits."""
+    """Launch shape of the kernels. Sums may differ in the last bits. Defaults are those of training."""
 
     values: int = VALUES
     """Most values of a state in a program of `scan`; a power of 2."""
@@ -37,10 +40,22 @@ class ChunkShape:
     """Warps of `scan`."""
     stages: int = 1
     """Pipeline stages of `scan`: chunks that are loaded or computed at the same time."""
-    part: int = CHUNK
+    part: int = 16
     """Rows of a chunk's system that are solved one after another: see `solve`; a power of 2."""
+    compact: bool = True
+    """Whether `solve` does so in a loop over the parts alone: for 16 rows 95 instructions a turn and no barrier, where
+    a loop over the chunk has some 450 and 8."""
+    exact: bool = True
+    """Whether products that join the parts are in fp32, not TF32."""
+    solve_warps: int = 4
     outputs: int = VALUES
     """Most values in a program of `output`; a power of 2."""
+    back_values: int = VALUES
+    """Most values of a state in a program of `scan_back`; a power of 2."""
+    back_warps: int = 8
+    """Warps of `scan_back`."""
+    back_stages: int = 1
+    """Pipeline stages of `scan_back`."""
 
 
 class SlotStates(NamedTuple):
@@ -80,7 +95,7 @@ class _Forward(NamedTuple):
     w: Tensor
     """(T, H, K). Without a delta rule it is unused, and holds the keys."""
     inverse: Tensor | None
-    """(N, H, Z, Z): see `chunked.kernels`; None without a delta rule."""
+    """(N, H, Z, Z), in the keys' dtype: see `chunked.kernels`; None without a delta rule."""
 
 
 class ChunkedRecurrence:
@@ -93,12 +108,14 @@ class ChunkedRecurrence:
         self._count, self._sequences = len(chunks), len(first) - 1
 
     @classmethod
-    def of_bounds(cls, bounds: Sequence[int], device: torch.device, chunk: int = CHUNK) -> ChunkedRecurrence:
+    def of_bounds(
+        cls, bounds: Sequence[int], device: torch.device, chunk: int = CHUNK, shape: ChunkShape = ChunkShape()
+    ) -> ChunkedRecurrence:
         """`bounds`: see `PackedRecurrence`."""
         rows, first = cut([(start, end) for start, end in pairwise(bounds) if end > start], chunk)
         padded = [*rows, *[0] * (len(rows) % 4)]  # keeps `first` aligned
         table = to_device(torch.tensor([*padded, *first], dtype=torch.int32), device)
-        return cls(table[: len(rows)].view(-1, 2), table[len(padded) :], chunk)
+        return cls(table[: len(rows)].view(-1, 2), table[len(padded) :], chunk, shape)
 
     def recur(self, given: RecurrenceInputs, out_THV: Tensor | None = None, states: SlotStates | None = None) -> Tensor:
         """Compute `Recurrence.recur`: (T, H, V), in the values' dtype.
@@ -106,23 +123,32 @@ class ChunkedRecurrence:
         `out_THV`: where to; rows outside the chunks are not written. `states`: None: they begin at zero and are not
         kept.
         """
+        return self.recur_keeping(given, out_THV, states)[0]
+
+    def recur_keeping(
+        self, given: RecurrenceInputs, out_THV: Tensor | None = None, states: SlotStates | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `recur`. Also return what spares `gradients` the systems' solution: their inverses (N, H, Z, Z), in the
+        keys' dtype; None without a delta rule."""
         batch = _Batch(given, self._chunk)
         kept, out_THV = self._forward(batch, states), torch.empty_like(batch.v) if out_THV is None else out_THV
         blocks, block_v = batch.value_blocks(self._shape.outputs)
         tensors = out_THV, batch.q, batch.k, kept.new, kept.states, batch.decay, self._chunks
         batch.launch(output, (self._count, batch.heads, blocks), *tensors, BV=block_v)
-        return out_THV
+        return out_THV, kept.inverse
 
-    def gradients(self, given: RecurrenceInputs, dout_THV: Tensor) -> list[Tensor]:
+    def gradients(self, given: RecurrenceInputs, dout_THV: Tensor, inverse: Tensor | None = None) -> list[Tensor]:
         """Return the gradients of q, k, v, the decay and, if there is one, beta, given that of `recur`'s output.
-        Computes the forward again. The inputs are `normalized`."""
-        batch, dout, chunks = _Batch(given, self._chunk), dout_THV.contiguous(), self._chunks
-        kept, q, k, v, decay, beta = self._forward(batch), batch.q, batch.k, batch.v, batch.decay, batch.beta
+        Computes the forward again, but for what `recur_keeping` returned (`inverse`). The inputs are `normalized`."""
+        batch, dout, chunks, shape = _Batch(given, self._chunk), dout_THV.contiguous(), self._chunks, self._shape
+        kept, q, k = self._forward(batch, inverse=inverse), batch.q, batch.k
+        v, decay, beta = batch.v, batch.decay, batch.beta
         delta, (tokens, groups, keys) = beta is not None, k.shape
         dstates, dnew = torch.empty_like(kept.states), torch.empty_like(kept.new)
-        of_values = self._sequences, batch.heads, batch.value_blocks(VALUES)[0]
+        blocks, block_v = batch.value_blocks(shape.back_values)
         tensors = dstates, dnew, dout, q, k, kept.w, decay, chunks, self._first
-        batch.launch(scan_back, of_values, *tensors, warps=8, DELTA=delta)
+        how: dict[str, int] = {"warps": shape.back_warps, "stages": shape.back_stages, "BV": block_v}
+        batch.launch(scan_back, (self._sequences, batch.heads, blocks), *tensors, DELTA=delta, **how)
         summed = torch.float32 if groups < batch.heads else q.dtype
         dq, dk = (q.new_empty(tokens, batch.heads, keys, dtype=summed) for _ in range(2))
         ddecay, of_chunks, dbeta = torch.empty_like(decay), (self._count, batch.heads), list[Tensor]()
@@ -140,21 +166,24 @@ class ChunkedRecurrence:
             dq, dk = (x.view(tokens, groups, -1, keys).sum(2).to(q.dtype) for x in (dq, dk))
         return [dq, dk, dv, ddecay, *dbeta]
 
-    def _forward(self, batch: _Batch, slots: SlotStates | None = None) -> _Forward:
-        """Compute all but the outputs."""
+    def _forward(self, batch: _Batch, slots: SlotStates | None = None, inverse: Tensor | None = None) -> _Forward:
+        """Compute all but the outputs, and the `inverse` if it is not known."""
+        shape = self._shape
         k, v, heads, chunk = batch.k, batch.v, batch.heads, self._chunk
         (tokens, _, keys), values = k.shape, v.shape[2]
-        u, new, w, inverse = v, v, k, None
+        u, new, w = v, v, k
         if batch.beta is not None:
             u, new = (k.new_empty(v.shape) for _ in range(2))
-            w, inverse = k.new_empty(tokens, heads, keys), k.new_empty(self._count, heads, chunk, chunk)
-            grid = self._count, heads
-            part = min(self._shape.part, chunk)
-            batch.launch(solve, grid, inverse, u, w, k, v, batch.decay, batch.beta, self._chunks, PART=part)
+            known, w = inverse is not None, k.new_empty(tokens, heads, keys)
+            inverse = k.new_empty(self._count, heads, chunk, chunk) if inverse is None else inverse
+            part = chunk if k.is_cuda and min(keys, values) < LEAST_SIZE else min(shape.part, chunk)
+            form = {"PART": part, "COMPACT": shape.compact and part < chunk, "EXACT": shape.exact, "GIVEN": known}
+            solved, given = (inverse, u, w), (k, v, batch.decay, batch.beta, self._chunks)
+            batch.launch(solve, (self._count, heads), *solved, *given, warps=shape.solve_warps, **form)
         states = k.new_empty(self._count, heads, keys, values)
         kept = (batch.decay, self._first, self._first) if slots is None else slots
         tensors = states, new, k, u, w, batch.decay, *kept, self._chunks, self._first
-        shape, (blocks, block_v) = self._shape, batch.value_blocks(self._shape.values)
+        blocks, block_v = batch.value_blocks(shape.values)
         flags = {"DELTA": inverse is not None, "SLOTS": slots is not None, "BV": block_v}
         of_values = self._sequences, heads, blocks
         batch.launch(scan, of_values, *tensors, warps=shape.warps, stages=shape.stages, **flags)
