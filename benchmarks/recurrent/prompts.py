@@ -78,8 +78,8 @@ TRAINED = (
     replace(TRAINING, back_values=32, back_warps=4, back_stages=2),
 )
 """Launch shapes of training beside its own; the first was its own until `train_us` was there to time it."""
-BATCH = (4096, 8)
-"""Tokens of a micro-batch, and its rows."""
+BATCHES = ((4096, 8), (4096, 1))
+"""Tokens of a micro-batch, and its rows: with one, programs that go along a row do not fill the GPU."""
 CALLS, REPEATS, WARM = 5, 5, 6
 
 
@@ -115,8 +115,14 @@ def measure_recurrence(results: Results, device: torch.device, bandwidth: float,
 
 
 def measure_training(results: Results, device: torch.device, bandwidth: float, *, tiny: bool) -> None:
-    """Put a row for the forward and one for the backward, each with the times of all launch shapes."""
-    tokens, rows = (40, 2) if tiny else BATCH
+    """Put a row for each batch's forward and one for its backward, each with the times of all launch shapes."""
+    for tokens, rows in ((40, 2),) if tiny else BATCHES:
+        _measure_batch(results, tokens, rows, device, bandwidth, tiny=tiny)
+
+
+def _measure_batch(
+    results: Results, tokens: int, rows: int, device: torch.device, bandwidth: float, *, tiny: bool
+) -> None:
     drawn, _, _ = _drawn(tokens, rows, device, tiny=tiny)
     given, dout_THV = normalized(drawn), torch.randn(drawn.v.shape, device=device, dtype=drawn.v.dtype)
     bounds, right = range(0, tokens + 1, tokens // rows), list[Tensor]()
@@ -137,7 +143,7 @@ def measure_training(results: Results, device: torch.device, bandwidth: float, *
         forward, backward = partial(kernels.recur, given), partial(kernels.gradients, given, dout_THV, kept)
         for what, run in (("forward", forward), ("backward", backward)):
             times[what][name] = _rounded(_kernel_us(run, device)) | {"error": round(error, 5)}
-            print("training", what, name, times[what][name], flush=True)
+            print(f"training {rows}x{tokens // rows}", what, name, times[what][name], flush=True)
     again = _rounded(_kernel_us(partial(kernels.gradients, given, dout_THV), device))
     for what, size in (("forward", moved + dout_THV.nbytes), ("backward", moved_back)):
         own, floor = times[what][_name(TRAINING, TRAINING)], round(1e6 * size / bandwidth, 2)
