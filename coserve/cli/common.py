@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ import typer
 
 from coserve.cli.job_table import columns
 from coserve.client import Client, RetryPolicy, asynchronous
-from coserve.core.errors import CoserveError
+from coserve.core.errors import CoserveError, EngineUnavailable
 from coserve.core.health import starting_line
 from coserve.core.hints import value_hint
 from coserve.core.limits import PAGE_LIMIT
@@ -25,6 +25,7 @@ from coserve.core.training.settings import Optimizer
 DEFAULT_URL = asynchronous.DEFAULT_URL
 Url = Annotated[str, typer.Option("--url", envvar="COSERVE_URL", help="where the daemon listens")]
 Key = Annotated[str | None, typer.Option("--key", envvar="COSERVE_API_KEY", help="API key")]
+Wait = Annotated[bool, typer.Option("--wait", help="wait until the daemon is ready")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, one object a line")]
 CONNECTION = (
     inspect.Parameter("url", inspect.Parameter.KEYWORD_ONLY, default=DEFAULT_URL, annotation=Url),
@@ -86,6 +87,20 @@ def say_if_starting(client: Client) -> None:
         health = client.health()
         if health.status == "starting":
             print(starting_line(health.warming), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def connected(url: str, key: str | None, wait: bool) -> Iterator[Client]:
+    """Yield a client of the daemon. `wait`: wait until it is ready; otherwise the error of a starting daemon names
+    --wait."""
+    with connect(url, key) as client:
+        if wait:
+            say_if_starting(client)
+            client.wait_ready(timeout=None)
+        try:
+            yield client
+        except EngineUnavailable as error:
+            raise EngineUnavailable(f"{error}; --wait waits for it") from error
 
 
 def target_names(text: str) -> tuple[str, ...]:

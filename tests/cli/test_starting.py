@@ -33,9 +33,11 @@ async def test_a_command_that_needs_the_engine_says_that_it_starts(
     cold: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n')
+    waits = "; --wait waits for it"
     commands = {
-        ("generate", "hi"): "; --wait waits for it",
-        ("finetune", "a", str(tmp_path / "rows.jsonl")): "",
+        ("generate", "hi"): waits,
+        ("finetune", "a", str(tmp_path / "rows.jsonl")): waits,
+        ("learn", "a", str(tmp_path / "rows.jsonl")): waits,
         ("memory",): "",
     }
     for command, advice in commands.items():
@@ -48,15 +50,21 @@ async def test_a_command_that_needs_the_engine_says_that_it_starts(
         )
 
 
-async def test_generate_can_wait_for_a_daemon_that_starts(cold: Api, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [["generate", "hi"], ["finetune", "a", "rows.jsonl", "--detach"]])
+async def test_a_command_can_wait_for_a_daemon_that_starts(
+    cold: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n')
+    monkeypatch.chdir(tmp_path)
     cold.service.engine.starting(EngineWarming(what="compiling kernels", done=12, total=310, seconds_left=1.0))
-    waiting = asyncio.create_task(said(cold, capsys, "generate", "hi", "--wait"))
+    waiting = asyncio.create_task(said(cold, capsys, *command, "--wait"))
     asked = asyncio.Event()
     health = cold.service.health
     cold.service.health = lambda: (asked.set(), health())[1]  # type: ignore[func-returns-value, method-assign]
     await asked.wait()
     await cold.start_engine()
-    assert await waiting == (0, "the daemon is starting: compiling kernels 12/310, about 1 s left")
+    status, text = await waiting
+    assert (status, text.splitlines()[0]) == (0, "the daemon is starting: compiling kernels 12/310, about 1 s left")
 
 
 async def test_lists_are_shown_meanwhile_with_a_word_of_it(cold: Api, capsys: pytest.CaptureFixture[str]) -> None:

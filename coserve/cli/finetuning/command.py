@@ -11,7 +11,17 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect, optimizer_named, target_names, with_options
+from coserve.cli.common import (
+    DEFAULT_URL,
+    AsJson,
+    Key,
+    Url,
+    Wait,
+    connected,
+    optimizer_named,
+    target_names,
+    with_options,
+)
 from coserve.cli.finetuning.settings import (
     ColumnNames,
     Detach,
@@ -81,6 +91,7 @@ def _finetune(
     ] = None,
     set_fields: SetFields = None,
     detach: Detach = False,
+    wait: Wait = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
@@ -112,7 +123,7 @@ def _finetune(
             "--rank, --alpha, --targets, --bd-blocks and fields of lora shape a new adapter; --continue-from has its "
             "own"
         )
-    with connect(url, key) as client:
+    with connected(url, key, wait) as client:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # printed below instead
             job = client.finetune(
                 adapter, file=file, validation=validation_file, on_preparing=_show_preparing, **settings

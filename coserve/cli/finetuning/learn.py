@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, Wait, connected
 from coserve.cli.finetuning.settings import Detach, SetFields, request_settings
 from coserve.cli.jobs import follow_job, print_job, print_note
 from coserve.core.schemas.documents import Recipe
@@ -43,6 +43,7 @@ def learn(
     ] = None,
     set_fields: SetFields = None,
     detach: Detach = False,
+    wait: Wait = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
@@ -67,7 +68,7 @@ def learn(
     document: dict[str, Any] = settings.pop("document", {}) | {n: v for n, v in own.items() if v is not None}
     alone = files[0] if len(files) == 1 and files[0].is_file() else None
     text = None if alone is not None else read_document(*files)
-    with connect(url, key) as client:
+    with connected(url, key, wait) as client:
         job = client.learn(adapter, text, file=alone, **settings, **document)
         for note in job.info.notes:
             print_note(f"note: {note}")

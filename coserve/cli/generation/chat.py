@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli.common import DEFAULT_URL, Key, Url
+from coserve.cli.common import DEFAULT_URL, Key, Url, Wait, connected
 from coserve.cli.failures import explain
-from coserve.cli.generation.options import AdapterName, Wait, connected, with_generation_options
+from coserve.cli.generation.options import AdapterName, with_generation_options
 from coserve.client import Client, GenerateOptions
 from coserve.core.errors import CoserveError
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from coserve.cli.common import DEFAULT_URL, Key, Url
-from coserve.cli.generation.options import AdapterName, Wait, connected, with_generation_options
+from coserve.cli.common import DEFAULT_URL, Key, Url, Wait, connected
+from coserve.cli.generation.options import AdapterName, with_generation_options
 from coserve.client import GenerateOptions
 from coserve.core.errors import InvalidRequest
 
