@@ -112,6 +112,33 @@ def test_tokens_and_learned_tokens_are_those_of_transformers(name: str, template
         assert learned(row, template, "completion") == (tokens, last)
 
 
+SEVERAL = MARKED.replace("{% generation %}", "{% generation %}Well{% endgeneration %}, {% generation %}")
+BEHIND = MARKED + "{% if not add_generation_prompt %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"
+"""As TRL's template for Phi-3: EOS ends the chat, in a block of its own."""
+
+
+@pytest.mark.parametrize("template", [SEVERAL, BEHIND], ids=["several in a turn", "one behind the last turn"])
+@pytest.mark.parametrize("name", CHATS)
+def test_templates_with_other_than_one_block_a_turn(name: str, template: str, theirs: Any) -> None:
+    row = CHATS[name]
+    found = theirs.apply_chat_template(
+        row["messages"],
+        tools=row.get("tools"),
+        chat_template=template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    tokens, mask = found["input_ids"], np.array(found["assistant_masks"])
+    assert learned(row, template, None) == (tokens, mask.tolist())
+    if row["messages"][-1]["role"] == "assistant":
+        (headers,) = np.nonzero(np.array(tokens) == theirs.convert_tokens_to_ids("<|assistant|>"))
+        last = np.arange(len(tokens)) > headers[-1]
+        assert learned(row, template, "completion") == (tokens, (mask * last).tolist())
+        messages = [{**one, "weight": 0} if one["role"] == "assistant" else one for one in row["messages"][:-1]]
+        weighted = {**row, "messages": [*messages, row["messages"][-1]]}
+        assert learned(weighted, template, None) == (tokens, (mask * last).tolist())
+
+
 def test_an_end_of_turn_outside_of_the_marks_is_learned_too(theirs: Any) -> None:
     """transformers leaves it out, and a model trained so would never stop."""
     template = MARKED.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
@@ -76,8 +77,8 @@ class _Marks:
 
 
 class TrainingText(NamedTuple):
-    """A chat as text, and the span of each message to learn. `marked`: the spans come from the template's `{%
-    generation %}` blocks."""
+    """A chat as text, and its spans to learn: one of each message, unless the template has other than one block in it.
+    `marked`: the spans come from the template's `{% generation %}` blocks."""
 
     text: str
     spans: list[Span]
@@ -200,20 +201,27 @@ class ChatTemplate:
         """Render the chat, and return the span to learn of each message in `learned` (None: all of the assistant's):
         its content and its end-of-turn token. `tools` and `options`: as in `render`.
 
-        The spans are the template's `{% generation %}` blocks, as in transformers' `return_assistant_tokens_mask`, with
-        one difference: an end of turn that directly follows a block is added to its span. In a template without blocks,
-        a span is what the message adds to the chat before it rendered with a generation prompt. Raises `InvalidRequest`
-        if the template changes such a message, or the text before it, when more messages follow: the loss would be on
-        the wrong tokens, unnoticed.
+        The spans are the template's `{% generation %}` blocks, however many a message has, as in transformers'
+        `return_assistant_tokens_mask`, with one difference: an end of turn that directly follows a block is added to
+        its span. In a template without blocks, a span is what the message adds to the chat before it rendered with a
+        generation prompt. Raises `InvalidRequest` if the template changes such a message, or the text before it, when
+        more messages follow: the loss would be on the wrong tokens, unnoticed.
         """
         render = partial(self._render, tools=tools, options=options)
         text, marks = render(messages, False)
         assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        learned = assistant if learned is None else learned
-        if marks and len(marks) == len(assistant):
-            mark_of = dict(zip(assistant, marks, strict=True))
-            return TrainingText(text, [self._with_end_of_turn(text, mark_of[i]) for i in learned], marked=True)
+        learned = assistant if learned is None else list(learned)
+        if marks and (learned == assistant or len(marks) == len(assistant)):
+            mark_of = dict(zip(assistant, marks, strict=False))
+            chosen = marks if learned == assistant else [mark_of[i] for i in learned]
+            return TrainingText(text, [self._with_end_of_turn(text, mark) for mark in chosen], marked=True)
         found = self._added_by_all(messages, learned, text, render)
+        if found is not None and marks:
+            if learned and learned[-1] + 1 == len(messages):
+                found[-1] = found[-1][0], len(text)  # a mark may be behind the last turn, as in TRL's for Phi-3
+            starts = [start for start, _ in found]
+            inside = [mark for mark in marks if (at := bisect_left(starts, mark[1])) and mark[0] < found[at - 1][1]]
+            return TrainingText(text, [self._with_end_of_turn(text, mark) for mark in inside], marked=True)
         if found is not None:
             return TrainingText(text, found, marked=False)
         ends = _Excerpts(messages)

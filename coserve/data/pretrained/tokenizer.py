@@ -235,7 +235,8 @@ class Tokenizer:
         answers = [i for i, one in enumerate(messages) if one.get("role") == "assistant" and one.get("weight") != 0]
         plain = [_without(message, "weight") for message in messages]
         text, learned, marked = self._template().render_for_training(plain, tools, answers, options)
-        for index, (start, end) in zip(answers, learned, strict=True):
+        aligned = learned if len(learned) == len(answers) else [(0, len(text))] * len(answers)
+        for index, (start, end) in zip(answers, aligned, strict=True):
             refuse_lost_parts(messages[index], text[start:end])
         encoding = self._encode(text, add_special=False)
         ids = list(encoding.ids)
