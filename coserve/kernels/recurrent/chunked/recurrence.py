@@ -40,11 +40,11 @@ class ChunkShape:
     """Warps of `scan`."""
     stages: int = 1
     """Pipeline stages of `scan`: chunks that are loaded or computed at the same time."""
-    part: int = 16
+    part: int = CHUNK
     """Rows of a chunk's system that are solved one after another: see `solve`; a power of 2."""
-    compact: bool = True
+    compact: bool = False
     """Whether `solve` does so in a loop over the parts alone: for 16 rows 95 instructions a turn and no barrier, where
-    a loop over the chunk has some 450 and 8."""
+    a loop over the chunk has some 450 and 8. Not run on a GPU yet."""
     exact: bool = True
     """Whether products that join the parts are in fp32, not TF32."""
     solve_warps: int = 4
