@@ -315,7 +315,7 @@ class NotLearned(JobError, code="not_learned"):
     published. Give it more text or steps."""
 
 
-class NonFiniteLoss(JobError, code="non_finite_loss"):
+class NonFiniteLoss(JobError, code="non_finite_loss", status=422):
     """The loss became NaN or infinite. Lower the learning rate, clip gradients (`max_grad_norm`), and look at the
     rows."""
 

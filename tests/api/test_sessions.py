@@ -70,6 +70,20 @@ async def test_a_session_is_trained_saved_published_and_closed(tmp_path: Path) -
         await refused(api, 404, "not_found", "GET", session)
 
 
+async def test_numbers_that_are_not_finite_are_the_clients_errors(tmp_path: Path) -> None:
+    async with serve_real(tmp_path) as api:
+        session = await opened(api)
+        await refused(api, 400, "invalid_request", "POST", f"{session}/optim_step", "eps", json={"eps": 0})
+        huge = {"examples": [EXAMPLES[0] | {"weights": [3e38] * 4}]}
+        await api.answered(200, "POST", f"{session}/forward_backward", json=huge)
+        await refused(api, 422, "non_finite_loss", "POST", f"{session}/optim_step", json={})
+        await step(api, session)
+        for _ in range(12):
+            decay = {"learning_rate": 100, "weight_decay": 100}
+            await api.answered(200, "POST", f"{session}/optim_step", json=decay)
+        await refused(api, 422, "non_finite_loss", "POST", f"{session}/publish", json={"adapter": "mine"})
+
+
 async def test_a_session_ends_without_a_sign_of_its_client(tmp_path: Path) -> None:
     async with serve_real(tmp_path, session_timeout=0.5, max_sessions=1) as api:
         session = await opened(api)

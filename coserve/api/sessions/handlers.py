@@ -24,7 +24,7 @@ from coserve.state.session_states import read_state
 
 
 def _call_route(name: str, summary: str, body: Schema | None = None) -> Route:
-    return Route("POST", f"/sessions/{{id}}/{name}", summary, body=body, errors=(410, 507))
+    return Route("POST", f"/sessions/{{id}}/{name}", summary, body=body, errors=(410, 422, 507))
 
 
 class SessionsApi:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from coserve.core.limits import MAX_TOKENS, ModuleNames, Seed, TokenIds
+from coserve.core.limits import LEAST_NORMAL, MAX_TOKENS, ModuleNames, Seed, TokenIds
 from coserve.core.names import AdapterName
 from coserve.core.types import Wire
 
@@ -78,7 +78,8 @@ class OptimStepRequest(Wire, frozen=True, omit_defaults=True):
     learning_rate: Annotated[float, Meta(ge=0, le=100)] = 1e-4
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Meta(ge=0, le=1)] = 1e-12
+    eps: Annotated[float, Meta(ge=LEAST_NORMAL, le=1)] = 1e-12
+    """Not 0: where a gradient is 0, as those of A at first, the update would be 0 / 0."""
     weight_decay: Annotated[float, Meta(ge=0, le=100)] = 0.0
     grad_clip_norm: Annotated[float, Meta(ge=0)] = 0.0
     """Largest norm of the gradients; 0: no clipping."""
