@@ -31,6 +31,7 @@ _HARMLESS = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "return_dict",
+        "logits_to_keep",
         "attention_type",
         "layer_type",
     }

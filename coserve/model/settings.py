@@ -93,8 +93,12 @@ def refuse_config(config: PretrainedConfig) -> None:
         raise UnsupportedBase(f"{family} is an encoder-decoder model; coserve serves decoder-only language models")
 
 
-_NOT_IMPLEMENTED = {"kimi_linear": "Kimi's linear attention"}
-"""Missing features that a family needs, where transformers' classes would not show it clearly."""
+_NOT_IMPLEMENTED = {
+    "kimi_linear": "Kimi's linear attention",
+    "inkling_text": "Inkling's attention, whose scores have a bias for each distance,",
+}
+"""Missing features that a family needs, by the family of its text, where transformers' classes would not show it
+clearly."""
 _NUMBERS = (bool, int, float)
 """Types of settings that cannot name code."""
 

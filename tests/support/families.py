@@ -96,6 +96,7 @@ SERVED = [
     "llama",
     "llama4_text",
     "llava",
+    "llava_onevision",
     "mimo_v2_flash",
     "minimax_m2",
     "ministral",
@@ -250,6 +251,7 @@ _SETTINGS: dict[str, dict[str, object]] = {
     "gemma4_text": _SHARED_KV | {"global_head_dim": 16, "use_double_wide_mlp": True},
     "kimi_k25": {"text_config": {"model_type": "deepseek_v3"}},
     "llava": {"text_config": {"model_type": "llama"}},
+    "llava_onevision": {"text_config": {"model_type": "qwen2"}},
     "mistral3": {"text_config": {"model_type": "ministral3"}},
     "phimoe": {"sliding_window": None},  # in its mask only, not passed to attention
     "qwen2_5_vl": {"text_config": {"model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE}},
@@ -307,6 +309,7 @@ REFUSED_BY_CONFIG = {
     "deepseek_v4": _SPARSE,
     "glm5_next": _SPARSE,
     "glm_moe_dsa": _SPARSE,
+    "inkling_mm_model": "Inkling's attention",
     "kimi_linear": "Kimi's linear attention",
 }
 """Refused before a model is made: a part of the reason."""

@@ -391,7 +391,7 @@ def _site_of(name: str, base: BaseSpec) -> tuple[str, str, str]:
         raise UnsupportedAdapter(
             f"tensor {shown}: expected linear modules of decoder layers, or {' and '.join(base.ends) or 'one GPU'}"
         )
-    raise BaseMismatch(f"tensor {shown}: {base.name} has no such module")
+    raise BaseMismatch(f"tensor {shown}: {base.name} has no such module that an adapter can change")
 
 
 def _shape(

@@ -257,6 +257,7 @@ PLANS: Mapping[str, Plan] = {
     "llama": _LLAMA,
     "llama4_text": (_SELF_ATTENTION, replace(_shared("shared_expert"), path="feed_forward"), _FEED_FORWARD),
     "llava": _LLAMA,
+    "llava_onevision": _LLAMA,
     "mimo_v2_flash": (_SINKS, *_MIXTURE),
     "minimax_m2": (_WIDE_NORMS, _EXPERTS),
     "ministral": _LLAMA,
