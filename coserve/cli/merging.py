@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from importlib import import_module, resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,18 +11,19 @@ from pathlib import Path
 import tokenizers
 
 from coserve.client import Client
-from coserve.core.errors import UnsupportedBase
+from coserve.core.errors import UnsupportedAdapter, UnsupportedBase
 from coserve.data.pretrained.gguf import is_gguf
 from coserve.data.pretrained.source import BUNDLED, check_source, hub_revision, locate
 from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.lora.files.wrapped import decoder_among, rename_decoder
 
 
 def merge_adapter(client: Client, name: str, base: str, folder: Path) -> None:
     """Download the adapter and let PEFT merge it into the base, on this machine's CPU and in the base's dtype; needs
-    the host memory of the whole base. The tokenizer goes with it.
+    the host memory of the whole base. The tokenizer goes with it, and so do towers for images.
 
     `base`: as for `coserve serve --model`. Raises `FileExistsError`, `UnsupportedBase` if `base` is no model or PEFT is
-    missing, and the client's errors.
+    missing, `UnsupportedAdapter` if the adapter does not fit it, and the client's errors.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists already; choose a new folder")
@@ -44,9 +46,17 @@ def _merge(base: str, adapter: Path, merged: Path) -> None:
         model = import_module("coserve.model.formats.load").load_gguf(Path(source))
     else:
         path, revision = hub_revision(str(source))
-        kind = import_module("coserve.model.wrappers").model_class(AutoConfig.from_pretrained(path, revision=revision))
+        kind = import_module("coserve.model.wrappers").whole_class(AutoConfig.from_pretrained(path, revision=revision))
         model = kind.from_pretrained(path, revision=revision, dtype="auto")
-    PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(merged)
+    if (decoder := decoder_among(name for name, _ in model.named_modules())) is not None:
+        rename_decoder(adapter, decoder)
+    with warnings.catch_warnings():  # PEFT goes on with random weights
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        try:
+            tuned = PeftModel.from_pretrained(model, str(adapter))
+        except UserWarning as error:
+            raise UnsupportedAdapter(f"the adapter does not fit the base {base}: {error}") from None
+    tuned.merge_and_unload().save_pretrained(merged)
     tokenizer = Tokenizer.load(base)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.serialised()),

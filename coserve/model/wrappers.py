@@ -29,6 +29,14 @@ _LANGUAGE: AutoClass = AutoModelForCausalLM
 _WITH_IMAGES: AutoClass = AutoModelForImageTextToText
 
 
+def whole_class(config: PretrainedConfig) -> AutoClass:
+    """Return the class of a config's whole model, towers for images included, where transformers has one.
+
+    Raises `UnsupportedBase` as `model_class` does.
+    """
+    return _WITH_IMAGES if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else model_class(config)
+
+
 def model_class(config: PretrainedConfig) -> AutoClass:
     """Return the class that builds and loads the model of a config.
 

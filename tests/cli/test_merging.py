@@ -12,11 +12,15 @@ import peft
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from typer.testing import CliRunner
 
 from coserve.cli import common
 from coserve.cli.app import app
+from coserve.core.errors import UnsupportedAdapter
+from coserve.core.names import ADAPTER_WEIGHTS as FILE
+from coserve.lora.files.wrapped import rename_decoder
 from tests.support.families import tiny_family
 from tests.support.gguf_files import write_llama
 from tests.support.lora_reference import alone, save_peft, tokens_of
@@ -61,13 +65,26 @@ def test_a_merged_base_answers_as_the_base_with_its_adapter(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_multimodal_base_keeps_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tiny_family("mistral3").save_pretrained(str(tmp_path / "base"))
+@pytest.mark.parametrize("family", ["mistral3", "qwen3_5"])  # the second is served by a class for text alone
+@pytest.mark.parametrize("decoder", ["model.language_model", "model"])
+def test_a_multimodal_base_keeps_its_class(
+    family: str, decoder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tiny_family(family).config
+    if config.get_text_config() is config:
+        towers = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+        towers["out_hidden_size"] = config.hidden_size
+        config = CONFIG_MAPPING[family](text_config=config.to_dict(), vision_config=towers)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(str(tmp_path / "base"))
     shutil.copy(Path(TINY, "tokenizer.json"), tmp_path / "base")
 
     def download(name: str, folder: Path) -> Path:
         targets = r".*language_model.*(q_proj|down_proj)"
-        expected.append(alone(save_peft(tiny_family("mistral3"), folder, target_modules=targets), tokens_of(9)))
+        model = AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+        expected.append(alone(save_peft(model, folder, target_modules=targets), tokens_of(9)))
+        rename_decoder(folder, decoder)
         return folder
 
     expected: list[torch.Tensor] = []
@@ -77,3 +94,16 @@ def test_a_multimodal_base_keeps_its_class(monkeypatch: pytest.MonkeyPatch, tmp_
     assert result.exit_code == 0, result.exception
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "poet", dtype=torch.float32)
     torch.testing.assert_close(alone(merged, tokens_of(9)), *expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_adapter_of_other_modules_is_not_merged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def download(name: str, folder: Path) -> Path:
+        save_peft(AutoModelForCausalLM.from_pretrained(TINY), folder, target_modules=["q_proj"])
+        weights = {name.replace("q_proj", "p_proj"): each for name, each in load_file(folder / FILE).items()}
+        save_file(weights, folder / FILE)
+        return folder
+
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
+    result = CliRunner().invoke(app, ["adapters", "merge", "poet", str(tmp_path / "poet"), "--base", "bundled"])
+    assert isinstance(result.exception, UnsupportedAdapter) and "q_proj" in str(result.exception)
+    assert not list(tmp_path.iterdir())

@@ -41,6 +41,13 @@ def site_of(name: str, sites: Container[str]) -> str | None:
     return None
 
 
+def decoder_among(modules: Iterable[str]) -> str | None:
+    """Return the decoder's path, such as `model.language_model`, of a model with modules of these names; None if it
+    is at none of the known ones."""
+    names = set(modules)
+    return next((path.removesuffix(".") for path in _DECODERS if f"{path}layers" in names), None)
+
+
 def outside_text(name: str) -> str | None:
     """Return the part of a multimodal model, other than its language model, that a module belongs to."""
     return next((part for part in name.split(".") if part in _OTHER_PARTS), None)
