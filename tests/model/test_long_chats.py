@@ -68,6 +68,19 @@ def test_all_answers_are_found_as_each_by_itself(
         assert _found(template, messages, learned) == [span for found in each for span in found]
 
 
+@pytest.mark.parametrize("longest", [30, 44])
+def test_a_longer_chat_may_have_another_generation_prompt(longest: int) -> None:
+    """Which every answer begins with, so that the text does not tell."""
+    thought = f"{{{{ '<think>' if messages | length > {longest} }}}}"
+    prompt = "{% if add_generation_prompt %}<|assistant|>" + thought + "{% endif %}"
+    source = "{% for m in messages %}" + _TURN + "{% endfor %}" + prompt
+    template = ChatTemplate(source, TOKENS, SPECIALS)
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>hm</think>yes"}] * 30
+    text, spans, _ = template.render_for_training(turns)
+    thinking = [text[start:].startswith("<think>") for start, _ in spans]
+    assert thinking == [at <= longest for at in range(1, 60, 2)]
+
+
 def _found(
     template: ChatTemplate, messages: Sequence[Mapping[str, object]], learned: Sequence[int]
 ) -> list[tuple[int, int]] | str:

@@ -243,17 +243,23 @@ class ChatTemplate:
 
         The chat up to each is rendered for the first `SHORT` messages, for every power of two, and for the last. In
         between, where that would take time quadratic in the number of messages, a few messages are rendered instead
-        of all, unless they come out otherwise than in `text`."""
+        of all, unless they come out otherwise than in `text`. If those few prove wrong at a power of two or at the
+        last, as where the generation prompt of a long chat is another one, the chat up to each is rendered."""
         spans, excerpts = list[Span](), _Excerpts(messages)
         for at, index in enumerate(learned):
-            span = None
-            if index >= SHORT and at & (at - 1) and at + 1 < len(learned):
+            of_few = None
+            if index >= SHORT and at:
                 chat = excerpts.between(learned[at - 1], index)
-                span = self._added_after(spans[-1], chat, len(chat) - 1 - index + learned[at - 1], text, render)
-            if span is None:
+                of_few = self._added_after(spans[-1], chat, len(chat) - 1 - index + learned[at - 1], text, render)
+            span = of_few
+            if of_few is None or not at & (at - 1) or at + 1 == len(learned):
                 span = self._added_by(messages, index, text, render)
             if span is None:
                 return None
+            if of_few is not None and of_few[0] != span[0]:
+                each = [self._added_by(messages, one, text, render) for one in learned]
+                spans = [span for span in each if span is not None]
+                return spans if len(spans) == len(learned) else None
             spans.append(span)
         return spans
 
