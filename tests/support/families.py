@@ -271,10 +271,17 @@ def _kind_of_mixer(family: str) -> str:
     return "short convolutions" if family.startswith("lfm2") else "Mamba" if family == "jamba" else "Mamba-2"
 
 
+def _without(name: str) -> tuple[str]:
+    """For a linear module of the layers that is no site: it runs twice, or its weight is used without it."""
+    return (f"`{name}` cannot be adapted",)
+
+
 LIMITS: dict[str, tuple[str, ...]] = {
     "jetmoe": _EXPERTS,
     "llama4_text": _EXPERTS,
     **{family: (f"recurrent layers ({_kind_of_mixer(family)})",) for family in RECURRENT},
+    "gemma3n_text": _without("modality_router"),
+    "jamba": ("recurrent layers (Mamba)", *_without("dt_proj")),
     "phi3": ("its longrope models are served up to the original context; `/health` says so",),
 }
 """For docs/guide/families.md."""
