@@ -54,7 +54,8 @@ class PackedRecurrence:
 
     def recur_keeping(self, given: RecurrenceInputs) -> tuple[Tensor, Tensor | None]:
         """Compute `recur` of `normalized` inputs without autograd. Also return what `gradients` need not compute again:
-        some `CHUNK` elements for each token and head, in the keys' dtype. None: it computes everything again."""
+        some `CHUNK` elements for each token and head, in the keys' dtype. None: it computes everything again, as for
+        many short rows."""
         if (kernels := self._kernels_for(given)) is not None:
             return kernels.recur_keeping(given)
         return self._recur(given), None

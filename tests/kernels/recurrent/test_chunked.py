@@ -15,9 +15,9 @@ from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.packed import PackedRecurrence
 from tests.support.attention_cases import DEVICE
 
-SHORT = ((0, 19, 20, 20, 23), 16)
+SHORT = ((0, 63, 64, 64, 111), 16)
 """Bounds of sequences, of several chunks, of one token and empty, and the tokens of a chunk."""
-LONG = ((0, 70, 71, 71, 300), 64)
+LONG = ((0, 190, 191, 191, 500), 64)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 SIZES = {"delta rule": (2, 2, 6, 20), "no delta, grouped keys": (2, 1, 20, 10)}
 """H, G, K, V."""
@@ -47,6 +47,7 @@ def test_outputs_and_gradients(case: str, dtype: torch.dtype) -> None:
     kernels, plain = ChunkedRecurrence.of_bounds(bounds, torch.device(DEVICE), chunk), PackedRecurrence(bounds)
     cpu = given.rows(lambda x: x.float().cpu())
     out_THV, kept = kernels.recur_keeping(given)
+    assert (kept is not None) == delta
     found = [out_THV, *kernels.gradients(given, dout_THV)]
     for own, again in zip(kernels.gradients(given, dout_THV, kept), found[1:], strict=True):
         assert torch.equal(own, again), "what the forward kept is what the backward computes"
@@ -54,6 +55,20 @@ def test_outputs_and_gradients(case: str, dtype: torch.dtype) -> None:
     for own, right in zip(found, expected, strict=True):
         error = torch.linalg.vector_norm(own.float().cpu() - right) / torch.linalg.vector_norm(right)
         assert float(error) < TOLERANCE[dtype]
+
+
+def test_many_short_rows_keep_no_more_memory_than_a_long_one() -> None:
+    """As training's memory is planned from the tokens, measured with long rows."""
+    tokens, generator = 48, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(tokens, 1, 16, generator=generator) for _ in range(3))
+    ones = torch.ones(tokens, 1)
+    given = RecurrenceInputs(q, normalize(k, dim=-1), v, -ones, ones).rows(lambda x: x.to(DEVICE))
+    sizes = []
+    for row in (48, 3):
+        bounds = (*range(0, tokens, row), tokens)
+        kept = ChunkedRecurrence.of_bounds(bounds, torch.device(DEVICE), 16).recur_keeping(given)[1]
+        sizes.append(0 if kept is None else kept.nbytes)
+    assert sizes[0] > 0 and sizes[1] <= 1.25 * sizes[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])

@@ -26,6 +26,9 @@ LEAST_SIZE = 64
 smaller products there, and those of one pipeline stage, to addresses outside of shared memory."""
 VALUES = 64
 """Most values of a state in a program, but for what a `ChunkShape` says."""
+MOST_PADDING = 1.25
+"""Most rows of chunks for each token, empty ones included, with which a forward keeps the inverses: a chunk's takes as
+much for one token as for all, and training's memory is planned by tokens."""
 TOKENS = 16
 """Tokens of a program that normalises queries and keys."""
 
@@ -129,13 +132,14 @@ class ChunkedRecurrence:
         self, given: RecurrenceInputs, out_THV: Tensor | None = None, states: SlotStates | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """As `recur`. Also return what spares `gradients` the systems' solution: their inverses (N, H, Z, Z), in the
-        keys' dtype; None without a delta rule."""
+        keys' dtype; None without a delta rule, and if the chunks are too empty (`MOST_PADDING`)."""
         batch = _Batch(given, self._chunk)
         kept, out_THV = self._forward(batch, states), torch.empty_like(batch.v) if out_THV is None else out_THV
         blocks, block_v = batch.value_blocks(self._shape.outputs)
         tensors = out_THV, batch.q, batch.k, kept.new, kept.states, batch.decay, self._chunks
         batch.launch(output, (self._count, batch.heads, blocks), *tensors, BV=block_v)
-        return out_THV, kept.inverse
+        full = self._count * self._chunk <= MOST_PADDING * len(batch.v)
+        return out_THV, kept.inverse if full else None
 
     def gradients(self, given: RecurrenceInputs, dout_THV: Tensor, inverse: Tensor | None = None) -> list[Tensor]:
         """Return the gradients of q, k, v, the decay and, if there is one, beta, given that of `recur`'s output.
