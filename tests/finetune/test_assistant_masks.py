@@ -13,6 +13,7 @@ from coserve.core.errors import MalformedRow
 from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.rows import parse_row
 from coserve.data.corpus.tokenize import tokenize_rows
+from coserve.data.pretrained.chat import ChatTemplate
 from coserve.data.pretrained.tokenizer import Tokenizer
 from tests.support.tokenizers import byte_level, sentencepiece_like
 
@@ -137,6 +138,21 @@ def test_templates_with_other_than_one_block_a_turn(name: str, template: str, th
         messages = [{**one, "weight": 0} if one["role"] == "assistant" else one for one in row["messages"][:-1]]
         weighted = {**row, "messages": [*messages, row["messages"][-1]]}
         assert learned(weighted, template, None) == (tokens, (mask * last).tolist())
+
+
+@pytest.mark.parametrize("weights", [(0, 1), (1, 0), (1, 1)])
+def test_two_blocks_of_one_turn_and_none_of_another_are_told_apart(weights: tuple[int, int]) -> None:
+    """Though there are as many blocks as answers."""
+    block = "{% generation %}<|think|>{% endgeneration %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+    template = "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and m.content %}" + block
+    template += "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    messages = [("user", "Hi"), ("assistant", ""), ("user", "Hello?"), ("assistant", "Ahoy!")]
+    chat = [{"role": role, "content": content} for role, content in messages]
+    answers = [at for at, weight in zip((1, 3), weights, strict=True) if weight]
+    text, spans, _ = ChatTemplate(template, {}, ["<|end|>"]).render_for_training(chat, learned=answers)
+    expected = ["<|think|>", "Ahoy!<|end|>"] if weights[1] else []
+    assert [text[start:end] for start, end in spans] == expected
 
 
 def test_an_end_of_turn_outside_of_the_marks_is_learned_too(theirs: Any) -> None:

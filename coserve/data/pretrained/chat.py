@@ -211,10 +211,8 @@ class ChatTemplate:
         text, marks = render(messages, False)
         assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         learned = assistant if learned is None else list(learned)
-        if marks and (learned == assistant or len(marks) == len(assistant)):
-            mark_of = dict(zip(assistant, marks, strict=False))
-            chosen = marks if learned == assistant else [mark_of[i] for i in learned]
-            return TrainingText(text, [self._with_end_of_turn(text, mark) for mark in chosen], marked=True)
+        if marks and learned == assistant:
+            return TrainingText(text, [self._with_end_of_turn(text, mark) for mark in marks], marked=True)
         found = self._added_by_all(messages, learned, text, render)
         if found is not None and marks:
             if learned and learned[-1] + 1 == len(messages):
@@ -222,6 +220,9 @@ class ChatTemplate:
             starts = [start for start, _ in found]
             inside = [mark for mark in marks if (at := bisect_left(starts, mark[1])) and mark[0] < found[at - 1][1]]
             return TrainingText(text, [self._with_end_of_turn(text, mark) for mark in inside], marked=True)
+        if marks and len(marks) == len(assistant):  # a block of each, as far as one can tell
+            mark_of = dict(zip(assistant, marks, strict=True))
+            return TrainingText(text, [self._with_end_of_turn(text, mark_of[i]) for i in learned], marked=True)
         if found is not None:
             return TrainingText(text, found, marked=False)
         ends = _Excerpts(messages)
