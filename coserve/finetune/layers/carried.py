@@ -36,14 +36,15 @@ class CarriedKv:
         return self._inner.attend(layer, q_HTD, k_KTD, v_KTD, params)
 
     def take(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the keys and values that the layer has just made; nothing if no other layer reads them."""
+        """Return the keys and values that the layer has just made, as it gave them to `attend`; nothing if no other
+        layer reads them. The first time, make the leaves; when the backward runs the layer again, they stay."""
         made, self._made = self._made, ()
         if made and layer not in self._leaves:
             self._leaves[layer] = tuple(one.detach().requires_grad_(layer >= self._first) for one in made)
         return made
 
     def read_by(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the leaves that the layer reads and that need gradients."""
+        """Return the leaves that the layer reads and that need gradients: keys and values, or nothing."""
         leaves = self._leaves.get(self._sources.get(layer, -1), ())
         return tuple(leaf for leaf in leaves if leaf.requires_grad)
 

@@ -61,7 +61,7 @@ class GraphFootprints:
     def add_adapter(
         self, rank: int, groups: frozenset[int], *, scaled: bool, experts: bool = False, remote: bool = False
     ) -> None:
-        """Add the footprints of steps with adapters of these properties, alone and with all that were expected before,
+        """Add the footprints of steps with adapters of these properties, alone and with all that were added before,
         if graphs serve the LoRA rank, unless known footprints of the same groups cover them."""
         served = graph_rank(rank) if rank else None
         if served is None:
