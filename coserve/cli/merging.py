@@ -30,14 +30,15 @@ def merge_adapter(client: Client, name: str, base: str, folder: Path) -> None:
     if find_spec("peft") is None:
         raise UnsupportedBase("merging needs PEFT: pip install peft")
     check_source(base)
+    tokenizer = Tokenizer.load(base)  # before the weights, which take minutes
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         adapter, merged = Path(scratch, "adapter"), Path(scratch, "merged")
         client.download_adapter(name, adapter)
-        _merge(base, adapter, merged)
+        _merge(base, tokenizer, adapter, merged)
         merged.rename(folder)
 
 
-def _merge(base: str, adapter: Path, merged: Path) -> None:
+def _merge(base: str, tokenizer: Tokenizer, adapter: Path, merged: Path) -> None:
     from peft import PeftModel
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -57,7 +58,6 @@ def _merge(base: str, adapter: Path, merged: Path) -> None:
         except UserWarning as error:
             raise UnsupportedAdapter(f"the adapter does not fit the base {base}: {error}") from None
     tuned.merge_and_unload().save_pretrained(merged)
-    tokenizer = Tokenizer.load(base)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(tokenizer.serialised()),
         chat_template=tokenizer.chat_template,

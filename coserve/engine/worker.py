@@ -107,7 +107,8 @@ def build_engine(
     )
     progress.loads("loading compiled layers")
     compiled = make_compiled(parts, kv, task, training, progress.captures)
-    grammars = Grammars(partial(Tokenizer.load, config.model), base.spec.vocab, pinned=base.device.type == "cuda")
+    load_tokenizer = partial(Tokenizer.load, config.model, trust_remote_code=config.trust_remote_code)
+    grammars = Grammars(load_tokenizer, base.spec.vocab, pinned=base.device.type == "cuda")
     if base.device.type == "cuda":  # on a CPU the first request with a grammar waits for it
         grammars.warm_up()
     generator = Generator(

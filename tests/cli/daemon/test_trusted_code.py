@@ -25,5 +25,10 @@ def test_kimi_k2_is_served_with_the_flag_and_refused_without_by_its_name(tmp_pat
         status, answer = daemon.call("POST", "/v1/chat/completions", body | {"model": "kimi"})
         assert status == 200, answer
         assert answer["usage"]["prompt_tokens"] == 5
+        schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+        status, answer = daemon.call(
+            "POST", "/v1/chat/completions", body | {"model": "kimi", "response_format": schema}
+        )
+        assert status == 200 and answer["choices"][0]["message"]["content"].strip("-0123456789 ") == "", answer
         _, health = daemon.call("GET", "/health")
         assert health["base"]["family"] == "deepseek_v3"
