@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from coserve.cli import common
 from coserve.cli.app import run
 from coserve.cli.failures import USAGE
-from coserve.cli.finetuning import command
 from coserve.core.schemas import FinetuneRequest
 from tests.support.sdk import job
 
@@ -26,7 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({field: value for field, value in given.items() if field in fields and value is not None})
         return SimpleNamespace(info=job())
 
-    monkeypatch.setattr(command, "connect", lambda *_: nullcontext(SimpleNamespace(finetune=finetune)))
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(finetune=finetune)))
     return found
 
 
