@@ -16,6 +16,7 @@ EVERYTHING = 1 << 20
 KINDS = (
     ("copies", r"^Mem(cpy|set)"),
     ("attention", r"flash|fmha|attention|softmax_warp"),
+    ("recurrence", r"^(prepare|solve|scan|output|inputs)(_|$)"),
     ("lora", r"^(shrink|expand|outer|fold|finish)(_|$)"),
     ("gemm", r"gemm|nvjet|cutlass|cublas|xmma|gemv|splitK|_mm_|\bmm\b"),
 )

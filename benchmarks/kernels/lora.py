@@ -1,6 +1,6 @@
 """The LoRA kernels against other methods, on one GPU: microseconds, and the share of the memory floor.
 
-    python -m benchmarks.kernels.lora --out benchmarks/results [--only step,...,gradients,scaling]
+    python -m benchmarks.kernels.lora --out benchmarks/results [--only step,decode,prefill,train,scaling]
     python -m benchmarks.kernels.lora --summarize            # from the committed results; needs no GPU
 
 Each part writes `kernels_<part>.json`. Times are CUDA-graph replays over input sets larger than the L2.
@@ -32,10 +32,9 @@ from coserve.kernels.lora import reference
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.segmented import terms
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK
-from coserve.kernels.lora.segmented.block_sizes import PREFILL_BLOCKS
 from coserve.kernels.lora.segmented.gradients import gradients
 from coserve.kernels.lora.segmented.launch_prefill import prefill_shrink
-from coserve.kernels.lora.segmented.plan import CUTTING, GroupTable, TilePlan, plan_of, tables_of, tile_rows
+from coserve.kernels.lora.segmented.plan import TilePlan, plan_of, tables_of, tile_rows
 from coserve.kernels.lora.segmented.tiles import StepTiles, cut, upload
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, MainGrads
@@ -293,41 +292,6 @@ def train_part() -> list[Row]:
     return rows
 
 
-BACKWARD_WAYS = {
-    "each": PREFILL_BLOCKS,
-    "together": replace(PREFILL_BLOCKS, together=True),
-    "together, outer_warps=8": replace(PREFILL_BLOCKS, together=True, outer_warps=8),
-    "together, outer_n=64": replace(PREFILL_BLOCKS, together=True, outer_n=64),
-}
-"""Ways to add the gradients of a group's matrices to their sums."""
-
-
-def gradients_part() -> Iterator[Row]:
-    """LoRA's backward of 4096 tokens of one adapter of rank 16, and of eight, as fine-tuning runs it, a layer of
-    Qwen3.5-9B. The floor: x and dx moved once, every dy twice."""
-    for adapters, group in product((1, 8), cases.QWEN35):
-        segments = cases.batch([row * adapters // 8 for row in range(8)], 512)
-        layers = [cases.make_layer(group, 4096, [16] * adapters) for _ in range(2)]
-        tables = [tables_of([[_with_sums(pairs) for pairs in layer.pairs]], cases.DEVICE)[0] for layer in layers]
-        columns: dict[str, Timing] = {}
-        for name, blocks in BACKWARD_WAYS.items():
-            cutting = replace(CUTTING, prefill=blocks)
-            plan = plan_of(segments, tables[0].ranks, cases.DEVICE, train=True, cutting=cutting)
-
-            def call(layer: cases.Layer, table: GroupTable, plan: TilePlan = plan) -> backends.Call:
-                h = prefill_shrink(layer.x, plan, table.table)
-                return lambda: gradients(layer.ys, layer.x, h, plan, table, inputs_need=True, weights_need=True)
-
-            calls = [call(layer, table) for layer, table in zip(layers, tables, strict=True)]
-            columns[name] = graph_us(calls, replays=9, repeat=3)
-        floor = 2 * (layers[0].x.nbytes + sum(y.nbytes for y in layers[0].ys)) / BANDWIDTH * 1e6
-        us = {name: timing.record() for name, timing in columns.items()}
-        yield {"group": group.name, "adapters": adapters, "floor_us": round(floor, 3), "us": us}
-        print(
-            group.name, adapters, round(floor, 1), {one: round(own.us, 1) for one, own in columns.items()}, flush=True
-        )
-
-
 def scaling_part() -> list[Row]:
     """GPT-2 medium's sites with the base's products, 1 to 64 adapters of ranks 16 to 128 (ETS figure 5.1's setting);
     and mixed ranks against their average."""
@@ -371,7 +335,6 @@ def scaling_part() -> list[Row]:
 PARTS: dict[str, Callable[[], Iterable[Row]]] = {
     "step": step_part,
     "train": train_part,
-    "gradients": gradients_part,
     "scaling": scaling_part,
     "decode": decode_part,
     "prefill": prefill_part,

@@ -35,14 +35,6 @@ LLAMA = (
     SiteGroup("gate,up", 4096, (14336, 14336)),
     SiteGroup("down", 14336, (4096,)),
 )
-QWEN35 = (
-    SiteGroup("in_proj_qkv,z,b", 4096, (8192, 4096, 32)),
-    SiteGroup("in_proj_a", 4096, (32,)),
-    SiteGroup("out_proj", 4096, (4096,)),
-    SiteGroup("gate,up", 4096, (12288, 12288)),
-    SiteGroup("down", 12288, (4096,)),
-)
-"""A layer of Qwen3.5-9B with a recurrence."""
 GPT2_MEDIUM = (
     SiteGroup("c_attn", 1024, (3072,)),
     SiteGroup("attn.c_proj", 1024, (1024,)),

@@ -33,6 +33,7 @@ from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.common.timing import steps_tok_s
 from benchmarks.ets.figure_5_1_trainer import Jobs
+from benchmarks.finetuning.profile import profiled
 from benchmarks.finetuning.with_peft import chunked_loss, optimizer_step
 from benchmarks.peers.trainer import adapted
 from benchmarks.recurrent.kernels import measure_kernels
@@ -127,7 +128,8 @@ def finetune(base: Base, shape: Shape, results: Results, *, tiny: bool) -> None:
     with Jobs(base, backend, length=length, batch=rows, ranks=[RANK], rows=rows, targets=TARGETS) as jobs:
         ready = time.perf_counter() - began
         found = steps_tok_s(jobs.train, shape.device, REPEATS)
-    about = {"layers": jobs.layers, "ready_s": round(ready, 1)}
+        profile = profiled(base, jobs, 1e3 * rows * length / statistics.median(found))
+    about = {"layers": jobs.layers, "ready_s": round(ready, 1), "profile": profile}
     peft = results.row(f"models.qwen35.peft_tok_s.{rows}x{length}")
     target = None if peft is None else Target(round(1.2 * peft["value"], 1))
     key = f"models.qwen35.finetune_tok_s.{rows}x{length}"

@@ -91,17 +91,22 @@ def learned(row: dict[str, Any], template: str, train_on: TrainOn | None) -> tup
     return corpus.tokens.tolist(), corpus.target.tolist()
 
 
-@pytest.mark.parametrize("template", [MARKED, LAST_MARKED], ids=["marked", "earlier turns change"])
-@pytest.mark.parametrize("name", CHATS)
-def test_tokens_and_learned_tokens_are_those_of_transformers(name: str, template: str, theirs: Any) -> None:
-    row = CHATS[name]
-    found = theirs.apply_chat_template(
+def masked_by(theirs: Any, row: dict[str, Any], template: str) -> Any:
+    """The tokens of a chat and their mask, as transformers gives them."""
+    return theirs.apply_chat_template(
         row["messages"],
         tools=row.get("tools"),
         chat_template=template,
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
+
+
+@pytest.mark.parametrize("template", [MARKED, LAST_MARKED], ids=["marked", "earlier turns change"])
+@pytest.mark.parametrize("name", CHATS)
+def test_tokens_and_learned_tokens_are_those_of_transformers(name: str, template: str, theirs: Any) -> None:
+    row = CHATS[name]
+    found = masked_by(theirs, row, template)
     assert any(found["assistant_masks"])
     for train_on in (None, "assistant"):
         assert learned(row, template, train_on) == (found["input_ids"], found["assistant_masks"])
@@ -122,13 +127,7 @@ BEHIND = MARKED + "{% if not add_generation_prompt %}{% generation %}{{ eos_toke
 @pytest.mark.parametrize("name", CHATS)
 def test_templates_with_other_than_one_block_a_turn(name: str, template: str, theirs: Any) -> None:
     row = CHATS[name]
-    found = theirs.apply_chat_template(
-        row["messages"],
-        tools=row.get("tools"),
-        chat_template=template,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
+    found = masked_by(theirs, row, template)
     tokens, mask = found["input_ids"], np.array(found["assistant_masks"])
     assert learned(row, template, None) == (tokens, mask.tolist())
     if row["messages"][-1]["role"] == "assistant":

@@ -14,8 +14,6 @@ from torch import Tensor
 from coserve.kernels.lora import reference
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.segmented.backend import SegmentedBackend
-from coserve.kernels.lora.segmented.block_sizes import PREFILL_BLOCKS
-from coserve.kernels.lora.segmented.plan import CUTTING, Cutting
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import FrozenWeight, LoraPair, MainGrads, SiteGroup
 from tests.support.lora_grids import prepared, relative_error
@@ -41,9 +39,6 @@ BATCHES = {
     "in blocks, parts are summed": Segments((0, 400, 470, 600), (1, 2, 0)),
 }
 """Adapter 3 never has a row."""
-
-TOGETHER = replace(CUTTING, prefill=replace(PREFILL_BLOCKS, together=True))
-"""Gradients of a group of sites in one launch."""
 
 Adds = Callable[[PreparedLora, SiteGroup, Tensor], Sequence[Tensor]]
 
@@ -81,9 +76,7 @@ def by_reference(x: Tensor, segments: Segments, sites: Sites) -> Sequence[Tensor
     return [reference.lora_add(y, x, segments, own) for y, own in zip(ys, sites, strict=True)]
 
 
-def compare(
-    run: Adds, name: str, dtype: torch.dtype, *, inputs_learn: bool, limit: float, cutting: Cutting = CUTTING
-) -> None:
+def compare(run: Adds, name: str, dtype: torch.dtype, *, inputs_learn: bool, limit: float) -> None:
     segments, plain = BATCHES[name], make_sites(SIZES, RANKS[name], BLOCKS.get(name, {}))
     summed = with_sums(plain, dtype)
     x = drawn(segments.tokens, D, seed=0)
@@ -96,7 +89,7 @@ def compare(
         dx, *gradients = torch.autograd.grad(outs, (theirs, *leaves(plain)), dys, materialize_grads=True)
         for total, gradient in zip(expected, gradients, strict=True):
             total += gradient
-        lora, group = prepared(SegmentedBackend(cutting), segments, summed)
+        lora, group = prepared(SegmentedBackend(), segments, summed)
         got = run(lora, group, mine)
         reached = mine if inputs_learn else lora.anchor
         assert reached is not None
@@ -131,20 +124,11 @@ def test_sums(name: str, run: Adds, inputs_learn: bool) -> None:
     compare(run, name, torch.float32, inputs_learn=inputs_learn, limit=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "run"), [("few rows each", alone), ("in blocks, parts are summed", stacked), ("one adapter", stacked)]
-)
-def test_sums_in_one_launch(name: str, run: Adds) -> None:
-    compare(run, name, torch.float32, inputs_learn=True, limit=1e-5, cutting=TOGETHER)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", [stacked, alone])
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("cutting", [CUTTING, TOGETHER], ids=["each", "together"])
-def test_sums_on_a_gpu_in_bfloat16(run: Adds, name: str, cutting: Cutting) -> None:
-    compare(run, name, torch.bfloat16, inputs_learn=True, limit=2e-2, cutting=cutting)
+def test_sums_on_a_gpu_in_bfloat16(run: Adds, name: str) -> None:
+    compare(run, name, torch.bfloat16, inputs_learn=True, limit=2e-2)
 
 
 def test_some_with_sums_and_some_without_are_refused() -> None:

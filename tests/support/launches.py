@@ -10,7 +10,6 @@ from coserve.kernels.gpu.launcher import Launcher
 from coserve.kernels.lora.segmented import (
     backward_kernel,
     decode_kernel,
-    gradient_kernel,
     launch_backward,
     launch_decode,
     launch_prefill,
@@ -26,7 +25,6 @@ KERNELS = {
     id(launch_backward.EXPAND_A): backward_kernel.expand_a,
     id(launch_backward.OUTER): backward_kernel.outer,
     id(launch_backward.FOLD): backward_kernel.fold,
-    id(launch_backward.OUTER_TOGETHER): gradient_kernel.outer_together,
 }
 
 

@@ -241,15 +241,17 @@ def outer(
     rank0 = rank_of(shape0)
     rank1 = rank_of(shape1) if SITES > 1 else 0
     rank2 = rank_of(shape2) if SITES > 2 else 0
-    first_n = tl.program_id(0) * BLOCK_N
-    some = covers(shape0, first_n, first, N, OF_B, BLOCK_N, BLOCK_R, BLOCKED)
-    if SITES > 1:
-        some = some | covers(shape1, first_n, first, N, OF_B, BLOCK_N, BLOCK_R, BLOCKED)
-    if SITES > 2:
-        some = some | covers(shape2, first_n, first, N, OF_B, BLOCK_N, BLOCK_R, BLOCKED)
+    idle = first >= tl.maximum(rank0, tl.maximum(rank1, rank2))
+    if BLOCKED:
+        some = _overlap(shape0, first, N, OF_B, BLOCK_N, BLOCK_R)
+        if SITES > 1:
+            some = some | _overlap(shape1, first, N, OF_B, BLOCK_N, BLOCK_R)
+        if SITES > 2:
+            some = some | _overlap(shape2, first, N, OF_B, BLOCK_N, BLOCK_R)
+        idle = idle | (not some)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if not some:
+    if idle:
         return
     t = tl.arange(0, BLOCK_T)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -274,15 +276,11 @@ def outer(
     if OF_B:
         acc0 *= tl.load(scalings_ptr + entry)
     if ADD:
-        add_to_sums(weights(sums_ptr, entry, 1 if OF_B else 0, scalings_ptr), acc0, n, r, N, shape0, OF_B, BLOCKED)
+        _add(weights(sums_ptr, entry, 1 if OF_B else 0, scalings_ptr), acc0, n, r, N, shape0, OF_B, BLOCKED)
         if SITES > 1:
-            add_to_sums(
-                weights(sums_ptr, entry + 1, 1 if OF_B else 0, scalings_ptr), acc1, n, r, N, shape1, OF_B, BLOCKED
-            )
+            _add(weights(sums_ptr, entry + 1, 1 if OF_B else 0, scalings_ptr), acc1, n, r, N, shape1, OF_B, BLOCKED)
         if SITES > 2:
-            add_to_sums(
-                weights(sums_ptr, entry + 2, 1 if OF_B else 0, scalings_ptr), acc2, n, r, N, shape2, OF_B, BLOCKED
-            )
+            _add(weights(sums_ptr, entry + 2, 1 if OF_B else 0, scalings_ptr), acc2, n, r, N, shape2, OF_B, BLOCKED)
     else:
         _store(out0_ptr + part.to(tl.int64) * part0_stride, acc0, starts_ptr, entry, n, r, N, shape0, OF_B, BLOCKED)
         if SITES > 1:
@@ -301,26 +299,14 @@ def _blocks(shape, OF_B: tl.constexpr):
 
 
 @triton.jit
-def covers(
-    shape,
-    first_n,
-    first,
-    N,
-    OF_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCKED: tl.constexpr,
-):
-    """Whether a matrix has any of the ranks [first, first + BLOCK_R) and, if its diagonal blocks alone are stored, in
-    any of the columns [first_n, first_n + BLOCK_N)."""
-    some = first < rank_of(shape)
-    if BLOCKED:
-        blocks = _blocks(shape, OF_B)
-        width, ranks = N // blocks, rank_of(shape) // blocks
-        begin = first_n // width * ranks
-        end = ((tl.minimum(first_n + BLOCK_N, N) - 1) // width + 1) * ranks
-        some = some & (begin < first + BLOCK_R) & (end > first)
-    return some
+def _overlap(shape, first, N, OF_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Whether the diagonal blocks of the ranks [first, first + BLOCK_R) cover any of the program's columns."""
+    blocks = _blocks(shape, OF_B)
+    width, ranks = N // blocks, rank_of(shape) // blocks
+    first_n = tl.program_id(0) * BLOCK_N
+    begin = first_n // width * ranks
+    end = ((tl.minimum(first_n + BLOCK_N, N) - 1) // width + 1) * ranks
+    return (begin < first + BLOCK_R) & (end > first)
 
 
 @triton.jit
@@ -356,7 +342,7 @@ def _store(out_ptr, acc, starts_ptr, entry, n, r, N, shape, OF_B: tl.constexpr, 
 
 
 @triton.jit
-def add_to_sums(sums_ptr, acc, n, r, N, shape, OF_B: tl.constexpr, BLOCKED: tl.constexpr):
+def _add(sums_ptr, acc, n, r, N, shape, OF_B: tl.constexpr, BLOCKED: tl.constexpr):
     """Adds dA (R, N) or dB (N, R) of one adapter to its sums in fp32. No other program has these entries."""
     rank = rank_of(shape)
     if BLOCKED and _blocks(shape, OF_B) > 1:

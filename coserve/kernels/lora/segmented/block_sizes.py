@@ -69,8 +69,6 @@ class PrefillBlocks:
     outer_warps: int = 4
     outer_stages: int = 3
     """Pipeline stages; two more for LoRA ranks up to 32, which leave enough shared memory."""
-    together: bool = False
-    """Whether the gradients of a group's matrices that are added to sums are one launch: see `gradient_kernel`."""
     pdl: bool = True
     split_length: int = 512
     """Fewest inputs per program when a sum is split among several. Sums shorter than four times this are not split,

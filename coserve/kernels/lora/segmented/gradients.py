@@ -32,9 +32,6 @@ def gradients(
     if not weights_need:
         return dx_TD, [None] * len(tensors)
     where, into_sums = (plan, group.table), group.anchor is not None
-    if into_sums and plan.prefill.together:
-        launch_backward.outer_together(dys, x_TD, g_GTR, h_GTR, *where)
-        return dx_TD, []
     flat = launch_backward.outer(x_TD, g_GTR, group.a_totals, *where, into_sums=into_sums)
     for site, dy in enumerate(dys):
         h_1TR, total = h_GTR[site : site + 1], [group.b_totals[site]]

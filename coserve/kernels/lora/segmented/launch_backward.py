@@ -10,7 +10,7 @@ from torch import Tensor
 from coserve.kernels.gpu.device import device_info
 from coserve.kernels.gpu.launcher import Launcher, options
 from coserve.kernels.gpu.rounding import cdiv
-from coserve.kernels.lora.segmented import backward_kernel, gradient_kernel
+from coserve.kernels.lora.segmented import backward_kernel
 from coserve.kernels.lora.segmented.adapter_table import SiteTable
 from coserve.kernels.lora.segmented.block_sizes import (
     MAX_SITES,
@@ -18,14 +18,12 @@ from coserve.kernels.lora.segmented.block_sizes import (
     PrefillBlocks,
     narrow,
     rank_block,
-    rows_aligned,
     splits_of,
 )
 from coserve.kernels.lora.segmented.plan import TilePlan
 
 SHRINK_B, EXPAND_A = Launcher(backward_kernel.shrink_b), Launcher(backward_kernel.expand_a)
 OUTER, FOLD = Launcher(backward_kernel.outer), Launcher(backward_kernel.fold)
-OUTER_TOGETHER = Launcher(gradient_kernel.outer_together)
 FOLD_BLOCK, FOLD_PARTS = 256, 8
 """Entries of a matrix that one program sums, and partial sums that it loads at once."""
 
@@ -153,44 +151,3 @@ def outer(
             **options(blocks.pdl and device_info(v_GTR.device).early_launch, 4, 1),
         )
     return []
-
-
-def outer_together(
-    dys: Sequence[Tensor], x_TD: Tensor, g_GTR: Tensor, h_GTR: Tensor, plan: TilePlan, table: SiteTable
-) -> None:
-    """Add the gradients of every matrix of a group to its `MainGrads`, in one launch: `outer` of x and g, and of each
-    site's dy and h."""
-    blocks, tiles, spans = plan.prefill, plan.tiles.tiles, plan.tiles.spans
-    ranks, scalings, _, sums = _columns(table)
-    sites, tokens, R = g_GTR.shape
-    block_r, adapters = rank_block(R), spans.shape[0]
-    block_n = blocks.outer_n if x_TD.element_size() == 2 else blocks.outer_n // 2
-    three = [dys[min(site, sites - 1)] for site in range(MAX_SITES)]
-    rank_blocks, wide = cdiv(R, block_r), sum(cdiv(u.shape[1], block_n) for u in (x_TD, *dys))
-    programs = wide * adapters * rank_blocks
-    parts = max(1, min(_programs(x_TD) // programs, tiles.shape[0] // adapters // 2))
-    parts = parts if programs <= len(plan.tiles.counters) else 1  # each sum has a counter
-    size = programs * sites * parts * block_n * block_r if parts > 1 else 0
-    OUTER_TOGETHER(
-        (wide, adapters, parts * rank_blocks),
-        (
-            *(x_TD, *three, g_GTR, h_GTR, torch.empty(size, dtype=torch.float32, device=x_TD.device)),
-            *(plan.tiles.counters, tiles, spans, ranks, scalings, sums),
-        ),
-        (
-            *(x_TD.shape[1], *(y.shape[1] for y in three), x_TD.stride(0), *(y.stride(0) for y in three)),
-            *(ranks.stride(0), tokens, R, parts),
-        ),
-        SITES=sites,
-        ALIGNED=rows_aligned(dys),
-        SPLIT=parts > 1,
-        BLOCK_T=plan.tiles.rows,
-        BLOCK_N=block_n,
-        BLOCK_R=block_r,
-        BLOCKED=table.blocked,
-        **options(
-            blocks.pdl and device_info(x_TD.device).early_launch,
-            8 if sites > 1 and block_r > 32 else blocks.outer_warps,
-            blocks.outer_stages + (2 if block_r <= 32 else 0),
-        ),
-    )
