@@ -27,8 +27,6 @@ _Render = Callable[[Sequence[Message], bool], tuple[str, list[Span]]]
 
 _END = "\N{SYMBOL FOR END OF TEXT}coserve"
 """Mark put at the end of a message that is to be continued."""
-SHORT = 16
-"""Index from which on a message to learn may be located by an excerpt of the chat."""
 _END_OF_THOUGHT = "</think>"
 """End of the reasoning in a message. Templates rewrite the text before it in their own way."""
 _SPLIT = (
@@ -213,7 +211,8 @@ class ChatTemplate:
         learned = assistant if learned is None else list(learned)
         if marks and learned == assistant:
             return TrainingText(text, [self._with_end_of_turn(text, mark) for mark in marks], marked=True)
-        found = self._added_by_all(messages, learned, text, render)
+        unmarked = [self._added_by(messages, i, text, render) for i in learned]
+        found = None if None in unmarked else [span for span in unmarked if span is not None]
         if found is not None and marks:
             if learned and learned[-1] + 1 == len(messages):
                 found[-1] = found[-1][0], len(text)  # a mark may be behind the last turn, as in TRL's for Phi-3
@@ -225,9 +224,7 @@ class ChatTemplate:
             return TrainingText(text, [self._with_end_of_turn(text, mark_of[i]) for i in learned], marked=True)
         if found is not None:
             return TrainingText(text, found, marked=False)
-        ends = _Excerpts(messages)
-        chats = [messages[: i + 1] if i < SHORT else ends.between(i, i) for i in learned]
-        alone = (self._added_by(chat, len(chat) - 1, None, render) for chat in chats)
+        alone = (self._added_by(messages[: i + 1], i, None, render) for i in learned)
         advice = _OTHER_TARGETS if any(span is None for span in alone) else _SPLIT
         raise InvalidRequest(
             "cannot tell what the assistant wrote in what the base's chat template, which has no {% generation %} "
@@ -236,55 +233,9 @@ class ChatTemplate:
             field="messages",
         )
 
-    def _added_by_all(
-        self, messages: Sequence[Message], learned: Sequence[int], text: str, render: _Render
-    ) -> list[Span] | None:
-        """Return the span of `text` that each of the messages `learned`, in order, adds to the chat before it; None if
-        one cannot be determined.
-
-        The chat up to each is rendered for the first `SHORT` messages, for every power of two, and for the last. In
-        between, where that would take time quadratic in the number of messages, a few messages are rendered instead
-        of all, unless they come out otherwise than in `text`. If those few prove wrong at a power of two or at the
-        last, as where the generation prompt of a long chat is another one, the chat up to each is rendered."""
-        spans, excerpts = list[Span](), _Excerpts(messages)
-        for at, index in enumerate(learned):
-            of_few = None
-            if index >= SHORT and at:
-                chat = excerpts.between(learned[at - 1], index)
-                of_few = self._added_after(spans[-1], chat, len(chat) - 1 - index + learned[at - 1], text, render)
-            span = of_few
-            if of_few is None or not at & (at - 1) or at + 1 == len(learned):
-                span = self._added_by(messages, index, text, render)
-            if span is None:
-                return None
-            if of_few is not None and of_few[0] != span[0]:
-                each = [self._added_by(messages, one, text, render) for one in learned]
-                spans = [span for span in each if span is not None]
-                return spans if len(spans) == len(learned) else None
-            spans.append(span)
-        return spans
-
-    def _added_after(
-        self, before: Span, chat: Sequence[Message], first: int, text: str, render: _Render
-    ) -> Span | None:
-        """Return the span of `text` that the last message of `chat`, an excerpt, adds. `before`: the span of the
-        excerpt's message `first`. None if `text` is not the excerpt's from that message on."""
-        try:
-            excerpt = render(chat, False)[0]
-        except InvalidRequest:
-            return None
-        old, new = (self._added_by(chat, at, excerpt, render, ends=False) for at in (first, len(chat) - 1))
-        if old is None or new is None:
-            return None
-        shift = before[1] - old[1]
-        found = new[0] + shift, new[1] + shift
-        return found if text[before[0] : found[1]] == excerpt[old[0] : new[1]] else None
-
-    def _added_by(
-        self, messages: Sequence[Message], index: int, text: str | None, render: _Render, *, ends: bool = True
-    ) -> Span | None:
+    def _added_by(self, messages: Sequence[Message], index: int, text: str | None, render: _Render) -> Span | None:
         """Return the span of `text` that message `index` adds to the chat before it; None if it cannot be determined.
-        `text`: the rendered messages; None: not rendered yet. `ends`: whether the last message ends the chat."""
+        `text`: the rendered messages; None: not rendered yet."""
         last = index + 1 == len(messages)
         try:
             prompt = render(messages[:index], True)[0]
@@ -297,7 +248,7 @@ class ChatTemplate:
         if not (bare.startswith(prompt) and text.startswith(bare) and content in bare[len(prompt) :]):
             return None
         closed = self._closed(bare, len(prompt))
-        if closed is None and last and ends:  # the end of the chat may also be the end of the turn
+        if closed is None and last:  # the end of the chat may also be the end of the turn
             bare, closed = turn, self._closed(turn, len(prompt))
         return len(prompt), len(bare) if closed is None else closed
 
@@ -327,24 +278,6 @@ class ChatTemplate:
         if not follows or self.end_of_turn is None or self.last_special(text, span) is not None:
             return span
         return start, end + len(self.end_of_turn)
-
-
-class _Excerpts:
-    """Few messages in place of a chat: those that the template most likely looks at."""
-
-    def __init__(self, messages: Sequence[Message]) -> None:
-        self._messages = messages
-        self._system = [*takewhile(lambda message: message.get("role") in ("system", "developer"), messages)]
-        self._questions: list[list[Message]] = []
-        """For each message, the user's last one before it, if any."""
-        question: list[Message] = []
-        for message in messages:
-            self._questions.append(question)
-            question = [message] if message.get("role") == "user" else question
-
-    def between(self, first: int, last: int) -> list[Message]:
-        """Return the system messages, the question before message `first`, and messages `first` to `last`."""
-        return [*self._system, *self._questions[first], *self._messages[first : last + 1]]
 
 
 def _check_option(name: str, known: Collection[str]) -> None:
