@@ -1,12 +1,13 @@
-"""An adapter's tensors by name, and copies of it in another dtype or on another device."""
+"""An adapter's tensors by name, whether they are finite, and copies of it in another dtype or on another device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from coserve.core.errors import NonFiniteLoss
 from coserve.core.names import is_rows
 from coserve.model.lora import LoraWeights
 
@@ -20,6 +21,13 @@ def named_tensors(weights: LoraWeights) -> Iterator[tuple[str, Tensor]]:
             yield f"{site}.b", pair.b_OR
         if pair.magnitude_O is not None:
             yield f"{site}.m", pair.magnitude_O
+
+
+def refuse_non_finite(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Raise `NonFiniteLoss` for a NaN, an infinity, or a number that overflows in `dtype`."""
+    if not all(bool(torch.isfinite(tensor.to(dtype)).all()) for tensor in tensors):
+        kind = str(dtype).removeprefix("torch.")
+        raise NonFiniteLoss(f"the adapter's weights are not finite in {kind}; try a lower learning rate")
 
 
 def cast(weights: LoraWeights, dtype: torch.dtype, device: torch.device | None = None) -> LoraWeights:

@@ -7,13 +7,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from coserve.core.errors import JobOutOfMemory, NonFiniteLoss, RequestOutOfMemory, StorageError, StorageFull
+from coserve.core.errors import JobOutOfMemory, RequestOutOfMemory, StorageError, StorageFull
 from coserve.core.link.jobs import JobNote, JobSnapshot, JobSucceeded, JobWaiting
 from coserve.core.types import AdapterRef
 from coserve.finetune.loop import TrainingLoop
-from coserve.finetune.lora_tensors import cast, named_tensors
+from coserve.finetune.lora_tensors import cast, named_tensors, refuse_non_finite
 from coserve.lora.store.files import save_adapter
 from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
@@ -47,6 +45,7 @@ def publication(
 
     def write() -> Callable[[], Published]:
         weights = final()
+        _refuse_non_finite(weights, base)
         try:
             write_files(ref, weights, base, folder)
         except StorageError as error:
@@ -182,6 +181,7 @@ def publish_adapter(
 
     def copy() -> Callable[[], None]:
         own = weights()
+        _refuse_non_finite(own, base)
         if files:
             write_files(ref, own, base, folder)
         served = served_copy(own, base, store)
@@ -197,10 +197,12 @@ def publish_adapter(
     return copy
 
 
+def _refuse_non_finite(weights: LoraWeights, base: Base) -> None:
+    refuse_non_finite((tensor for _, tensor in named_tensors(weights)), base.dtype)
+
+
 def write_files(ref: AdapterRef, weights: LoraWeights, base: Base, folder: DataFolder) -> None:
-    """Write the adapter's PEFT files durably. Raises `NonFiniteLoss`, `StorageError`."""
-    if not all(bool(torch.isfinite(tensor).all()) for _, tensor in named_tensors(weights)):
-        raise NonFiniteLoss("the adapter's weights are not finite; try a lower learning rate")
+    """Write the adapter's PEFT files durably. Raises `StorageError`."""
     with replace_dir(folder.adapter(ref), point="adapter") as target:
         save_adapter(target, weights, base.spec)
     with disk_errors():

@@ -237,7 +237,7 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
 
     def save_state(self, session: str, call: SaveState) -> Callable[[], Callable[[], None]]:
         """Begin to save a session's state. Call the returned function on a worker thread: the state is durable when it
-        returns. It raises `StorageError`."""
+        returns. It raises `NonFiniteLoss`, `StorageError`."""
         own = self.client(session)
         with self._job_errors():
             tensors = own.session.snapshot()

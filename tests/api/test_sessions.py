@@ -82,6 +82,8 @@ async def test_numbers_that_are_not_finite_are_the_clients_errors(tmp_path: Path
             decay = {"learning_rate": 100, "weight_decay": 100}
             await api.answered(200, "POST", f"{session}/optim_step", json=decay)
         await refused(api, 422, "non_finite_loss", "POST", f"{session}/publish", json={"adapter": "mine"})
+        await refused(api, 422, "non_finite_loss", "POST", f"{session}/save", json={"name": "mine"})
+        await refused(api, 404, "not_found", "POST", "/sessions", "state", json={"state": f"{session[10:]}/mine"})
 
 
 async def test_a_session_ends_without_a_sign_of_its_client(tmp_path: Path) -> None:

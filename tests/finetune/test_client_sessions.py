@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from msgspec.structs import replace as replace_fields
 
 from coserve.api.sessions.sessions import session_spec
 from coserve.core.cancellation import Cancellation
@@ -14,9 +17,10 @@ from coserve.core.errors import CoserveError, NonFiniteLoss, NotFound
 from coserve.core.training.calls import Compute, SaveState, SessionSpec
 from coserve.core.training.schemas import OptimStepRequest
 from coserve.core.training.settings import Schedule
-from coserve.core.types import LoraSettings
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.data.corpus.batch import Example, corpus_batch, examples_out
 from coserve.data.corpus.tokenized import Corpus
+from coserve.finetune.publication import publish_adapter
 from coserve.finetune.sessions.client import Result
 from tests.support.finetuning import Bench, gradient_sums, job_spec, metrics_of, random_corpus, tiny_base
 
@@ -100,6 +104,19 @@ def test_gradients_that_are_not_finite_are_dropped(bench: Bench) -> None:
     assert call(bench, compute(batch, learns=False)).values == before
     call(bench, compute(batch))
     assert call(bench, ADAM).metrics["step"] == 1
+
+
+@pytest.mark.parametrize("files", [True, False])
+def test_weights_that_would_be_served_as_infinity_are_not_published(bench: Bench, files: bool) -> None:
+    """In fp32 they are finite, and in a file the import refuses them."""
+    opened(bench)
+    call(bench, compute(weighted(random_corpus(), (0, 1))))
+    call(bench, replace_fields(ADAM, learning_rate=1e5))
+    ref, weights = AdapterRef("large", 1), bench.trainer.client("one").session.current_weights()
+    half = replace(bench.base, dtype=torch.float16)
+    with pytest.raises(NonFiniteLoss, match="not finite in float16"):
+        publish_adapter(ref, weights, half, bench.folder, bench.store, files=files)()
+    assert not bench.folder.adapter(ref).exists() and not bench.in_memory(ref)
 
 
 def test_saved_states_continue(bench: Bench) -> None:

@@ -15,6 +15,7 @@ from coserve.core.errors import CheckpointUnreadable, InvalidRequest
 from coserve.core.names import CHECKPOINT_STATE, CHECKPOINT_TENSORS
 from coserve.core.training.calls import SaveState, SessionSpec
 from coserve.core.types import BaseSpec
+from coserve.finetune.lora_tensors import refuse_non_finite
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.lora.store.tensor_writer import write_tensors
 from coserve.state.durable import replace_dir, safetensors_errors
@@ -25,7 +26,9 @@ from coserve.state.session_states import SessionState, read_state, write_state
 def save_state(
     folder: DataFolder, call: SaveState, spec: SessionSpec, base: BaseSpec, step: int, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write a state; it is durable on return. Raises `StorageError`."""
+    """Write a state; it is durable on return. Raises `NonFiniteLoss`, `StorageError`."""
+    weights = (tensor for name, tensor in tensors.items() if name.startswith(f"{WEIGHTS.name}/"))
+    refuse_non_finite(weights, torch.float32)
     state = SessionState(
         base=base.name,
         base_fingerprint=base.fingerprint,
