@@ -30,8 +30,7 @@ equal GPUs and equal memory for adapters. What is not:
 - Prefill runs on the same GPUs, and TTFT contains it. The paper's counts from the decoding engine's queue on.
 - Lengths are uniform, not BurstGPT's; adapters have rank 4, not 32; a rate is measured for seconds, not minutes.
 - Servers copy from and to the engine's GPU, by the copy engine, and launch their kernels one by one; the paper's GPUs
-  write into each other's memory by kernels. Coupled engines have CUDA graphs, as users' have; those with servers if
-  `GRAPHS_OVER_SERVERS` of `coserve/generate/execution/start.py` is set. A token has 2.2 MB in all layers:
+  write into each other's memory by kernels. Both have CUDA graphs, as users' have. A token has 2.2 MB in all layers:
   a mean prompt of 132 tokens 286 MB, in 96 exchanges one after another.
 """
 

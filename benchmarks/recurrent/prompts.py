@@ -59,26 +59,25 @@ SHAPES = (
     replace(PROMPTS, values=64, warps=8),
 )
 TRAINING = ChunkShape()
-PARTS = replace(TRAINING, part=16, compact=True)
 TRAINED = (
-    PARTS,
-    replace(PARTS, compact=False),
-    replace(PARTS, part=8),
-    replace(PARTS, exact=False),
-    replace(PARTS, part=8, exact=False),
-    replace(PARTS, part=4, exact=False),
-    replace(PARTS, solve_warps=8),
-    replace(PARTS, stages=2),
-    replace(PARTS, values=32),
-    replace(PARTS, values=32, stages=2),
-    replace(PARTS, outputs=128),
-    replace(PARTS, back_warps=4),
-    replace(PARTS, back_stages=2),
-    replace(PARTS, back_values=32),
-    replace(PARTS, back_values=32, back_warps=4),
-    replace(PARTS, back_values=32, back_warps=4, back_stages=2),
+    replace(TRAINING, part=CHUNK, compact=False),
+    replace(TRAINING, compact=False),
+    replace(TRAINING, part=8),
+    replace(TRAINING, exact=False),
+    replace(TRAINING, part=8, exact=False),
+    replace(TRAINING, part=4, exact=False),
+    replace(TRAINING, solve_warps=8),
+    replace(TRAINING, stages=2),
+    replace(TRAINING, values=32),
+    replace(TRAINING, values=32, stages=2),
+    replace(TRAINING, outputs=128),
+    replace(TRAINING, back_warps=4),
+    replace(TRAINING, back_stages=2),
+    replace(TRAINING, back_values=32),
+    replace(TRAINING, back_values=32, back_warps=4),
+    replace(TRAINING, back_values=32, back_warps=4, back_stages=2),
 )
-"""Launch shapes of training beside its own: the first is expected to be the fastest, by its instructions."""
+"""Launch shapes of training beside its own."""
 BATCHES = ((4096, 8), (4096, 1))
 """Tokens of a micro-batch, and its rows: with one, programs that go along a row do not fill the GPU."""
 CALLS, REPEATS, WARM = 5, 5, 6

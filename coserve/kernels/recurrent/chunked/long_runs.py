@@ -21,7 +21,7 @@ from coserve.kernels.recurrent.chunked.recurrence import (
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.reference import CHUNK
 
-PROMPTS = ChunkShape(values=32, stages=2, part=8, exact=False, outputs=128)
+PROMPTS = ChunkShape(values=32, stages=2, part=8, compact=False, exact=False, outputs=128)
 """The fastest of `benchmarks.recurrent.prompts` on an H200."""
 
 

@@ -43,11 +43,11 @@ class ChunkShape:
     """Warps of `scan`."""
     stages: int = 1
     """Pipeline stages of `scan`: chunks that are loaded or computed at the same time."""
-    part: int = CHUNK
+    part: int = 16
     """Rows of a chunk's system that are solved one after another: see `solve`; a power of 2."""
-    compact: bool = False
+    compact: bool = True
     """Whether `solve` does so in a loop over the parts alone: for 16 rows 95 instructions a turn and no barrier, where
-    a loop over the chunk has some 450 and 8. Not run on a GPU yet."""
+    a loop over the chunk has some 450 and 8."""
     exact: bool = True
     """Whether products that join the parts are in fp32, not TF32."""
     solve_warps: int = 4
