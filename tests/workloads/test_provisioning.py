@@ -84,6 +84,13 @@ def test_the_least_capacity_is_the_first_that_a_scan_finds(weights: list[float],
     assert least_capacity(found, batch, 0.95) == min(enough, default=len(found))
 
 
+def test_adapters_with_thousands_of_requests_have_a_threshold() -> None:
+    """Their Poisson probabilities of few requests are smaller than the least number."""
+    assert residency([0.25] * 4, 4096, 2, keeps_idle=True) == pytest.approx([0.5] * 4)
+    assert residency([0.98, 0.01, 0.01], 4000, 1) == pytest.approx([1, 0, 0], abs=1e-6)
+    assert residency([0.5, 0.5, 0.0], 4, 1, keeps_idle=True) == pytest.approx([0.5, 0.5, 0.0])
+
+
 def test_admission_is_that_of_random_batches() -> None:
     """Requests of a Poisson number for each adapter, and one more: does it find its adapter, or a free place?"""
     found, batch, chance = shares(Popularity(Shape.POWER_LAW, 1.1), 60), 30, np.random.default_rng(1)
@@ -109,8 +116,11 @@ def test_gpus_hold_the_adapters_and_keep_the_time() -> None:
     assert gpus(150, 1, 0.1) == (2, "memory")
     assert gpus(70, 1, 0.012) > (1, "")
     assert gpus(70, 60, 0.1)[1] == "load"
-    with pytest.raises(InvalidRequest, match="no 64 GPUs"):
+    with pytest.raises(InvalidRequest, match="no 64 GPUs return"):
         gpus(70, 1, 0.001)
+    with pytest.raises(InvalidRequest, match="need 101 GPUs") as refused:
+        gpus(8000, 1, 0.1)
+    assert refused.value.field == "gpu_gb"
 
 
 def test_experts_are_divided_where_pairs_take_longer_than_messages() -> None:
@@ -132,7 +142,10 @@ def test_the_command_plans_from_a_config_and_a_trace(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 48, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_experts_per_tok": 8}))
     trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps({"adapter": f"a{i % 7}"}) + "\n" for i in range(50)))
+    rows: list[dict[str, str | None]] = [{"type": "workload"}, {"type": "prompt", "adapter": None}, {"model": "a6"}]
+    rows += [{"type": "finetune", "adapter": "job"}]
+    rows += [{"adapter": f"a{i % 7}"} for i in range(50)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     runner = CliRunner()
     answer = json.loads(runner.invoke(app, ["plan", str(tmp_path), "--trace", str(trace), "--json"]).stdout)
     assert answer["adapters"] == 7 and 1 <= answer["capacity"] <= 7 and answer["server"]["gpus"] == 1

@@ -121,19 +121,24 @@ def _dense_layers(config: Mapping[str, object]) -> int:
 
 
 def read_trace(file: Path) -> list[float]:
-    """Read each adapter's fraction of the requests from JSON lines, the most popular first."""
+    """Read each adapter's fraction of the requests from JSON lines, the most popular first. Left out are requests to
+    the base (`adapter` null) and, in traces of `coserve bench`, lines that are no requests."""
     count = Counter[str]()
     try:
         with file.open() as lines:
             for number, line in enumerate(lines, start=1):
-                row = json.loads(line) if line.strip() else {}
-                name = row.get("adapter") or row.get("model") if isinstance(row, dict) else None
+                if not line.strip():
+                    continue
+                row = json.loads(line)
+                if isinstance(row, dict) and row.get("type", "prompt") != "prompt":
+                    continue
+                if not isinstance(row, dict) or not {"adapter", "model"} & row.keys():
+                    raise InvalidRequest(f"line {number}: expected an object with `adapter` or `model`", field="trace")
+                name = row["adapter"] if "adapter" in row else row["model"]
                 if name is not None:
                     count[str(name)] += 1
-                elif line.strip():
-                    raise InvalidRequest(f"line {number}: expected an object with `adapter` or `model`", field="trace")
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"expected JSON lines, got {str(file)!r}: {error}", field="trace") from error
     if not count:
-        raise InvalidRequest("expected at least one request", field="trace")
+        raise InvalidRequest("expected at least one request for an adapter", field="trace")
     return [found / count.total() for _, found in count.most_common()]

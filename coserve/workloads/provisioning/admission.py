@@ -8,7 +8,9 @@ resident, or else if a slot is free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +29,14 @@ def residency(shares: Sequence[float], batch: float, capacity: int, *, keeps_idl
     slot. With `keeps_idle`, as in the paper, adapters that nobody uses hold their slots.
     """
     rates = batch * _checked(shares)
-    if capacity >= len(rates):
-        return np.ones(len(rates)) if keeps_idle else _above(rates, 0)
-    upper, threshold = np.ones(len(rates)), -1
-    while True:
-        lower = _above(rates, threshold + 1)
-        if lower.sum() <= capacity:
-            break
-        upper, threshold = lower, threshold + 1
-    if threshold < 0 and not keeps_idle:
+    above, upper = _above(rates), np.ones(len(rates))
+    lower = next(above)
+    if lower.sum() <= capacity and not keeps_idle:
         return lower
+    if capacity >= len(rates):
+        return upper
+    while lower.sum() > capacity:
+        upper, lower = lower, next(above)
     part = (capacity - lower.sum()) / (upper.sum() - lower.sum())
     return np.asarray(lower + part * (upper - lower))
 
@@ -98,14 +98,12 @@ def below_without_each(chances: Floats, limit: int) -> Floats:
     return np.clip(found, 0.0, 1.0)
 
 
-def _above(rates: Floats, threshold: int) -> Floats:
-    """Return Pr[Poisson(rate) > threshold] for each rate."""
-    term = np.exp(-rates)
-    below = term.copy()
-    for k in range(1, threshold + 1):
-        term = term * rates / k
-        below += term
-    return np.asarray(np.clip(1 - below, 0.0, 1.0))
+def _above(rates: Floats) -> Iterator[Floats]:
+    """Yield Pr[Poisson(rate) > k] for each rate, for k = 0, 1, 2, ..."""
+    logs, below = np.log(np.maximum(rates, np.finfo(np.float64).tiny)), np.zeros(len(rates))
+    for k in itertools.count():
+        below = below + np.exp(k * logs - rates - math.lgamma(k + 1))  # exp(-rate) alone may be 0
+        yield np.clip(1 - below, 0.0, 1.0)
 
 
 def _checked(shares: Sequence[float]) -> Floats:

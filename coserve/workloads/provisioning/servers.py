@@ -100,6 +100,9 @@ def plan_servers(
     layer = tpot / shape.layers
     read = shape.active_pairs(shares, batch) * shape.adapter_bytes(rank) / (shape.layers * shape.experts)
     bound = "memory"
+    if held > most:
+        size = f"{capacity} adapters of {shape.adapter_bytes(rank) / 1e9:.2f} GB"
+        raise InvalidRequest(f"{size} need {held} GPUs, expected at most {most}", field="gpu_gb")
     for gpus in range(max(1, held), most + 1):
         found = []
         for ep in (ep for ep in range(1, gpus + 1) if gpus % ep == 0 and shape.experts % ep == 0):
