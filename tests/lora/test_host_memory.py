@@ -67,8 +67,6 @@ class Machine(RuleBasedStateMachine):
         for pages, copies in self.gone:
             if pages & pages_of(room):
                 assert all(copy.ended or copy in room.after for copy in copies), "a copy reads what is written"
-        for event in room.after:
-            event.synchronize()
         self.marks += 1
         self.held[self.marks] = room, size, fits
         for part in room.parts:
@@ -79,6 +77,13 @@ class Machine(RuleBasedStateMachine):
     def copy(self, data: st.DataObject) -> None:
         self.copies.append(own := Copy())
         self.held[data.draw(st.sampled_from(sorted(self.held)))][0].read.append(cast("torch.cuda.Event", own))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def wait(self, data: st.DataObject) -> None:
+        """As the thread does that will write the adapter; others may take memory before."""
+        for event in self.held[data.draw(st.sampled_from(sorted(self.held)))][0].after:
+            event.synchronize()
 
     @precondition(lambda self: self.copies)
     @rule(data=st.data())

@@ -91,6 +91,9 @@ class HostMemory:
         """Released rooms, not yet collected. Appended by finalizers, on any thread at any time."""
         self._read = list[_Dropped]()
         """Released rooms that GPU copies may still read."""
+        self._reused = list[torch.cuda.Event]()
+        """Events of pages that were freed before the GPU copies from them had ended. Every later room waits for those
+        that have not: it may get such a page, too."""
         self._memory = torch.frombuffer(_mapped(max(1, self._pages) * PAGE), dtype=torch.uint8)
         self._pinned, self._refused, self.outside = 0, "", 0
         """`outside`: adapters so far that found no room."""
@@ -122,21 +125,22 @@ class HostMemory:
 
         Raises `MemoryError`, `RuntimeError`: there is no memory outside.
         """
-        wanted, after = -(-size // PAGE), list[torch.cuda.Event]()
+        wanted = -(-size // PAGE)
         with self._lock:
             self._collect()
             while self._read and self._pool.free_pages < wanted:
                 dropped = self._read.pop(0)
                 self._pool.free(dropped.pages)
-                after += dropped.read
-            pages = self._pool.allocate(wanted)
+                self._reused += dropped.read
+            self._reused = [event for event in self._reused if not _ended(event)]
+            pages, after = self._pool.allocate(wanted), tuple(self._reused)
             self.outside += pages is None
         if pages is None:
             if self._for_kernels and self.outside == 1:
                 log.warning("%s", NO_ROOM)
             pinned = self._for_kernels and torch.cuda.is_available()
-            return Room((torch.empty(size, dtype=torch.uint8, pin_memory=pinned),), tuple(after))
-        found = Room(tuple(self._parts(pages, size)), tuple(after))
+            return Room((torch.empty(size, dtype=torch.uint8, pin_memory=pinned),))
+        found = Room(tuple(self._parts(pages, size)), after)
         weakref.finalize(found, self._dropped.append, _Dropped(pages, found.read)).atexit = False
         return found
 
