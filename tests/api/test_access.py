@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import closing
@@ -289,8 +290,21 @@ async def test_a_quota_of_bytes_holds_for_files_of_the_daemons_machine(
         await quota(api, "copies", bytes=size - 1)
         assert (await ask(api, key, "POST", route, json=body))[0] == 413
         await quota(api, "copies", bytes=size)
-        by_path = {"name": "mine", "path": "mine"}
-        assert (await ask(api, key, "POST", "/adapters", json=by_path))[0] == 201
+        both = [ask(api, key, "POST", "/adapters", json={"name": name, "path": "mine"}) for name in ("one", "two")]
+        assert sorted([status for status, _ in await asyncio.gather(*both)]) == [201, 413]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("route", ["/adapters", "/v1/load_lora_adapter"])
+async def test_a_quota_of_bytes_holds_for_what_an_archive_becomes(shared: Api, tmp_path: Path, route: str) -> None:
+    write_peft(tmp_path / "peft", shared.base, rank=64)
+    archive = Path(shutil.make_archive(str(tmp_path / "packed"), "gztar", tmp_path / "peft"))
+    name = "name" if route == "/adapters" else "lora_name"
+    _, key = await new_key(shared, project := f"archives-{name}", "train")
+    await quota(shared, project, bytes=3000)
+    sent = form({name: f"of-{name}"}, archive)
+    async with shared.http.post(route, data=sent, headers=bearer(key)) as response:
+        assert (response.status, "storage_quota_exceeded" in await response.text()) == (413, True)
 
 
 @pytest.mark.asyncio(loop_scope="module")

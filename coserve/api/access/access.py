@@ -12,7 +12,7 @@ from aiohttp.typedefs import Middleware
 from coserve.api.access.keys import KeyRing, key_view
 from coserve.api.access.quotas import Quotas
 from coserve.api.access.scopes import scopes_of
-from coserve.api.http.room import ROOM, Room
+from coserve.api.http.room import ROOM, Room, leave_room
 from coserve.api.http.security import Handler
 from coserve.api.metrics.traces import PARENT, parent
 from coserve.core.access.principal import Principal, Scope, act_as
@@ -111,6 +111,7 @@ class Access:
             try:
                 return await handler(request)
             finally:
+                leave_room(request)
                 if (found := request.get(PRINCIPAL)) is not None and transport is not None:
                     self._open[found.key].discard(transport)
                     if not self._open[found.key]:

@@ -95,7 +95,7 @@ class AdapterCatalog:
     ) -> Adapter:
         """Import PEFT files as the next version of `request.name`; durable when this returns.
 
-        `check` is called with the folder that `request.path` names; it may raise. Raises `AdapterError` subclasses,
+        `check` is called with the folder of the files; it may raise. Raises `AdapterError` subclasses,
         `AdapterTooLarge`, `ForbiddenPath`, `InvalidRequest`, `StorageFull`, `EngineUnavailable`.
         """
         if (request.path is None) == (upload is None):
@@ -105,8 +105,7 @@ class AdapterCatalog:
         source = upload or local_path(str(request.path), self._config.data_root)
         if not source.is_dir():
             raise InvalidRequest("expected a folder with PEFT files", field="path")
-        if upload is None:
-            await check(source)
+        await check(source)
         refuse_base_name(request.name, spec, field="name")
         return await self.install(source, request.name, spec, origin="import")
 

@@ -26,6 +26,11 @@ class Room:
         self._arrived = self._checked = 0
         """Bytes of the body received so far, and at the last check."""
 
+    async def copies(self, size: int) -> None:
+        """Count `size` bytes that are copied in place of the body's. Raises as `check`."""
+        await self.arrived(size)
+        await self.check()
+
     async def check(self, more: int = 0) -> None:
         """Raise `StorageQuotaExceeded` if what is stored, what is arriving, and `more` bytes exceed the quota."""
         used = await self._used()
@@ -62,9 +67,10 @@ def leave_room(request: web.Request) -> None:
 
 
 async def check_copy(request: web.Request, folder: Path) -> None:
-    """Raise `StorageQuotaExceeded` if the request's project has no room for a copy of the PEFT files in `folder`."""
+    """Count the PEFT files in `folder`, which a body named or had as an archive, as arriving until the request ends.
+    Raises `StorageQuotaExceeded` if its project has no room for them."""
     if (room := request.get(ROOM)) is not None:
-        await room.check(await asyncio.to_thread(_bytes_in, folder))
+        await room.copies(await asyncio.to_thread(_bytes_in, folder))
 
 
 def _bytes_in(folder: Path) -> int:

@@ -50,15 +50,15 @@ class LoraApi:
             if body.lora_path is None:
                 raise InvalidRequest("expected a lora_path, or files in a multipart body", field="lora_path")
             folder = self._folder(body.lora_path)
-            await check_copy(request, folder)
-            return await self._load(body, folder)
+            return await self._load(request, body, folder)
         upload = self._uploads.read(request, LoadLoraRequest, self._service.folder.staging, ADAPTER_FILES)
         async with self._service.stopping.read(upload) as (settings, folder):
             if settings.lora_path is not None:
                 raise InvalidRequest("expected either a lora_path or files, got both", field="lora_path")
-            return await self._load(settings, folder)
+            return await self._load(request, settings, folder)
 
-    async def _load(self, settings: LoadLoraRequest, source: Path) -> web.Response:
+    async def _load(self, request: web.Request, settings: LoadLoraRequest, source: Path) -> web.Response:
+        await check_copy(request, source)
         with _own_field():
             await self._service.adapters.load(source, settings.lora_name, in_place=settings.load_inplace)
         return web.Response(text=f"Success: LoRA adapter '{settings.lora_name}' added successfully.")
