@@ -63,6 +63,12 @@ async def status(reader: asyncio.StreamReader) -> int:
     return int(head.split()[1])
 
 
+async def test_a_connection_serves_more_after_a_file(api: Api) -> None:
+    streams = await connect(api)
+    assert [await ask(streams, path) for path in ("/docs", "/docs", "/health")] == [200, 200, 200]
+    await close(streams)
+
+
 async def close(*opened: Streams) -> None:
     for _, writer in opened:
         writer.close()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from coserve.api.http.body_types import drop_empty
+from coserve.core.empty_fields import drop_empty
 from coserve.core.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
 from coserve.core.hints import UNSUPPORTED
 from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE

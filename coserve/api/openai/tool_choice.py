@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from coserve.api.generation.output_grammar import is_constrained
-from coserve.api.http.body_types import is_empty
 from coserve.api.openai.schemas import ChatRequest
+from coserve.core.empty_fields import is_empty
 from coserve.core.errors import InvalidRequest
 from coserve.core.schemas.output_format import JsonSchema
 from coserve.core.validation import explain

@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from coserve.api.http.route import Route
 from coserve.api.http.security import Handler
@@ -44,6 +45,13 @@ def page_files() -> dict[str, Path]:
     """Return the paths of the page's files by name."""
     folder = Path(str(resources.files("coserve"))) / "assets" / "page"
     return {path.name: path for path in folder.iterdir() if path.suffix in MEDIA}
+
+
+class _File(web.FileResponse):
+    """A file that is sent once: `prepare` sends it, and is called by the middleware of connections, then by aiohttp."""
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None if self.prepared else await super().prepare(request)
 
 
 class PageApi:
@@ -83,7 +91,7 @@ class PageApi:
         path = self._files.get(name)
         if path is None:
             raise NotFound(f"the page has no file {name[:80]!r}")
-        return web.FileResponse(path, headers=HEADERS | {"Content-Type": MEDIA[path.suffix]})
+        return _File(path, headers=HEADERS | {"Content-Type": MEDIA[path.suffix]})
 
 
 def _seconds(text: str) -> float:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from coserve.core.empty_fields import drop_empty
 from coserve.core.errors import InvalidRequest, MalformedRow
 from coserve.core.messages import ChatMessage, TemplateOptions, Tools, for_template
 from coserve.core.types import Wire
@@ -141,7 +142,7 @@ class _Alpaca(Wire, frozen=True):
     output: str
     input: str = ""
 
-    def row(self, line: int) -> Row:
+    def row(self, line: int) -> CompletionRow:
         """Return the row, in the Stanford Alpaca prompt template, word for word."""
         if self.input:
             prompt = (
@@ -170,6 +171,12 @@ _SHAREGPT_ROLES = {
 class _Turn(Wire, frozen=True, rename={"sender": "from"}):
     sender: Literal["human", "user", "gpt", "assistant", "system", "tool"]
     value: str
+    weight: Literal[0, 1] | None = None
+
+    def message(self) -> dict[str, object]:
+        role = _SHAREGPT_ROLES[self.sender]
+        weighed = {"weight": self.weight} if role == "assistant" and self.weight is not None else {}
+        return {"role": role, "content": self.value, **weighed}
 
 
 class _ShareGpt(Wire, frozen=True):
@@ -178,10 +185,7 @@ class _ShareGpt(Wire, frozen=True):
     id: str | int | None = None
 
     def row(self, line: int) -> Row:
-        turns: list[dict[str, object]] = [
-            {"role": _SHAREGPT_ROLES[turn.sender], "content": turn.value} for turn in self.conversations
-        ]
-        return ChatRow(line, (*_system(self.system), *turns))
+        return ChatRow(line, (*_system(self.system), *(turn.message() for turn in self.conversations)))
 
 
 class _Preference(Wire, frozen=True):
@@ -335,16 +339,22 @@ _KINDS: dict[type, str] = {NoneType: "null", bool: "a bool", str: "a text", list
 
 
 def parse_row(obj: object, line: int, columns: Columns | None = None) -> Row:
-    """Convert decoded JSON to a row; fields that are null count as absent. Raises `MalformedRow` with `line`, which
-    counts from 1."""
+    """Convert decoded JSON to a row; fields that are null count as absent, and unknown fields of messages that are
+    empty are removed from `obj`. Raises `MalformedRow` with `line`, which counts from 1."""
     columns = Columns() if columns is None else columns
     if not isinstance(obj, dict):
         raise MalformedRow(f"expected an object, got {_KINDS.get(type(obj), 'a number')}; {FORMATS}", line=line)
     obj = {name: value for name, value in obj.items() if value is not None}
+    if not columns.names:
+        _read_as_one_format(obj, columns)
     row_format, read = choose_columns(obj, line, columns)
     found = {field: obj[column] for field, column in read.items()}
     try:
-        row = msgspec.convert(found, row_format).row(line)
+        try:
+            row = msgspec.convert(found, row_format).row(line)
+        except msgspec.ValidationError:
+            drop_empty(found, row_format)
+            row = msgspec.convert(found, row_format).row(line)
         msgspec.json.encode(row)  # raises for text that cannot be UTF-8, which the tokenizer needs
     except msgspec.ValidationError as error:
         wrong = explain(error, found, row_format)
@@ -352,6 +362,28 @@ def parse_row(obj: object, line: int, columns: Columns | None = None) -> Row:
     except UnicodeEncodeError as error:
         raise MalformedRow("expected valid Unicode, got half of a surrogate pair", line=line) from error
     return row
+
+
+def _read_as_one_format(row: dict[str, object], columns: Columns) -> None:
+    """Rename `conversations` of roles and contents to `messages`, and remove fields that repeat what those of another
+    format say: they become `columns.unused`."""
+    match row:
+        case {"conversations": [{"role": _}, *_]} if "messages" not in row:
+            row["messages"] = row.pop("conversations")
+    repeated = list[str]()
+    match row:
+        case {"messages": messages, "chosen": chosen} if messages == chosen:
+            repeated.append("messages")
+        case {"messages": [*messages], "prompt": str(prompt)} if "completion" not in row:
+            if any(isinstance(message, dict) and message.get("content") == prompt for message in messages):
+                repeated.append("prompt")
+        case {"text": str(text), "instruction": str(instruction), "output": str(output)}:
+            alpaca = _Alpaca(instruction, output, str(row.get("input", ""))).row(1)
+            if text == alpaca.prompt + output:
+                repeated.append("text")
+    for name in repeated:
+        del row[name]
+    columns.add_unused(repeated)
 
 
 def choose_columns(found: Collection[object], line: int, columns: Columns) -> tuple[type[_Format], dict[str, str]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from coserve.api.http.body_types import is_empty, refuse_unsupported
+from coserve.api.http.body_types import refuse_unsupported
 from coserve.api.openai.responses.schemas import LOGPROBS, InputItem, ResponseRequest, TextFormat
 from coserve.api.openai.schemas import ChatRequest, StreamOptions
+from coserve.core.empty_fields import is_empty
 from coserve.core.errors import EmptyPrompt, InvalidRequest
 from coserve.core.messages import ChatMessage, FunctionCall, ToolCall
 from coserve.core.sampling import SamplingFields
