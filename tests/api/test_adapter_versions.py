@@ -8,6 +8,7 @@ import sqlite3
 import threading
 from collections import Counter
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -236,7 +237,7 @@ async def test_every_route_takes_an_alias_and_the_canary_gets_its_share(api: Api
         assert refused["field"] == ("canary" if "canary" in fields else "target")
 
 
-async def test_tags_are_set_and_listed_and_a_time_to_live_ends(api: Api) -> None:
+async def test_tags_are_set_and_listed_and_a_time_to_live_ends(api: Api, tmp_path: Path) -> None:
     for name in ("bard", "poet"):
         add_adapter(api, name)
     async with AsyncClient(api.url) as client:
@@ -250,6 +251,8 @@ async def test_tags_are_set_and_listed_and_a_time_to_live_ends(api: Api) -> None
         with pytest.raises(AdapterNotFound):
             await client.adapter("bard")
         assert (await client.adapter("poet")).tags == ("eu", "test")
+        write_peft(tmp_path, api.base)
+        assert (await client.import_adapter("poet", tmp_path)).tags == ("eu", "test"), "a new version has its name's"
         with pytest.raises(InvalidRequest, match="ttl: expected 'poet', all of its versions, got poet@1"):
             await client.update_adapter("poet@1", ttl=1)
 

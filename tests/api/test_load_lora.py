@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coserve.core.link.engine import DropAdapter
+from coserve.core.link.engine import DropAdapter, PrefetchAdapter
 from coserve.core.link.generation import Generate
 from coserve.core.names import ADAPTER_FILES
 from coserve.core.schemas import Adapter
@@ -78,6 +78,15 @@ async def test_reloads_in_place_leave_one_version_and_never_a_half_old_request(a
     assert status == 400
     assert "DELETE /adapters" in text
     assert (await send_tensors(api, root / "one", lora_path="one"))[0] == 400
+
+
+async def test_a_version_that_is_loaded_in_place_keeps_the_pin(api: Api, root: Path) -> None:
+    assert (await post(api, "load", lora_path="one"))[0] == 200
+    await api.answered(200, "PATCH", "/adapters/poet", json={"pinned": True})
+    assert (await post(api, "load", lora_path="two", load_inplace=True))[0] == 200
+    assert (await api.call("GET", "/adapters/poet"))[1]["pinned"]
+    told = [each.ref.version for each in await api.engine.saw(PrefetchAdapter, 4) if each.pinned]
+    assert told == [1, 2]
 
 
 async def test_a_running_request_keeps_the_weights_that_were_replaced_or_unloaded(api: Api, root: Path) -> None:

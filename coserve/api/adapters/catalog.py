@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from coserve.api.adapters.expiry import Expiry
-from coserve.api.adapters.facts import NEW, Facts, FactsReader
+from coserve.api.adapters.facts import Facts, FactsReader
 from coserve.api.adapters.filters import EVERY, AdapterFilter
 from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.inspection import Inspection
@@ -131,7 +131,8 @@ class AdapterCatalog:
         with suppress(EngineUnavailable):  # the engine packs the files, so that the first request finds them in memory
             self._engine.send(PrefetchAdapter(ref=record.ref, digests=record.digests))
         failpoint("api.before_reply")
-        return self._view(record, record.ref.version)
+        facts = await self._registry.read(lambda registry: FactsReader(registry).of(record.ref))
+        return self._view(record, record.ref.version, facts=facts)
 
     # ---- load and unload, as vLLM does
 
@@ -139,8 +140,8 @@ class AdapterCatalog:
         """Publish the PEFT files in `source` as the new current version of `name`; durable when this returns.
 
         `in_place`: the name may exist. Its versions loaded earlier are deleted, once the requests that use them have
-        ended; those that were imported or trained stay. Raises `InvalidRequest` for a name that exists, and as
-        `import_files`.
+        ended, and leave their pin to the new one; those that were imported or trained stay. Raises `InvalidRequest` for
+        a name that exists, and as `import_files`.
         """
         spec = self._engine.spec
         refuse_base_name(name, spec, field="lora_name")
@@ -149,7 +150,18 @@ class AdapterCatalog:
             await self._commits.run(
                 self._delete(name, lambda registry: (registry.delete_loaded(name, adapter.version), adapter.version))
             )
+            await self._pin_again(AdapterRef(name, adapter.version))
         return adapter
+
+    async def _pin_again(self, ref: AdapterRef) -> None:
+        """Tell the engine of a pin that the version has taken over, if it has. Raises `AdapterNotFound`."""
+
+        def find(registry: Registry) -> AdapterRecord | None:
+            return registry.adapter(ref.id, ref.version) if ref in registry.pins() else None
+
+        if (record := await self._registry.read(find)) is not None:
+            with suppress(EngineUnavailable):  # the next engine is told when it starts
+                self._engine.send(PrefetchAdapter(ref=ref, digests=record.digests, pinned=True))
 
     async def unload(self, name: str) -> None:
         """Delete the versions of `name` that `load` published. Raises `AdapterNotFound`, or `InvalidRequest` if there
@@ -186,7 +198,7 @@ class AdapterCatalog:
         versions: list[int] | None = None,
         *,
         current: bool = True,
-        facts: Facts = NEW,
+        facts: Facts,
     ) -> Adapter:
         return Adapter(
             id=record.ref.id,

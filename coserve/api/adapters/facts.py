@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from coserve.core.types import AdapterRef
 from coserve.state.registry.records import Labels
@@ -15,10 +14,6 @@ class Facts:
     labels: Labels
     pinned: bool
     aliases: tuple[str, ...]
-
-
-NEW: Final = Facts(Labels(), pinned=False, aliases=())
-"""Facts of a version that was just published."""
 
 
 class FactsReader:

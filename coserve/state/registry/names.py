@@ -114,6 +114,12 @@ class NameTable(Database):
         rows.sort(key=lambda row: -_decayed(row[2], row[3], now))
         return [AdapterRef(row[0], row[1]) for row in rows[:limit]]
 
+    def _move_uses(self, ref: AdapterRef, version: int) -> None:
+        """Give another version of the name the pin and the use count of this one."""
+        key = (version, ref.id, ref.version)
+        self._db.execute("UPDATE OR REPLACE pins SET version = ? WHERE id = ? AND version = ?", key)
+        self._db.execute("UPDATE OR REPLACE uses SET version = ? WHERE id = ? AND version = ?", key)
+
     def _forget_version(self, ref: AdapterRef) -> None:
         """Delete the pin and the use count of a deleted version."""
         key = (ref.id, ref.version)

@@ -241,8 +241,9 @@ class Registry(AccessTable, AdapterTable):
         return refs
 
     def delete_loaded(self, id: str, before: int | None = None) -> list[AdapterRef]:
-        """Delete the versions that `/v1/load_lora_adapter` published, or those of them below `before`. One that an
-        unfinished job uses stays if `before` is given. Raises `AdapterNotFound`, `AdapterBusy`."""
+        """Delete the versions that `/v1/load_lora_adapter` published, or those of them below `before`, which gets their
+        pin and uses. One that an unfinished job uses stays if `before` is given. Raises `AdapterNotFound`,
+        `AdapterBusy`."""
         deleted = list[AdapterRef]()
         with self._transaction():
             for record in self.versions(id):
@@ -250,6 +251,8 @@ class Registry(AccessTable, AdapterTable):
                     continue
                 if before is not None and self._user_of(record.ref) is not None:
                     continue
+                if before is not None:
+                    self._move_uses(record.ref, before)
                 self._delete_version(record.ref)
                 deleted.append(record.ref)
         return deleted
