@@ -67,14 +67,12 @@ TRAINED = (
     replace(TRAINING, part=8, exact=False),
     replace(TRAINING, part=4, exact=False),
     replace(TRAINING, solve_warps=8),
-    replace(TRAINING, stages=2),
+    replace(TRAINING, stages=1),
+    replace(TRAINING, stages=3),
     replace(TRAINING, values=32),
-    replace(TRAINING, values=32, stages=2),
     replace(TRAINING, outputs=128),
     replace(TRAINING, back_warps=4),
     replace(TRAINING, back_stages=2),
-    replace(TRAINING, back_values=32),
-    replace(TRAINING, back_values=32, back_warps=4),
     replace(TRAINING, back_values=32, back_warps=4, back_stages=2),
 )
 """Launch shapes of training beside its own."""

@@ -41,7 +41,7 @@ class ChunkShape:
     """Most values of a state in a program of `scan`; a power of 2."""
     warps: int = 4
     """Warps of `scan`."""
-    stages: int = 1
+    stages: int = 2
     """Pipeline stages of `scan`: chunks that are loaded or computed at the same time."""
     part: int = 16
     """Rows of a chunk's system that are solved one after another: see `solve`; a power of 2."""
