@@ -19,7 +19,7 @@ import torch.distributed as dist
 from coserve.core.errors import AdapterNotFound, LoraServerLost, StorageBusy
 from coserve.core.link.channel import Channel
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from coserve.core.types import AdapterDigests
+from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, BeginStep
 from coserve.engine.lora_server.placement import ServerPart, part_of
 from coserve.engine.lora_server.reading import PairsReader, PairsRuns
@@ -135,6 +135,42 @@ def test_first_layers_answer_while_the_last_ones_are_read(tmp_path: Path) -> Non
         late = LoraBatch(segments, (without_experts(adapters[1], own.slot(REFS[1])),), GROUPED, remote=own)
         with pytest.raises(LoraServerLost):
             packed(base, sequences, late)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_answer_to_a_load_that_was_dropped_is_not_one_to_the_next_load(tmp_path: Path) -> None:
+    """Neither that the adapter was dropped meanwhile, which is so no more, nor that it is there, which it is not yet."""
+    base = wrap_base(tiny_family("mixtral"), name="mixtral")
+    save_adapters("mixtral", base, tmp_path)
+    begun, go_on = [Event() for _ in range(3)], [Event() for _ in range(2)]
+    count = iter(range(3))
+
+    def in_turn(read: ReadPairs) -> ReadPairs:
+        def held(ref: AdapterRef, digests: AdapterDigests | None) -> PairsRuns:
+            number = next(count)
+            begun[number].set()
+            if number < 2:
+                go_on[number].wait()
+            return read(ref, digests)
+
+        return held
+
+    start = lambda start, told: in_threads(base, tmp_path, 1, told, readers=in_turn)
+    with closing(LoraServers(1, start, 60.0)) as own:
+        own.wait()
+        own.load(REFS[0], None)
+        assert begun[0].wait(60.0)
+        own.dropped(REFS[0])
+        loaded = own.load(REFS[0], None)
+        assert begun[1].wait(60.0)
+        other = own.load(REFS[1], None)  # a thread is free for it once the first answer is sent
+        go_on[0].set()
+        assert begun[2].wait(60.0)
+        other()
+        assert own.slot(REFS[0]) == -1 and own.slot(REFS[1]) >= 0
+        go_on[1].set()
+        loaded()
+        assert own.slot(REFS[0]) >= 0 and not own.troubles
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

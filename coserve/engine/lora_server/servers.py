@@ -62,8 +62,8 @@ class LoraServers:
         self._connections: Sequence[ServerConnection] = ()
         """Those of the latest start; empty before the first."""
         self._held: dict[AdapterRef, _Held] = {}
-        self._loads: dict[int, AdapterRef] = {}
-        """Loads of this start that are not answered, by number."""
+        self._loads: dict[int, _Held] = {}
+        """Loads of this start that are not answered, by number; also of adapters that were dropped meanwhile."""
         self._numbers, self._free = itertools.count(1), list(range(SLOTS))
         self._failure: Exception | None = None
         self._tell: Callable[[], None] = lambda: None
@@ -218,14 +218,13 @@ class LoraServers:
     def _ask(self, running: RunningServers, ref: AdapterRef) -> None:
         held, number = self._held[ref], next(self._numbers)
         held.waiting, held.bytes, held.refused = set(range(self._count)), {}, ""
-        self._loads[number] = ref
+        self._loads[number] = held
         for index in range(self._count):
             running.send(index, LoadPairs(number=number, slot=held.slot, ref=ref, digests=held.digests))
 
     def _answered(self, index: int, message: PairsLoaded | PairsRefused) -> None:
         with self._changed:
-            ref = self._loads.get(message.number)
-            held = None if ref is None else self._held.get(ref)
+            held = self._loads.get(message.number)
             if held is None:
                 return
             if isinstance(message, PairsLoaded):
