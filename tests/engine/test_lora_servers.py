@@ -139,7 +139,7 @@ def test_first_layers_answer_while_the_last_ones_are_read(tmp_path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_answer_to_a_load_that_was_dropped_is_not_one_to_the_next_load(tmp_path: Path) -> None:
-    """Neither that the adapter was dropped meanwhile, which is so no more, nor that it is there, which it is not yet."""
+    """Neither that it was dropped, which is so no more, nor that it is there, which it is not yet."""
     base = wrap_base(tiny_family("mixtral"), name="mixtral")
     save_adapters("mixtral", base, tmp_path)
     begun, go_on = [Event() for _ in range(3)], [Event() for _ in range(2)]

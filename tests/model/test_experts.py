@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from torch.nn.functional import cross_entropy
 
 from coserve.core.errors import InvalidRequest
+from coserve.core.link.jobs import JobSucceeded
 from coserve.core.training.settings import TrainingSettings
-from coserve.core.types import LoraSettings
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
@@ -22,9 +24,11 @@ from coserve.lora.files.targets import resolve_targets
 from coserve.lora.store.files import load_adapter
 from coserve.model.base import Base, wrap_base
 from coserve.model.lora import LoraBatch, LoraWeights
+from tests.support.examples import in_turns
 from tests.support.families import tiny_family
+from tests.support.finetuning import Bench, job_spec, random_corpus
 from tests.support.lora_backends import GROUPED
-from tests.support.lora_reference import alone, packed, save_peft, tokens_of
+from tests.support.lora_reference import adapted, alone, packed, save_peft, tokens_of
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "deepseek_v3", "glm4_moe", "qwen3_5_moe")
@@ -92,6 +96,20 @@ def test_gradients_are_those_of_peft(family: str, modules: list[str], tmp_path: 
             b = b.view(b.shape[0], pair.rank, pair.experts).permute(2, 0, 1).flatten(0, 1)
         for found, own in ((pair.main_grads.a_RD, a), (pair.main_grads.b_OR, b)):
             torch.testing.assert_close(found, own, atol=1e-4 * max(1.0, float(own.abs().max())), rtol=1e-3, msg=site)
+
+
+@pytest.mark.parametrize("family", in_turns((*FAMILIES, "deepseek_v2"), ("qwen3_moe",)))
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_job_trained_is_the_same_in_peft(family: str, tmp_path: Path) -> None:
+    bench, rows = Bench(wrap_base(tiny_family(family), name=family), tmp_path), random_corpus(3, (6, 9, 7, 8))
+    spec = job_spec(rows, "job", r=2, targets=None, target_parameters=tuple(BOTH), steps=4, learning_rate=0.05)
+    messages = bench.train(bench.place(rows, spec))
+    assert isinstance(messages[-1], JobSucceeded)
+    folder, tokens = bench.folder.adapter(AdapterRef("learned", 1)), tokens_of(11)
+    peft = PeftModel.from_pretrained(tiny_family(family), str(folder)).eval()
+    found, plain = adapted(bench.base, load(bench.base, folder), tokens), alone(tiny_family(family), tokens)
+    torch.testing.assert_close(found, alone(peft, tokens), atol=1e-4, rtol=1e-4)
+    assert (found - plain).abs().max() > 0.1
 
 
 def test_a_new_adapter_has_a_pair_of_its_own_for_each_expert() -> None:

@@ -176,7 +176,8 @@ def _orientations(
     if not common:
         raise CorruptAdapter(f"{min(free)}: some parameters have their sides swapped, as before PEFT 0.19, others not")
     if len(common) == 2:
-        version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version") or ""))
+        # The change came while PEFT's development version was still called 0.18.
+        version = re.match(r"(?!0\.18\..*dev)(\d+)\.(\d+)", str(config.get("peft_version") or ""))
         if ours:
             common = {False}
         elif version is not None:
