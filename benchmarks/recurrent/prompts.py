@@ -71,9 +71,11 @@ TRAINED = (
     replace(TRAINING, stages=3),
     replace(TRAINING, values=32),
     replace(TRAINING, outputs=128),
-    replace(TRAINING, back_warps=4),
-    replace(TRAINING, back_stages=2),
-    replace(TRAINING, back_values=32, back_warps=4, back_stages=2),
+    replace(TRAINING, back_warps=8),
+    replace(TRAINING, back_stages=3),
+    replace(TRAINING, back_values=64),
+    replace(TRAINING, back_values=64, back_warps=8),
+    replace(TRAINING, back_values=64, back_warps=8, back_stages=1),
 )
 """Launch shapes of training beside its own."""
 BATCHES = ((4096, 8), (4096, 1))

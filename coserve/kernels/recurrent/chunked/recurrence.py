@@ -53,11 +53,11 @@ class ChunkShape:
     solve_warps: int = 4
     outputs: int = VALUES
     """Most values in a program of `output`; a power of 2."""
-    back_values: int = VALUES
+    back_values: int = 32
     """Most values of a state in a program of `scan_back`; a power of 2."""
-    back_warps: int = 8
+    back_warps: int = 4
     """Warps of `scan_back`."""
-    back_stages: int = 1
+    back_stages: int = 2
     """Pipeline stages of `scan_back`."""
 
 
