@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from coserve.core.errors import MalformedRow
@@ -230,6 +232,27 @@ def test_blocks_that_end_behind_the_end_of_turn_are_learned_as_transformers_mark
     first = [token for before, token in zip(["", *ours], ours, strict=False) if (before, token) != ("▁", "<0x0A>")]
     assert theirs in (ours, first)
     assert ours.count("<|im_end|>") == 2 and "<|im_start|>" not in ours
+
+
+THOUGHTS = (
+    "{%- for m in messages -%}<|im_start|>{{ m.role }} "
+    "{%- if m.reasoning_content %}{% generation %}{{ m.reasoning_content }} {% endgeneration %}{% endif -%}"
+    "{%- if m.role != 'assistant' %}{{ m.content }}<|im_end|>"
+    "{%- elif m.content %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endif -%}"
+    "{%- endfor -%}"
+)
+ANSWERS = st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": st.sampled_from(["", "yes"])},
+    optional={"reasoning_content": st.sampled_from(["hm", "so"])},
+)
+
+
+@given(answers=st.lists(ANSWERS, max_size=3))
+def test_answers_may_have_any_number_of_blocks(answers: list[dict[str, str]]) -> None:
+    asked, last = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}
+    messages = [message for answer in (*answers, last) for message in (asked, answer)]
+    ours, theirs = both_masks(chatml(), THOUGHTS, messages)
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("template", [UNMARKED, OPEN_BLOCKS], ids=["unmarked", "blocks without it"])

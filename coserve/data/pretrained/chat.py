@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from itertools import takewhile
 from typing import NamedTuple
 
 import jinja2
@@ -94,6 +93,7 @@ class ChatTemplate:
         self._source, self._tokens, self._limits = source, dict(tokens), limits
         known = sorted({token for token in (*tokens.values(), *added) if token.strip()}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, known)) or "(?!)")
+        self._longest = max(map(len, known), default=0)
 
     @cached_property
     def _compiled(self) -> tuple[Template, frozenset[str]]:
@@ -259,11 +259,11 @@ class ChatTemplate:
             ended = render(messages, False)[0]
         except InvalidRequest:
             return ""
-        if prompt.startswith(ended):  # as in most templates: no search character by character
+        if prompt.startswith(ended):  # as in most templates
             return ""
-        equal = takewhile(lambda pair: pair[0] == pair[1], zip(ended, prompt, strict=False))
-        start = sum(1 for _ in equal)
-        inside = (match.start() for match in self._special.finditer(ended) if match.start() < start < match.end())
+        start = bisect_left(range(len(ended)), True, key=lambda at: not prompt.startswith(ended[: at + 1]))
+        first = max(0, start - self._longest)
+        inside = (at for at in range(first, start) if (found := self._special.match(ended, at)) and start < found.end())
         return ended[next(inside, start) :]
 
     def _closed(self, turn: str, start: int) -> int | None:

@@ -235,9 +235,11 @@ class Tokenizer:
         answers = [i for i, one in enumerate(messages) if one.get("role") == "assistant" and one.get("weight") != 0]
         plain = [_without(message, "weight") for message in messages]
         text, learned, marked = self._template().render_for_training(plain, tools, answers, options)
-        aligned = learned if len(learned) == len(answers) else [(0, len(text))] * len(answers)
-        for index, (start, end) in zip(answers, aligned, strict=True):
-            refuse_lost_parts(messages[index], text[start:end])
+        rendered = [text[slice(*span)] for span in learned]
+        if marked:  # an answer may have no block, or several
+            rendered = ["".join(rendered)] * len(answers)
+        for index, own in zip(answers, rendered, strict=True):
+            refuse_lost_parts(messages[index], own)
         encoding = self._encode(text, add_special=False)
         ids = list(encoding.ids)
         places = self.vocabulary.places(ids, encoding.offsets, text)
