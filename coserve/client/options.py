@@ -13,6 +13,7 @@ import msgspec
 
 from coserve.client.json_values import check, encode
 from coserve.client.transport import Upload
+from coserve.core.document_files import read_document
 from coserve.core.errors import InvalidRequest
 from coserve.core.hints import fields_of, hint
 from coserve.core.names import ADAPTER_FILES
@@ -252,6 +253,19 @@ def _content(file: Path | str | bytes, field: str) -> Path | bytes:
         found = "a folder" if path.is_dir() else "no regular file" if path.exists() else "nothing there"
         raise InvalidRequest(f"expected a file, got {str(path)!r}: {found}", field=field)
     return path
+
+
+def document_file(file: Path | str | bytes | Iterable[Path | str]) -> Path | bytes:
+    """Return what is uploaded of a document: a file as it is, the text of several and of folders. Raises
+    `InvalidRequest`, and as `read_document`."""
+    if isinstance(file, bytes):
+        return file
+    paths = [Path(file)] if isinstance(file, str | Path) else [Path(each) for each in file]
+    if not paths:
+        raise InvalidRequest("expected a file or a folder, got none", field="file")
+    if len(paths) == 1 and not paths[0].is_dir():
+        return _content(paths[0], "file")
+    return read_document(*paths).encode()
 
 
 def cut_warning(job: Job) -> str | None:

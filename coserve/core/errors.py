@@ -312,7 +312,7 @@ class JobError(CoserveError, code="job_error"):
 
 class NotLearned(JobError, code="not_learned"):
     """A document's adapter answers held-out questions no better than the base or another document's adapter, and is not
-    published. Give it more text or steps."""
+    published. Give it more text, questions or steps."""
 
 
 class NonFiniteLoss(JobError, code="non_finite_loss", status=422):

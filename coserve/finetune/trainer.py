@@ -276,7 +276,7 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
         if max(int(ids.max()) for ids in (corpus.tokens, corpus.candidates) if ids is not None) >= base.spec.vocab:
             raise CheckpointUnreadable("the job's corpus has tokens that the base does not know")
         limit = self._settings.limits.tokens - encoded_tokens(spec)
-        plan = self._make_plan(corpus.lengths, spec.training, limit, check)
+        plan = self._make_plan(corpus.lengths, spec.training, limit, check, first_rows=spec.first_rows)
         loop = TrainingLoop(spec, corpus, plan, *self._session(spec))
         check()
         checkpoints = JobCheckpoints(self._folder, base.spec, loop, keep=self._settings.keep_checkpoints)

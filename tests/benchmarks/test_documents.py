@@ -8,12 +8,9 @@ from random import Random
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from benchmarks.documents.arms import Row, recovered, right
 from benchmarks.documents.cost import phase_times
-from benchmarks.documents.encoder import Encoder, save_cartridge
 from benchmarks.documents.facts import FACTS, Question, documents
 from benchmarks.documents.learned import Learning
 from benchmarks.documents.measured import Measured
@@ -175,21 +172,3 @@ def test_documents_ask_all_kinds_of_what_they_say() -> None:
     assert [sum(each.kind == kind for each in one.questions) for kind in ("template", "two_facts")] == [20, 5]
     assert {each.kind for each in one.questions} == {"template", "reversed", "two_facts", "unanswerable"}
     assert all(answer in one.text for each in one.questions for answer in each.answers)
-
-
-def test_an_encoders_memory_is_served_as_a_cartridge(tmp_path: Path) -> None:
-    """PEFT computes with it what the decoder computes after the memory; chunks of other lengths change none."""
-    encoder = Encoder("coserve/assets/tiny", 4).eval()
-    chunks = [[5, 6, 7, 8, 9], [10, 11, 12]]
-    with torch.no_grad():
-        memory = encoder.memory(chunks)
-        for own, chunk in zip(memory, chunks, strict=True):
-            torch.testing.assert_close(encoder.memory([chunk])[0], own, rtol=1e-4, atol=1e-4)
-        rows = [((3, 4), (5, 6, 7)), ((3,), (9,))]
-        both, *each = (float(encoder.nll(memory.flatten(0, 1)[None], some)) for some in (rows, rows[:1], rows[1:]))
-        assert both == pytest.approx((3 * each[0] + each[1]) / 4, rel=1e-4)
-        assert save_cartridge(encoder, chunks, tmp_path) == 8
-        base = AutoModelForCausalLM.from_pretrained("coserve/assets/tiny", dtype=torch.float32)
-        model = PeftModel.from_pretrained(base, str(tmp_path))
-        logprobs = model.eval()(input_ids=torch.tensor([[3, 4, 5, 6, 7]])).logits[0].log_softmax(-1)
-    assert each[0] == pytest.approx(-float(logprobs[[1, 2, 3], [5, 6, 7]].mean()), rel=1e-4)

@@ -98,9 +98,14 @@ async def test_notes_propose_to_continue_no_cartridge(api: Api) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_encoder_makes_a_cartridge(api: Api) -> None:
-    """Of its memory tokens of the document's chunk; it is evaluated and served."""
-    job = await learn(api, "read", "encoder", steps=2)
+    """Of its memory tokens of the document's chunk; it is evaluated and served. The first third of its steps learns the
+    document's text, the others do not."""
+    job = await learn(api, "read", "encoder", steps=6)
     assert job["state"] == "succeeded", job["error"]
+    steps = [event["metrics"] for _, event in await api.events(job["id"]) if event.get("metrics")]
+    own = len(tokenizer().encode(TEXT)) - 1
+    assert [step["target_tokens"] for step in steps if step["step"] <= 2] == [own, own]
+    assert {step["target_tokens"] for step in steps} != {own}
     assert job["training"]["learning_rate"] != 0.05
     assert job["document"]["evaluation"]["adapter"]["nll"] > 0
     _, adapter = await api.call("GET", "/adapters/read")

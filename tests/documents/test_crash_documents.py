@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.crash_oracle import curve_of
 from tests.support.daemon_process import DaemonProcess, Died, Json
-from tests.support.examples import on_days
+from tests.support.examples import in_turns
 
 TEXT = (
     "The Orvane Bridge was opened in 1911 by Ludo Prast. It is 412 metres long. Its keeper lives under the north pier."
 )
-BODY = {
+BODY: dict[str, Any] = {
     "adapter": "bridge",
     "document": {"text": TEXT, "questions_per_chunk": 6, "answer_tokens": 8, "replay": 0, "publish": "always"},
     "training": {"steps": 4, "checkpoint_steps": 2},
@@ -37,15 +37,15 @@ def kept(folder: Path) -> dict[str, list[Json]]:
     return found
 
 
-@on_days(4)
-def test_a_job_goes_on_after_a_death_in_each_phase(tmp_path: Path) -> None:
-    data = tmp_path / "data"
+@pytest.mark.parametrize("recipe", in_turns(["topk_kd", "encoder"], days=6))
+def test_a_job_goes_on_after_a_death_in_each_phase(tmp_path: Path, recipe: str) -> None:
+    data, body = tmp_path / "data", BODY | {"document": BODY["document"] | {"recipe": recipe, "prefix_tokens": 8}}
     job: Json | None = None
     before = dict[str, list[Json]]()
     for failpoint in (*DEATHS, LAST):
         with DaemonProcess(Path("bundled"), data, failpoints=failpoint) as daemon:
             daemon.wait_ready()
-            job = job or daemon.call("POST", "/finetune", BODY)[1]
+            job = job or daemon.call("POST", "/finetune", body)[1]
             with pytest.raises(Died):
                 list(daemon.events("GET", f"/finetune/{job['id']}/events"))
         found = kept(data / "jobs" / job["id"])

@@ -56,6 +56,7 @@ async def test_a_document_goes_through_its_phases_and_is_served(api: Api) -> Non
     assert found["in_context"]["exact_match"] == 1, "the expected answers are the base's own"
     assert found["in_context"]["nll"] < found["adapter"]["nll"] < found["floor"]["nll"]
     assert 0 < found["recovered"] < 1
+    assert any("no adapter of another document" in note for note in job["notes"]) is found["learned"]
     assert job["rows"] >= 2
     assert job["document"]["generated_tokens"] > 0
     await api.answered(200, "POST", "/generate", json={"prompt": "Where?", "adapter": job["result"]})
@@ -135,7 +136,7 @@ async def test_a_text_that_is_too_short_is_told_what_would_help(api: Api) -> Non
             400,
             "invalid_request",
             "document.questions",
-            {"document": {"text": "x", "questions": [{"question": "Why?"}] * 3}},
+            {"document": {"text": "x", "questions": [{"question": each} for each in ("Why?", "why", "How?", "Who?")]}},
         ),
         (400, "invalid_request", "document.instruction", {"document": {"text": "x", "instruction": "So " * 2000}}),
         (
@@ -145,6 +146,7 @@ async def test_a_text_that_is_too_short_is_told_what_would_help(api: Api) -> Non
             {
                 "document": {
                     "text": "x",
+                    "publish": "always",
                     "questions": [{"question": "Why?"}, {"question": "How?", "answer": "So " * 2000}],
                 }
             },
@@ -162,7 +164,7 @@ async def test_refusals(api: Api, status: int, code: str, field: str | None, cha
 async def test_the_sdk_and_the_command_line_learn_files(
     api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file goes as it is; several files are one document."""
+    """A file goes as it is; several files, or a folder's, are one document."""
     for name in ("a.txt", "b.md"):
         (tmp_path / name).write_text(TEXT)
     url = api.url
@@ -172,6 +174,15 @@ async def test_the_sdk_and_the_command_line_learn_files(
             await job.wait()
         assert job.info.document is not None
         assert job.info.document.tokens > 20
+        for several in (tmp_path, [tmp_path / "a.txt", str(tmp_path / "b.md")]):
+            both = (await client.learn("folder", file=several, **ASKED)).info
+            assert both.document is not None
+            assert both.document.tokens > 2 * job.info.document.tokens - 2
+            await (await client.job(both.id)).cancel()
+        with pytest.raises(InvalidRequest, match="got none"):
+            await client.learn("file", file=[])
+        with pytest.raises(InvalidRequest, match="nothing there"):
+            await client.learn("file", file=tmp_path / "missing.txt")
         with pytest.raises(InvalidRequest, match="one of text"):
             await client.learn("file")
         with pytest.raises(InvalidRequest, match="recipe"):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.api.documents.evaluation import Scored, better
 from coserve.core.errors import CheckpointUnreadable
 from coserve.core.schemas import DocumentSettings
 from coserve.core.schemas.documents import Recipe
@@ -29,7 +30,7 @@ def lesson(seed: int, prompt: int = 3, answer: int = 4) -> Lesson:
 
 def test_rows_are_stored_and_read_with_their_candidates(tmp_path: Path) -> None:
     lessons = [lesson(0), lesson(1, prompt=1, answer=7), lesson(2)]
-    made = lesson_corpus(lessons, [], DocumentSettings(), 64)
+    made, _ = lesson_corpus(lessons, [], DocumentSettings(), 64)
     made.save(tmp_path / "corpus")
     corpus = Corpus.load(tmp_path / "corpus", digest=made.digest)
     for order in ([2, 0], [1], [0, 1, 2]):
@@ -49,7 +50,7 @@ def test_other_tokens_than_the_candidates_are_replayed_as_one() -> None:
     logprobs = np.frombuffer(one.logprobs, np.float32) + np.float32(np.log(0.8))
     one = msgspec.structs.replace(one, logprobs=logprobs.tobytes())
     rows = [one, msgspec.structs.replace(one, chunk=None)]
-    made = lesson_corpus(rows, [[1, 2]], DocumentSettings(), 64)
+    made, _ = lesson_corpus(rows, [[1, 2]], DocumentSettings(), 64)
     for index, rest in enumerate((0.0, 0.2)):
         labels, weights = made.soft_targets(index) or (None, None)
         assert labels is not None and weights is not None
@@ -58,7 +59,7 @@ def test_other_tokens_than_the_candidates_are_replayed_as_one() -> None:
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    made = lesson_corpus([lesson(0)], [], DocumentSettings(), 64)
+    made, _ = lesson_corpus([lesson(0)], [], DocumentSettings(), 64)
     assert made.candidates is not None
     assert made.weights is not None
     for wrong in (
@@ -76,36 +77,55 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", ["lm", "cartridge"])
 def test_no_token_of_a_chunk_longer_than_a_row_is_left_out(recipe: Recipe) -> None:
     """A long cartridge leaves less of the context than a chunk takes."""
-    made = lesson_corpus([], [range(10), range(10, 14), [14]], DocumentSettings(recipe=recipe), 4)
+    made, _ = lesson_corpus([], [range(10), range(10, 14), [14]], DocumentSettings(recipe=recipe), 4)
     assert np.diff(made.bounds).tolist() == [4, 4, 4, 4]
     assert made.tokens[made.target == 1].tolist() == [*range(1, 10), *range(11, 14)]
 
 
 def test_recipes() -> None:
     lessons, texts = [lesson(0), lesson(1)], [[1, 2, 3], [4, 5]]
-    plain = lesson_corpus(lessons, texts, DocumentSettings(recipe="ce"), 64)
-    assert (plain.rows, plain.candidates) == (2, None)
-    lm = lesson_corpus([], texts, DocumentSettings(recipe="lm"), 64)
+    plain, own_text = lesson_corpus(lessons, texts, DocumentSettings(recipe="ce"), 64)
+    assert (plain.rows, plain.candidates, own_text) == (2, None, 0)
+    lm, _ = lesson_corpus([], texts, DocumentSettings(recipe="lm"), 64)
     assert (lm.tokens.tolist(), lm.target.tolist()) == ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1])
-    counts = {
-        recipe: lesson_corpus(lessons, texts, DocumentSettings(recipe=recipe), 64).rows for recipe in get_args(Recipe)
-    }
+    every = {recipe: lesson_corpus(lessons, texts, DocumentSettings(recipe=recipe), 64) for recipe in get_args(Recipe)}
+    counts = {recipe: corpus.rows for recipe, (corpus, _) in every.items()}
     assert counts == {"topk_kd": 4, "ce": 2, "lm": 4, "cartridge": 4, "encoder": 4}, "with the document's own text"
-    assert lesson_corpus(lessons, texts, DocumentSettings(lm_weight=0.0), 64).rows == 2
-    both = lesson_corpus(lessons, texts, DocumentSettings(lm_weight=0.25), 64)
+    assert lesson_corpus(lessons, texts, DocumentSettings(lm_weight=0.0), 64)[0].rows == 2
+    both, own_text = lesson_corpus(lessons, texts, DocumentSettings(lm_weight=0.25), 64)
+    assert own_text == 2
     labels, weights = both.soft_targets(2) or (None, None)
     assert labels is not None
     assert labels[:, 0].tolist() == [2, 3]
     assert weights is not None
     assert weights.sum(1).tolist() == [0.25, 0.25]
-    own = lesson_corpus([lesson(0), Lesson("0/-1", [1], [7, 8])], [], DocumentSettings(), 64)
+    own, _ = lesson_corpus([lesson(0), Lesson("0/-1", [1], [7, 8])], [], DocumentSettings(), 64)
     labels, weights = own.soft_targets(1) or (None, None)
     assert labels is not None and weights is not None
     assert labels[:, 0].tolist() == [7, 8], "the user's own answer is learned as it is"
     assert weights.tolist() == [[1.0] + [0.0] * TOP_K] * 2
-    weighted = lesson_corpus(lessons, texts, DocumentSettings(recipe="ce", lm_weight=0.25), 64)
+    weighted, _ = lesson_corpus(lessons, texts, DocumentSettings(recipe="ce", lm_weight=0.25), 64)
     assert weighted.candidates is not None
     assert len(weighted.candidates) == weighted.target_tokens
+
+
+@pytest.mark.parametrize(
+    ("gains", "proved"),
+    [
+        ([3.0], False),
+        ([1.0, 1.2], True),
+        ([1.0, 2.0], False),
+        ([1.0, 1.0, 2.0, 3.0], True),
+        ([0.0, 0.0, 2.0, 2.0], False),
+        ([0.3, 0.4] * 8, True),
+        ([-0.2, 0.4] * 8, False),
+        ([0.0] * 4, False),
+    ],
+)
+def test_few_answers_prove_an_adapter_only_if_they_agree(gains: list[float], proved: bool) -> None:
+    rival = [Scored(str(index), 5.0, 2, False) for index in range(len(gains))]
+    own = [msgspec.structs.replace(each, nll=5 - 2 * gain) for each, gain in zip(rival, gains, strict=True)]
+    assert better(own, rival) is proved
 
 
 @given(st.integers(2, 300), st.floats(0.01, 0.9), st.integers(0, 5))
@@ -118,7 +138,7 @@ def test_held_out_questions_are_not_learned(count: int, fraction: float, seed: i
 
 
 def test_long_rows_lose_their_end() -> None:
-    corpus = lesson_corpus([lesson(0, 3, 9), lesson(1, 12, 2)], [], DocumentSettings(), 8)
+    corpus, _ = lesson_corpus([lesson(0, 3, 9), lesson(1, 12, 2)], [], DocumentSettings(), 8)
     assert corpus.rows == 1
     assert corpus.lengths.tolist() == [8]
     assert corpus.is_valid()

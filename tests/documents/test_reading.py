@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coserve.core.document_files import decoded_text, read_document
 from coserve.core.errors import EmptyCorpus, UnreadableCorpus
 from coserve.core.schemas import GenerateRequest
 from coserve.data.documents.prompts import (
@@ -22,7 +23,7 @@ from coserve.data.documents.prompts import (
     grounded,
     nearest_chunk,
 )
-from coserve.data.documents.reading import decoded_text, read_document, split_text
+from coserve.data.documents.reading import split_text
 from tests.support.api_server import tokenizer
 
 WORDS = ["the", "bridge", "of", "orvane", "was", "opened", "in", "may", "by", "a", "man", "who", "could", "not", "swim"]

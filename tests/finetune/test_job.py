@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -60,6 +61,27 @@ def test_a_plan_is_a_function_of_its_arguments(lengths: list[int], steps: int, s
     expected = [one.step(step) for step in range(steps)]
     resumed = [other.step(step) for step in range(min(start, steps - 1), steps)]
     assert resumed == expected[min(start, steps - 1) :]
+
+
+@given(LENGTHS, st.integers(1, 40), st.integers(0, 31), st.integers(0, 3), st.sampled_from([0.0, 0.3]))
+def test_rows_to_learn_first_are_read_alone_in_the_first_third(
+    lengths: list[int], steps: int, first: int, seed: int, split: float
+) -> None:
+    if split and len(lengths) < 2:
+        return
+    settings = TrainingSettings(steps=steps, batch_tokens=50, seed=seed, validation_split=split)
+    make = partial(BatchPlan, np.array(lengths, np.int64), settings, 1000, first_rows=first)
+    one, own = make(), set(range(len(lengths))[-first:] if first else ())
+    rest = set(range(len(lengths))) - own
+    held = {row for micro_batch in one.validation() for row in micro_batch}
+    staged = bool(own - held) and bool(rest - held)
+    read = 0
+    for step in range(steps):
+        here = rows_of(one, step)
+        read += len(here)
+        assert one.step(step).epoch == pytest.approx(read / (len(lengths) - len(held)))
+        assert here and (not staged or set(here) <= (own if step < round(steps / 3) else rest))
+        assert make().step(step) == one.step(step), "a resumed job reads the same"
 
 
 def test_steps_of_an_epoch_are_of_about_one_size() -> None:

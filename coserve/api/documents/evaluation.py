@@ -18,6 +18,9 @@ from coserve.data.documents.lessons import Lesson
 from coserve.state.failpoints import failpoint
 from coserve.state.item_log import ItemLog
 
+STUDENT_T = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)
+"""Student's t of 95%, one-sided, by degrees of freedom from 1. Beyond them, 1.645 + 1.6 / degrees."""
+
 
 class Scored(Wire, frozen=True):
     """An answer's negative log-likelihood (nats, summed over `tokens` tokens), and whether the greedy answer would be
@@ -108,11 +111,13 @@ class Evaluation:
 
 
 def better(scores: Scores, rival: Scores) -> bool:
-    """Return whether the answers are more likely in `scores` than in `rival`, which has the same answers in the same
-    order: the mean difference in nats per token exceeds its standard error."""
+    """Return whether answers are more likely in `scores` than in `rival`, which has the same answers in the same order:
+    the mean difference in nats per token is above 0 with 95% confidence (a t-test). One answer proves nothing."""
     gains = [(theirs.nll - own.nll) / own.tokens for own, theirs in zip(scores, rival, strict=True)]
-    error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-    return bool(gains) and fmean(gains) > error
+    if (degrees := len(gains) - 1) < 1:
+        return False
+    factor = STUDENT_T[degrees - 1] if degrees <= len(STUDENT_T) else 1.645 + 1.6 / degrees
+    return fmean(gains) > factor * stdev(gains) / math.sqrt(len(gains))
 
 
 def _nll(scores: Scores) -> float:

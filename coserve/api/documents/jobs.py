@@ -34,7 +34,7 @@ from coserve.core.training.jobs import JobState
 from coserve.data.corpus.limits import longest_row
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.encoder import encoded_tokens, prefix_tokens
-from coserve.data.documents.lessons import Lesson, held_out, lesson_corpus
+from coserve.data.documents.lessons import Lesson, held_out, least_questions, lesson_corpus
 from coserve.data.documents.pending import read_chunks
 from coserve.data.documents.reading import Chunks
 from coserve.data.pretrained.tokenizer import Tokenizer
@@ -44,6 +44,11 @@ from coserve.state.registry.registry import Registry
 from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
+
+NO_RIVAL = (
+    "compared with the base alone, as there is no adapter of another document yet: a part of the gain may be the form "
+    "of the answers"
+)
 
 Prepared = Callable[[JobRecord, Corpus, DocumentJob], Awaitable[None]]
 
@@ -116,7 +121,9 @@ class DocumentJobs:
             return
         chunks = await asyncio.to_thread(read_chunks, self._folder.document(id))
         job, lessons = await self._lessons(record, chunks)
-        corpus = await asyncio.to_thread(self._corpus, record, chunks, lessons)
+        corpus, texts = await asyncio.to_thread(self._corpus, record, chunks, lessons)
+        if job.settings.recipe == "encoder":
+            record = msgspec.structs.replace(record, spec=msgspec.structs.replace(record.spec, first_rows=texts))
         await self.prepared(record, corpus, msgspec.structs.replace(job, phase="training", done=0, total=0))
 
     async def _lessons(self, record: JobRecord, chunks: Chunks) -> tuple[DocumentJob, Lessons]:
@@ -127,17 +134,18 @@ class DocumentJobs:
         teaching = Teaching(record.document, chunks, seed, self._folder.job(id), self._tokenizer, self._asker, show)
         return await teaching.run()
 
-    def _corpus(self, record: JobRecord, chunks: Chunks, lessons: Lessons) -> Corpus:
+    def _corpus(self, record: JobRecord, chunks: Chunks, lessons: Lessons) -> tuple[Corpus, int]:
+        """Return what `lesson_corpus` does. Raises `EmptyCorpus`."""
         assert record.document is not None, "expected a document's job"
         settings = record.document.settings
         spec = record.spec
         context, limit = self._engine.spec.context - prefix_tokens(spec), self._config.micro_batch_tokens
         longest = longest_row(spec.training, context, limit - encoded_tokens(spec))
-        if len(lessons.taught) < 2:
+        if len(lessons.taught) < (least := least_questions(settings)):
             other = "a longer document" if settings.generator == "none" else 'set generator to "none"'
             raise EmptyCorpus(
-                f"the generator found {len(lessons.taught)} answered questions: expected 2 at least, one of them to "
-                f"evaluate; give questions, or {other}"
+                f"the generator found {len(lessons.taught)} answered questions: expected {least} at least, half of "
+                f"them to evaluate; give questions, or {other}"
             )
         learned, _ = _split(lessons, record)
         texts = [self._tokenizer.encode(text) for text in chunks.texts]
@@ -176,10 +184,13 @@ class DocumentJobs:
             document = msgspec.structs.replace(document, phase="done", done=0, total=0, evaluation=found)
             await self._show(id, document, _summary(found))
         if found.learned:
+            if found.other is None:
+                self._recorder.deliver(JobNote(id=id, message=NO_RIVAL, kept=True))
             return True
         rivals = "the base does without the document"
         rivals += f", or than {found.other_adapter} of another document" if found.other is not None else ""
-        return await self._unproved(id, document, f"the adapter answers no better than {rivals}")
+        why = f"the adapter answers {found.questions} held-out questions no better than {rivals}, beyond chance"
+        return await self._unproved(id, document, why)
 
     async def _unproved(self, id: str, document: DocumentJob, why: str) -> bool:
         """End the job without an adapter, or let it publish with a note. Returns whether it goes on."""

@@ -16,6 +16,7 @@ from coserve.core.names import split_ref
 from coserve.core.schemas import DocumentJob, DocumentRequest, DocumentSettings, FinetuneRequest, UserQuestion
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.data.documents.encoder import unused_ids
+from coserve.data.documents.lessons import least_questions
 from coserve.data.documents.pending import PendingDocument
 from coserve.data.documents.prompts import QUESTION_TOKENS, different
 from coserve.data.documents.reading import Chunks, first_tokens, split_document
@@ -135,7 +136,7 @@ class DocumentSubmission:
         chosen = {field: getattr(asked, field) for field in DocumentSettings.__struct_fields__}
         chosen |= {"chunk_tokens": size, "overlap_tokens": overlap, "generator": generator}
         chosen["prefix_tokens"] = prefix or None
-        chosen["questions"] = _different(asked.questions)
+        chosen["questions"] = _different(asked)
         return CheckedDocument(DocumentSettings(**chosen), size, overlap, prefix, cartridge)
 
     async def split(self, request: FinetuneRequest, upload: Path | None, checked: CheckedDocument) -> PendingDocument:
@@ -167,13 +168,14 @@ def _refuse(fields: Mapping[str, object], why: str) -> None:
             raise InvalidRequest(f"expected it left out{why}", field=name)
 
 
-def _different(given: Sequence[UserQuestion]) -> list[UserQuestion]:
-    """Return the user's own questions, each once. Raises `InvalidRequest` for one alone: nothing is left to evaluate
-    with."""
-    first = {each.question: each for each in reversed(given)}
-    found = [first[text] for text in different(each.question for each in given)]
-    if len(found) == 1:
-        raise InvalidRequest("expected at least 2 different questions, got 1", field="document.questions")
+def _different(asked: DocumentSettings) -> list[UserQuestion]:
+    """Return the user's own questions, each once. Raises `InvalidRequest` if too few are left to evaluate with."""
+    first = {each.question: each for each in reversed(asked.questions)}
+    found = [first[text] for text in different(each.question for each in asked.questions)]
+    if found and len(found) < (least := least_questions(asked)):
+        alone = "" if least == 2 else ' (2 with publish "always")'
+        message = f"expected at least {least} different questions{alone}, half of them to evaluate, got {len(found)}"
+        raise InvalidRequest(message, field="document.questions")
     return found
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,6 +106,11 @@ class Teaching:
         """Ask until each chunk has its quota of different questions, or all attempts are made."""
         quota, chunks = question_quota(self._settings, len(self._chunks)), range(len(self._chunks))
         found = {each.key: each for each in await asyncio.to_thread(self._questions.read)}
+
+        def different_ones(made: Iterable[Question]) -> int:
+            every = [*found.values(), *made]
+            return sum(min(quota, len(_texts(every, chunk))) for chunk in chunks)
+
         for round in range(ROUNDS):
             lacking = {chunk: quota - len(_texts(found.values(), chunk)) for chunk in chunks}
             wanted = [
@@ -115,7 +120,7 @@ class Teaching:
                 for attempt in range(round * quota, round * quota + (quota if round == 0 else count))
             ]
             work = {f"{c}/{a}": partial(self._question, c, a) for c, a in wanted if f"{c}/{a}" not in found}
-            found |= await self._all("questions", work, self._questions, len(found) + len(work), len(found))
+            found |= await self._all("questions", work, self._questions, quota * len(chunks), different_ones)
         texts = [text for chunk in chunks for text in _texts(found.values(), chunk, every=True)[:quota]]
         taken = set(different(texts))
         kept = list[Question]()
@@ -159,7 +164,8 @@ class Teaching:
             work[f"reserved/{index}"] = partial(self._replayed, f"reserved/{index}", prompt, index)
         self._job = msgspec.structs.replace(self._job, questions=len(own))
         left = {key: make for key, make in work.items() if key not in found}
-        found |= await self._all("answers", left, self._lessons, len(work), len(work) - len(left))
+        had = len(work) - len(left)
+        found |= await self._all("answers", left, self._lessons, len(work), lambda made: had + len(made))
         usable = [found[key] for key in sorted(found) if found[key].answer]
         return Lessons(
             [each for each in usable if each.key in own],
@@ -211,12 +217,15 @@ class Teaching:
 
     # ---- both
 
-    async def _all(self, phase: Phase, work: Work[T], log: ItemLog[T], total: int, done: int) -> dict[str, T]:
-        """Make all items of a phase, and append each to the log as it comes."""
+    async def _all(
+        self, phase: Phase, work: Work[T], log: ItemLog[T], total: int, count: Callable[[Collection[T]], int]
+    ) -> dict[str, T]:
+        """Make items of a phase, and append each to the log as it comes. `count`: how much of the phase's `total` is
+        done with the items made here."""
         writing, found = asyncio.Lock(), dict[str, T]()
         if not work:
             return found
-        await self._progress(phase, done, total)
+        await self._progress(phase, count(()), total)
 
         async def one(key: str, make: Callable[[], Awaitable[T]]) -> None:
             made = await make()
@@ -225,7 +234,7 @@ class Teaching:
                 found[key] = made
                 self._generated += made.generated
                 if len(found) % max(1, len(work) // 8) == 0:
-                    await self._progress(phase, done + len(found), total)
+                    await self._progress(phase, count(found.values()), total)
 
         async with task_group() as group:
             for key, make in work.items():
@@ -234,9 +243,9 @@ class Teaching:
 
     async def _progress(self, phase: Phase, done: int, total: int) -> None:
         self._job = msgspec.structs.replace(
-            self._job, phase=phase, done=min(done, total), total=total, generated_tokens=self._generated
+            self._job, phase=phase, done=done, total=total, generated_tokens=self._generated
         )
-        await self._show(self._job, f"{phase}: {min(done, total)} of {total}")
+        await self._show(self._job, f"{phase}: {done} of {total}")
 
 
 def question_quota(settings: DocumentSettings, chunks: int) -> int:

@@ -11,7 +11,6 @@ from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, Wait, connected
 from coserve.cli.finetuning.settings import Detach, SetFields, request_settings
 from coserve.cli.jobs import follow_job, print_job, print_note
 from coserve.core.schemas.documents import Recipe
-from coserve.data.documents.reading import read_document
 
 
 def learn(
@@ -66,10 +65,8 @@ def learn(
         "questions_per_chunk": questions_per_chunk,
     }
     document: dict[str, Any] = settings.pop("document", {}) | {n: v for n, v in own.items() if v is not None}
-    alone = files[0] if len(files) == 1 and files[0].is_file() else None
-    text = None if alone is not None else read_document(*files)
     with connected(url, key, wait) as client:
-        job = client.learn(adapter, text, file=alone, **settings, **document)
+        job = client.learn(adapter, file=files, **settings, **document)
         for note in job.info.notes:
             print_note(f"note: {note}")
         if detach:

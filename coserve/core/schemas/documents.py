@@ -36,7 +36,8 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     learn the answers' tokens. `lm`: learn the document's own text, token by token; questions are for the evaluation
     only. `cartridge`: learn as `topk_kd` does, not with LoRA but with a KV prefix of `prefix_tokens` tokens, which
     begins as the document's own first tokens. `encoder`: train a LoRA to read each chunk into memory tokens, from which
-    the base gives the chunk's text (reconstruction) and the answers; what is published is a cartridge of them all."""
+    the base gives the chunks' text in the first third of the steps (reconstruction), then the answers; what is
+    published is a cartridge of them all."""
     prefix_tokens: Annotated[int, Meta(ge=2, le=1 << 14)] | None = None
     """Tokens of a `cartridge`, fewer if the document has fewer; memory tokens of each chunk with `encoder`. The whole
     prefix takes room in the context of every request. None: 512, or what the context leaves; 128 with `encoder`."""
@@ -45,7 +46,8 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     follow no instructions: the base continues each piece of the text with the text before it in its prompt, and the
     adapter learns to do so without it."""
     questions: Annotated[list[UserQuestion], Meta(max_length=MAX_MESSAGES)] = []
-    """The user's own questions, instead of generated ones: two different ones at least."""
+    """The user's own questions, instead of generated ones: four different ones at least, or two with the recipe `lm`
+    or `publish: always`."""
     chunk_tokens: Annotated[int, Meta(ge=16, le=1 << 16)] | None = None
     """Most tokens of a chunk. None: 1024, or half of the base's context if that is less."""
     overlap_tokens: Annotated[int, Meta(ge=0, le=1 << 15)] | None = None
@@ -64,7 +66,8 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     as a fraction of the questions'. Except with `ce`, they also teach the total probability of all tokens beyond the
     base's 20 most likely ones."""
     lm_weight: Annotated[float, Meta(ge=0, le=10)] | None = None
-    """Weight of the document's own text in the loss, in addition to the answers. None: 0 with `ce`, otherwise 1."""
+    """Weight of the document's own text in the loss, in addition to the answers. None: 0 with `ce`, otherwise 1.
+    `encoder` with 0: no reconstruction."""
     holdout: Annotated[float, Meta(gt=0, lt=1)] = 0.1
     """Fraction of the questions, at least 4 and at most 64 of them, that is not learned but evaluated."""
     publish: Literal["if_learned", "always"] = "if_learned"
@@ -111,7 +114,9 @@ class DocumentEvaluation(Wire, frozen=True):
     """Fraction of the document's gain in log-likelihood that the adapter reaches without it: (floor - adapter) / (floor
     - in_context); None if the context gains nothing."""
     learned: bool = True
-    """Whether the adapter is better than `floor` and `other`, by more than one standard error of the difference."""
+    """Whether the adapter is better than `floor` and `other`, each with 95% confidence (one-sided t-tests of the mean
+    difference of the held-out questions, nats per token). Without `other` a part of the gain may be the answers'
+    form."""
 
 
 class DocumentJob(Wire, frozen=True):
@@ -126,7 +131,8 @@ class DocumentJob(Wire, frozen=True):
     digest: str = ""
     """SHA-256 of the document's text; it distinguishes adapters of this document from those of others."""
     done: int = 0
-    """Questions, answers or evaluated items of this phase that are done, and how many there are (`total`)."""
+    """What is done of this phase, of `total`, which stays the same throughout: different questions that have the
+    chunk's words (if too few are found, others make up for them), answers, or evaluated items."""
     total: int = 0
     questions: int = 0
     """Different questions, those held out included."""

@@ -83,6 +83,9 @@ class JobSpec(Wire, frozen=True):
     prefix: tuple[int, ...] = ()
     """Token ids. New cartridge: `lora.r` tokens, whose keys and values initialise it. Encoder: see
     `data.documents.encoder`."""
+    first_rows: int = 0
+    """Encoder: the last rows of the corpus, which are the document's text and are learned before the others
+    (reconstruction): see `BatchPlan`."""
     evaluated: bool = False
     """The trained adapter is announced as a snapshot and evaluated by the API process before it is published."""
 

@@ -31,6 +31,9 @@ MAX_ROWS_ON_TICK = 2048
 """Most rows shuffled or packed on the engine's thread between two ticks; larger steps are prepared on another
 thread."""
 
+FIRST_SHARE = 1 / 3
+"""Fraction of the steps that reads the rows to learn first, if there are any."""
+
 SUM_ROWS = 1 << 16
 """Rows whose lengths are summed at once."""
 
@@ -62,9 +65,11 @@ class BatchPlan:
         *,
         micro_batch_rows: int | None = None,
         rows_on_tick: int = MAX_ROWS_ON_TICK,
+        first_rows: int = 0,
     ) -> None:
         """`lengths`: tokens of each row (S). `micro_batch_tokens`, `micro_batch_rows`: the engine's limits.
-        `rows_on_tick`: see `MAX_ROWS_ON_TICK`.
+        `rows_on_tick`: see `MAX_ROWS_ON_TICK`. `first_rows`: the last rows of the corpus, which the first third of the
+        steps reads alone, and the other steps do not read.
 
         An epoch has ceil(tokens / `batch_tokens`) optimizer steps of about equal size: an equal fraction of its tokens
         each, plus at most one row. No step spans two epochs. A fractional epoch ends after that fraction of its steps.
@@ -79,20 +84,19 @@ class BatchPlan:
         self._validation = self._pack(validation_rows, check)
         self._epoch_starts = [0]
         """First step of each epoch computed so far, then the first step after them."""
+        self._visits = [0]
+        """Rows read before each of these steps."""
+        self._first_steps = 0
+        """Steps that read the rows to learn first."""
         self._epoch: tuple[int, Ints, Ints] | None = None
         """Cached epoch: its number, the order of its rows, and the start of each step in that order."""
         self._packed_step: tuple[int, StepBatches] | None = None
         """Cached step: the last one packed, with its number."""
-        if training.steps is not None:
-            self.total_steps = training.steps
-            return
-        epochs = training.epochs or DEFAULT_EPOCHS
-        if epochs * len(lengths) > MAX_ROW_VISITS:
-            raise InvalidRequest(f"expected at most {MAX_ROW_VISITS} rows over all epochs", field="training.epochs")
-        whole = math.ceil(epochs)
-        self._extend(whole, check)
-        last = self._epoch_starts[whole] - self._epoch_starts[whole - 1]
-        self.total_steps = self._epoch_starts[whole - 1] + max(1, round(last * (epochs - (whole - 1))))
+        self.total_steps = training.steps or self._steps_of_epochs(training.epochs or DEFAULT_EPOCHS, check)
+        first = self._training_rows >= len(lengths) - first_rows
+        if first.any() and not first.all():
+            self._first_steps, self._epoch_starts, self._visits = round(FIRST_SHARE * self.total_steps), [0], [0]
+            self._first_rows, self._rest = self._training_rows[first], self._training_rows[~first]
 
     def prepared(self, step: int) -> bool:
         """Return whether `step(step)` is cheap: it is cached or touches few rows. Otherwise call `prepare` on a thread
@@ -120,7 +124,12 @@ class BatchPlan:
             self._epoch = epoch, order, self._cuts(order, check)
         if self._packed_step is None or self._packed_step[0] != step:
             order, (start, end) = self._epoch[1], self._bounds(step)
-            self._packed_step = step, StepBatches(self._pack(order[start:end], check), epoch + end / len(order))
+            self._packed_step = (
+                step,
+                StepBatches(
+                    self._pack(order[start:end], check), (self._visits[epoch] + end) / len(self._training_rows)
+                ),
+            )
 
     def step(self, step: int) -> StepBatches:
         """The micro-batches of optimizer step `step` (from 0)."""
@@ -132,6 +141,14 @@ class BatchPlan:
     def validation(self) -> tuple[tuple[int, ...], ...]:
         """The validation rows by micro-batch; empty if none are held back."""
         return self._validation
+
+    def _steps_of_epochs(self, epochs: float, check: Callable[[], None]) -> int:
+        if epochs * len(self.lengths) > MAX_ROW_VISITS:
+            raise InvalidRequest(f"expected at most {MAX_ROW_VISITS} rows over all epochs", field="training.epochs")
+        whole = math.ceil(epochs)
+        self._extend(whole, check)
+        last = self._epoch_starts[whole] - self._epoch_starts[whole - 1]
+        return self._epoch_starts[whole - 1] + max(1, round(last * (epochs - (whole - 1))))
 
     def _bounds(self, step: int) -> tuple[int, int]:
         """Return start and end of the step in the cached order of its epoch."""
@@ -153,10 +170,19 @@ class BatchPlan:
         """Compute the first step of each of the first `epochs` epochs, and of the epoch after them."""
         for epoch in range(len(self._epoch_starts) - 1, epochs):
             check()
-            self._epoch_starts.append(self._epoch_starts[-1] + len(self._cuts(self._order(epoch), check)) - 1)
+            start, cuts = self._epoch_starts[-1], self._cuts(self._order(epoch), check)
+            steps = len(cuts) - 1
+            if start < self._first_steps:
+                steps = min(steps, self._first_steps - start)
+            self._epoch_starts.append(start + steps)
+            self._visits.append(self._visits[-1] + int(cuts[steps]))
 
     def _order(self, epoch: int) -> Ints:
-        return self._training_rows[_generator(self._training.seed, epoch + 1).permutation(len(self._training_rows))]
+        """Return the rows of an epoch, whose first step is known, in the order in which they are read."""
+        rows = self._training_rows
+        if self._first_steps:
+            rows = self._first_rows if self._epoch_starts[epoch] < self._first_steps else self._rest
+        return rows[_generator(self._training.seed, epoch + 1).permutation(len(rows))]
 
     def _cuts(self, order: Ints, check: Callable[[], None]) -> Ints:
         """Return the start of each step in `order`, then the end of the last one."""

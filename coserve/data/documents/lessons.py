@@ -74,11 +74,18 @@ def held_out(lessons: Sequence[Lesson], fraction: float, seed: int) -> tuple[lis
     return kept, [lessons[index] for index in sorted(chosen)]
 
 
+def least_questions(settings: DocumentSettings) -> int:
+    """Return the fewest questions of a job: two held-out ones, if the adapter has to be proved, and as many to
+    learn."""
+    return 2 if settings.recipe == "lm" or settings.publish == "always" else 4
+
+
 def lesson_corpus(
     lessons: Iterable[Lesson], texts: Iterable[Sequence[int]], settings: DocumentSettings, longest: int
-) -> Corpus:
+) -> tuple[Corpus, int]:
     """Return the corpus of the lessons to learn, cut to `longest` tokens, and of the document's own text (token ids by
-    chunk), in rows of at most as many: the last token of one is the first one of the next.
+    chunk), in rows of at most as many: the last token of one is the first one of the next. Also return the number of
+    these rows, which are the last ones.
 
     The targets are soft (candidates with weights) for `topk_kd`, `cartridge` and `encoder`, and for `ce` with an
     `lm_weight` above 0; otherwise they are tokens.
@@ -93,11 +100,13 @@ def lesson_corpus(
         certain = not (kd and lesson.top)
         ids, weights = _certain(lesson.answer, 1.0, columns) if certain else lesson.candidates()
         rows.append(_Row(lesson.prompt, lesson.answer, ids, weights))
+    learned = [row.cut(longest) for row in rows if len(row.prompt) < longest]
+    own = list[_Row]()
     for tokens in texts if weight > 0 else ():
         for start in range(0, len(tokens) - 1, max(1, longest - 1)):
             first, *rest = tokens[start : start + longest]
-            rows.append(_Row([first], rest, *_certain(rest, weight, columns)))
-    return _corpus([row.cut(longest) for row in rows if len(row.prompt) < longest], soft=soft)
+            own.append(_Row([first], rest, *_certain(rest, weight, columns)))
+    return _corpus([*learned, *own], soft=soft), len(own)
 
 
 class _Row(NamedTuple):

@@ -1,22 +1,19 @@
-"""Reads documents (text, Markdown, PDF, folders of them) and splits them into chunks. No torch."""
+"""Splits documents into chunks. No torch."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import resource
 from pathlib import Path
 
+from coserve.core.document_files import decoded_text, read_document
 from coserve.core.errors import EmptyCorpus, UnreadableCorpus
 from coserve.core.processes import limited
 from coserve.core.types import Wire
 from coserve.data.offload.protocol import TaskContext
 from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.state.durable import disk_errors
+from coserve.state.durable import storage_error
 
-SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".pdf")
-"""Suffixes of the files that are read from a folder."""
-MAX_BYTES = 256 << 20
 MEMORY = 2 << 30
 """Most bytes of memory of a process that reads a document: a small PDF may hold streams of any size."""
 MAX_DOCUMENT_TOKENS = 1 << 22
@@ -38,67 +35,11 @@ def split_document(context: TaskContext, path: str | None, text: bytes, size: in
         with limited(resource.RLIMIT_DATA, MEMORY):
             read = decoded_text(text) if path is None else read_document(Path(path))
             return split_text(read, context.tokenizer, size, overlap)
+    except UnreadableCorpus as error:
+        failed = storage_error(error.__cause__.errno) if isinstance(error.__cause__, OSError) else None
+        raise failed or error from error.__cause__
     except MemoryError:
         raise UnreadableCorpus(f"the document takes more than {MEMORY >> 20} MiB of memory to read") from None
-
-
-def read_document(*paths: Path) -> str:
-    """Return the text of files, and of all files of folders, by name. Errors name the file unless there is but one.
-    Raises `UnreadableCorpus`, `EmptyCorpus`, `StorageError`."""
-    alone = len(paths) == 1 and not paths[0].is_dir()
-    return "\n\n".join(_text(file, "" if alone else f"{file.name}: ") for path in paths for file in _files(path))
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    files = (file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file())
-    if not (found := [file for file in files if file.resolve().is_relative_to(path.resolve())]):
-        raise EmptyCorpus(f"expected files with one of the endings {', '.join(SUFFIXES)} in the folder")
-    return found
-
-
-def _text(file: Path, name: str) -> str:
-    content = _content(file)
-    try:
-        return decoded_text(content)
-    except UnreadableCorpus as error:
-        raise UnreadableCorpus(f"{name}{error}") from error
-
-
-def _content(file: Path) -> bytes:
-    try:
-        with disk_errors():
-            if not file.is_file():  # a pipe would be waited for
-                raise UnreadableCorpus(f"{file.name}: expected a regular file")
-            if (size := file.stat().st_size) > MAX_BYTES:
-                raise UnreadableCorpus(f"{file.name}: expected a document of at most {MAX_BYTES} bytes, got {size}")
-            return file.read_bytes()
-    except OSError as error:
-        raise UnreadableCorpus(f"{file.name} cannot be read: {error.strerror}") from error
-
-
-def decoded_text(content: bytes) -> str:
-    """Return the text of a file's content: UTF-8, or PDF, told by its first bytes. Raises `UnreadableCorpus`."""
-    if content[:5] == b"%PDF-":
-        return _pdf_text(content)
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UnreadableCorpus(f"expected text in UTF-8, or PDF: byte {error.start} is neither") from None
-
-
-def _pdf_text(content: bytes) -> str:
-    try:
-        from pypdf import PdfReader
-    except ImportError:
-        raise UnreadableCorpus("PDF needs the package pypdf: pip install 'coserve[pdf]'") from None
-    try:
-        return "\n\n".join(page.extract_text() for page in PdfReader(io.BytesIO(content)).pages)
-    except MemoryError:
-        raise
-    except Exception as error:  # pypdf raises anything for a damaged file
-        raise UnreadableCorpus(f"the PDF cannot be read: {type(error).__name__}") from error
 
 
 def split_text(text: str, tokenizer: Tokenizer, size: int, overlap: int) -> Chunks:
