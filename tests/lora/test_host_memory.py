@@ -173,6 +173,20 @@ async def test_random_loads_evictions_cancels_and_failing_reads_mix_nothing_and_
     assert memory.free_bytes == 2 * PAGES * PAGE and store.host_bytes == 0
 
 
+async def test_a_publication_finds_room_though_idle_adapters_fill_the_memory() -> None:
+    memory = HostMemory(4 * PAGES * PAGE, for_kernels=False)
+    store = AdapterStore(lambda ref, digests: valued(float(ref.id), rank=12), 4 * PAGES * PAGE, memory=memory)
+    for i in range(3 * PAGES):
+        store.acquire(AdapterRef(str(i), 1))
+        store.release(AdapterRef(str(i), 1))
+    for version in (2, 3):
+        published = AdapterRef("5", version)
+        store.publish(published, await asyncio.to_thread(store.host_copy, valued(5.0, rank=12)))
+        assert has_its_value(store, published)
+    assert (memory.outside, memory.notes) == (0, ())
+    store.close()
+
+
 def test_memory_is_not_reserved_before_it_is_used() -> None:
     """Or a process with much of it could not fork."""
     size = 200 * (2 << 20)

@@ -73,14 +73,15 @@ class HostCopies:
         """`limit`: bytes, at least one. Only idle copies leave: those that requests need, and pinned ones, may exceed
         it."""
         assert limit >= 1, f"expected a budget of at least one byte, got {limit}"
-        self.limit, self.bytes = limit, 0
+        self.limit, self.bytes, self.largest = limit, 0, 0
+        """`bytes`: of all copies; `largest`: of the largest one so far."""
         self._order = GreedyDual[AdapterRef]()
 
     def add(self, entry: Entry, weights: LoraWeights) -> None:
         assert entry.host is None, f"{entry.ref} has a host copy"
         entry.host = weights
         entry.size, entry.without_experts = packed_bytes(weights), bytes_without_experts(weights)
-        self.bytes += entry.size
+        self.bytes, self.largest = self.bytes + entry.size, max(self.largest, entry.size)
         self._order.used(entry.ref, entry.size, uses=0)
 
     def used(self, entry: Entry) -> None:

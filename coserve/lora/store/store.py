@@ -407,9 +407,14 @@ class AdapterStore:
         self._kept(weights)
 
     def _evict(self, size: int = 0) -> None:
-        """Drop host copies of idle adapters until `size` more bytes fit the budget."""
-        while self._host.over(size) and self._evict_one():
+        """Drop host copies of idle adapters until `size` more bytes fit the budget, and one more adapter the memory:
+        `host_copy` cannot evict any."""
+        while (self._host.over(size) or self._memory_is_full()) and self._evict_one():
             pass
+
+    def _memory_is_full(self) -> bool:
+        memory = self._memory
+        return memory is not None and memory.free_bytes < min(self._host.largest, memory.bytes // 4)
 
     def _evict_one(self) -> bool:
         """Drop the host copy of the least valuable idle adapter; False: there is none."""
