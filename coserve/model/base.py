@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from coserve.kernels.recurrent.wrappers import recurrence_of
 from coserve.model import probe, seam
 from coserve.model.adapters.dora_scales import complete_scales, rank_scale
 from coserve.model.adapters.end_sites import EndSites
-from coserve.model.context import Context, context_of
+from coserve.model.context import Context, context_of, fix_frequencies
 from coserve.model.experts.sites import expert_sites
 from coserve.model.fingerprint import fingerprint
 from coserve.model.formats.dense import open_folder
@@ -53,8 +52,6 @@ from coserve.model.truncate import truncate_layers
 from coserve.model.wrappers import drop_other_parts, model_class
 
 __all__ = ["Attention", "Base", "load_base", "wrap_base"]
-
-log = logging.getLogger(__name__)
 
 CPU_ROWS = 16
 """Multiple to which packed rows are padded on CPU: below 8 rows, a row's bits depend on the batch's size, unless
@@ -361,6 +358,7 @@ def wrap_base(
     hook(model)
     model.config.return_dict = True
     context = context_of(model.config, least=2 * max(probe.SEQUENCES))
+    fix_frequencies(model, model.device)
     expected, linears = probe.eager_forward(model)
     seen = probe.observe(model, context.tokens)
     for module, chunk in seen.chunks.items():

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from coserve.core.errors import UnsupportedBase
@@ -60,3 +65,34 @@ def _note(kind: str, served: int, full: int) -> str:
         f"context: the base serves {served} of its {full} tokens: beyond them its rotary scaling ({kind}) "
         "would change the other sequences of a batch"
     )
+
+
+@torch.no_grad()
+def fix_frequencies(model: nn.Module, device: torch.device) -> None:
+    """Keep the rotary frequencies that hold up to the served context (`context_of`).
+
+    For longrope and dynamic, transformers chooses them in each forward by the batch's last position. The host would
+    wait for the device to read it, so no CUDA graph could be captured. PhiMoE also computes them anew, on the host.
+    """
+    module: Any
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if hasattr(module, "rope_init_fn"):
+            config, (frequencies, scale) = copy.copy(module.config), module.rope_init_fn(module.config)
+            scale = config.rope_parameters.get("short_mscale", scale)
+            config.rope_parameters = config.rope_parameters | {"rope_type": "default"}
+            module.register_buffer("inv_freq", frequencies.to(device), persistent=False)
+            module.config, module.rope_init_fn = config, partial(_fixed, module, scale)
+        if isinstance(kind, str):
+            module.rope_type = _FIXED.get(kind, kind)
+        elif isinstance(kind, dict):
+            module.rope_type = {layers: _FIXED.get(own, own) for layers, own in kind.items()}
+
+
+_FIXED = dict.fromkeys(("longrope", "dynamic"), "default")
+"""The types of scaling, as modules have them, that are replaced, and what replaces them."""
+
+
+def _fixed(module: nn.Module, scale: float, config: PretrainedConfig) -> tuple[Tensor, float]:
+    """Replaces the `rope_init_fn` of a module whose frequencies are kept."""
+    return module.get_buffer("inv_freq"), scale

@@ -12,7 +12,7 @@ CUDA graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import cast
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from coserve.kernels.attention.interface import Attention, AttentionFields, AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
+from coserve.kernels.gpu.host_numbers import HostNumbers
 from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import FrozenWeight, SiteGroup
@@ -164,8 +165,10 @@ class FusedBase:
         """`backend`: None is inductor. `compiled=False`: the layers run uncompiled, through the same two ops.
         `gemms`: None measures them on a GPU. `opaque_experts`: LoRA servers may compute experts' terms."""
         self.base = base
-        self.groups = share_inputs(base)
-        """Groups of each layer, in execution order."""
+        with HostNumbers() as numbers:
+            self.groups = share_inputs(base)
+            """Groups of each layer, in execution order."""
+        self._numbers = numbers if numbers.moved else None
         modules = dict(base.model.named_modules())
         self._shards = {
             group: shard
@@ -242,7 +245,7 @@ class FusedBase:
         fused = Fused(attention, self.gemms, *lookups, mesh)
         context = ForwardContext(lora, fused=fused, ends=ends)
         self._layers.begin(tokens_T.shape[0])
-        with running(context), self._patched():
+        with running(context), self._patched(), self._numbers or nullcontext():
             # A copy of the positions: compiled code would guard on the size of a view's whole storage.
             return self.base.run(tokens_T, positions_T.clone(), RUNNING_ATTENTION, keep, gather=gather)
 
@@ -260,11 +263,14 @@ class FusedBase:
 
     def _stub(self, index: int) -> Callable[..., object]:
         """Make a replacement of a layer's forward that also sets `current.layer`."""
-        layers = self._layers
+        layers, numbers = self._layers, self._numbers
 
         def run(*args: object, **kwargs: object) -> object:
             current.layer = index
-            return layers.call(index, args, kwargs)
+            if numbers is None:
+                return layers.call(index, args, kwargs)
+            with numbers.suspended():  # compiled layers contain their constants
+                return layers.call(index, args, kwargs)
 
         return run
 

@@ -11,6 +11,8 @@ from transformers.models.phi3 import Phi3Config
 from coserve.core.errors import UnsupportedBase
 from coserve.model.base import wrap_base
 from coserve.model.context import context_of
+from tests.support.families import tiny_family
+from tests.support.host_waits import copies_from_the_host
 from tests.support.lora_reference import alone, packed, tokens_of
 from tests.support.tiny_models import CONTEXT, tiny_model
 
@@ -84,26 +86,38 @@ def test_longrope_is_served_up_to_its_original_context_and_the_base_says_so() ->
 
 
 @pytest.mark.parametrize(
-    "rotary",
+    ("family", "rotary"),
     [
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT},
-        {
-            "rope_type": "llama3",
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        },
+        ("llama", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT}),
+        (
+            "llama",
+            {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        ),
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}),
+        ("phi3", LONGROPE),
+        ("phimoe", LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.4}),
     ],
-    ids=lambda rotary: rotary["rope_type"],
+    ids=lambda one: one["rope_type"] if isinstance(one, dict) else one,
 )
 @pytest.mark.filterwarnings("ignore")
-def test_long_and_short_sequences_in_one_batch_have_the_models_own_logits(rotary: dict[str, object]) -> None:
-    """Up to the last token of the context, which for yarn is beyond `max_position_embeddings`."""
-    settings = {"rope_theta": 10000.0} | rotary
-    base = wrap_base(tiny_model("llama", rope_parameters=settings), name="tiny")
-    assert base.spec.context == (4 * CONTEXT if rotary["rope_type"] == "yarn" else CONTEXT)
+def test_long_and_short_sequences_in_one_batch_have_the_models_own_logits(
+    family: str, rotary: dict[str, object]
+) -> None:
+    """Up to the last token of the context, which for yarn is beyond `max_position_embeddings`. And a CUDA graph can
+    hold a step."""
+    settings: dict[str, object] = {"max_position_embeddings": CONTEXT, "rope_parameters": {"rope_theta": 1e4} | rotary}
+    settings |= {key: value for key, value in rotary.items() if key.startswith("original") and family != "llama"}
+    base = wrap_base(tiny_family(family, **settings), name="tiny")
+    factor = {"yarn": 4, "longrope": 0.5}.get(str(rotary["rope_type"]), 1)
+    assert base.spec.context == factor * CONTEXT
     sequences = [tokens_of(base.spec.context), tokens_of(5)]
-    want = [alone(tiny_model("llama", rope_parameters=settings), tokens_T) for tokens_T in sequences]
+    want = [alone(tiny_family(family, **settings), tokens_T) for tokens_T in sequences]
     for got, expected in zip(packed(base, sequences), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert copies_from_the_host(base) == []
