@@ -32,7 +32,7 @@ class Shape(Llama):
 SHAPES = {
     "8b": Shape(32, 4096, 14336, 32, 8, 128256, 8192, "8b"),
     "70b": Shape(80, 8192, 28672, 64, 8, 128256, 8192, "70b"),
-    "tiny": Shape(2, 64, 128, 4, 2, 512, 256, "tiny"),
+    "tiny": Shape(2, 64, 128, 8, 2, 512, 256, "tiny"),
 }
 """`tiny`: to try the script with; its numbers say nothing."""
 

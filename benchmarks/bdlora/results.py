@@ -25,6 +25,12 @@ TARGETS = {
     "speedup_vs_slora.8b": {8: 1.63},
     "speedup_vs_slora.70b": {8: 1.79},
 }
+DOUBLED = {
+    "tp.decode_speedup.tp{}_{}.8b": ("8b.tp{tp}.decode_ms.base.b1.c272", {}),
+    "tp.decode_speedup.tp{}_{}.70b": ("70b.tp{tp}.decode_ms.base.b1.c272", {2: 1.6, 4: 1.45}),
+    "tp.finetune_speedup.tp{}_{}": ("8b.tp{tp}.train_s", {4: 1.6}),
+}
+"""Keys of twice as many GPUs over 2 or 4: the row, and targets."""
 
 
 def prefix(model: str, size: int) -> str:
@@ -123,11 +129,12 @@ def keys(rows: dict[str, dict[str, Any]], loads: Sequence[Measured], cards: dict
     for tp in sorted({row["tp"] for row in rows.values() if row.get("tp", 1) > 1}):
         found |= _speedup_keys(tp, [one for one in loads if one.tp == tp])
         found |= _retention(rows, tp) | _over_one_gpu(rows, tp)
-    for shape in ("8b", "70b"):
-        both = [rows.get(f"bdlora.{shape}.tp{tp}.decode_ms.base.b1.c272") for tp in (2, 4)]
-        if both[0] is not None and both[1] is not None and cards.get(both[0]["run"]) == cards.get(both[1]["run"]):
-            ratio = both[0]["value"] / both[1]["value"]
-            found[f"tp.decode_speedup.tp2_4.{shape}"] = ratio, Target(1.6) if shape == "70b" else None, both[1], "ratio"
+    for few in (2, 4):
+        for key, (name, target) in DOUBLED.items():
+            some, more = (rows.get(f"bdlora.{name.format(tp=tp)}") for tp in (few, 2 * few))
+            if some is not None and more is not None and cards.get(some["run"]) == cards.get(more["run"]):
+                least, ratio = target.get(few), some["value"] / more["value"]
+                found[key.format(few, 2 * few)] = ratio, None if least is None else Target(least), more, "ratio"
     return found
 
 
@@ -204,11 +211,11 @@ def _over_one_gpu(rows: dict[str, dict[str, Any]], tp: int) -> dict[str, Key]:
     """The base on all GPUs over the base on one, 8B, of one run; of the prompts the smaller speedup."""
     found = dict[str, Key]()
     kinds = {
-        "decode": (("decode_ms.base.b1.c272",), 1.6),
-        "prefill": (("prefill_ms.base.1024", "prefill_ms.base.4096"), 1.75),
-        "finetune": (("train_s",), 1.7),
+        "decode": (("decode_ms.base.b1.c272",), {2: 1.6}),
+        "prefill": (("prefill_ms.base.1024", "prefill_ms.base.4096"), {2: 1.75}),
+        "finetune": (("train_s",), {2: 1.7, 4: 2.4}),
     }
-    for kind, (names, target) in kinds.items():
+    for kind, (names, targets) in kinds.items():
         ratios = list[tuple[float, dict[str, Any]]]()
         for name in names:
             one, all_ = rows.get(f"bdlora.8b.tp1of{tp}.{name}"), rows.get(f"bdlora.8b.tp{tp}.{name}")
@@ -216,7 +223,8 @@ def _over_one_gpu(rows: dict[str, dict[str, Any]], tp: int) -> dict[str, Key]:
                 ratios.append((one["value"] / all_["value"], all_))
         if len(ratios) == len(names):
             value, row = min(ratios, key=lambda pair: pair[0])
-            found[f"tp.{kind}_speedup.tp{tp}"] = value, Target(target) if tp == 2 else None, row, "ratio"
+            least = targets.get(tp)
+            found[f"tp.{kind}_speedup.tp{tp}"] = value, None if least is None else Target(least), row, "ratio"
     decode = rows.get(f"bdlora.8b.tp{tp}.decode_ms.base.b1.c272")
     if decode is not None:
         speed = 1e3 / decode["value"]

@@ -16,6 +16,8 @@ from benchmarks.bdlora.loads import loads_of, speedups, table_2
 from benchmarks.bdlora.plan import PARTS, SHAPES, Plan, Variant, bd_rank
 from benchmarks.bdlora.ranks import RankFailed, RankProcesses
 from benchmarks.bdlora.results import key_of, keys
+from benchmarks.common.llama import llama_config
+from coserve.model.parallel.families.partitions import plan_of
 from tests.support.examples import marks_on_days, on_days
 
 
@@ -28,8 +30,9 @@ def test_ranks_at_equal_parameters() -> None:
     assert bd_rank(Variant("8b", "bd2", 64), SHAPES["8b"], 8) == 128
 
 
-def test_every_row_has_a_key_of_its_own() -> None:
+def test_every_row_has_a_key_of_its_own_and_every_shape_can_be_divided() -> None:
     for size in (2, 4, 8):
+        assert all(plan_of(llama_config(shape), size) for shape in SHAPES.values())
         items = [item for part in PARTS for item in Plan(size).items(part) if item.what != "drop"]
         by_key = {key_of(item, size): (item.what, item.model, item.variant) for item in items}
         assert all(by_key[key_of(item, size)] == (item.what, item.model, item.variant) for item in items)
@@ -84,13 +87,25 @@ def test_keys_of_retention_and_of_one_gpu() -> None:
 
 
 def test_runs_on_different_gpus_are_not_compared() -> None:
-    rows = {f"bdlora.8b.tp{tp}.decode_ms.base.b1.c272": row("decode", 5.0 / tp) | {"run": str(tp)} for tp in (2, 4)}
-    assert "tp.decode_speedup.tp2_4.8b" in keys(rows, [], {"2": "H200", "4": "H200"})
-    assert "tp.decode_speedup.tp2_4.8b" not in keys(rows, [], {"2": "H100", "4": "H200"})
+    names = ("8b.tp{}.decode_ms.base.b1.c272", "70b.tp{}.decode_ms.base.b1.c272", "8b.tp{}.train_s")
+    rows = {f"bdlora.{name.format(tp)}": row("", 5.0 / tp) | {"run": str(tp)} for tp in (2, 4, 8) for name in names}
+    found = keys(rows, [], {"2": "H100", "4": "H200", "8": "H200"})
+    compared = {key: (value, target and target.value) for key, (value, target, *_) in found.items() if "_8" in key}
+    assert compared == {
+        "tp.decode_speedup.tp4_8.8b": (2.0, None),
+        "tp.decode_speedup.tp4_8.70b": (2.0, 1.45),
+        "tp.finetune_speedup.tp4_8": (2.0, 1.6),
+    }
+    assert not any("tp2_4" in key for key in found)
 
 
 @pytest.mark.parametrize(
-    "size", [pytest.param(2, marks=marks_on_days(1)), pytest.param(4, marks=[pytest.mark.slow, pytest.mark.long])]
+    "size",
+    [
+        pytest.param(2, marks=marks_on_days(1)),
+        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(8, marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
 )
 def test_a_tiny_run_writes_rows_loads_and_figures(size: int, tmp_path: Path) -> None:
     command = [
@@ -117,7 +132,7 @@ def test_a_tiny_run_writes_rows_loads_and_figures(size: int, tmp_path: Path) -> 
     assert calls["bd.r16"] == calls["base"], "bd sends nothing more than the base"
     assert calls["slora.r16"]["all_gather.calls"] > calls["base"]["all_gather.calls"]
     loads = json.loads((tmp_path / "bdlora_loads.json").read_text())
-    assert {load["variant"] for load in loads} == {"base", "bd.r16", "nfs.r16", "slora.r16"}
+    assert {load["variant"] for load in loads} == set(calls) | {"nfs.r16"} | ({"bd2.r16"} if size == 8 else set())
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".md", ".png"}
 
 

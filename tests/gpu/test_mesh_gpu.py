@@ -1,4 +1,4 @@
-"""Collectives of two and four GPUs: NCCL and our kernels, in CUDA graphs too, and the logits of a base that two
+"""Collectives of two, four and eight GPUs: NCCL and our kernels, in CUDA graphs too, and the logits of a base that two
 hold."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[2, 4, 8])
 def some(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs")

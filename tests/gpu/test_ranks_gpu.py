@@ -1,4 +1,5 @@
-"""A daemon on two GPUs, with NCCL and CUDA graphs. Run with `pytest -m gpu` on a machine that has them."""
+"""A daemon on two, four and eight GPUs, with NCCL and CUDA graphs. Run with `pytest -m gpu` on a machine that has
+them."""
 
 from __future__ import annotations
 
@@ -7,41 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.answers import GREEDY, PROMPTS, answers
 from tests.support.crash_oracle import job_request
-from tests.support.daemon_process import DaemonProcess, Json
+from tests.support.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.gpu
 
-PROMPTS = ("The quick", "Once upon a time there was", "def main():")
-GREEDY: Json = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
 
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
-@pytest.mark.parametrize("compile", ["on", "off"])
-def test_texts_and_losses_on_two_gpus_are_those_of_one(tmp_path: Path, compile: str) -> None:
-    found = []
-    for tp in (1, 2):
-        memory = ("--kv-tokens", "16384")  # other tests use the same GPU
-        options = ("--tp", str(tp), "--device", "cuda", "--dtype", "float32", "--compile", compile, *memory)
-        with DaemonProcess(Path("bundled"), tmp_path / str(tp), options=options) as daemon:
-            daemon.wait_ready()
-            texts = [daemon.call("POST", "/generate", {"prompt": prompt, **GREEDY})[1] for prompt in PROMPTS]
-            _, job = daemon.call("POST", "/finetune", job_request("learned"))
-            events = list(daemon.events("GET", f"/finetune/{job['id']}/events"))
-            learned = daemon.call("POST", "/generate", {"prompt": PROMPTS[0], "adapter": "learned", **GREEDY})[1]
-            assert events[-1]["state"] == "succeeded", events[-1]
-            losses = [event["metrics"]["loss"] for event in events if event["type"] == "metrics"]
-            tokens = [answer["choices"][0]["token_ids"] for answer in (*texts, learned)]
-            health = daemon.call("GET", "/health")[1]
-            found.append((tokens, losses, [rank["state"] for rank in health["ranks"]]))
-            if compile == "on":
-                assert not [note for note in health["notes"] if "operation by operation" in note]
-                assert not [note for note in health["notes"] if "layers run without CUDA graphs" in note]
-            assert daemon.stop() == 0
-    (alone, alone_losses, _), (together, losses, states) = found
-    assert states == ["ready", "ready"]
-    assert together == alone
-    assert losses == pytest.approx(alone_losses, rel=1e-3)
+@pytest.mark.parametrize(("tp", "compile"), [(2, "on"), (2, "off"), (4, "on"), (8, "on")])
+def test_texts_and_losses_on_several_gpus_are_those_of_one(tmp_path: Path, tp: int, compile: str) -> None:
+    if torch.cuda.device_count() < tp:
+        pytest.skip(f"needs {tp} GPUs")
+    options = ("--device", "cuda", "--compile", compile, "--kv-tokens", "16384")  # other tests use the same GPU
+    alone, together = (answers(tmp_path / str(size), "--tp", str(size), *options) for size in (1, tp))
+    assert [rank["state"] for rank in together.health["ranks"]] == ["ready"] * tp
+    assert together.tokens == alone.tokens
+    assert together.losses == pytest.approx(alone.losses, rel=1e-3)
+    if compile == "on":
+        notes = [*alone.health["notes"], *together.health["notes"]]
+        assert not [note for note in notes if "operation by operation" in note or "without CUDA graphs" in note]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")

@@ -1,7 +1,7 @@
 """A daemon over several processes that share the base: `coserve serve --tp 2`, on CPU.
 
 All of it is slow; without that mark such a daemon trains, serves and stops in `test_daemon_lifecycle`, with adapters
-sharded otherwise. More ranks are in `tests/model/parallel`.
+sharded otherwise.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from coserve.lora.store.files import load_adapter
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
 from coserve.model.base import load_base
+from tests.support.answers import answers
 from tests.support.crash_oracle import curve_of, job_request
 from tests.support.daemon_process import DaemonProcess, Died, Json
 from tests.support.examples import TURN, in_turns, on_days
@@ -88,6 +89,16 @@ def tokens(daemon: DaemonProcess, **more: object) -> list[list[int]]:
 def test_a_rank_that_is_stopped_while_it_starts_is_told_of_and_all_are_started_again(daemon: DaemonProcess) -> None:
     assert f"rank {FIRST} of 2 {SILENT}" in daemon.log.read_text()
     assert [len(pids_of(daemon, rank)) for rank in (0, 1)] == [2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_ranks_serve_and_train_as_one_does(tmp_path: Path, ranks: int) -> None:
+    alone, together = (answers(tmp_path / str(tp), "--tp", str(tp)) for tp in (1, ranks))
+    assert [rank["state"] for rank in together.health["ranks"]] == ["ready"] * ranks
+    assert together.tokens == alone.tokens
+    assert together.losses == pytest.approx(alone.losses, rel=1e-3)
 
 
 @pytest.mark.slow

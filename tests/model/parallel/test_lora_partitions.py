@@ -10,7 +10,7 @@ from coserve.kernels.lora.types import LoraPair
 from coserve.model.parallel.lora import FullyShardedPair, PairPartition, Strategy, partition_pair
 from coserve.model.parallel.partition import Features, Parallel, SitePartition
 
-T, D, O, R = 5, 24, 48, 12
+T, D, O, R = 5, 24, 48, 24
 SCALING = 0.5
 
 
@@ -79,14 +79,16 @@ def _check(site: SitePartition, pair: LoraPair, strategy: Strategy) -> PairParti
     return partition
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("strategy", [Strategy.NFS, Strategy.SLORA])
 def test_dense_pairs(ranks: int, strategy: Strategy) -> None:
     for site in (_column(ranks), _column(ranks, heads=2), _fused(ranks), _row(ranks)):
         assert _check(site, _pair(), strategy).strategy is strategy
 
 
-@pytest.mark.parametrize(("ranks", "blocks"), [(1, 2), (2, 2), (2, 4), (4, 4), (1, 12), (4, 2), (2, 12)])
+@pytest.mark.parametrize(
+    ("ranks", "blocks"), [(1, 2), (2, 2), (2, 4), (4, 4), (1, 12), (4, 2), (2, 12), (8, 8), (8, 2), (2, 8)]
+)
 def test_block_diagonal_pairs_of_whole_blocks_or_parts_of_one(ranks: int, blocks: int) -> None:
     column, row = _pair(b_blocks=blocks), _pair(a_blocks=blocks)
     partition = _check(_column(ranks), column, Strategy.SLORA)
