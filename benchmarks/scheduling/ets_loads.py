@@ -25,6 +25,7 @@ from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
 from benchmarks.scheduling.slack_risk import Recording, play, token_times
 from coserve.core.link.generation import Generate
+from coserve.core.link.jobs import StartJob
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, Slo
@@ -39,7 +40,7 @@ from tests.support import fake_ports
 from tests.support.fake_gpu import Noise
 from tests.support.fake_ports import FREE, JobPlan, Meter
 from tests.support.scenario import job_spec
-from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer
+from tests.support.shared_gpu import SharedGpu, SharingGenerator, SharingTrainer, WholeTrainer
 from tests.support.virtual_clock import run_virtual
 
 SECONDS, LEAD = 4.0, 5.0
@@ -78,14 +79,6 @@ class HostGenerator(SharingGenerator):
 
     def host_seconds(self, scheduled: Sequence[Scheduled]) -> float:
         return HOST + HOST_ROW * len(scheduled)
-
-
-class WholeTrainer(SharingTrainer):
-    """The host waits for its slices, as under policies that launch nothing ahead."""
-
-    def compute(self, seconds: float) -> None:
-        self.gpu.slice(seconds)
-        self.gpu.block(seconds)
 
 
 @dataclass(frozen=True)
@@ -143,7 +136,7 @@ async def _play(
     trainer.batch_tokens = lambda step: BATCH_TOKENS
     trainer.seconds = lambda kind, tokens: noise(MICRO_SECONDS[kind]) if MICRO_SECONDS[kind] else 0.0
     marks = Marks(gpu.mark, gpu.between, gpu.mark_step) if beside else TURNS
-    link = await play(requests, generator, trainer, policy, spec, marks)
+    link = await play([(0.0, StartJob(spec=spec)), *requests], generator, trainer, policy, marks)
     return link, gpu, generator.steps, gpu.both
 
 

@@ -34,6 +34,8 @@ from benchmarks.scheduling.slack_risk import (
     workload,
 )
 from coserve.core.link.generation import Generate
+from coserve.core.link.jobs import StartJob
+from coserve.core.link.link import ToEngine
 from coserve.core.sampling import SamplingParams
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, Slo
@@ -128,7 +130,8 @@ async def _play(
 
     noting = asyncio.create_task(note_both())
     marks = Marks(gpu.mark, gpu.between, gpu.mark_step)
-    link = await play(requests, generator, trainer, Overlap(1.0, floor=0.05), spec, marks, until=LEAD + SECONDS)
+    script: list[tuple[float, ToEngine]] = [(0.0, StartJob(spec=spec)), *requests]
+    link = await play(script, generator, trainer, Overlap(1.0, floor=0.05), marks, until=LEAD + SECONDS)
     await noting
     trained = gpu.trained_at(LEAD + SECONDS) - gpu.trained_at(LEAD)
     return link, trained / SECONDS, (both[1] - both[0]) / SECONDS

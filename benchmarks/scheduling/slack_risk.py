@@ -18,6 +18,7 @@ import asyncio
 import math
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -31,7 +32,6 @@ from coserve.core.link.generation import Generate, RequestFailed, Tokens
 from coserve.core.link.jobs import StartJob
 from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.sampling import SamplingParams
-from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterRef, Slo
 from coserve.engine.engine import Engine
@@ -134,15 +134,16 @@ def workload(rate: float, slo: Slo, seed: int) -> list[tuple[float, Generate]]:
 
 
 async def play(
-    requests: list[tuple[float, Generate]],
+    script: Sequence[tuple[float, ToEngine]],
     generator: FakeGenerator,
     trainer: FakeTrainer,
     policy: Policy,
-    spec: JobSpec,
     marks: Marks = TURNS,
     until: float = 0.0,
+    jobs: JobPlaces | None = None,
 ) -> Recording:
-    """Run the engine until all requests have ended, at least to the time `until`; return what it sent."""
+    """Send the script, each message at its time, and run the engine until all requests have ended, at least to the time
+    `until`; return what it sent."""
     loop = asyncio.get_running_loop()
     to_engine, from_engine = asyncio.Queue[ToEngine | None](), asyncio.Queue[FromEngine | None]()
     api: LocalLink[ToEngine, FromEngine] = LocalLink(to_engine, from_engine)
@@ -154,18 +155,17 @@ async def play(
         policy,
         link,
         clock=loop.time,
-        jobs=JobPlaces(1, Inline()),
+        jobs=jobs or JobPlaces(1, Inline()),
         marks=marks,
     )
     run = asyncio.create_task(engine.run())
-    api.send(StartJob(spec=spec))
-    open_requests = {request.id for _, request in requests}
+    open_requests = {message.id for _, message in script if isinstance(message, Generate)}
 
     async def send() -> None:
-        for at, request in requests:
+        for at, message in script:
             if at > loop.time():  # what is due is sent at once, as by an API in a process of its own
                 await asyncio.sleep(at - loop.time())
-            api.send(request)
+            api.send(message)
 
     sending = asyncio.create_task(send())
     while open_requests:
@@ -191,7 +191,7 @@ async def _play(requests: list[tuple[float, Generate]], seed: int) -> tuple[Reco
     batches = [sizes.randint(3000, 4096) for _ in range(1000)]
     trainer.batch_tokens = lambda step: batches[step % len(batches)]
     trainer.seconds = lambda kind, tokens: slices(MICRO_SECONDS[kind] * tokens / 4096)
-    return await play(requests, generator, trainer, Slack(patience=1.0), spec), trainer
+    return await play([(0.0, StartJob(spec=spec)), *requests], generator, trainer, Slack(patience=1.0)), trainer
 
 
 def point(rate: float, slo: Slo, seed: int) -> Point:

@@ -50,9 +50,10 @@ class OverlappedGenerator(FakeGenerator):
         *,
         max_running: int = 8,
         max_queue: int = 4096,
+        fair: bool = True,
     ) -> None:
         """`host`: seconds that the launch of a step takes."""
-        super().__init__(Meter(), FREE, step_tokens, rng, 0.0, max_running=max_running, max_queue=max_queue)
+        super().__init__(Meter(), FREE, step_tokens, rng, 0.0, max_running=max_running, max_queue=max_queue, fair=fair)
         self._seconds, self._host, self._free_at = seconds, host, 0.0
 
     def run(self, scheduled: Sequence[Scheduled]) -> Ran:

@@ -33,8 +33,9 @@ class _Work:
 class SharedGpu:
     """Two streams. While both compute, a step has the share `step_speed` of its speed, and training `train_speed`."""
 
-    def __init__(self, step_speed: float, train_speed: float) -> None:
-        self._speeds = step_speed, train_speed
+    def __init__(self, step_speed: float, train_speed: float, *, divided: bool = False) -> None:
+        """`divided`: each has its own multiprocessors, and this speed while it computes alone, too."""
+        self._speeds, self._divided = (step_speed, train_speed), divided
         self._queues: tuple[deque[_Work], deque[_Work]] = deque(), deque()
         """Of steps and of training."""
         self._last_step, self._last_slice = _Work(0.0), _Work(0.0)
@@ -114,7 +115,7 @@ class SharedGpu:
     def _running(self) -> list[tuple[int, float]]:
         """The queues whose first work is computed, and its speed."""
         ready = [i for i, queue in enumerate(self._queues) if queue and all(work.done for work in queue[0].after)]
-        return [(i, self._speeds[i] if len(ready) == 2 else 1.0) for i in ready]
+        return [(i, self._speeds[i] if self._divided or len(ready) == 2 else 1.0) for i in ready]
 
     def _next(self) -> float:
         """Seconds until some work ends."""
@@ -180,3 +181,11 @@ class SharingTrainer(BlockingTrainer):
     def compute(self, seconds: float) -> None:
         self.gpu.slice(seconds)
         self.gpu.block(self.launch * seconds)
+
+
+class WholeTrainer(SharingTrainer):
+    """The host waits for its slices, as under policies that launch nothing ahead."""
+
+    def compute(self, seconds: float) -> None:
+        self.gpu.slice(seconds)
+        self.gpu.block(seconds)
