@@ -46,7 +46,7 @@ class Ets(NamedPolicy):
     Inference goes first. A batch of at most `batch_size` requests is dispatched when that many wait, or when the oldest
     has waited longer than `delay` seconds; it runs to its end. Otherwise a whole micro-batch of fine-tuning runs to its
     end: the next one of the job that came first, as the algorithm's queue holds the batches of fine-tuning requests in
-    order of arrival.
+    order of arrival. A later job trains only while that one cannot, or in its micro-batch (docs/design/policies.md).
     """
 
     in_batches = True
