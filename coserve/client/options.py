@@ -29,6 +29,7 @@ from coserve.core.schemas import (
     UserQuestion,
 )
 from coserve.core.schemas.output_format import ResponseFormat, StructuredOutputs
+from coserve.core.training.other_names import with_own_names
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import LoraRequest, LoraSettings, SloClass
 from coserve.core.validation import explain
@@ -300,7 +301,8 @@ def as_struct(value: object, type: type[T], field: str) -> T:
     if isinstance(value, type):
         return value
     try:
-        return msgspec.convert(value, type=type)
+        named = with_own_names(value, fields_of(type)) if isinstance(value, Mapping) else value
+        return msgspec.convert(named, type=type)
     except msgspec.ValidationError as error:
         wrong = explain(error, value, type)
         path = field if wrong.field is None else f"{field}.{wrong.field}"

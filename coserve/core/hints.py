@@ -11,37 +11,24 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
+from coserve.core.training.other_names import OTHER_OPTIMIZERS, SAME
+
 ALIASES = {
+    **SAME,
     # PEFT and the libraries around it
-    "lora_alpha": "alpha",
     "lora_r": "r",
     "rank": "r",
     "lora_rank": "r",
-    "use_rslora": "rslora",
-    "lora_dropout": "dropout",
-    "target_modules": "targets",
-    "init_lora_weights": "init",
     "nblocks": "bd_blocks",
     "use_bdlora": "bd_blocks",
     "target_modules_bd_a": "targets_bd_a",
     "target_modules_bd_b": "targets_bd_b",
-    # transformers' and TRL's trainers
-    "num_train_epochs": "epochs",
+    # trainers
     "num_epochs": "epochs",
-    "max_steps": "steps",
     "lr": "learning_rate",
-    "lr_scheduler_type": "schedule",
-    "max_seq_length": "max_length",
     "max_seq_len": "max_length",
     "cutoff_len": "max_length",
-    "save_steps": "checkpoint_steps",
     "patience": "early_stopping_patience",
-    "adam_beta1": "beta1",
-    "adam_beta2": "beta2",
-    "adam_epsilon": "eps",
-    "optim": "optimizer",
-    "neftune_noise_alpha": "neftune_alpha",
-    "loraplus_lr_ratio": "lora_plus_ratio",
     # OpenAI's fine-tuning
     "n_epochs": "epochs",
     "hyperparameters": "training",
@@ -239,23 +226,12 @@ NEEDLESS_OPTIONS = {
     "speculative_config": "there is no speculative decoding",
 }
 """vLLM's server options without a counterpart, and what to do instead."""
-_ADAMW = (
-    "adam",
-    "adamw_32bit",
-    "adamw_anyprecision",
-    "adamw_apex_fused",
-    "adamw_hf",
-    "adamw_torch",
-    "adamw_torch_fused",
-)
 OTHER_VALUES = {
     "optimizer": {
-        **dict.fromkeys((*_ADAMW, "adamw_torch_npu_fused", "adamw_torch_xla"), "did you mean 'adamw'?"),
-        **dict.fromkeys(("adam8bit", "adamw8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "did you mean 'adamw_8bit'?"),
-        "lion_32bit": "did you mean 'lion'?",
+        **{other: f"did you mean {ours!r}?" for other, ours in OTHER_OPTIMIZERS.items()},
+        "adam": "did you mean 'adamw'?",
+        **dict.fromkeys(("adam8bit", "adamw8bit", "adamw_torch_8bit"), "did you mean 'adamw_8bit'?"),
         "lion8bit": "did you mean 'lion_8bit'?",
-        "paged_adamw_32bit": "did you mean 'paged_adamw'?",
-        "paged_lion_32bit": "did you mean 'paged_lion'?",
     },
     "type": dict.fromkeys(
         ("image_url", "image", "input_image", "image_embeds", "video_url", "video", "input_audio", "audio_url"),

@@ -142,9 +142,9 @@ DEFAULT_RANK = 16
 class LoraRequest(Wire, frozen=True):
     """The shape of a new adapter as a user requests it, with PEFT's meanings.
 
-    Some names differ from PEFT's: `alpha` is `lora_alpha`, `rslora` is `use_rslora`, `dropout` is `lora_dropout`,
-    `targets` is `target_modules`, `init` is `init_lora_weights`, and `bd_blocks`, `targets_bd_a` and `targets_bd_b` are
-    `use_bdlora`'s `nblocks`, `target_modules_bd_a` and `target_modules_bd_b`.
+    Some names differ from PEFT's, which are taken, too: `alpha` is `lora_alpha`, `rslora` is `use_rslora`, `dropout` is
+    `lora_dropout`, `targets` is `target_modules`, and `init` is `init_lora_weights`. `bd_blocks`, `targets_bd_a` and
+    `targets_bd_b` are `use_bdlora`'s `nblocks`, `target_modules_bd_a` and `target_modules_bd_b`.
     """
 
     r: int = DEFAULT_RANK

@@ -113,7 +113,7 @@ def test_fields_become_those_of_the_request(
         (["--set", "training.batch_size=8"], "coserve counts a batch in tokens: training.batch_tokens"),
         (["--set", "training.seed=x"], "training.seed: expected int, got str"),
         (["--set", "training.schedule=step"], "training.schedule: expected one of linear, cosine, constant"),
-        (["--set", "training.optimizer=adamw_torch"], "did you mean 'adamw'?"),
+        (["--set", "training.optimizer=adam"], "did you mean 'adamw'?"),
         (["--optimizer", "sgd"], "'--optimizer': expected one of adamw, adamw_8bit, "),
         (["--optimizer", "adamw_torch"], ", got 'adamw_torch'; did you mean 'adamw'?"),
         *(

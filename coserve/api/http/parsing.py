@@ -12,9 +12,10 @@ import msgspec
 
 from coserve.core.empty_fields import drop_empty
 from coserve.core.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
-from coserve.core.hints import UNSUPPORTED
+from coserve.core.hints import UNSUPPORTED, fields_of
 from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE
 from coserve.core.names import NAME_RULE, is_adapter_ref, split_ref
+from coserve.core.training.other_names import take_other_names
 from coserve.core.validation import MAX_FIELD, explain
 from coserve.state.durable import disk_errors
 
@@ -33,7 +34,17 @@ def decode_json(content: bytes, type: type[T]) -> T:
 
 def decode_last(content: bytes, type: type[T]) -> T:
     """Decode like `decode_json`, but the last value of a duplicate field counts."""
-    return _decoded(content, lambda: msgspec.json.decode(content, type=type), type)
+
+    def decode() -> T:
+        try:
+            return msgspec.json.decode(content, type=type)
+        except msgspec.ValidationError:
+            value = _untyped(content)
+            if not take_other_names(value, fields_of(type)):
+                raise
+            return msgspec.convert(value, type, str_keys=True)
+
+    return _decoded(content, decode, type)
 
 
 def decode_dialect(content: bytes, type: type[T]) -> T:
@@ -46,6 +57,7 @@ def decode_dialect(content: bytes, type: type[T]) -> T:
         return msgspec.json.decode(content, type=type)
     value: object = _decoded(content, lambda: msgspec.json.decode(content), type)
     drop_empty(value, type)
+    take_other_names(value, fields_of(type))
     try:
         return _decoded(content, lambda: msgspec.convert(value, type, str_keys=True), type)
     except UnknownField as error:

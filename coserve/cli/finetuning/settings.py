@@ -11,7 +11,9 @@ import typer
 
 from coserve.api.http.field_docs import field_docs
 from coserve.cli.common import field_option
+from coserve.core.hints import fields_of
 from coserve.core.schemas import FinetuneRequest, OnConflict
+from coserve.core.training.other_names import take_other_names
 from coserve.core.training.settings import TrainingRequest, TrainOn
 from coserve.core.types import LoraRequest
 from coserve.core.validation import explain
@@ -184,4 +186,6 @@ def _check(settings: dict[str, Any]) -> None:
 
 
 def _converted(settings: Mapping[str, object]) -> FinetuneRequest:
-    return msgspec.convert({"adapter": "adapter", **settings}, FinetuneRequest)
+    body: dict[str, object] = {"adapter": "adapter", **settings}
+    take_other_names(body, fields_of(FinetuneRequest))
+    return msgspec.convert(body, FinetuneRequest)

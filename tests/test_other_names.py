@@ -1,0 +1,86 @@
+"""Settings under the names of PEFT and of transformers' and TRL's trainers are read as they are meant."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from peft import LoraConfig
+
+from coserve.api.http.parsing import decode_dialect, decode_json
+from coserve.api.openai.finetuning.schemas import CreateJob
+from coserve.cli.finetuning.settings import request_settings
+from coserve.client.options import finetune_request
+from coserve.core.errors import InvalidRequest, UnknownField
+from coserve.core.schemas import FinetuneRequest
+
+PEFT = {
+    "lora_alpha": 8,
+    "lora_dropout": 0.1,
+    "use_rslora": True,
+    "target_modules": ["q_proj", "v_proj"],
+    "init_lora_weights": True,
+}
+OURS = {"alpha": 8, "dropout": 0.1, "rslora": True, "targets": ["q_proj", "v_proj"]}
+TRAINER = {
+    "num_train_epochs": 2,
+    "max_steps": -1,
+    "lr_scheduler_type": "constant_with_warmup",
+    "optim": "paged_adamw_32bit",
+    "adam_beta2": 0.95,
+    "max_seq_length": 64,
+    "save_steps": 7,
+}
+TRAINING = {
+    "epochs": 2,
+    "schedule": "constant",
+    "optimizer": "paged_adamw",
+    "beta2": 0.95,
+    "max_length": 64,
+    "checkpoint_steps": 7,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"lora": PEFT}, {"lora": OURS}),
+        ({"training": TRAINER}, {"training": TRAINING}),
+        (
+            {"lora": {"r": 4} | PEFT, "training": {"seed": 3} | TRAINER},
+            {"lora": {"r": 4} | OURS, "training": {"seed": 3} | TRAINING},
+        ),
+        ({"lora": LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM").to_dict()}, {"lora": {"r": 4, "alpha": 8}}),
+    ],
+    ids=["peft", "trainer", "both", "LoraConfig"],
+)
+def test_other_names_mean_ours(given: dict[str, Any], ours: dict[str, Any]) -> None:
+    expected = msgspec.convert({"adapter": "a", **ours}, FinetuneRequest)
+    body = msgspec.json.encode({"adapter": "a", **given})
+    assert decode_json(body, FinetuneRequest) == expected
+    assert finetune_request("a", **given) == expected
+    settings = [(f"{place}.{name}", value) for place, own in given.items() for name, value in own.items()]
+    paths = [f"{path}={json.dumps(value, default=list)}" for path, value in settings]
+    assert finetune_request("a", **request_settings({}, paths)) == expected
+    if "training" not in given:
+        created = msgspec.json.encode({"model": "b", "training_file": "f", **given})
+        assert decode_dialect(created, CreateJob).lora == expected.lora
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [
+        ({"alpha": 4, "lora_alpha": 8}, "unknown field 'lora_alpha'; did you mean 'alpha'"),
+        ({"modules_to_save": ["lm_head"]}, "unknown field 'modules_to_save'"),
+        ({"bias": "all"}, "unknown field 'bias'"),
+        ({"layers_to_transform": [0]}, "unknown field 'layers_to_transform'"),
+        ({"peft_type": "LOHA"}, "unknown field 'peft_type'"),
+    ],
+)
+def test_what_would_be_learned_otherwise_is_refused(lora: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnknownField, match=says):
+        decode_json(msgspec.json.encode({"adapter": "a", "lora": lora}), FinetuneRequest)
+    with pytest.raises(InvalidRequest, match=says):
+        finetune_request("a", lora=lora)
