@@ -4,6 +4,7 @@ have for them. Pure."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 SAME = {
     # PEFT
@@ -35,9 +36,9 @@ OTHER_OPTIMIZERS = {
     "paged_lion_32bit": "paged_lion",
 }
 """Maps transformers' values of `optim` to ours of the same meaning."""
-_VALUES: dict[str, dict[object, object]] = {
+_VALUES: dict[str, Mapping[Any, object]] = {
     "init": {True: "default"},
-    "optimizer": {**OTHER_OPTIMIZERS},
+    "optimizer": OTHER_OPTIMIZERS,
     "schedule": {"constant_with_warmup": "constant"},
     "steps": {-1: None},
 }
@@ -77,7 +78,7 @@ def _asks_for_nothing(name: str, value: object) -> bool:
     return value in (None, {}, []) or name == "peft_version" or (name in _OF_PEFT and value == _OF_PEFT[name])
 
 
-def take_other_names(body: object, paths: Collection[str]) -> bool:
+def take_other_names(body: Any, paths: Collection[str]) -> bool:  # noqa: ANN401 - any JSON
     """Give the settings in the objects of a decoded JSON body our names, in place; return whether any had another.
     `paths`: dotted paths of all fields of the body."""
     changed = False
