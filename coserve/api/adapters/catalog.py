@@ -78,7 +78,7 @@ class AdapterCatalog:
 
     def open(self) -> None:
         """Begin to delete adapters whose time to live is over."""
-        self._expiry = self._expiry or Expiry(self._registry, self.delete, time.time)
+        self._expiry = self._expiry or Expiry(self._registry, self._expire, time.time)
 
     async def close(self) -> None:
         """Wait for imports and deletions in progress. The next start removes the files of versions in use."""
@@ -328,6 +328,14 @@ class AdapterCatalog:
             ref = AdapterRef(name, version)
             registry.delete_version(ref)
             return [ref], registry.current_version(name)
+
+        return await self._commits.run(self._delete(name, forget))
+
+    async def _expire(self, name: str, at: float) -> DeletedAdapter:
+        """Delete every version if the name's time to live still ends at this time. Raises as `delete`."""
+
+        def forget(registry: Registry) -> tuple[list[AdapterRef], int | None]:
+            return registry.delete_adapter(name) if registry.labels(name).expires_at == at else [], None
 
         return await self._commits.run(self._delete(name, forget))
 

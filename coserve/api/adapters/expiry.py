@@ -24,12 +24,12 @@ LONGEST = 3600.0
 
 
 class Expiry:
-    """Waits for the next end of a time to live, then deletes the name with `delete`."""
+    """Waits for the next end of a time to live, then calls `delete` with the name and the time."""
 
     def __init__(
         self,
         registry: RegistryThread,
-        delete: Callable[[str], Awaitable[DeletedAdapter]],
+        delete: Callable[[str, float], Awaitable[DeletedAdapter]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry, self._delete, self._clock = registry, delete, clock
@@ -49,25 +49,28 @@ class Expiry:
                 found = await self._registry.read(lambda registry: registry.next_expiry())
                 left = LONGEST if found is None else found[1] - self._clock()
                 if found is not None and left <= 0:
-                    await self._expire(found[0])
+                    await self._expire(*found)
                     continue
             except StorageError:
                 left = AGAIN
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(left, LONGEST))
 
-    async def _expire(self, name: str) -> None:
+    async def _expire(self, name: str, at: float) -> None:
         try:
-            await self._delete(name)
-            log.info("adapter %s was deleted: its time to live is over", name)
+            if (await self._delete(name, at)).versions:
+                log.info("adapter %s was deleted: its time to live is over", name)
         except AdapterNotFound:
-            await self._put_off(name, None)
+            await self._put_off(name, at, None)
         except AdapterBusy as error:
             log.info("adapter %s stays for now, though its time to live is over: %s", name, error)
-            await self._put_off(name, self._clock() + AGAIN)
+            await self._put_off(name, at, self._clock() + AGAIN)
 
-    async def _put_off(self, name: str, at: float | None) -> None:
+    async def _put_off(self, name: str, at: float, later: float | None) -> None:
+        """Set the end of a time to live, unless it was changed meanwhile."""
+
         def change(registry: Registry) -> None:
-            registry.set_labels(name, msgspec.structs.replace(registry.labels(name), expires_at=at))
+            if (labels := registry.labels(name)).expires_at == at:
+                registry.set_labels(name, msgspec.structs.replace(labels, expires_at=later))
 
         await self._registry(change)
