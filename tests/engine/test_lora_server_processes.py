@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +17,10 @@ from coserve.config import Config
 from coserve.core.errors import ConfigError, StartupError, UnsupportedBase
 from coserve.core.link.engine import Shutdown
 from coserve.core.link.jobs import StartJob
+from coserve.core.link.link import PeerLost
+from coserve.core.logs.setup import LogSettings
+from coserve.engine.lora_server.messages import StartServer
+from coserve.engine.lora_server.running import start_servers
 from coserve.engine.lora_server.start import make_servers
 from coserve.engine.worker import build_engine
 from coserve.model.base import wrap_base
@@ -71,6 +77,32 @@ async def test_servers_that_do_not_start_refuse_the_start(monkeypatch: pytest.Mo
     assert servers is not None
     with closing(servers), pytest.raises(StartupError, match="division by zero"):
         servers.wait()
+
+
+def test_a_server_that_hangs_while_it_starts_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = list[subprocess.Popen[bytes]]()
+
+    def hangs(module: str, end: socket.socket, *others: int) -> subprocess.Popen[bytes]:
+        hung.append(subprocess.Popen(["sleep", "600"], pass_fds=(end.fileno(),)))
+        return hung[-1]
+
+    monkeypatch.setattr("coserve.engine.lora_server.running.spawn_child", hangs)
+    settings = StartServer(
+        index=0,
+        servers=1,
+        ep=1,
+        start=1,
+        rendezvous="",
+        deadline=1.0,
+        spec=wrap_base(tiny_family("mixtral"), name="mixtral").spec,
+        data_dir="",
+        device="cpu",
+        threads=1,
+        logs=LogSettings(),
+    )
+    with pytest.raises(PeerLost, match="server 0 ended while it started, or was not ready in time"):
+        start_servers([settings], lambda *_: None, starting=0.2)
+    assert [each.returncode for each in hung] == [-signal.SIGKILL]
 
 
 def test_bases_and_settings_that_cannot_have_servers_are_refused() -> None:

@@ -20,6 +20,7 @@ from coserve.core.errors import LoraServerLost
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.processes import spawn_child
+from coserve.core.ranks import START_SILENCE
 from coserve.engine.lora_server.connect import connect_all, try_mailboxes, within
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
 from coserve.engine.lora_server.ipc import IpcTransport, Mailboxes
@@ -188,11 +189,15 @@ class RunningServers:
 
 
 def start_servers(
-    settings: Sequence[StartServer], answered: Answered, mailboxes: Mailboxes | None = None, note: str = ""
+    settings: Sequence[StartServer],
+    answered: Answered,
+    mailboxes: Mailboxes | None = None,
+    note: str = "",
+    starting: float = START_SILENCE,
 ) -> RunningServers:
-    """Start servers and connect to them, over `mailboxes` or by gloo; blocks. `note`: see `RunningServers`. The calling
-    thread must live as long as they do. Raises `RuntimeError` or `PeerLost` if one does not come up, and
-    `IpcUnavailable`."""
+    """Start servers and connect to them, over `mailboxes` or by gloo; blocks. `note`: see `RunningServers`; `starting`:
+    seconds that they may take until they are about to connect. The calling thread must live as long as they do. Raises
+    `RuntimeError` or `PeerLost` if one does not come up, and `IpcUnavailable`."""
     servers, ends = list[Server](), list[IpcTransport]()
     device, deadline = torch.device(settings[0].spec.device), settings[0].deadline
     try:
@@ -204,14 +209,15 @@ def start_servers(
                     ends.append(end)
                     own = msgspec.structs.replace(own, mailbox=mailbox)
                 servers.append(_spawn(own))
-            _expect(servers, ServerReady)
+            with within(starting, partial(_kill, servers)):
+                _expect(servers, ServerReady)
             transports: Sequence[Transport] = ends
-            # A slow server still reads the rendezvous file when the engine has connected to all.
             if mailboxes is None:
                 transports = connect_all(f"{folder}/servers", len(servers), device, deadline)
-                _expect(servers, ServerConnected)
-            else:
-                with within(deadline, partial(_kill, servers)):
+            with within(deadline, partial(_kill, servers)):
+                if mailboxes is None:  # a slow server still reads the rendezvous file when all are connected
+                    _expect(servers, ServerConnected)
+                else:
                     try_mailboxes(ends, device, deadline, partial(_expect, servers, ServerConnected))
         return RunningServers(settings[0].start, servers, transports, answered, deadline, note)
     except BaseException:
@@ -224,8 +230,11 @@ def start_servers(
 
 
 def _expect(servers: Sequence[Server], kind: type[ServerReady | ServerConnected]) -> None:
-    for server in servers:
-        message = server.channel.receive()
+    for index, server in enumerate(servers):
+        try:
+            message = server.channel.receive()
+        except PeerLost as error:
+            raise PeerLost(f"LoRA server {index} ended while it started, or was not ready in time") from error
         assert isinstance(message, kind), f"expected {kind.__name__}, got {message}"
         if isinstance(message, ServerConnected) and message.refused:
             raise IpcUnavailable(message.refused)

@@ -94,8 +94,7 @@ def _mailboxes(base: Base, servers: int, tokens: int) -> tuple[Mailboxes | None,
 
 def _note(error: Exception | str) -> str:
     """Return a note on the slower way, and log it."""
-    why = str(error) or "a server ended when it was tried"
-    note = f"LoRA servers are reached through host memory, which is slower: {why}"
+    note = f"LoRA servers are reached through host memory, which is slower: {error}"
     log.warning("%s", note)
     return note
 
