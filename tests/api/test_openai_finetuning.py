@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -105,6 +106,17 @@ async def test_the_whole_life_of_a_job(api: Api, client: AsyncOpenAI) -> None:
     assert len({each.id for each in events}) == len(events) > 2
     assert sum(each.type == "metrics" for each in events) == native["total_steps"]
     assert events[0].message.startswith("published")
+
+    (result,) = done.result_files
+    table = (await client.files.content(result)).text
+    steps = list(csv.DictReader(table.splitlines()))
+    assert [int(step["step"]) for step in steps] == list(range(1, native["total_steps"] + 1))
+    assert float(steps[-1]["train_loss"]) == pytest.approx(native["loss"], rel=1e-4)
+    assert steps[-1]["valid_loss"] and 0 <= float(steps[-1]["train_accuracy"]) <= 1
+    shown = await client.files.retrieve(result)
+    assert (shown.purpose, shown.bytes) == ("fine-tune-results", len(table))
+    with pytest.raises(openai.NotFoundError):
+        await client.files.content("file-job-0")
 
     further = await client.fine_tuning.jobs.create(model=name, training_file=rows, hyperparameters={"n_epochs": 1})
     again = await finished(api, client, further.id)

@@ -11,6 +11,7 @@ from coserve.api.http.route import PAGE
 from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.openai.errors import openai_route
 from coserve.api.openai.files.schemas import DeletedFile, FileForm, FileList, FileObject
+from coserve.api.openai.finetuning.results import is_result, read_result
 from coserve.api.openai.lists import behind, list_query
 from coserve.api.service import Service
 from coserve.core.cancellation import uncancelled_thread
@@ -67,10 +68,14 @@ class FilesApi:
 
     @openai_route("GET", "/v1/files/{id}", "Show a file")
     async def get_file(self, id: str) -> FileObject:
+        if is_result(id):
+            return file_object((await read_result(self._service.jobs.views, id))[0])
         return file_object(self._files.get(id))
 
     @openai_route("GET", "/v1/files/{id}/content", "Download a file", media="application/octet-stream")
     async def file_content(self, request: web.Request, id: str) -> web.StreamResponse:
+        if is_result(id):
+            return web.Response(body=(await read_result(self._service.jobs.views, id))[1], content_type="text/csv")
         record = self._files.get(id)
         try:
             with read_errors():

@@ -104,6 +104,7 @@ class FineTuningJob(Wire, frozen=True, kw_only=True):
     """Empty for a job of `POST /finetune`."""
     validation_file: str | None
     result_files: list[str] = []
+    """Once the job has succeeded, a CSV file of its steps' losses and accuracies. It goes with the job."""
     seed: int
     method: Method
     """The method, with the values that the daemon chose."""

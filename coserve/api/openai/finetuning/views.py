@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from coserve.api.openai.finetuning.requests import default_rate
+from coserve.api.openai.finetuning.results import result_file
 from coserve.api.openai.finetuning.schemas import (
     Checkpoint,
     CheckpointMetrics,
@@ -48,6 +49,7 @@ def job_object(record: JobRecord, base: BaseSpec) -> FineTuningJob:
         trained_tokens=record.trained_tokens if ended else None,
         training_file=origin.training_file,
         validation_file=origin.validation_file,
+        result_files=[] if record.result is None else [result_file(spec.id)],
         seed=spec.training.seed,
         method=method,
         hyperparameters=hyperparameters,
