@@ -8,8 +8,8 @@ from typing import get_type_hints
 
 import msgspec
 
-from coserve.core.empty_fields import is_empty
 from coserve.core.errors import InvalidRequest
+from coserve.core.schemas.empty_fields import is_empty
 
 
 @dataclass(frozen=True, eq=False)

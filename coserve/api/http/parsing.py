@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from coserve.core.empty_fields import drop_empty
 from coserve.core.errors import ForbiddenPath, InvalidRequest, MalformedJson, NotFound, UnknownField
 from coserve.core.hints import UNSUPPORTED, fields_of
 from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE
 from coserve.core.names import NAME_RULE, is_adapter_ref, split_ref
+from coserve.core.schemas.empty_fields import drop_empty
 from coserve.core.training.other_names import take_other_names
 from coserve.core.validation import MAX_FIELD, explain
 from coserve.state.durable import disk_errors

@@ -10,8 +10,8 @@ import msgspec
 
 from coserve.api.generation.output_grammar import is_constrained
 from coserve.api.openai.schemas import ChatRequest
-from coserve.core.empty_fields import is_empty
 from coserve.core.errors import InvalidRequest
+from coserve.core.schemas.empty_fields import is_empty
 from coserve.core.schemas.output_format import JsonSchema
 from coserve.core.validation import explain
 

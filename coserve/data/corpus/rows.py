@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-from coserve.core.empty_fields import drop_empty
 from coserve.core.errors import InvalidRequest, MalformedRow
 from coserve.core.messages import ChatMessage, TemplateOptions, Tools, for_template
+from coserve.core.schemas.empty_fields import drop_empty
 from coserve.core.types import Wire
 from coserve.core.validation import decoder_of, explain
 from coserve.data.corpus.columns import Columns, listed

@@ -8,10 +8,10 @@ from typing import Any
 from coserve.api.http.body_types import refuse_unsupported
 from coserve.api.openai.responses.schemas import LOGPROBS, InputItem, ResponseRequest, TextFormat
 from coserve.api.openai.schemas import ChatRequest, StreamOptions
-from coserve.core.empty_fields import is_empty
 from coserve.core.errors import EmptyPrompt, InvalidRequest
 from coserve.core.messages import ChatMessage, FunctionCall, ToolCall
 from coserve.core.sampling import SamplingFields
+from coserve.core.schemas.empty_fields import is_empty
 from coserve.core.schemas.output_format import JsonSchemaFormat, ResponseFormat
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
