@@ -23,6 +23,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.model.layers import LayerCut
 from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
+from tests.support.families import tiny_family
 from tests.support.finetuning import random_corpus
 from tests.support.lora_backends import SEGMENTED
 from tests.support.tiny_models import tiny_model
@@ -90,6 +91,23 @@ def test_gradients_are_those_without_graphs(levels: bool, recomputed: int, partl
             assert float((own - right).norm() / right.norm().clamp_min(1e-6)) < 0.02
     assert not graphs.notes and graphs.bytes > 0
     assert graphs.release() and graphs.bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_with_a_recurrent_state_have_graphs() -> None:
+    """Rows longer than a chunk of the recurrence and shorter, and other numbers of rows, by the same graphs."""
+    options = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    base = wrap_base(tiny_family("qwen3_5_text", **options).to(DEVICE, torch.bfloat16), name="qwen3_5_text")
+    compiled = CompiledLayers(base, LayerCut(base))
+    compiled.compile()
+    graphs = LayerGraphs(compiled, lambda: GraphMemory(torch.cuda.Stream(DEVICE, priority=TRAINING_PRIORITY)))
+    plain, own = MicroBatchRunner(base, recompute=False, compiled=compiled), optimizer(base, 16, 1)
+    graphed = MicroBatchRunner(base, recompute=False, compiled=compiled, graphs=graphs)
+    for rows in ((4,), (0, 1), (3, 5), (0, 1), (4,)):
+        expected, found = (gradients(runner, [(own, rows)]) for runner in (plain, graphed))
+        for one, right in zip(found, expected, strict=True):
+            assert float((one - right).norm() / right.norm().clamp_min(1e-6)) < 0.02
+    assert not graphs.notes and graphs.bytes > 0
 
 
 def test_attention_that_runs_sequence_by_sequence_has_no_graphs() -> None:

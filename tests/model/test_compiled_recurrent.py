@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from coserve.core.types import LoraSettings
+from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.layers.graphs import LayerGraphs
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
-from coserve.finetune.packed_rows import pack_rows
+from coserve.finetune.packed_rows import pack_jobs
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.packed import PackedRecurrence
@@ -29,7 +30,8 @@ from tests.support.interpreted import interpreted
 from tests.support.layer_graphs import RepeatingRecorder
 from tests.support.lora_backends import SEGMENTED
 
-CORPUS = random_corpus(lengths=(70, 2, 1, 5))
+LENGTHS = (70, 2, 1, 5)
+CORPUS = random_corpus(lengths=LENGTHS)
 """A row longer than a chunk of a recurrence, and rows shorter than a convolution."""
 TARGETS = ("in_proj", "in_proj_qkv", "out_proj", "q_proj", "down_proj")
 SHAPES: dict[str, dict[str, object]] = {
@@ -55,12 +57,20 @@ def compiled_of(base: Base, compile: Compile = interpreted, *, levels: bool = Tr
     return layers
 
 
-def gradients(base: Base, compiled: CompiledLayers | None, rows: Sequence[int], **counts: int) -> list[Tensor]:
+def gradients(
+    base: Base,
+    compiled: CompiledLayers | None,
+    rows: Sequence[int],
+    *,
+    graphs: LayerGraphs | None = None,
+    **counts: int,
+) -> list[Tensor]:
     """The loss's sums and all gradients of a packed batch of these rows."""
     targets = tuple(name for name in TARGETS if any(site.endswith(f".{name}") for site in base.spec.sites))
-    optimizer, packed = started(base, LoraSettings(r=2, alpha=4, targets=targets)), pack_rows(CORPUS, rows, CPU)
+    optimizer, tokens = started(base, LoraSettings(r=8, alpha=16, targets=targets)), sum(LENGTHS[row] for row in rows)
+    packed = pack_jobs([corpus_batch(CORPUS, rows)], CPU, graphs.padded_size(tokens) if graphs else 0)
     lora = LoraBatch(Segments((0, packed.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
-    runner = MicroBatchRunner(base, recompute=False, compiled=compiled)
+    runner = MicroBatchRunner(base, recompute=False, compiled=compiled, graphs=graphs)
     sums = run_to_end(runner.forward_backward(packed, lora, optimizer.trainable, optimizer.grads, **counts))
     return [sums, *(one for layer in optimizer.grads for one in layer)]
 
@@ -79,8 +89,18 @@ def test_gradients_are_those_of_autograd(family: str) -> None:
     for counts in ({}, {"partly": 1, "recomputed": len(base.layers) - 1}):
         close(gradients(base, compiled, range(4), **counts), expected)
     assert not compiled.notes, "none was refused"
-    graphs = LayerGraphs(compiled, RepeatingRecorder)
-    assert "recurrent layers" in graphs.notes[0] and graphs.padded_size(7) == 7, "no graphs, no padding for them"
+
+
+@pytest.mark.parametrize("family", in_turns([*SHAPES], ["qwen3_5_text"]))
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_serve_rows_of_other_lengths(family: str) -> None:
+    """Batches of as many tokens with their padding."""
+    base = base_of(family)
+    compiled, recorder = compiled_of(base, levels=False), RepeatingRecorder()
+    graphs = LayerGraphs(compiled, lambda: recorder, least_step=16)
+    for rows in ((0,), (0, 3), (0, 2), (1, 0, 3), (0, 1)):
+        close(gradients(base, compiled, rows, graphs=graphs), gradients(base, compiled, rows))
+    assert recorder.recorded == 2 * len(base.layers) and recorder.replayed == 3 * recorder.recorded
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -40,7 +40,7 @@ NOT_CAPTURED = (
     "training: layers of jobs whose LoRA rank is no multiple of 8, as of an adapter's ranks by site, and of DoRA jobs, "
     "run without CUDA graphs"
 )
-RECURRENT = "launches of recurrent layers depend on the lengths of the rows"
+RECURRENT = "recurrent layers are not computed by kernels"
 MOST_RELEASES = 3
 """Out-of-memory events after which graphs are off until no job is left."""
 
@@ -75,8 +75,6 @@ class LayerGraphs:
         """Why there are no graphs; empty if there may be."""
         self._without: str | None = None
         """Note on jobs that have no graphs while others may."""
-        if compiled.recurrent:
-            self.stop(RECURRENT)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -168,6 +166,9 @@ class LayerGraphs:
         self._shapes[key], shape.used = shape, self._batches
         if shape.warm and not shape.attention.capturable:
             self.stop("attention runs sequence by sequence")
+            return None
+        if shape.warm and not shape.attention.recurrence.capturable:
+            self.stop(RECURRENT)
             return None
         shape.load(inputs, lora)
         one = self._pass_of(shape, self._recorder)

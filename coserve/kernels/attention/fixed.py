@@ -11,6 +11,7 @@ from torch import Tensor
 from coserve.kernels.attention.interface import AttentionParams
 from coserve.kernels.attention.packed import PackedAttention, one_kernel
 from coserve.kernels.gpu.device import put
+from coserve.kernels.recurrent.fixed import FixedRecurrence
 
 FEWEST_SEQUENCES, SHORTEST = 4, 128
 """Lower bounds of `limits`, sequences and tokens of the longest one: smaller batches share one graph."""
@@ -25,6 +26,7 @@ class FixedAttention(PackedAttention):
     def __init__(self, bounds: Sequence[int], device: torch.device) -> None:
         super().__init__(bounds)
         self._most, self._longest = limits(bounds)
+        self.recurrence: FixedRecurrence = FixedRecurrence(self._bounds, self._most, device)
         self._on_device[device] = torch.zeros(self._most + 1, dtype=torch.int32, device=device)
         self._device = device
         self.capturable = True
@@ -37,6 +39,7 @@ class FixedAttention(PackedAttention):
         if tuple(bounds) != self._bounds:
             self._bounds = tuple(bounds)
             self._chunks.clear()
+            self.recurrence.take(self._bounds)
             self._load()
 
     def attend_keeping(

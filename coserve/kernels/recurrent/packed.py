@@ -30,11 +30,15 @@ class PackedRecurrence:
     """
 
     def __init__(self, bounds: Sequence[int]) -> None:
-        self._spans = [(start, end) for start, end in pairwise(bounds) if end > start]
-        self._bounds, self._rows = bounds, bounds[-1]
         self._kernels: dict[torch.device, ChunkedRecurrence] = {}
         self._offsets: dict[torch.device, Tensor] = {}
         self._batches: dict[torch.device, tuple[list[Tensor], Tensor]] = {}
+        self._set(bounds)
+
+    def _set(self, bounds: Sequence[int]) -> None:
+        self._spans = [(start, end) for start, end in pairwise(bounds) if end > start]
+        self._bounds, self._rows = bounds, bounds[-1]
+        self._batches.clear()
 
     def convolve(
         self, layer: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None
@@ -64,13 +68,18 @@ class PackedRecurrence:
         """Return the kernels, or None if they do not support these inputs."""
         if not given.v.is_cuda:
             return None
-        from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence, supports  # needs Triton
+        from coserve.kernels.recurrent.chunked.recurrence import supports  # needs Triton
 
         if not supports(given):
             return None
         if given.v.device not in self._kernels:
-            self._kernels[given.v.device] = ChunkedRecurrence.of_bounds(self._bounds, given.v.device)
+            self._kernels[given.v.device] = self._made(given.v.device)
         return self._kernels[given.v.device]
+
+    def _made(self, device: torch.device) -> ChunkedRecurrence:
+        from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence  # needs Triton
+
+        return ChunkedRecurrence.of_bounds(self._bounds, device)
 
     def _recur(self, given: RecurrenceInputs) -> Tensor:
         every = prepared(given)

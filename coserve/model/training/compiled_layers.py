@@ -87,8 +87,6 @@ class CompiledLayers:
         self._tolerance = FP8_TOLERANCE if rounds else TOLERANCE[base.dtype]
         self._mesh = None if base.sharding is None else base.sharding.mesh
         self.cut = cut
-        self.recurrent = bool(base.states)
-        """Whether some layers have a recurrent state; their launches depend on the lengths of the rows."""
         self._load_costs = costs
         self.costs: TrainingCosts | None = None
         """Memory costs for planning jobs. None if they are unknown, or if a batch was refused, as others may be,

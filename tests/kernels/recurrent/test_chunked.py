@@ -4,6 +4,7 @@ else also in bfloat16."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch.nn.functional import normalize
 
 from coserve.kernels.recurrent.chunked.long_runs import PROMPTS
 from coserve.kernels.recurrent.chunked.recurrence import LEAST_SIZE, ChunkedRecurrence
+from coserve.kernels.recurrent.chunked.tables import ChunkTables
 from coserve.kernels.recurrent.interface import RecurrenceInputs
 from coserve.kernels.recurrent.packed import PackedRecurrence
+from coserve.kernels.recurrent.reference import CHUNK
 from tests.support.attention_cases import DEVICE
 
 SHORT = ((0, 63, 64, 64, 111), 16)
@@ -55,6 +58,21 @@ def test_outputs_and_gradients(case: str, dtype: torch.dtype) -> None:
     for own, right in zip(found, expected, strict=True):
         error = torch.linalg.vector_norm(own.float().cpu() - right) / torch.linalg.vector_norm(right)
         assert float(error) < TOLERANCE[dtype]
+
+
+def test_tables_serve_batches_of_as_many_rows() -> None:
+    """Whose launches are the same: programs of chunks and sequences that a batch lacks write nothing."""
+    tokens, generator = 2 * CHUNK + 7, torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(tokens, 1, 16, generator=generator) for _ in range(4))
+    ones = torch.ones(tokens, 1)
+    given = RecurrenceInputs(q, normalize(k, dim=-1), v, -ones, ones / 2).rows(lambda x: x.to(DEVICE))
+    dout_THV, tables = dout.to(DEVICE), ChunkTables(tokens, 4, (), torch.device(DEVICE))
+    fixed = ChunkedRecurrence(tables.chunks, tables.first)
+    for bounds in ((0, tokens), (0, 1, CHUNK + 3, CHUNK + 3, tokens), (0, 5, 6, tokens - 1, tokens)):
+        tables.load([(start, end) for start, end in pairwise(bounds) if end > start])
+        own = ChunkedRecurrence.of_bounds(bounds, torch.device(DEVICE))
+        found, right = ([one.recur(given), *one.gradients(given, dout_THV)] for one in (fixed, own))
+        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
 def test_many_short_rows_keep_no_more_memory_than_a_long_one() -> None:

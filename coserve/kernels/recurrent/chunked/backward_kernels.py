@@ -97,6 +97,8 @@ def inputs_back(
     n, h = tl.program_id(0), tl.program_id(1)
     i, group = tl.arange(0, Z), h // (H // G)
     start, end = tl.load(chunks_ptr + 2 * n), tl.load(chunks_ptr + 2 * n + 1)
+    if start >= end:
+        return
     t = start + i
     here = t < end
     dq, dk, dw = (
@@ -163,9 +165,12 @@ def solve_back(
     """Grid (chunks, heads): dk by head (T, H, K), dv (T, H, V), and the gradients of the decays and of beta (T, H),
     given the parts of dk and dg that `inputs_back` computed."""
     n, h = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(chunks_ptr + 2 * n), tl.load(chunks_ptr + 2 * n + 1)
+    if start >= end:
+        return
     i = tl.arange(0, Z)
-    t = tl.load(chunks_ptr + 2 * n) + i
-    here = t < tl.load(chunks_ptr + 2 * n + 1)
+    t = start + i
+    here = t < end
     g, beta = tl.cumsum(head(decay_ptr, t, here, h, H), 0), head(beta_ptr, t, here, h, H)
     k = rows(k_ptr, t, here, h // (H // G), G, K, 0, BK).to(tl.float32)
     at = ((n.to(tl.int64) * H + h) * Z + i[:, None]) * Z + i[None, :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from coserve.kernels.gpu.launcher import launch
 from coserve.kernels.gpu.rounding import cdiv, next_power_of_2
 from coserve.kernels.recurrent.chunked.backward_kernels import inputs_back, scan_back, solve_back
 from coserve.kernels.recurrent.chunked.kernels import output, prepare, scan, solve
+from coserve.kernels.recurrent.chunked.tables import cut
 from coserve.kernels.recurrent.interface import RecurrenceInputs, RecurrenceParams
 from coserve.kernels.recurrent.reference import CHUNK
 
@@ -79,13 +80,6 @@ def supports(given: RecurrenceInputs) -> bool:
         and given.k.shape[2] <= MOST_KEYS
         and not (given.k.is_cuda and given.k.dtype == torch.float32)
     )
-
-
-def cut(spans: Sequence[tuple[int, int]], chunk: int = CHUNK) -> tuple[list[int], list[int]]:
-    """Cut non-empty spans of rows into chunks: first row and end of each chunk, one after another, and each span's
-    first chunk, followed by the number of chunks."""
-    rows = [row for start, end in spans for at in range(start, end, chunk) for row in (at, min(at + chunk, end))]
-    return rows, [0, *accumulate(cdiv(end - start, chunk) for start, end in spans)]
 
 
 class _Forward(NamedTuple):
