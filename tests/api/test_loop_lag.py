@@ -96,6 +96,8 @@ def job_of(**lora: object) -> bytes:
 
 
 BIG = 14 * MIB
+DATUM = b"\x1a\x0a\x0a\x08\x0a\x06\x0a\x04\0\0\0\0"
+"""In protobuf: one token, and nothing to learn."""
 JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     "2 MB text to tokens": ("/tokenize", lambda: b'{"prompt": "' + b"the cat sat " * (MIB // 6) + b'"}', {200}),
     "3 MB text to generate": ("/generate", lambda: b'{"prompt": "' + b"the cat sat " * (MIB // 4) + b'"}', {400}),
@@ -149,6 +151,8 @@ JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     "8,000 spellings of a module": ("/finetune", lambda: job_of(rank_pattern=spellings(8000)), {400}),
     "1,024 spellings of a module": ("/finetune", lambda: job_of(rank_pattern=spellings(1024)), {202}),
     "100,000 targets": ("/finetune", lambda: job_of(targets=[f"q{number}" for number in range(100_000)]), {400}),
+    "Tinker's numberless call": ("/api/v1/save_weights", lambda: joined(b'{"x": [', b'{"a":[]}', BIG, b"]}"), {422}),
+    "a million of Tinker's datums": ("/api/v1/forward_backward", lambda: DATUM * (BIG // len(DATUM)), {404}),
     "stop texts": ("/generate", lambda: joined(b'{"prompt": "x", "stop": [', b'"aa"', BIG, b"]}"), {400}),
 }
 CORPORA: dict[str, tuple[Callable[[], bytes], set[int]]] = {

@@ -54,7 +54,7 @@ def unpack(result: bytes) -> object:
 def _check_size(value: msgspec.Struct) -> None:
     """Raise `InvalidRequest` for more values, or longer texts, than the API process can receive without blocking."""
     values, characters = 0, 0
-    left: list[object] = [msgspec.to_builtins(value)]
+    left: list[object] = [msgspec.to_builtins(value, builtin_types=(bytes,))]
     while left:
         found = left.pop()
         values += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -11,7 +10,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from coserve.api.http.bodies import BodyReader
@@ -19,11 +17,12 @@ from coserve.api.http.responses import ErrorFormat, error_info, json_response
 from coserve.api.http.route import BODY_ERRORS, Route, Schema
 from coserve.api.service import Service
 from coserve.api.tinker import schemas
+from coserve.api.tinker.calls import decode_call
 from coserve.api.tinker.futures import Futures, Result
 from coserve.api.tinker.paths import check_base, parse_path, run_of
-from coserve.api.tinker.runs import Run, Runs, SamplerTarget, compute_of, opened
+from coserve.api.tinker.runs import Run, Runs, SamplerTarget, opened
 from coserve.api.tinker.sampling import request_of, sample
-from coserve.api.tinker.wire import PROTOBUF, decode_forward_backward, expanded
+from coserve.api.tinker.wire import PROTOBUF, expanded
 from coserve.core.errors import CoserveError, InvalidRequest
 from coserve.state.durable import remove_dir
 from coserve.state.session_states import read_state, saved_states
@@ -148,10 +147,9 @@ class TinkerApi:
         encoding = request.headers.get("Content-Encoding", "")
         async with self._bodies.body(request, compressed=True) as body:
             content = bytes(body)
-        call = await asyncio.to_thread(lambda: decode_forward_backward(expanded(content, encoding)))
-        compute = await asyncio.to_thread(compute_of, call)
+        call = await self._bodies.decode(await asyncio.to_thread(expanded, content, encoding), decode_call)
         run = self._runs.run(call.model_id)
-        return self._ordered(run, call.seq_id, self._runs.forward_backward(run, call, compute))
+        return self._ordered(run, call.seq_id, self._runs.forward_backward(run, call))
 
     @_post("optim_step", "Update the weights", body=schemas.OptimStep)
     async def tinker_optim_step(self, request: web.Request) -> schemas.TinkerFuture:
@@ -193,8 +191,8 @@ class TinkerApi:
         try:
             return await self._bodies.decode(content, type, dialect=True)
         except CoserveError as error:
-            with suppress(CoserveError, ValueError, RecursionError):
-                call = msgspec.convert(json.loads(content), schemas.Numbered)
+            with suppress(CoserveError):
+                call = await self._bodies.decode(content, schemas.numbered)
                 self._ordered(self._runs.run(call.model_id), call.seq_id, refused(error))
             raise
 

@@ -7,12 +7,10 @@ import re
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 
 from coserve.api.service import Service
 from coserve.api.sessions.session import ClientSession
+from coserve.api.tinker.calls import NAMES, DecodedCall, output_of
 from coserve.api.tinker.futures import Order, Result
 from coserve.api.tinker.paths import SavedPath, check_base, parse_path, run_of, targets
 from coserve.api.tinker.schemas import (
@@ -26,25 +24,15 @@ from coserve.api.tinker.schemas import (
     StepResult,
     TinkerLora,
 )
-from coserve.api.tinker.wire import ForwardBackward, TinkerDatum, encode_forward_backward
 from coserve.core.access.principal import principal
 from coserve.core.errors import InvalidRequest, NotFound, SessionEnded
-from coserve.core.training.calls import Compute, Step
+from coserve.core.training.calls import Step
 from coserve.core.types import AdapterRef, LoraSettings
-from coserve.data.corpus.batch import Example, examples_out
+from coserve.data.offload.protocol import error_of
 from coserve.state.session_states import read_state
 
 ALPHA = 32.0
 """`lora_alpha`, the same at every rank, as in Tinker."""
-INPUTS = {
-    "weights": "weights_K",
-    "logprobs": "sampled_K",
-    "advantages": "advantages_K",
-    "sequence_ratio_mask": "ratio_mask_K",
-}
-"""Maps names in Tinker's `loss_fn_inputs` to fields of `Example`."""
-NAMES = {"labels": "target_tokens"} | {field.removesuffix("_K"): name for name, field in INPUTS.items()}
-"""Maps field names in the engine's errors to Tinker's names."""
 
 
 @dataclass
@@ -189,20 +177,19 @@ class Runs:
 
     # ---- calls
 
-    async def forward_backward(self, run: Run, call: ForwardBackward, compute: Compute | InvalidRequest) -> Result:
-        """Execute a call; `compute`: from `compute_of`, or why there is none."""
+    async def forward_backward(self, run: Run, call: DecodedCall) -> Result:
         session = opened(run)
-        if isinstance(compute, InvalidRequest):
-            if call.learns:  # the next optim_step must know that gradients are missing
+        if call.error is not None:
+            if call.compute.learns:  # the next optim_step must know that gradients are missing
                 with suppress(InvalidRequest):
-                    await self._sessions.call(session, Compute(examples_out(()), call.loss, call.config, learns=True))
-            raise compute
+                    await self._sessions.call(session, call.compute)
+            raise error_of(call.error)
         try:
-            done = await self._sessions.call(session, compute)
+            done = await self._sessions.call(session, call.compute)
         except InvalidRequest as error:
             message = re.sub(r"\w+", lambda word: NAMES.get(word[0], word[0]), error.message)
             raise InvalidRequest(message, field=error.field) from error
-        return await asyncio.to_thread(_output, call.data, done.values, done.metrics)
+        return await asyncio.to_thread(output_of, call.shapes, done.values, done.metrics)
 
     async def optim_step(self, run: Run, body: OptimStep) -> Result:
         done = await self._sessions.call(opened(run), Step(body.adam_params))
@@ -234,37 +221,3 @@ def opened(run: Run) -> ClientSession:
     if run.session is None:
         raise InvalidRequest(f"model {run.model} could not be created", field="model_id")
     return run.session
-
-
-def compute_of(call: ForwardBackward) -> Compute | InvalidRequest:
-    """Translate a call for the engine; an `InvalidRequest` is returned, not raised. May run on any thread."""
-    if call.error is not None:
-        return call.error
-    try:
-        examples = [_example(number, datum) for number, datum in enumerate(call.data)]
-    except InvalidRequest as error:
-        return error
-    return Compute(examples_out(examples), call.loss, call.config, learns=call.learns)
-
-
-def _example(number: int, datum: TinkerDatum) -> Example:
-    given: dict[str, Any] = dict(datum.inputs)
-    labels = given.pop("target_tokens", None)
-    if labels is None or len(labels) != len(datum.tokens):
-        got = "none" if labels is None else len(labels)
-        raise InvalidRequest(f"datum {number}: expected {len(datum.tokens)} target_tokens, got {got}", field="data")
-    if unknown := given.keys() - INPUTS.keys():
-        known = ", ".join(("target_tokens", *INPUTS))
-        raise InvalidRequest(f"datum {number}: expected {known}, got {min(unknown)[:80]!r}", field="data")
-    values = {INPUTS[name]: array.astype(np.float32) for name, array in given.items()}
-    tokens, after = datum.tokens.astype(np.int32), np.arange(len(labels))
-    return Example(tokens, after, np.ascontiguousarray(labels.astype(np.int64)), **values)
-
-
-def _output(data: tuple[TinkerDatum, ...], values: bytes, metrics: dict[str, float]) -> bytes:
-    """Return the `ForwardBackwardOutput`: log-probabilities of each datum's targets."""
-    shapes = [datum.inputs["target_tokens"].shape for datum in data]
-    flat = np.frombuffer(values, np.float32)
-    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
-    parts = [own.reshape(shape) for own, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)]
-    return encode_forward_backward(parts, metrics)

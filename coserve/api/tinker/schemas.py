@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from coserve.core.errors import InvalidRequest
 from coserve.core.limits import MAX_TOKENS, LogprobCount, Seed, TokenId
 from coserve.core.training.schemas import OptimStepRequest
 
@@ -99,6 +101,14 @@ class Numbered(msgspec.Struct, frozen=True):
 
     model_id: Name
     seq_id: Count
+
+
+def numbered(body: bytes) -> Numbered:
+    """Decode a request that may be invalid, also by having NaN. Raises `InvalidRequest` without those fields."""
+    try:
+        return msgspec.convert(json.loads(body), Numbered)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("expected a number of the request") from None
 
 
 class OptimStep(OfModel, frozen=True):

@@ -11,7 +11,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 from zstandard import ZstdCompressor
 
-from coserve.api.tinker.runs import compute_of
+from coserve.api.tinker.calls import decode_call
 from coserve.api.tinker.wire import (
     Sampled,
     decode_forward_backward,
@@ -20,8 +20,8 @@ from coserve.api.tinker.wire import (
     expanded,
 )
 from coserve.core.errors import InvalidRequest, UnsupportedEncoding
-from coserve.core.training.calls import Compute
 from coserve.data.corpus.batch import examples_in
+from coserve.data.offload.protocol import error_of
 from tests.support.examples import examples
 
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
@@ -79,9 +79,7 @@ def test_a_call_has_the_shape_of_the_engine() -> None:
             "advantages": types.TensorData.from_numpy(np.array([0, 2], np.float32)),
         },
     )
-    compute = compute_of(decode_forward_backward(encoded([theirs])))
-    assert isinstance(compute, Compute)
-    (example,) = examples_in(compute.batch)
+    (example,) = examples_in(decode_call(encoded([theirs])).compute.batch)
     assert example.after_K.tolist() == [0, 1]
     assert example.labels_K.tolist() == [6, 7]
     assert example.sampled_K is not None and example.sampled_K.tolist() == [0.5, -1]
@@ -107,8 +105,8 @@ def test_a_call_has_the_shape_of_the_engine() -> None:
 def test_what_cannot_be_computed_is_refused_by_name(
     data: list[types.Datum], config: dict[str, str], message: str
 ) -> None:
-    refused = compute_of(decode_forward_backward(encoded(data, **config)))
-    assert isinstance(refused, InvalidRequest) and message in refused.message
+    refused = decode_call(encoded(data, **config)).error
+    assert refused is not None and message in error_of(refused).message
 
 
 def test_a_body_that_is_something_else_is_refused() -> None:
@@ -150,14 +148,13 @@ def test_sparse_arrays_do_not_expand_without_bound() -> None:
     wide = types.TensorData([1.0], "float32", [1, 1 << 23], sparse_crow_indices=[0, 1], sparse_col_indices=[5])
     one = types.Datum(model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"weights": wide})
     assert decode_forward_backward(encoded([one])).error is None
-    refused = compute_of(decode_forward_backward(encoded([one] * 3)))
-    assert isinstance(refused, InvalidRequest) and "entries of sparse arrays" in refused.message
+    refused = decode_call(encoded([one] * 3)).error
+    assert refused is not None and "entries of sparse arrays" in error_of(refused).message
 
 
 def test_targets_without_a_candidate_are_refused() -> None:
     none = {"target_tokens": types.TensorData([], "int64", [2, 0]), "weights": types.TensorData([], "float32", [2, 0])}
     one = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=none)
-    compute = compute_of(decode_forward_backward(encoded([one])))
-    assert isinstance(compute, Compute)
+    compute = decode_call(encoded([one])).compute
     with pytest.raises(InvalidRequest, match="row of candidates"):
         examples_in(compute.batch)[0].check(vocab=100)
