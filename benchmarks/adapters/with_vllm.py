@@ -79,7 +79,8 @@ class Comparison:
             async with vllm(place, self.scenario, memory=place.vllm_memory) as url:
                 print(f"vLLM answers, with {places} places", flush=True)
                 ending = f".l{places}" + ".strong" * place.strong
-                await self._measure(url, "base", "vllm", peer_about(place, self.scenario), ending)
+                about = peer_about(place, self.scenario, memory=place.vllm_memory)
+                await self._measure(url, "base", "vllm", about, ending)
 
     async def _measure(self, url: str, model: str, system: str, about: Mapping[str, object], ending: str = "") -> None:
         """Serve requests that are not measured, then each popularity. `ending`: of the keys."""

@@ -142,11 +142,12 @@ class EqualLoads:
     async def run_vllm(self) -> None:
         """vLLM alone, with all of the memory."""
         cells, scenario = self.cells("vllm"), load_trace(self._training_trace()).scenario
-        async with vllm(self._place, scenario, memory=self._place.vllm_memory) as url:
+        memory = self._place.vllm_memory
+        async with vllm(self._place, scenario, memory=memory) as url:
             self.log("vLLM answers")
             await warm_up(url, "base", scenario)
             for cell in cells:
-                await self._measure(url, "base", cell, "vllm", about=peer_about(self._place, scenario))
+                await self._measure(url, "base", cell, "vllm", about=peer_about(self._place, scenario, memory=memory))
 
     async def run_vllm_beside_peft(
         self, duties: Sequence[float], share: int | None, url: str, base: Mapping[str, str]
@@ -155,7 +156,8 @@ class EqualLoads:
         whole = self._training_trace()
         options = ["--trace", str(whole), "--model", str(self._place.model)] + ["--plain"] * self._tiny
         environment = {**base} | ({} if share is None else {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)})
-        about = peer_about(self._place, load_trace(whole).scenario) | {"mps_share": share}
+        scenario, memory = load_trace(whole).scenario, self._place.beside_memory
+        about = peer_about(self._place, scenario, memory=memory) | {"mps_share": share}
         environment |= {"CUDA_VISIBLE_DEVICES": "1"} if self._place.apart else {}
         log = self._place.scratch / "trainer.log"
         async with training(module("benchmarks.peers.trainer", *options), log, environment) as trainer:
@@ -172,9 +174,8 @@ class EqualLoads:
         scenario = load_trace(self._training_trace()).scenario
         async with AsyncExitStack() as stack:
             environment = await stack.enter_async_context(mps(self._place.scratch / "mps")) if shares else {}
-            memory = self._place.vllm_memory if self._place.apart else self._place.shared_memory
             own = environment | ({"CUDA_VISIBLE_DEVICES": "0"} if self._place.apart else {})
-            server = vllm(self._place, scenario, memory=memory, environment=own)
+            server = vllm(self._place, scenario, memory=self._place.beside_memory, environment=own)
             url = await stack.enter_async_context(server)
             self.log("vLLM answers")
             await warm_up(url, "base", scenario)

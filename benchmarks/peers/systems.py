@@ -50,6 +50,11 @@ class Place:
     more: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Further options of vLLM, or others instead of its own here: values by name."""
 
+    @property
+    def beside_memory(self) -> float:
+        """vLLM's share of its GPU's memory while PEFT trains."""
+        return self.vllm_memory if self.apart else self.shared_memory
+
 
 def make_adapters(root: Path, config: dict[str, Any], scenario: Scenario) -> Path:
     """PEFT folders under the trace's names."""
@@ -128,9 +133,9 @@ def vllm_environment(strong: bool) -> dict[str, str]:
     return common | ({"VLLM_LORA_ENABLE_DUAL_STREAM": "1"} if strong else {})
 
 
-def peer_about(place: Place, scenario: Scenario) -> dict[str, object]:
+def peer_about(place: Place, scenario: Scenario, *, memory: float) -> dict[str, object]:
     """Versions of the peer's packages, and its flags and environment, for results; without paths."""
-    flags = vllm_options(place, scenario, 0, place.vllm_memory)
+    flags = vllm_options(place, scenario, 0, memory)
     flags = flags[: flags.index("--lora-modules")] if scenario.adapters else flags
     return {
         "versions": peer_versions(place.site),

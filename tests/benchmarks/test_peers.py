@@ -103,7 +103,7 @@ def test_equal_loads_of_vllm_beside_peft(place: Place, tmp_path: Path) -> None:
     assert set(rows) == {"peak.vllm+peft", "r5.vllm+peft", "r5.vllm+peft@d0.25"}
     assert rows["peak.vllm+peft"]["value"] > 0
     assert rows["r5.vllm+peft@d0.25"]["finetune_tok_s"] < rows["r5.vllm+peft"]["finetune_tok_s"]
-    assert rows["r5.vllm+peft"]["duty"] == 1.0 and "--enable-lora" in rows["r5.vllm+peft"]["flags"]
+    assert rows["r5.vllm+peft"]["duty"] == 1.0 and "--gpu-memory-utilization 0.4 " in rows["r5.vllm+peft"]["flags"]
     row, (trace,) = rows["r5.vllm+peft"], (tmp_path / "traces").glob("r5.jsonl")
     prompts = load_trace(trace).prompts
     assert row["requests"] == len(prompts) and row["errors"] == {} and row["finetune_tok_s"] > 0
@@ -179,7 +179,7 @@ def test_many_adapters_with_vllm(place: Place, tmp_path: Path) -> None:
 def test_strong_settings_are_told_with_the_versions(place: Place) -> None:
     (place.site / "vllm-0.26.0.dist-info").mkdir()  # type: ignore[operator]
     (place.site / "vllm-0.26.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.26.0\n")  # type: ignore[operator]
-    told = peer_about(replace(place, strong=True), small_trace().scenario)
+    told = peer_about(replace(place, strong=True), small_trace().scenario, memory=0.4)
     assert told["versions"] == {"vllm": "0.26.0"}
     assert "--specialize-active-lora" in str(told["flags"]) and str(place.scratch) not in str(told["flags"])
     assert "VLLM_LORA_ENABLE_DUAL_STREAM" in str(told["environment"])
