@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,24 @@ def test_values_are_in_the_result(name: str) -> None:
     found = set(numbers(json.loads((RESULTS / name).read_text())))
     own = {key: entry["value"] for key, entry in SUMMARY.items() if Path(entry["result"]).name == name}
     assert own and not {key: value for key, value in own.items() if value not in found}
+
+
+def test_results_name_commits_of_the_history() -> None:
+    """Measured before a rebase, a row says so in a note."""
+    log = subprocess.run(["git", "rev-list", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    history = log.stdout.split()
+    if log.returncode or (ROOT / ".git" / "shallow").exists():
+        pytest.skip("needs the whole history")
+    unknown = {
+        (path.name, row["commit"])
+        for path in RESULTS.glob("*.json")
+        if isinstance(content := json.loads(path.read_text()), dict) and isinstance(content.get("rows"), dict)
+        for row in content["rows"].values()
+        if "commit" in row
+        and "rebased" not in row.get("note", "")
+        and not any(each.startswith(row["commit"]) for each in history)
+    }
+    assert not unknown
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ Tokens are sorted by adapter, and each adapter's tokens are padded to whole bloc
     H = sdd(X, A)         X Aᵀ where a row block and a rank block belong to one adapter, nothing elsewhere
     Y = dsd(H, B)
 
-A and B hold the weights of several adapters (`kept_weights`). Generation keeps them across steps, and training across
+The paper calls the first product DDS and the second SDD. Its ranks must be divisible by 16; here weights are padded. A
+and B hold the weights of several adapters (`kept_weights`). Generation keeps them across steps, and training across
 micro-batches; of the adapters in them, only those with tokens are computed. The topology is built once a batch. A and B
 are dense operands of stk's products: block-diagonal pairs are expanded. stk's block size is process-global; only
 `use_block` sets it. Indices are int32: stk's own int16 overflows at 256 block rows under recent Triton. Its `validate`
