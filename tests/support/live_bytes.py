@@ -39,7 +39,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         for tensor in tree_iter(out):
             if (
                 isinstance(tensor, torch.Tensor)
-                and not tensor.is_mkldnn
+                and not (tensor.is_mkldnn or tensor.is_meta)
                 and (storage := tensor.untyped_storage()) not in self._seen
             ):
                 size = rounded(storage.nbytes())

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Stored = dict[str, Tensor]
 Quantise = Callable[[int, int, torch.Generator], tuple[Stored, Tensor]]
@@ -29,12 +30,34 @@ def quantise(source: Path, folder: Path, make: Quantise, settings: dict[str, obj
             stored |= {name.removesuffix(".weight") + suffix: part.contiguous() for suffix, part in parts.items()}
             if ".weight" not in parts:
                 del stored[name]
-    for path, written, more in ((quantised, stored, {"quantization_config": settings}), (dense, tensors, {})):
-        path.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in written.items()}, path / "model.safetensors")
-        config = json.loads((source / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | more))
+    _write(source, quantised, stored, {"quantization_config": settings})
+    _write(source, dense, tensors, {})
     return quantised, dense
+
+
+def mxfp4_experts(source: Path, folder: Path) -> tuple[Path, Path]:
+    """Write the gpt-oss in `source` as it is published, its experts in MXFP4; return the folder and one with the same
+    model dense, by transformers."""
+    quantised, dense = folder / "quantised", folder / "dense"
+    stored, drawn = load_file(source / "model.safetensors"), torch.Generator().manual_seed(0)
+    tensors = dict(stored)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=drawn).to(torch.uint8)
+        scales = torch.randint(118, 124, (experts, outputs, inputs // 32), generator=drawn).to(torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales).float()
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    _write(source, quantised, stored, {"quantization_config": settings})
+    _write(source, dense, tensors, {})
+    return quantised, dense
+
+
+def _write(source: Path, folder: Path, tensors: Stored, settings: dict[str, object]) -> None:
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
 
 
 def pack(numbers: list[int], bits: int) -> int:

@@ -20,7 +20,12 @@ def mxfp4(settings: Settings) -> Format:
 
 
 def _dequantize(parts: Parts) -> Tensor:
+    """In bfloat16, which holds all these numbers, and expert by expert: the experts of a layer may take GBs."""
     blocks, scales = parts["_blocks"], parts["_scales"]
     values = torch.tensor(VALUES, device=blocks.device)
-    numbers = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], -1).flatten(-2)
-    return torch.ldexp(numbers, scales[..., None].int() - BIAS).flatten(-2).mT
+    experts, outputs, groups, half = blocks.shape
+    found = torch.empty(experts, groups * half * 2, outputs, dtype=torch.bfloat16, device=blocks.device)
+    for dense, codes, exponents in zip(found, blocks, scales, strict=True):
+        numbers = torch.stack([values[(codes & 15).int()], values[(codes >> 4).int()]], -1).flatten(-2)
+        dense.copy_(torch.ldexp(numbers, exponents[..., None].int() - BIAS).flatten(-2).mT)
+    return found

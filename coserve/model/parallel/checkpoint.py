@@ -103,8 +103,11 @@ class StackedExperts:
         given = index if isinstance(index, tuple) else (index,)
         experts, outputs, inputs = (*given, *[slice(None)] * (3 - len(given)))
         first, last, _ = outputs.indices(self.shape[1])
-        found = []
-        for own in self.parts[experts]:
+        chosen, found = self.parts[experts], torch.empty(0)
+        for expert, own in enumerate(chosen):
             spans = [(max(first - i * self.rows, 0), min(last - i * self.rows, self.rows)) for i in range(len(own))]
-            found.append(torch.cat([one[a:b, inputs] for one, (a, b) in zip(own, spans, strict=True) if a < b]))
-        return torch.stack(found)
+            part = torch.cat([one[a:b, inputs] for one, (a, b) in zip(own, spans, strict=True) if a < b])
+            if expert == 0:
+                found = part.new_empty(len(chosen), *part.shape)
+            found[expert] = part  # none is kept until all are read: together they may take GBs
+        return found

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaForCausalLM
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from coserve.core.errors import UnsupportedBase
 from coserve.model.base import Base, load_base
@@ -71,27 +70,14 @@ def test_weights_are_those_of_the_definition(kind: str, llama: Path, tmp_path: P
     assert part.note == base.note
 
 
-def test_mxfp4_experts_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [None, LoneRank(1, 2)])
+def test_mxfp4_experts_are_those_of_transformers(mesh: LoneRank | None, tmp_path: Path) -> None:
     """gpt-oss's files: `_blocks` and `_scales` in place of a parameter."""
-    model = tiny_family("gpt_oss", hidden_size=64, intermediate_size=32)
-    model.save_pretrained(tmp_path)
-    tensors, drawn = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(0)
-    expected = {}
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=drawn).to(torch.uint8)
-        scales = torch.randint(118, 124, (experts, outputs, inputs // 32), generator=drawn).to(torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        expected[name] = convert_moe_packed_tensors(blocks, scales).float()
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    base = _load(tmp_path)
+    tiny_family("gpt_oss", hidden_size=64, intermediate_size=32).save_pretrained(tmp_path)
+    base, expected = (_load(folder, mesh=mesh) for folder in quantised.mxfp4_experts(tmp_path, tmp_path))
     assert base.note == "the base's weights are dequantised from mxfp4 at load"
-    assert expected
-    for name, weight in expected.items():
-        assert torch.equal(base.model.get_parameter(name), weight)
+    weights = expected.model.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in base.model.state_dict().items())
 
 
 def test_experts_of_their_own_files_are_merged(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from coserve.model.parallel.adapter import Matrices
 from coserve.model.parallel.families.plans import PLANS
 from coserve.model.parallel.mesh import LoneRank, Mesh
 from coserve.model.parallel.modules import MEAN
+from tests.support import quantised
 from tests.support.examples import in_turns
 from tests.support.families import tiny_family
 from tests.support.lora_reference import packed, tokens_of
@@ -97,12 +98,23 @@ def test_experts_without_adapters_are_divided_too(two: Ranks, tmp_path: Path) ->
     _compare(tiny_family("llama4_text"), two, tmp_path, ep=2)
 
 
+@pytest.mark.parametrize("ep", [1, 2], ids=["features", "experts"])
+def test_experts_in_mxfp4_are_divided_as_dense_ones(ep: int, two: Ranks, tmp_path: Path) -> None:
+    tiny_family("gpt_oss", hidden_size=64, intermediate_size=64).save_pretrained(tmp_path)
+    _check(two, *quantised.mxfp4_experts(tmp_path, tmp_path), ep)
+
+
 def _compare(model: PreTrainedModel, two: Ranks, folder: Path, ep: int = 1) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "layer_scalar")):
             buffer.copy_(torch.linspace(-1, 1, len(buffer)))  # files have it, though it is no parameter
     model.save_pretrained(folder)
-    whole = _computed(None, str(folder))
+    _check(two, folder, folder, ep)
+
+
+def _check(two: Ranks, folder: Path, dense: Path, ep: int) -> None:
+    """`dense`: the same model as one process loads it."""
+    whole = _computed(None, str(dense))
     loss, gradients, norm = whole.gradients
     for found in two.run(_computed, str(folder), ep):
         torch.testing.assert_close(found.logits, whole.logits, rtol=1e-4, atol=1e-4)
