@@ -138,7 +138,7 @@ async def test_reasoning_of_earlier_answers_and_of_rows(api: Api) -> None:
     for path in PATHS:
         assert "<think>\nIt is dry.\n</think>\n\nNo." in await prompt_of(api, path, {"messages": messages})
     status, answer = await api.call("POST", "/tokenize", json={"messages": [PLAIN[1] | {"reasoning_content": "x"}]})
-    assert (status, answer["error"]["field"]) == (400, "messages[0].reasoning_content")
+    assert (status, answer["error"]["param"]) == (400, "messages[0].reasoning_content")
     chat = [PLAIN[1], thoughtful]
     tokens, learned = await rows_of(api, {"messages": chat}, arrow=False)
     assert tokens == len(with_template(QWEN3).encode_whole_chat(chat)) > learned

@@ -17,6 +17,7 @@ from coserve.api.http.bodies import SMALL_BODY, BodyReader
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import encoded_json
 from coserve.api.http.route import Route
+from coserve.api.openai.errors import openai_route
 from coserve.api.openai.models import get_model
 from coserve.api.openai.requests import PLACEHOLDER_MODELS, adapter_of
 from coserve.api.openai.schemas import ModelName
@@ -91,7 +92,7 @@ class TokenizerApi:
         self._service, self._bodies, self._max_texts = service, bodies, max_texts
         self._running = 0
 
-    @Route(
+    @openai_route(
         "POST",
         "/tokenize",
         "Text or a chat to token ids",
@@ -118,7 +119,7 @@ class TokenizerApi:
                 raise AdapterNotFound(error.message, field="model") from None
         return encoded_json(answer)
 
-    @Route(
+    @openai_route(
         "POST", "/detokenize", "Token ids to text", body=DetokenizeRequest, response=DetokenizeResponse, errors=(404,)
     )
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
