@@ -4,6 +4,7 @@ used."""
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from io import BufferedReader, BytesIO
 from pathlib import Path
@@ -140,14 +141,35 @@ def test_what_is_malformed_has_its_line_and_the_reason(tmp_path: Path, content: 
     assert refusal(tmp_path, content).message.startswith(says)
 
 
-@pytest.mark.parametrize(
-    "content", ['{"text": "a,b"}\n', "garbage\n", "", "\n", "\x1f\x8b,", "PK\x03\x04,", '{"text"\n']
-)
+@pytest.mark.parametrize("content", ['{"text": "a,b"}\n', "garbage\n", "", "\n", "PK\x03\x04,", '{"text"\n'])
 def test_other_texts_are_left_to_the_reader_of_json_lines(tmp_path: Path, content: str) -> None:
     (tmp_path / "source").write_bytes(content.encode("latin-1"))
     assert is_json_lines(tmp_path / "source", Columns())
     with pytest.raises(UnreadableCorpus):
         is_json_lines(tmp_path / "none", Columns())
+
+
+@pytest.mark.parametrize(
+    "content", ['{"text": "a"}\n\n{"text": "b"}', '[{"text": "a"}, {"text": "b"}]', "text\na\nb\n"]
+)
+def test_a_gzip_file_holds_the_rows_of_any_text(tmp_path: Path, content: str) -> None:
+    packed = gzip.compress(content.encode(), mtime=0)
+    assert [row.text for row in read(tmp_path, packed) if isinstance(row, TextRow)] == ["a", "b"]
+    for damaged in (packed[:-9], packed[:20], packed[:15] + b"x" + packed[16:], packed[:4]):
+        with pytest.raises(UnreadableCorpus, match="damaged"):
+            read(tmp_path, damaged)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"text": "a"}\n{"text": 1}', "line 2: text: expected str"),
+        ('{"text": "a"}\n{"text": "' + "a" * 4000, "line 2: expected at most 4000 bytes a line"),
+        ('{"text": "a"}\n' * 1001, "line 1001: expected a corpus of at most 1000 rows"),
+    ],
+)
+def test_an_error_in_a_gzip_file_has_the_line_of_its_text(tmp_path: Path, content: str, says: str) -> None:
+    assert refusal(tmp_path, gzip.compress(content.encode())).message.startswith(says)
 
 
 def test_columns_of_other_names_are_read_from_any_format(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""Converts CSV files and JSON arrays to JSON Lines, which several processes can read in pieces. No torch.
+"""Converts CSV files, JSON arrays and what is compressed with gzip to JSON Lines, which several processes can read in
+pieces. No torch.
 
-Both are converted in bounded memory. Rows keep their numbers: a CSV record stays on the line where it began (lines
+All are converted in bounded memory. Rows keep their numbers: a CSV record stays on the line where it began (lines
 without a record are empty), and array elements are numbered.
 """
 
@@ -8,17 +9,20 @@ from __future__ import annotations
 
 import codecs
 import csv
+import gzip
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
-from coserve.core.errors import MalformedRow
+from coserve.core.errors import MalformedRow, UnreadableCorpus
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.json_array import array_elements
-from coserve.data.corpus.jsonl import source_errors
+from coserve.data.corpus.jsonl import GZIP, source_errors
 from coserve.data.corpus.rows import LIMITS, CorpusLimits, choose_columns
 from coserve.data.corpus.sources import is_jsonl, refuse_twins
 from coserve.state.durable import disk_errors
@@ -26,6 +30,8 @@ from coserve.state.durable import disk_errors
 BEGINNING = 64 << 10
 """Bytes that tell a file's format."""
 DELIMITERS = ",;\t"
+MAX_UNPACKED = 16 << 30
+"""Most bytes of rows in a gzip file, which may be a thousandth as large."""
 AS_JSON = ("messages", "conversations", "tools")
 """Fields that are lists: in CSV, a cell contains them as JSON."""
 
@@ -34,8 +40,23 @@ def is_json_lines(source: Path, columns: Columns) -> bool:
     """Return whether a source is read unconverted, as JSON Lines. Raises `UnreadableCorpus`."""
     if not is_jsonl(source):
         return False
+    with _opened(source) as (file, packed):
+        return not packed and _other_format(file, columns) is None
+
+
+@contextmanager
+def _opened(source: Path) -> Iterator[tuple[BufferedReader, bool]]:
+    """Open a file, and unpack it as it is read if it is compressed; yield it and whether it is. Raises
+    `UnreadableCorpus`, for what is damaged, too."""
     with source_errors(), source.open("rb") as file:
-        return _other_format(file, columns) is None
+        if not file.peek(len(GZIP)).startswith(GZIP):
+            yield file, False
+            return
+        try:
+            with gzip.GzipFile(fileobj=file) as packed, BufferedReader(packed, BEGINNING) as unpacked:
+                yield cast("BufferedReader", unpacked), True
+        except (EOFError, zlib.error) as error:
+            raise UnreadableCorpus("the corpus cannot be read: the gzip file is damaged", field="path") from error
 
 
 def _other_format(file: BufferedReader, columns: Columns) -> Literal["csv", "array"] | None:
@@ -57,26 +78,38 @@ def _other_format(file: BufferedReader, columns: Columns) -> Literal["csv", "arr
 def as_json_lines(
     source: Path, target: Path, columns: Columns, progress: Callable[[], None], limits: CorpusLimits = LIMITS
 ) -> Path:
-    """Return `source` itself, or `target` with the rows of a CSV file or JSON array. `progress` is called with each
-    row.
+    """Return `source` itself, or `target` with the rows of a CSV file, a JSON array or a gzip file. `progress` is
+    called with each row.
 
     Raises `MalformedRow` with the line (for an array, the element's number), `UnreadableCorpus`, `StorageFull`,
     `StorageFailed`.
     """
     if not is_jsonl(source):
         return source
-    with source_errors(), source.open("rb") as file:
+    with _opened(source) as (file, packed):
         format = _other_format(file, columns)
-        if format is None:
+        if format is None and not packed:
             return source
-        lines = _csv_lines(file, columns, limits) if format == "csv" else _array_lines(file, limits)
+        lines = _lines(file, format, columns, limits)
+        size = 0
         with disk_errors():
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("wb") as out:
                 for line in lines:
                     progress()
                     out.write(line + b"\n")
+                    size += len(line) + 1
+                    if size > MAX_UNPACKED:
+                        raise UnreadableCorpus(f"expected at most {MAX_UNPACKED >> 30} GiB of rows", field="path")
     return target
+
+
+def _lines(
+    file: BufferedReader, format: Literal["csv", "array"] | None, columns: Columns, limits: CorpusLimits
+) -> Iterator[bytes]:
+    if format == "csv":
+        return _csv_lines(file, columns, limits)
+    return _array_lines(file, limits) if format == "array" else _json_lines(file, limits)
 
 
 class _Lines:
@@ -160,6 +193,14 @@ def _cell(field: str, text: str) -> str | msgspec.Raw:
     if field not in AS_JSON or not text.strip():
         return text
     return msgspec.Raw(text.replace("\r", " ").replace("\n", " ").encode())
+
+
+def _json_lines(file: BufferedReader, limits: CorpusLimits) -> Iterator[bytes]:
+    for number, line in enumerate(iter(lambda: file.readline(limits.row_bytes + 1), b""), start=1):
+        limits.check_line(number)
+        if len(line) > limits.row_bytes:
+            raise MalformedRow(f"expected at most {limits.row_bytes} bytes a line", line=number)
+        yield line.removesuffix(b"\n")
 
 
 def _array_lines(file: BufferedReader, limits: CorpusLimits) -> Iterator[bytes]:

@@ -19,8 +19,10 @@ BLOCK = 1 << 20
 """Bytes of a line that are skipped at once."""
 MAX_DIGITS = 1000
 """Most digits of an integer: the time to parse one grows with the square of its digits."""
+GZIP = b"\x1f\x8b"
+"""First bytes of a gzip file, which is unpacked before it is read."""
 _OTHER_FORMATS = {
-    b"\x1f\x8b": "a gzip file",
+    GZIP: "a gzip file",
     b"PK\x03\x04": "a zip file",
     b"\x28\xb5\x2f\xfd": "a zstd file",
     codecs.BOM_UTF16_LE: "UTF-16",
