@@ -69,7 +69,7 @@ def loads_of(rows: Mapping[str, Row]) -> list[Measured]:
     )
     found = list[Measured]()
     for shape, tp, strategy, rank in bases:
-        for load in TINY_LOADS if shape == "tiny" else LOADS:
+        for load in TINY_LOADS if shape.startswith("tiny") else LOADS:
             one = _run(rows, shape, tp, strategy, rank, load) or _composed(rows, shape, tp, strategy, rank, load)
             if one is not None:
                 found.append(one)

@@ -114,7 +114,7 @@ def main() -> None:
         bdlora_results.summarize(options.out, options.summarize)
         return
     ranks = tuple(int(rank) for rank in options.ranks.split(",") if rank)
-    plan = Plan(options.tp, TINY_RANKS, TINY_LOADS, "tiny", None) if options.tiny else Plan(options.tp)
+    plan = Plan(options.tp, TINY_RANKS, TINY_LOADS, "tiny", "tiny_large") if options.tiny else Plan(options.tp)
     plan = plan.with_ranks(ranks) if ranks else plan
     folder = Path(tempfile.gettempdir()) / f"coserve-bdlora-tp{options.tp}{'-tiny' if options.tiny else ''}"
     began = time.monotonic()

@@ -33,8 +33,9 @@ SHAPES = {
     "8b": Shape(32, 4096, 14336, 32, 8, 128256, 8192, "8b"),
     "70b": Shape(80, 8192, 28672, 64, 8, 128256, 8192, "70b"),
     "tiny": Shape(2, 64, 128, 8, 2, 512, 256, "tiny"),
+    "tiny_large": Shape(3, 64, 128, 8, 2, 512, 256, "tiny_large"),
 }
-"""`tiny`: to try the script with; its numbers say nothing."""
+"""Tiny ones in place of 8B and 70B: to try the script with; their numbers say nothing."""
 
 Strategy = Literal["bd", "bd2", "nfs", "slora"]
 STRATEGIES: tuple[Strategy, ...] = ("bd", "nfs", "slora")
@@ -122,7 +123,7 @@ class Plan:
     ranks: tuple[int, ...] = RANKS
     loads: tuple[Load, ...] = LOADS
     small: str = "8b"
-    large: str | None = "70b"
+    large: str = "70b"
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -148,11 +149,11 @@ class Plan:
             case "messages":
                 return [Item("messages", self.small, Variant(self.small))]
             case "large":
-                return [] if self.large is None else self._large(self.large)
+                return self._large(self.large)
             case "rest":
                 return self._rest(self.small)
             case "large_rest":
-                return [] if self.large is None else self._large_rest(self.large)
+                return self._large_rest(self.large)
         raise AssertionError(part)
 
     def models(self, parts: Sequence[str]) -> list[str]:

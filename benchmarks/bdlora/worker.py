@@ -51,7 +51,7 @@ RESERVE = 14 * GIB
 """Of a GPU's memory, for adapters, graphs and activations, where layers are counted that fit."""
 PROFILED, PROFILED_TRAIN = 20, 2
 """Steps under the profiler."""
-WARM_STEPS, DECODE_STEPS = 6, {"8b": 40, "70b": 16, "tiny": 4}
+WARM_STEPS, DECODE_STEPS = 6, {"8b": 40, "70b": 16, "tiny": 4, "tiny_large": 4}
 KV_TOKENS = 64 * (1024 + 128) + 4096
 """The largest load."""
 

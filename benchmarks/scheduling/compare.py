@@ -5,9 +5,9 @@
 
 Times are those of `overlap_risk.py`, about an 8B model's on an H200, with its errors; a text has a token for each four
 characters. Beside training a step has 0.41 of its speed, and training 0.8; under policies that divide the GPU each has
-its share always. A request is in its targets if its first token is, its mean time between tokens, and its last token if
-the workload says so. Training's tokens/s are of the arrival window. Prints a table. Needs no GPU; says what policies do
-with such times, not what a GPU reaches.
+its share always. A request is in its targets if it keeps the workload's limits (`slo_ttft`, `slo_tpot`, `slo_e2e`), or
+the daemon's targets where there are none. Training's tokens/s are of the arrival window. Prints a table. Needs no GPU;
+says what policies do with such times, not what a GPU reaches.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from coserve.engine.job_runner import JobPlaces
 from coserve.engine.spatial.slices_in_flight import TURNS, Marks
 from coserve.queues.policies.choice import POLICIES
 from coserve.queues.policy import NamedPolicy
+from coserve.workloads.scenario import Scenario
 from coserve.workloads.trace import PromptArrival, Trace, load_trace
 from tests.support import fake_ports
 from tests.support.fake_gpu import Noise
@@ -73,11 +74,16 @@ def policy_of(name: str) -> type[NamedPolicy]:
     return found
 
 
+def slo_of(scenario: Scenario) -> Slo:
+    """Return the targets of its requests; the daemon's where it has none."""
+    ttft, tpot = Config().targets(device="cuda")
+    return Slo(scenario.slo_ttft or ttft, scenario.slo_tpot or tpot, scenario.slo_e2e)
+
+
 def script_of(trace: Trace) -> tuple[list[tuple[float, ToEngine]], dict[str, JobPlan]]:
     """What arrives when, and how long the jobs are."""
     own, script, plans = trace.scenario, list[tuple[float, ToEngine]](), dict[str, JobPlan]()
-    ttft, tpot = Config().targets(device="cuda")
-    slo = Slo(own.slo_ttft or ttft, own.slo_tpot or tpot, own.slo_e2e)
+    slo = slo_of(own)
     for each in trace.arrivals:
         if isinstance(each, PromptArrival):
             adapter = None if each.adapter is None else AdapterRef(each.adapter, 1)
@@ -138,12 +144,17 @@ def row(trace: Trace, policy: type[NamedPolicy], config: Config) -> Row:
     fake_ports.CONTEXT = 1 << 20
     script, plans = script_of(trace)
     link, trained = run_virtual(_play(trace, policy, config, script, plans))
+    own, slo = trace.scenario, slo_of(trace.scenario)
+    limits = own.slo_ttft, own.slo_tpot, own.slo_e2e
+    limits = (slo.ttft, slo.tpot, None) if limits == (None, None, None) else limits
     times, ttfts, tpots, ends, good = token_times(link), list[float](), list[float](), list[float](), 0
     for at, request in script:
         if isinstance(request, Generate):
-            first, last, slo = times[request.id][0] - at, times[request.id][-1] - at, request.slo
+            first, last = times[request.id][0] - at, times[request.id][-1] - at
             tpot = (last - first) / max(1, len(times[request.id]) - 1)
-            good += first <= slo.ttft and tpot <= slo.tpot and (slo.e2e is None or last <= slo.e2e)
+            good += all(
+                limit is None or value <= limit for value, limit in zip((first, tpot, last), limits, strict=True)
+            )
             ttfts, tpots, ends = [*ttfts, first], [*tpots, tpot], [*ends, last]
     micro_steps = {MicroStep.FORWARD: LAYERS - 1, MicroStep.HEAD: LAYERS // 2, MicroStep.BACKWARD: LAYERS}
     alone = sum(seconds * micro_steps.get(kind, 1) for kind, seconds in MICRO_SECONDS.items())
@@ -159,9 +170,11 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the daemon")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # of stalls, which some policies cause on purpose
-    given: dict[str, Any] = {
-        name: parse_setting(Config, name, value) for name, _, value in (each.partition("=") for each in options.set)
-    }
+    given: dict[str, Any] = {}
+    for name, _, value in (each.partition("=") for each in options.set):
+        if name not in Config.__dataclass_fields__:
+            parser.error(f"--set: expected a setting of the daemon, got {name!r}")
+        given[name] = parse_setting(Config, name, value)
     trace = load_trace(options.trace)
     print(*(f"{cell:>16}" for cell in COLUMNS), sep="")
     for name in options.policies.split(","):

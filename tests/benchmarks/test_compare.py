@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,9 @@ def test_policies_and_that_of_the_documents_are_compared(tmp_path: Path, monkeyp
     assert found["inference-first"].tpot < found["slack"].tpot
     assert found["slack"].ttft_p50 < found["ets"].ttft_p50
     assert found["slack"].in_targets == 1 and found["spatial"].training < found["slack"].training
+    assert found["ets"].in_targets < 1
+    late = make_trace(replace(SCENARIO, slo_e2e=10.0), [], [{"text": "a"}])  # its only limit
+    assert row(late, policy_of("ets"), config).in_targets == 1
     assert found["ets"].ttft_p50 > row(trace, policy_of("ets"), Config(inference_delay=0.1)).ttft_p50
 
 

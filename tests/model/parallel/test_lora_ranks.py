@@ -51,8 +51,14 @@ def test_block_diagonal_adapters_send_nothing(ranks: Ranks, folder: str) -> None
 
 @pytest.mark.parametrize(
     ("strategy", "kind", "dropout"),
-    [("nfs", KINDS[0], 0.0), ("slora", KINDS[0], 0.3), ("bd", KINDS[1], 0.3), ("bd", KINDS[2], 0.0)],
-    ids=["nfs", "slora", "two blocks", "four blocks"],
+    [
+        ("nfs", KINDS[0], 0.0),
+        ("slora", KINDS[0], 0.3),
+        ("bd", KINDS[1], 0.3),
+        ("bd", KINDS[2], 0.0),
+        ("bd", Kind(8, blocks=8), 0.0),
+    ],
+    ids=["nfs", "slora", "two blocks", "four blocks", "eight blocks"],
 )
 def test_gradients_are_those_of_one_process(
     ranks: Ranks, folder: str, strategy: str, kind: Kind, dropout: float
