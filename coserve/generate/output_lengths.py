@@ -25,7 +25,7 @@ UNKNOWN = 512
 """Predicted tokens of an answer when no past answer was that long; capped by its `max_tokens`."""
 MARGIN = 0.5
 """Safety margin of admission, in standard deviations of the predicted tokens. Less: more preemptions. More: fewer
-sequences run (`benchmarks/scheduling/admission.py`)."""
+sequences run (docs/LOG.md)."""
 GOLDEN_RATIO = 0.6180339887498949
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks.bdlora import predict as bdlora_predict
 from benchmarks.bdlora import quality as bdlora_quality
 from benchmarks.bdlora import results as bdlora_results
 from benchmarks.common import results as serving_results
@@ -29,7 +28,6 @@ from tools.benchmark_tables import MARK, PAGES, ROW, SUMMARY, written
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 ALONE = {
-    "adapter_layerwise.json",
     "adapter_registration.json",
     "adapter_steps.json",
     "adapter_tiers.json",
@@ -109,7 +107,7 @@ def test_the_summary_follows_from_the_results(tmp_path: Path, monkeypatch: pytes
         shutil.copy(path, tmp_path)
     (tmp_path / "summary.json").unlink()
     kernel_summary.summarize(tmp_path, tmp_path)
-    for name in ("serving.json", stall_report.FILE, bdlora_predict.FILE):
+    for name in ("serving.json", stall_report.FILE):
         serving_results.summarize(name, tmp_path)
     http_report.summarize(tmp_path)
     bdlora_results.summarize(tmp_path, [])
