@@ -21,12 +21,15 @@ from coserve.lora.files.cartridge import EMBEDDINGS
 from coserve.lora.files.wrapped import rename_decoder
 from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import wrap_base
+from tests.support.examples import in_turns
 from tests.support.families import tiny_family
 from tests.support.lora_reference import adapted, alone, save_peft, tokens_of
+from tests.support.sharded import Kind, whole_adapter
 
 TEXT, WRAPPER = "ministral3", "mistral3"
 NAMES = {TEXT: "model.", WRAPPER: "model.language_model."}
 TOKENS = tokens_of(11)
+WRAPPERS = [WRAPPER, "gemma3", "gemma4", "kimi_k25", "llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl"]
 SETTINGS = {
     "r": 3,
     "target_modules": r".*layers\.\d+\.(self_attn\.[qv]_proj|mlp\.down_proj)",
@@ -121,6 +124,22 @@ def test_files_for_peft_on_the_other_model(
     torch.testing.assert_close(alone(loaded, TOKENS), expected, rtol=1e-4, atol=1e-4)
     again = load_adapter(tmp_path / "ours", base.spec, device="cpu", dtype=torch.float32)
     assert again.sites.keys() == weights.sites.keys()
+
+
+@pytest.mark.parametrize("family", in_turns(WRAPPERS, WRAPPERS[:1]))
+@pytest.mark.filterwarnings("ignore")
+def test_files_for_peft_on_the_wrapper_itself(family: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Modules of the same names in its towers are left out."""
+    base = wrap_base(tiny_family(family), name="tiny")
+    kind = Kind(3, targets=("q_proj", "kv_b_proj", "o_proj", "down_proj") if family != "kimi_k25" else ("o_proj",))
+    save_adapter(tmp_path, whole_adapter(base.spec, kind), base.spec)
+    weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
+    recwarn.clear()
+    loaded = PeftModel.from_pretrained(tiny_family(family), str(tmp_path)).eval()
+    assert not [str(one.message) for one in recwarn if "adapter keys" in str(one.message)]
+    found = {name.partition(".lora_A.")[0] for name in loaded.state_dict() if ".lora_A." in name}
+    assert found == {f"base_model.model.{site}" for site in weights.sites}
+    torch.testing.assert_close(alone(loaded, TOKENS), adapted(base, weights, TOKENS), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

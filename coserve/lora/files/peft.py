@@ -24,7 +24,7 @@ from coserve.lora.files.gate import is_cartridge, read_any_config
 from coserve.lora.files.matching import Known, Matching
 from coserve.lora.files.targets import alpha_of, exact, linear_targets, targeted_sites
 from coserve.lora.files.tensorfile import MAX_CONFIG, TensorEntry, TensorFile
-from coserve.lora.files.wrapped import outside_text, site_of
+from coserve.lora.files.wrapped import outside_text, site_of, text_targets
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str
         "lora_alpha": _plain(alpha_of(settings)),
         "lora_dropout": settings.dropout,
         "use_rslora": settings.rslora,
-        "target_modules": list(targets),
+        "target_modules": text_targets(targets, adaptable.keys()),
         "rank_pattern": dict(settings.rank_pattern),
         "alpha_pattern": {key: _plain(alpha) for key, alpha in settings.alpha_pattern.items()},
         "fan_in_fan_out": base.family in CONV1D_FAMILIES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, KeysView, Sequence
 from pathlib import Path
 
 from coserve.core.errors import InvalidRequest, UnsupportedAdapter
@@ -46,6 +46,17 @@ def decoder_among(modules: Iterable[str]) -> str | None:
     is at none of the known ones."""
     names = set(modules)
     return next((path.removesuffix(".") for path in _DECODERS if f"{path}layers" in names), None)
+
+
+def text_targets(names: Sequence[str], sites: KeysView[str]) -> list[str] | str:
+    """Return PEFT's `target_modules` for a base with these sites: the `names`, or, inside a wrapper, whose towers may
+    have modules of the same names, a regular expression."""
+    decoder = next((path for path in _DECODERS[1:] if any(site.startswith(f"{path}layers.") for site in sites)), None)
+    return list(names) if decoder is None or sites >= set(names) else _inside(decoder, names)
+
+
+def _inside(decoder: str, names: Iterable[str]) -> str:
+    return rf"({re.escape(decoder)}(.*\.)?)?({'|'.join(map(re.escape, names))})"
 
 
 def outside_text(name: str) -> str | None:
@@ -94,8 +105,7 @@ def rename_decoder(folder: Path, decoder: str) -> None:
     limits = [config.pop(key, None) for key in ("layers_to_transform", "layers_pattern", "exclude_modules")]
     targets, limited = config.get("target_modules"), any(each not in (None, [], "") for each in limits)
     if isinstance(targets, list) and not limited:  # a tower has modules of the same names
-        names = "|".join(re.escape(_renamed(str(name), old, new)) for name in targets)
-        config["target_modules"] = rf"({re.escape(new)}(.*\.)?)?({names})"
+        config["target_modules"] = _inside(new, [_renamed(str(name), old, new) for name in targets])
     elif targets:  # a regular expression, of the other paths, or beside limits, which PEFT refuses beside one
         modules = (name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in header if ".lora_" in name)
         linear = (module for module in modules if not module.endswith((".experts", ".base_layer")))  # PEFT's parameters
