@@ -83,17 +83,13 @@ def test_names_of_the_field_with_the_adapters_name(kind: type, meant: str) -> No
         assert f"unknown field {name!r}; did you mean {meant!r}?" in message({name: "pirate"}, kind)
 
 
-IN_TOKENS = "coserve counts a batch in tokens: training.batch_tokens"
+ONE_SIZE = "coserve has one batch size for all devices and micro-batches: training.batch_rows"
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("batch_size", IN_TOKENS),
-        ("per_device_train_batch_size", IN_TOKENS),
-        ("train_batch_size", IN_TOKENS),
-        ("gradient_accumulation_steps", IN_TOKENS),
-        ("warmup_ratio", "coserve counts the warm-up in steps: training.warmup_steps"),
+        ("gradient_accumulation_steps", ONE_SIZE),
         ("learning_rate_multiplier", "coserve takes the rate itself: training.learning_rate"),
     ],
 )
@@ -258,7 +254,7 @@ SERVE = tuple(f"--{field.name.replace('_', '-')}" for field in dataclasses.field
         (FINETUNE, "--lora-alpha", "did you mean '--alpha'?"),
         (FINETUNE, "--target-modules", "did you mean '--targets'?"),
         (FINETUNE, "--epoch", "did you mean '--epochs'?"),
-        (FINETUNE, "--batch-size", "counts a batch in tokens: --batch-tokens"),
+        ((*FINETUNE, "--batch-rows"), "--batch-size", "did you mean '--batch-rows'?"),
         (SERVE, "--max-running-requests", "did you mean '--max-running'?"),
         (SERVE, "--max-concurrent-requests", "did you mean '--max-running'?"),
         (FINETUNE, "--gradient-checkpointing", "layers are recomputed"),

@@ -27,6 +27,9 @@ OURS = {"alpha": 8, "dropout": 0.1, "rslora": True, "targets": ["q_proj", "v_pro
 TRAINER = {
     "num_train_epochs": 2,
     "max_steps": -1,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "warmup_ratio": 0.25,
     "lr_scheduler_type": "constant_with_warmup",
     "optim": "paged_adamw_32bit",
     "adam_beta2": 0.95,
@@ -35,6 +38,8 @@ TRAINER = {
 }
 TRAINING = {
     "epochs": 2,
+    "batch_rows": 8,
+    "warmup_ratio": 0.25,
     "schedule": "constant",
     "optimizer": "paged_adamw",
     "beta2": 0.95,

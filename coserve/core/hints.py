@@ -52,13 +52,11 @@ ALIASES = {
 }
 _OF_ADAPTERS = ("adapter", "name", "id", "lora_name", "adapter_name")
 """Fields of one body or another that name an adapter, ours first."""
-_BATCH = ("batch_tokens", "coserve counts a batch in tokens")
 OTHER_UNITS = {
-    "batch_size": _BATCH,
-    "train_batch_size": _BATCH,
-    "per_device_train_batch_size": _BATCH,
-    "gradient_accumulation_steps": _BATCH,
-    "warmup_ratio": ("warmup_steps", "coserve counts the warm-up in steps"),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps"),
+        ("batch_rows", "coserve has one batch size for all devices and micro-batches"),
+    ),
     "learning_rate_multiplier": ("learning_rate", "coserve takes the rate itself"),
     "max_length": ("max_tokens", "coserve counts new tokens alone"),
     "training_file": ("path", "coserve takes a file under its data_root"),

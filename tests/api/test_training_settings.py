@@ -62,6 +62,10 @@ async def test_a_dpo_job_ends_with_an_adapter_that_prefers_the_chosen_answers(tm
         ({"training": {"loss": DPO, "one_row_per_answer": True}}, "training.one_row_per_answer"),
         ({"training": {"loss": DPO}, "teacher": "somebody"}, "training.loss"),
         ({"training": {"loss": DPO, "micro_batch_tokens": 3}}, "training.micro_batch_tokens"),
+        ({"training": {"batch_rows": 2, "batch_tokens": 64}}, "training.batch_rows"),
+        ({"training": {"batch_rows": 0}}, "training.batch_rows"),
+        ({"training": {"warmup_ratio": 0.5, "warmup_steps": 3}}, "training.warmup_ratio"),
+        ({"training": {"warmup_ratio": 1.5}}, "training.warmup_ratio"),
     ],
 )
 async def test_what_does_not_go_with_it_is_refused_by_name(api: Api, body: dict[str, Any], field: str) -> None:
@@ -138,6 +142,16 @@ async def test_the_job_tells_what_was_chosen(tmp_path: Path, training: dict[str,
             assert job["total_steps"] >= 100
         _, again = await api.call("GET", f"/finetune/{job['id']}")
         assert (again["training"], again["auto"]) == (job["training"], auto)
+
+
+async def test_a_batch_in_rows_and_a_share_of_warm_up(tmp_path: Path) -> None:
+    async with serve_api(tmp_path) as api:
+        training = {"num_train_epochs": 2, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 2}
+        body = {"adapter": "a", "data": ANSWERS, "training": training | {"warmup_ratio": 0.3}}
+        job = await api.answered(202, "POST", "/finetune", json=body)
+        assert (job["total_steps"], job["training"]["warmup_steps"], job["auto"]) == (6, 2, ["learning_rate"])
+        again = await api.answered(202, "POST", "/finetune", json=body | {"training": job["training"]})
+        assert again["training"] == job["training"]
 
 
 async def test_rows_that_were_cut_are_told_by_the_job(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_fields_become_those_of_the_request(
         ),
         (["--set", "schedule=cosine"], "schedule: unknown field 'schedule'; did you mean 'training.schedule'? (see"),
         (["--set", "training.lora_dropout=1"], "did you mean 'lora.dropout'?"),
-        (["--set", "training.batch_size=8"], "coserve counts a batch in tokens: training.batch_tokens"),
+        (["--set", "training.gradient_accumulation_steps=8"], "one batch size for all devices and micro-batches"),
         (["--set", "training.seed=x"], "training.seed: expected int, got str"),
         (["--set", "training.schedule=step"], "training.schedule: expected one of linear, cosine, constant"),
         (["--set", "training.optimizer=adam"], "did you mean 'adamw'?"),

@@ -170,9 +170,6 @@ class Submission:
                 wanted = request.training
                 if isinstance(corpus, StagedCorpus) and corpus.validation_rows:
                     wanted = _with_validation(wanted, corpus.validation_rows)
-                if origin is not None and origin.batch_rows is not None:
-                    batch_tokens = math.ceil(origin.batch_rows * corpus.token_count / corpus.rows)
-                    wanted = msgspec.structs.replace(wanted, batch_tokens=batch_tokens)
                 arrays = await asyncio.to_thread(corpus.arrays)
                 job, steps = await self._sized(job, wanted, corpus, arrays, spec)
                 notes = await asyncio.to_thread(row_notes, arrays, corpus.rows_cut, self._tokenizer)
@@ -215,6 +212,9 @@ class Submission:
         lengths = await asyncio.to_thread(lambda: arrays.lengths)
         encoded = encoded_tokens(job)
         plan = await asyncio.to_thread(BatchPlan, lengths, training, self._config.micro_batch_tokens - encoded)
+        if training.warmup_ratio is not None:
+            warmup = math.ceil(training.warmup_ratio * plan.total_steps)
+            training = msgspec.structs.replace(training, warmup_steps=warmup, warmup_ratio=None)
         digest = await asyncio.to_thread(lambda: corpus.digest)
         sized = msgspec.structs.replace(
             job,

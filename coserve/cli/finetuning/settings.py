@@ -35,6 +35,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "steps": ("training.steps", int),
     "learning_rate": ("training.learning_rate", float),
     "batch_tokens": ("training.batch_tokens", int),
+    "batch_rows": ("training.batch_rows", int),
     "validation_split": ("training.validation_split", float),
     "train_on": ("training.train_on", TrainOn),
     "lora_plus_ratio": ("training.lora_plus_ratio", float),

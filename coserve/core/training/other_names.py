@@ -14,6 +14,8 @@ SAME = {
     "target_modules": "targets",
     "init_lora_weights": "init",
     # transformers' and TRL's trainers
+    "batch_size": "batch_rows",
+    "train_batch_size": "batch_rows",
     "num_train_epochs": "epochs",
     "max_steps": "steps",
     "lr_scheduler_type": "schedule",
@@ -27,6 +29,8 @@ SAME = {
     "loraplus_lr_ratio": "lora_plus_ratio",
 }
 """Maps other libraries' names of settings to ours of the same meaning, in the same unit."""
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""Factors of `batch_rows`."""
 _ADAMW = ("adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision", "adamw_32bit")
 OTHER_OPTIMIZERS = {
     **dict.fromkeys((*_ADAMW, "adamw_torch_npu_fused", "adamw_torch_xla"), "adamw"),
@@ -62,6 +66,9 @@ def with_own_names(given: Mapping[str, object], fields: Collection[str]) -> dict
     """Return settings with our names and values for other libraries' of the same meaning. `fields`: the names that the
     settings may have; with those of LoRA, fields of `LoraConfig` that ask for nothing are left out. A setting that is
     given under both names keeps the other one, too."""
+    rows, times = (given.get(name, 1) for name in _BATCH)
+    if _BATCH[0] in given and "batch_rows" in fields and isinstance(rows, int) and isinstance(times, int):
+        given = {"batch_rows": rows * times, **{name: value for name, value in given.items() if name not in _BATCH}}
     found = dict[str, object]()
     for name, value in given.items():
         ours = name if name in fields else SAME.get(name, name)

@@ -77,6 +77,8 @@ class TrainingRequest(Wire, frozen=True):
     """Optimizer steps, instead of `epochs`."""
     batch_tokens: int | Auto = "auto"
     """Tokens per optimizer step."""
+    batch_rows: int | None = None
+    """Rows per optimizer step, on average, instead of `batch_tokens`, which it becomes by the mean length of a row."""
     micro_batch_tokens: int | None = None
     """Tokens per forward and backward; None: as many as the memory plan allows, at most `batch_tokens`."""
     max_length: int | None = None
@@ -94,6 +96,8 @@ class TrainingRequest(Wire, frozen=True):
     """None: the negative log-likelihood of the target tokens. `dpo` needs rows of `prompt`, `chosen` and `rejected`."""
     schedule: Schedule = Schedule.LINEAR
     warmup_steps: int = 0
+    warmup_ratio: float | None = None
+    """Share of the steps that are warm-up, instead of `warmup_steps`, which it becomes."""
     optimizer: Optimizer = Optimizer.ADAMW
     """`adamw`; `lion` (https://arxiv.org/abs/2302.06675), which keeps one moment; `adamw_8bit` and `lion_8bit` with
     8-bit moments (https://arxiv.org/abs/2110.02861). Prefix `paged_`: the moments stay in pinned host memory."""

@@ -64,7 +64,8 @@ def choose_training(
     `distills`: an already trained adapter is trained further toward a teacher; `cartridge`: a KV prefix is trained.
     Explicit values stay, and the chosen ones follow from them: with an explicit batch size, the number of epochs
     depends on its steps. Raises `InvalidRequest` for `lora_plus_ratio` without a learning rate, because the default
-    rate assumes one rate for A and B.
+    rate assumes one rate for A and B, and for a batch size in rows that is none, or
+    beside one in tokens.
     """
     chosen: list[str] = []
     batch, rate, epochs = request.batch_tokens, request.learning_rate, request.epochs
@@ -78,6 +79,14 @@ def choose_training(
         share *= DISTILLATION_SHARE if distills else 1
         rate = CARTRIDGE_RATE if cartridge else float(f"{choose_learning_rate(hidden) / share:.1e}")
         chosen.append("learning_rate")
+    if request.batch_rows is not None:
+        if batch != "auto":
+            raise InvalidRequest("expected batch_rows or batch_tokens, got both", field="training.batch_rows")
+        if not 1 <= request.batch_rows < 1 << 32:
+            raise InvalidRequest(
+                f"expected at least 1 and less than 2^32, got {request.batch_rows}", field="training.batch_rows"
+            )
+        batch = math.ceil(request.batch_rows * tokens / max(1, rows))
     if batch == "auto":
         batch = choose_batch_tokens(tokens, targets)
         chosen.append("batch_tokens")
@@ -88,7 +97,7 @@ def choose_training(
             chosen.append("epochs")
     beta2 = request.beta2 if request.beta2 is not None else LION_BETA2 if request.optimizer.lion else BETA2
     fields = msgspec.structs.asdict(request)
-    fields |= {"epochs": epochs, "batch_tokens": batch, "learning_rate": rate, "beta2": beta2}
+    fields |= {"epochs": epochs, "batch_tokens": batch, "batch_rows": None, "learning_rate": rate, "beta2": beta2}
     return TrainingSettings(**fields), tuple(sorted(chosen))
 
 

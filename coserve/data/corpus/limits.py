@@ -31,6 +31,7 @@ BOUNDS = {
     "steps": Bounds(1, 1_000_000),
     "epochs": Bounds(0, 1000, open=(True, False)),
     "learning_rate": Bounds(0, 100, open=(True, False)),
+    "warmup_ratio": Bounds(0, 1),
     "eps": Bounds(0, 1, open=(True, False)),
     "neftune_alpha": Bounds(0, 1000, open=(True, False)),
     "sample_max_tokens": Bounds(1, 1024),
@@ -59,6 +60,8 @@ def check_training(training: TrainingSettings) -> None:
         value = getattr(training, name)
         if value is not None and value not in bounds:
             raise InvalidRequest(f"expected {bounds}, got {value}", field=f"training.{name}")
+    if training.warmup_ratio is not None and training.warmup_steps:
+        raise InvalidRequest("expected warmup_steps or warmup_ratio, got both", field="training.warmup_ratio")
     if training.lora_plus_ratio is not None and training.learning_rate * training.lora_plus_ratio > 100:
         raise InvalidRequest(
             f"expected at most 100 as B's learning rate, got {training.learning_rate} times {training.lora_plus_ratio}",

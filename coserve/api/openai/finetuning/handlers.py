@@ -41,9 +41,10 @@ class FineTuningApi:
     )
     async def create_tuning(self, request: web.Request, body: CreateJob) -> FineTuningJob:
         key = request.headers.get("Idempotency-Key")
-        native, batch_rows = job_request(body, self._service.engine.spec, key)
+        native = job_request(body, self._service.engine.spec, key)
         training = self._file(body.training_file, "training_file")
         validation = None if body.validation_file is None else self._file(body.validation_file, "validation_file")
+        batch_rows = native.training.batch_rows
         origin = JobOrigin(
             training_file=body.training_file, validation_file=body.validation_file, batch_rows=batch_rows
         )

@@ -17,8 +17,8 @@ from coserve.core.types import BaseSpec
 from coserve.data.corpus.defaults import choose_training
 
 
-def job_request(body: CreateJob, spec: BaseSpec, key: str | None) -> tuple[FinetuneRequest, int | None]:
-    """Return the native request without its rows, and `batch_size` in rows if it was given. Random values are derived
+def job_request(body: CreateJob, spec: BaseSpec, key: str | None) -> FinetuneRequest:
+    """Return the native request without its rows. Random values are derived
     from `key`, the request's `Idempotency-Key`, so that a repeated request is the same.
 
     Raises `InvalidRequest`, `AdapterNotFound`.
@@ -33,18 +33,18 @@ def job_request(body: CreateJob, spec: BaseSpec, key: str | None) -> tuple[Finet
     multiplier, epochs, batch_rows = map(_given, (found.learning_rate_multiplier, found.n_epochs, found.batch_size))
     training = TrainingRequest(
         epochs=epochs,
+        batch_rows=None if batch_rows is None else int(batch_rows),
         learning_rate="auto" if multiplier is None else default_rate(loss, spec) * multiplier,
         loss=loss,
         seed=int(random[ID_LENGTH : ID_LENGTH + 8], 16) & MAX_SEED if body.seed is None else body.seed,
     )
-    request = FinetuneRequest(
+    return FinetuneRequest(
         adapter=adapter_name(body.suffix or "", random[:ID_LENGTH]),
         continue_from=adapter_of(body.model, spec.name),
         lora=body.lora,
         training=training,
         metadata=body.metadata or {},
     )
-    return request, None if batch_rows is None else int(batch_rows)
 
 
 def _given(value: float | Auto | None) -> float | None:
