@@ -269,6 +269,16 @@ async def test_an_adapter_whose_time_to_live_is_lengthened_at_its_end_stays(api:
     await api.answered(200, "PATCH", "/adapters/poet", json={"tags": ["kept"]})  # comes after a deletion
 
 
+async def test_a_new_engine_reads_what_requests_used_most(api: Api) -> None:
+    for name in ("bard", "clerk", "poet"):
+        add_adapter(api, name)
+    for name in ("bard", "poet", "poet"):
+        await api.answered(200, "POST", "/generate", json={"prompt": "x", "adapter": name})
+    await api.engine.die()
+    await api.start_engine()
+    assert [told.ref.id for told in await api.engine.saw(PrefetchAdapter, 2)] == ["poet", "bard"]
+
+
 async def test_a_pin_is_told_to_each_engine(api: Api) -> None:
     add_adapter(api, "poet")
     async with AsyncClient(api.url) as client:

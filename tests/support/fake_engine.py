@@ -145,6 +145,7 @@ class FakeEngine:
             lora_backend="reference",
             memory=self.memory,
             notes=("a fake",),
+            host_adapter_limit=1000,
         )
 
     def heard(self, kind: type[Kind]) -> list[Kind]:

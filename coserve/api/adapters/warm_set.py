@@ -48,8 +48,6 @@ class WarmSet:
 
     async def close(self) -> None:
         """Count the uses that are not counted yet."""
-        if self._flush is not None:
-            self._flush.cancel()
         for task in [*self._tasks]:
             await task
         await self._count()
@@ -58,6 +56,8 @@ class WarmSet:
         keep_task(self._read() if reads else self._count(), self._tasks)
 
     async def _count(self) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
         self._flush, uses = None, self._uses
         self._uses = Counter()
         if uses:
@@ -65,6 +65,7 @@ class WarmSet:
                 await self._registry(lambda registry: registry.count_uses(uses))
 
     async def _read(self) -> None:
+        await self._count()
         ready = self._engine.ready
         if ready is None:
             return
@@ -80,8 +81,10 @@ class WarmSet:
         try:
             found = await self._registry.read(chosen)
             for record, pinned in found:
+                if record.base_fingerprint != fingerprint:
+                    continue
                 room -= record.bytes
-                if record.base_fingerprint == fingerprint and (pinned or room >= 0):
+                if pinned or room >= 0:
                     self._engine.send(
                         PrefetchAdapter(ref=record.ref, digests=record.digests, pinned=True if pinned else None)
                     )
