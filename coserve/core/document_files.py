@@ -63,7 +63,8 @@ def _pdf_text(content: bytes) -> str:
     except ImportError:
         raise UnreadableCorpus("PDF needs the package pypdf: pip install 'coserve[pdf]'") from None
     try:
-        return "\n\n".join(page.extract_text() for page in PdfReader(io.BytesIO(content)).pages)
+        text = "\n\n".join(page.extract_text() for page in PdfReader(io.BytesIO(content)).pages)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     except MemoryError:
         raise
     except Exception as error:  # pypdf raises anything for a damaged file

@@ -191,6 +191,9 @@ async def test_the_sdk_and_the_command_line_learn_files(
     given += ["--set", "document.answer_tokens=4", "--set", "document.publish=always", "--set", "training.steps=1"]
     given += ["--set", f"document.questions={json.dumps(ASKED['questions'])}"]
     assert await asyncio.to_thread(run, [*given, "--url", url]) == 0
-    out = capsys.readouterr().out
-    assert "succeeded" in out
-    assert "in context" in out
+    shown = capsys.readouterr()
+    assert "succeeded" in shown.out
+    assert "in context" in shown.out
+    _, page = await api.call("GET", "/finetune")
+    notes = next(job["notes"] for job in page["data"] if job["adapter"] == "two")
+    assert notes and f"note: {notes[-1]}\n" in shown.err

@@ -21,9 +21,9 @@ from coserve.data.documents.prompts import (
     clean_question,
     different,
     grounded,
-    nearest_chunk,
+    nearest_chunks,
 )
-from coserve.data.documents.reading import split_text
+from coserve.data.documents.reading import PIECE, split_text
 from tests.support.api_server import tokenizer
 
 WORDS = ["the", "bridge", "of", "orvane", "was", "opened", "in", "may", "by", "a", "man", "who", "could", "not", "swim"]
@@ -40,15 +40,25 @@ def test_chunks_overlap_and_hold_the_whole_text(words: list[str], size: int, ove
     assert len(" ".join(found.texts)) >= len(text)
 
 
-def pdf(text: str) -> bytes:
-    """A PDF of one page, written by hand."""
+def test_a_long_text_has_the_same_tokens_as_a_short_one() -> None:
+    text = " ".join(f"{word}{number}\n" for number in range(1200) for word in WORDS) * 3
+    assert len(text) > PIECE
+    found = split_text(text, tokenizer(), 512, 0)
+    assert "".join("".join(found.texts).split()) == "".join(text.split())
+    assert found.tokens == len(tokenizer().encode(text, add_special=False))
+
+
+def pdf(text: str, x: str = "0078") -> bytes:
+    """A PDF of one page, written by hand. `x`: UTF-16 of the letter x (hex)."""
+    cmap = f"begincmap 1 begincodespacerange <00> <FF> endcodespacerange 1 beginbfchar <78> <{x}> endbfchar endcmap"
     stream = f"BT /F1 12 Tf 72 700 Td ({text}) Tj ET".encode()
     objects = [
         b"<</Type/Catalog/Pages 2 0 R>>",
         b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
         b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
         b"<</Length %d>>stream\n%s\nendstream" % (len(stream), stream),
-        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica/ToUnicode 6 0 R>>",
+        b"<</Length %d>>stream\n%s\nendstream" % (len(cmap), cmap.encode()),
     ]
     out, places = BytesIO(b"%PDF-1.4\n"), []
     out.seek(0, 2)
@@ -56,8 +66,8 @@ def pdf(text: str) -> bytes:
         places.append(out.tell())
         out.write(b"%d 0 obj%s endobj\n" % (number, content))
     table = out.tell()
-    out.write(b"xref\n0 6\n0000000000 65535 f \n" + b"".join(b"%010d 00000 n \n" % place for place in places))
-    out.write(b"trailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % table)
+    out.write(b"xref\n0 7\n0000000000 65535 f \n" + b"".join(b"%010d 00000 n \n" % place for place in places))
+    out.write(b"trailer<</Size 7/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % table)
     return out.getvalue()
 
 
@@ -68,6 +78,12 @@ def test_a_folder_is_its_documents_in_order(tmp_path: Path) -> None:
     (tmp_path / "deep" / "c.pdf").write_bytes(pdf("Third of all"))
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     assert read_document(tmp_path) == "First\n\n# Second\n\nThird of all"
+
+
+def test_a_pdf_with_half_a_letter_is_text() -> None:
+    """Half of a surrogate pair, which no text in UTF-8 may have, is replaced; halves that belong together are joined."""
+    assert decoded_text(pdf("axa", x="D835")) == "a\ufffda"
+    assert decoded_text(pdf("axa", x="D835DC00")) == "a\U0001d400a"
 
 
 def test_what_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
@@ -116,8 +132,7 @@ def test_questions_are_about_their_chunk() -> None:
 def test_equal_questions_are_one_and_find_their_chunk() -> None:
     assert different(["Who was it?", "who was it", "Who is it?"]) == ["Who was it?", "Who is it?"]
     chunks = ["The bridge is green.", "The toll was four pennies.", "The bridge was opened by Prast."]
-    assert nearest_chunk("Who opened the bridge?", chunks) == 2
-    assert nearest_chunk("How many pennies was the toll?", chunks) == 1
+    assert nearest_chunks(["Who opened the bridge?", "How many pennies was the toll?"], chunks) == [2, 1]
 
 
 def test_attempts_ask_about_every_sentence_and_are_repeatable() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
-from coserve.api.documents.asking import Asked
+from coserve.api.documents.asking import AT_ONCE, Asked
 from coserve.api.documents.teaching import Teaching
 from coserve.core.errors import PromptTooLong
 from coserve.core.schemas import DocumentJob, DocumentSettings, GenerateRequest
@@ -37,6 +38,21 @@ class Remembering:
         return Asked(prompt=[1], text="an answer", tokens=[1])
 
 
+class Counting(Remembering):
+    """Counts requests in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    async def ask(self, request: GenerateRequest, snapshot: AdapterRef | None = None) -> Asked:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0)
+        self.now -= 1
+        return await super().ask(request, snapshot)
+
+
 class Narrow(Remembering):
     """Has no room for a prompt that asks for a question about 1903, or for an answer about 1905."""
 
@@ -55,6 +71,19 @@ async def test_a_sentence_that_does_not_fit_into_the_context_is_left_out(tmp_pat
     teaching = Teaching(job, Chunks(CHUNKS, 32), 3, tmp_path, tokenizer(), asker, show)  # type: ignore[arg-type]
     _, lessons = await teaching.run()
     assert {asker.asked[lesson.question][-5:-1] for lesson in lessons.taught} == {"1901", "1902", "1904", "1906"}
+
+
+async def test_a_large_document_makes_few_requests_at_a_time(tmp_path: Path) -> None:
+    """Whatever the number of its questions, so that the event loop stays free."""
+
+    async def show(job: DocumentJob, message: str) -> None:
+        pass
+
+    job, asker = DocumentJob(settings=DocumentSettings(questions_per_chunk=12)), Counting()
+    teaching = Teaching(job, Chunks(CHUNKS * 8, 512), 3, tmp_path, tokenizer(), asker, show)  # type: ignore[arg-type]
+    _, lessons = await teaching.run()
+    assert len(lessons.taught) == 192
+    assert asker.most == AT_ONCE
 
 
 async def test_answers_are_given_with_the_sentence_that_was_asked_about(tmp_path: Path) -> None:

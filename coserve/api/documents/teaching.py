@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,14 @@ from typing import TypeVar
 
 import msgspec
 
-from coserve.api.documents.asking import Asked, Asker
+from coserve.api.documents.asking import AT_ONCE, Asked, Asker
 from coserve.core.cancellation import task_group
 from coserve.core.errors import PromptTooLong
 from coserve.core.schemas import DocumentJob, DocumentSettings, GenerateRequest
 from coserve.core.schemas.documents import Phase
 from coserve.core.types import Wire
 from coserve.data.documents.lessons import LEAST_HELD_OUT, MOST_HELD_OUT, TOP_K, Lesson, packed_top
-from coserve.data.documents.prompts import Prompts, asked_sentence, clean_question, different, grounded, nearest_chunk
+from coserve.data.documents.prompts import Prompts, asked_sentence, clean_question, different, grounded, nearest_chunks
 from coserve.data.documents.reading import Chunks
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.failpoints import failpoint
@@ -33,6 +33,8 @@ ROUNDS = 4
 RESERVED = 4
 """Every fourth general prompt is held out from training, to measure retention."""
 REPLAY_TOKENS = 64
+MOST_UNSHOWN = 1000
+"""Most items until the progress is recorded again."""
 PIECES = 8
 """With generator `none`, a chunk is split into this many pieces; all but the first are learned as continuations."""
 
@@ -91,9 +93,11 @@ class Teaching:
         self._generated = sum([*(each.generated for each in asked), *(each.generated for each in answered)])
         settings, questions = self._settings, list[Question]()
         if settings.questions:
+            texts = [each.question for each in settings.questions]
+            places = await asyncio.to_thread(nearest_chunks, texts, self._chunks)
             questions = [
-                Question(nearest_chunk(each.question, self._chunks), -1 - index, each.question, answer=each.answer)
-                for index, each in enumerate(settings.questions)
+                Question(chunk, -1 - index, each.question, answer=each.answer)
+                for index, (each, chunk) in enumerate(zip(settings.questions, places, strict=True))
             ]
         elif settings.generator != "none":
             questions = await self._ask_questions()
@@ -104,25 +108,25 @@ class Teaching:
 
     async def _ask_questions(self) -> list[Question]:
         """Ask until each chunk has its quota of different questions, or all attempts are made."""
-        quota, chunks = question_quota(self._settings, len(self._chunks)), range(len(self._chunks))
+        chunks = len(self._chunks)
+        quota = question_quota(self._settings, chunks)
         found = {each.key: each for each in await asyncio.to_thread(self._questions.read)}
 
-        def different_ones(made: Iterable[Question]) -> int:
-            every = [*found.values(), *made]
-            return sum(min(quota, len(_texts(every, chunk))) for chunk in chunks)
+        def different_ones(made: Sequence[Question]) -> int:
+            return sum(min(quota, len(texts)) for texts in _texts([*found.values(), *made], chunks))
 
         for round in range(ROUNDS):
-            lacking = {chunk: quota - len(_texts(found.values(), chunk)) for chunk in chunks}
+            lacking = [quota - len(texts) for texts in await asyncio.to_thread(_texts, found.values(), chunks)]
             wanted = [
                 (chunk, attempt)
-                for chunk, count in lacking.items()
+                for chunk, count in enumerate(lacking)
                 if count > 0
                 for attempt in range(round * quota, round * quota + (quota if round == 0 else count))
             ]
             work = {f"{c}/{a}": partial(self._question, c, a) for c, a in wanted if f"{c}/{a}" not in found}
-            found |= await self._all("questions", work, self._questions, quota * len(chunks), different_ones)
-        texts = [text for chunk in chunks for text in _texts(found.values(), chunk, every=True)[:quota]]
-        taken = set(different(texts))
+            found |= await self._all("questions", work, self._questions, quota * chunks, different_ones)
+        texts = await asyncio.to_thread(_texts, found.values(), chunks, every=True)
+        taken = set(await asyncio.to_thread(different, [text for own in texts for text in own[:quota]]))
         kept = list[Question]()
         for each in sorted(found.values(), key=lambda each: (each.chunk, each.attempt)):
             if each.text in taken:
@@ -153,7 +157,8 @@ class Teaching:
         found = {each.key: each for each in await asyncio.to_thread(self._lessons.read)}
         work: dict[str, Callable[[], Awaitable[Lesson]]] = {each.key: partial(self._lesson, each) for each in questions}
         if self._settings.generator == "none" and not questions:
-            work = {key: partial(self._continued, key, *piece) for key, piece in self._pieces()}
+            pieces = await asyncio.to_thread(lambda: list(self._pieces()))
+            work = {key: partial(self._continued, key, *piece) for key, piece in pieces}
         own = set(work)
         prompts = bundled_prompts()
         learned = [prompt for index, prompt in enumerate(prompts) if index % RESERVED]
@@ -218,27 +223,29 @@ class Teaching:
     # ---- both
 
     async def _all(
-        self, phase: Phase, work: Work[T], log: ItemLog[T], total: int, count: Callable[[Collection[T]], int]
+        self, phase: Phase, work: Work[T], log: ItemLog[T], total: int, count: Callable[[Sequence[T]], int]
     ) -> dict[str, T]:
         """Make items of a phase, and append each to the log as it comes. `count`: how much of the phase's `total` is
         done with the items made here."""
         writing, found = asyncio.Lock(), dict[str, T]()
         if not work:
             return found
-        await self._progress(phase, count(()), total)
+        await self._progress(phase, await asyncio.to_thread(count, ()), total)
+        left = iter(work.items())
 
-        async def one(key: str, make: Callable[[], Awaitable[T]]) -> None:
-            made = await make()
-            async with writing:
-                await asyncio.to_thread(log.append, made)
-                found[key] = made
-                self._generated += made.generated
-                if len(found) % max(1, len(work) // 8) == 0:
-                    await self._progress(phase, count(found.values()), total)
+        async def some() -> None:
+            for key, make in left:
+                made = await make()
+                async with writing:
+                    await asyncio.to_thread(log.append, made)
+                    found[key] = made
+                    self._generated += made.generated
+                    if len(found) % max(1, min(MOST_UNSHOWN, len(work) // 8)) == 0:
+                        await self._progress(phase, await asyncio.to_thread(count, [*found.values()]), total)
 
         async with task_group() as group:
-            for key, make in work.items():
-                group.create_task(one(key, make))
+            for _ in range(min(AT_ONCE, len(work))):
+                group.create_task(some())
         return found
 
     async def _progress(self, phase: Phase, done: int, total: int) -> None:
@@ -256,8 +263,11 @@ def question_quota(settings: DocumentSettings, chunks: int) -> int:
     return math.ceil(min(MOST_HELD_OUT, max(2 * LEAST_HELD_OUT, wanted)) / chunks)
 
 
-def _texts(questions: Iterable[Question], chunk: int, *, every: bool = False) -> list[str]:
-    """Return the distinct questions about a chunk that are `grounded` in it; `every`: followed by the others."""
-    own = sorted((each for each in questions if each.chunk == chunk and each.text), key=lambda each: each.attempt)
-    rest = [each.text for each in own if not each.grounded] if every else []
-    return different([*(each.text for each in own if each.grounded), *rest])
+def _texts(questions: Iterable[Question], chunks: int, *, every: bool = False) -> list[list[str]]:
+    """Return, for each chunk, the distinct questions about it that are `grounded` in it; `every`: followed by the
+    others."""
+    found = [list[str]() for _ in range(chunks)]
+    for each in sorted(questions, key=lambda each: (not each.grounded, each.attempt)):
+        if each.text and (each.grounded or every):
+            found[each.chunk].append(each.text)
+    return [different(texts) for texts in found]

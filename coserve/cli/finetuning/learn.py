@@ -67,12 +67,14 @@ def learn(
     document: dict[str, Any] = settings.pop("document", {}) | {n: v for n, v in own.items() if v is not None}
     with connected(url, key, wait) as client:
         job = client.learn(adapter, file=files, **settings, **document)
-        for note in job.info.notes:
+        told = job.info.notes
+        for note in told:
             print_note(f"note: {note}")
         if detach:
             print_job(job.info, as_json)
         else:
-            follow_job(job, as_json)
+            for note in follow_job(job, as_json).notes[len(told) :]:
+                print_note(f"note: {note}")
 
 
 def _questions(file: Path) -> list[dict[str, str]]:

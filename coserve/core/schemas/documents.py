@@ -131,7 +131,7 @@ class DocumentJob(Wire, frozen=True):
     digest: str = ""
     """SHA-256 of the document's text; it distinguishes adapters of this document from those of others."""
     done: int = 0
-    """What is done of this phase, of `total`, which stays the same throughout: different questions that have the
+    """Items of this phase that are done, of `total`, which stays the same throughout: different questions that have the
     chunk's words (if too few are found, others make up for them), answers, or evaluated items."""
     total: int = 0
     questions: int = 0

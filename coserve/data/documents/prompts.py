@@ -148,12 +148,20 @@ def different(questions: Iterable[str]) -> list[str]:
     return list({" ".join(re.findall(r"\w+", each.lower())): each for each in reversed(list(questions))}.values())[::-1]
 
 
-def nearest_chunk(question: str, chunks: Sequence[str]) -> int:
-    """Return the index of the chunk that shares the most words with the question, rare ones counting more."""
-    wanted = set(re.findall(r"\w+", question.lower()))
-    found = [set(re.findall(r"\w+", chunk.lower())) & wanted for chunk in chunks]
-    rarity = {word: 1 / sum(word in own for own in found) for own in found for word in own}
-    return max(range(len(chunks)), key=lambda index: sum(rarity[word] for word in found[index]))
+def nearest_chunks(questions: Iterable[str], chunks: Sequence[str]) -> list[int]:
+    """Return, for each question, the index of the chunk that shares the most words with it, rare ones counting more."""
+    having = dict[str, list[int]]()
+    for index, chunk in enumerate(chunks):
+        for word in set(re.findall(r"\w+", chunk.lower())):
+            having.setdefault(word, []).append(index)
+    found = list[int]()
+    for question in questions:
+        shared = dict.fromkeys(range(len(chunks)), 0.0)
+        for word in sorted(set(re.findall(r"\w+", question.lower()))):
+            for index in having.get(word, ()):
+                shared[index] += 1 / len(having[word])
+        found.append(max(shared, key=lambda index: shared[index]))
+    return found
 
 
 def asked_sentence(chunk: str, attempt: int, seed: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 from coserve.core.document_files import decoded_text, read_document
@@ -17,6 +18,9 @@ from coserve.state.durable import storage_error
 MEMORY = 2 << 30
 """Most bytes of memory of a process that reads a document: a small PDF may hold streams of any size."""
 MAX_DOCUMENT_TOKENS = 1 << 22
+PIECE = 1 << 18
+"""Characters that are tokenised at once: the tokenizer takes some hundred bytes of memory a token, and ends the process
+where it gets none."""
 
 
 class Chunks(Wire, frozen=True):
@@ -45,17 +49,31 @@ def split_document(context: TaskContext, path: str | None, text: bytes, size: in
 def split_text(text: str, tokenizer: Tokenizer, size: int, overlap: int) -> Chunks:
     """Split a text into chunks of at most `size` tokens, each of which repeats the last `overlap` tokens of the one
     before it. Raises `EmptyCorpus`, `UnreadableCorpus`."""
-    ids = tokenizer.encode(text, add_special=False) if text.strip() else []
+    ids = list[int]()
+    for piece in _pieces(text) if text.strip() else ():
+        ids += tokenizer.encode(piece, add_special=False)
+        if len(ids) > MAX_DOCUMENT_TOKENS:
+            raise UnreadableCorpus(f"expected a document of at most {MAX_DOCUMENT_TOKENS} tokens, got more")
     if not ids:
         raise EmptyCorpus("the document has no text (scanned pages of a PDF have none)")
-    if len(ids) > MAX_DOCUMENT_TOKENS:
-        raise UnreadableCorpus(f"expected a document of at most {MAX_DOCUMENT_TOKENS} tokens, got {len(ids)}")
     step = max(1, size - overlap)
     starts = range(0, max(1, len(ids) - overlap), step)
     texts = [
         tokenizer.decode(ids[start : start + size], skip_special=False).strip("\ufffd").strip() for start in starts
     ]
     return Chunks([chunk for chunk in texts if chunk], len(ids), hashlib.sha256(text.encode()).hexdigest())
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a text before spaces or line ends, where tokens of most vocabularies begin."""
+    start = 0
+    while start < len(text):
+        end = start + PIECE
+        if end < len(text):
+            found = max(text.rfind(space, start + 1, end) for space in " \n")
+            end = found if found > 0 else end
+        yield text[start:end]
+        start = end
 
 
 def first_tokens(chunks: Chunks, count: int, tokenizer: Tokenizer) -> tuple[int, ...]:
