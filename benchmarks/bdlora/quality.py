@@ -40,9 +40,9 @@ from benchmarks.common.options import RESULTS, make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
 from benchmarks.common.summary import update_summary
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import Schedule, TrainingSettings
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.jsonl import parse_jsonl

@@ -41,8 +41,8 @@ from benchmarks.common.options import RESULTS, add_names, make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results
 from benchmarks.common.summary import Key, update_summary
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.settings import TrainingSettings
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import LoraSettings
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter

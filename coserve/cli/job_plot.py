@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coserve.core.schemas import Job, JobEvent
-from coserve.core.step_metrics import Rewards, StepMetrics
+from coserve.core.training.step_metrics import Rewards, StepMetrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Self
 
 from coserve.core.schemas import Job, JobEvent, Sample
-from coserve.core.step_metrics import StepMetrics
+from coserve.core.training.step_metrics import StepMetrics
 
 EVERY = 30.0
 """Seconds between two lines of progress without a terminal."""

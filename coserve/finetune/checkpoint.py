@@ -17,9 +17,9 @@ from torch import Tensor
 
 from coserve.core.errors import CheckpointUnreadable, StorageError
 from coserve.core.names import CHECKPOINT_STATE, CHECKPOINT_TENSORS
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import Optimizer
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import BaseSpec, Wire
 from coserve.core.validation import decoder_of
 from coserve.lora.store.tensor_writer import write_tensors

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from coserve.core.errors import NonFiniteLoss
-from coserve.core.step_metrics import Rewards, StepMetrics
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import Schedule, TrainingSettings
+from coserve.core.training.step_metrics import Rewards, StepMetrics
 from coserve.core.types import AdapterRef
 from coserve.data.corpus.batch import Batch, corpus_batch
 from coserve.data.corpus.batch_plan import BatchPlan

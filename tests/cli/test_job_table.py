@@ -18,9 +18,9 @@ from coserve.cli.common import json_text
 from coserve.cli.job_plot import collect_steps, learned_curves, plot_title
 from coserve.cli.job_table import age, chosen_line, cut_line, job_line, job_notes, job_table
 from coserve.core.schemas import ErrorInfo, Job, JobEvent, JobList, Preparing, Sample
-from coserve.core.step_metrics import Rewards
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
+from coserve.core.training.step_metrics import Rewards
 from tests.support.examples import by_day
 from tests.support.fake_engine import metrics
 from tests.support.records import make_metrics

@@ -16,9 +16,9 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from coserve.admission.recompute_plan import RecomputePlan
-from coserve.core.step_metrics import Rewards
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.training.settings import DpoLoss, TrainingSettings
+from coserve.core.training.step_metrics import Rewards
 from coserve.core.types import AdapterRef
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end

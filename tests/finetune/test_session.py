@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.data.corpus.batch import corpus_batch
 from coserve.finetune.losses.loss import Loss
 from coserve.finetune.micro_batch import MicroBatch, MicroBatchRunner, run_to_end

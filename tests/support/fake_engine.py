@@ -33,8 +33,8 @@ from coserve.core.link.jobs import (
 from coserve.core.link.link import FromEngine, PeerLost, ToEngine
 from coserve.core.link.stats import EngineStats, StepCounts
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef, BaseSpec, FinishReason, LoraSettings, SiteSpec
 from coserve.lora.files.peft import adapter_config
 from coserve.state.folder import DataFolder

@@ -18,9 +18,9 @@ from coserve.core.cancellation import Cancellation
 from coserve.core.errors import CapacityError, CoserveError
 from coserve.core.link.jobs import JobCheckpoint, JobFailed, JobNote, JobProgress, JobStarted, JobSucceeded
 from coserve.core.link.link import FromEngine
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import TrainingSettings
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK
 from coserve.data.corpus.tokenized import Corpus

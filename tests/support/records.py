@@ -9,9 +9,9 @@ import msgspec
 from coserve.core.link.generation import Generate
 from coserve.core.sampling import SamplingParams
 from coserve.core.schemas import Adapter
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec, JobState
 from coserve.core.training.settings import TrainingSettings
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef, BaseSpec, LoraSettings, SiteSpec, Slo
 from coserve.state.registry.records import AdapterRecord, JobRecord
 from coserve.state.registry.registry import Registry

@@ -17,8 +17,8 @@ from coserve.core.gpu_memory import USES, MemoryUse
 from coserve.core.health import RankInfo
 from coserve.core.link.engine import EngineWarming
 from coserve.core.link.stats import STALL_BUCKETS, EngineStats, StallCounts, StepCounts
-from coserve.core.step_metrics import LoadSeconds
 from coserve.core.training.jobs import JobState
+from coserve.core.training.step_metrics import LoadSeconds
 from coserve.core.types import FinishReason
 
 K = TypeVar("K")

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import msgspec
 
 from coserve.core.schemas import JobEvent
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobState
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.lora.files.targets import with_alpha
 from coserve.state.registry.records import JobRecord
 

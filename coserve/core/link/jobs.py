@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from coserve.core.link.message import Message
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef
 
 

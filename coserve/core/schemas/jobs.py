@@ -12,9 +12,9 @@ from coserve.core.schemas.documents import DocumentJob, DocumentRequest
 from coserve.core.schemas.errors import ErrorInfo
 from coserve.core.schemas.evaluation import MAX_EVAL_ROWS, EvalRequest, EvalResult
 from coserve.core.schemas.generation import Finish
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingRequest, TrainingSettings
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import LoraRequest, LoraSettings, Wire
 
 ROWS = """Rows, each of one of these formats (docs/guide/data.md says how each is rendered and what of it is learned):

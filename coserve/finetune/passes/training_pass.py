@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from coserve.core.errors import EngineFault
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.finetune.micro_batch import MicroBatch, MicroBatchRunner, MicroSteps
 from coserve.finetune.packed_rows import pack_jobs
 from coserve.finetune.sessions.trainee import Trainee

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coserve.core.errors import JobOutOfMemory
-from coserve.core.step_metrics import StepMetrics
+from coserve.core.training.step_metrics import StepMetrics
 
 PEER_FAILED = "peer_failed"
 """Outcome code: the slice was aborted because another rank failed."""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from coserve.admission.optimizers import BEST, WEIGHTS, StateKind
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.micro_step import MicroStep
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.data.corpus.batch import Batch
 from coserve.finetune.embedding_noise import EmbeddingNoise
 from coserve.finetune.losses.loss import Loss

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 from coserve.admission.optimizers import check_optimizer
 from coserve.admission.recompute_plan import has_reference
 from coserve.core.errors import EngineFault, InvalidRequest, JobOutOfMemory
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.data.corpus.batch_plan import MAX_ROWS_ON_TICK
 from coserve.finetune.init import initial_weights, published_adapter
 from coserve.finetune.layers.graphs import LayerGraphs

@@ -8,7 +8,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from coserve.core.errors import CoserveError, JobOutOfMemory, failure_text
-from coserve.core.step_metrics import StepMetrics
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.finetune.layers.graph_passes import CaptureFailed
 from coserve.finetune.passes.mixing import Size
 from coserve.finetune.sessions.outcome import CAPTURE_FAILED

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from coserve.core.step_metrics import LOAD_CAUSES, LoadSeconds
+from coserve.core.training.step_metrics import LOAD_CAUSES, LoadSeconds
 from coserve.lora.store.entry import Entry
 
 

@@ -12,8 +12,8 @@ from coserve.core.access.principal import idempotency_key as scoped_key
 from coserve.core.access.principal import principal
 from coserve.core.errors import JobNotFound, WrongJobState
 from coserve.core.schemas import EventLevel, EventType, JobEvent
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobState
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.state.registry.database import Database
 from coserve.state.registry.missing_samples import missing_notes, passed_step
 from coserve.state.registry.records import EventFields, JobRecord

@@ -7,9 +7,9 @@ import hashlib
 from typing import Final, TypedDict
 
 from coserve.core.schemas import DocumentJob, ErrorInfo, EvalResult, Sample
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec, JobState
 from coserve.core.training.settings import TrainingRequest
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import AdapterDigests, AdapterRef, Wire
 from coserve.state.registry.pace import Pace
 

@@ -12,8 +12,8 @@ import msgspec
 from coserve.core.access.principal import idempotency_key as scoped_key
 from coserve.core.errors import AdapterBusy, WrongJobState
 from coserve.core.schemas import DocumentJob, ErrorInfo, EventLevel, EventType, Sample
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobSpec, JobState
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import AdapterRef
 from coserve.state.registry.access import AccessTable
 from coserve.state.registry.adapters import AdapterTable

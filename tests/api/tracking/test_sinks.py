@@ -10,8 +10,8 @@ import pytest
 from coserve.api.tracking.points import Point, Run, Text, values_of
 from coserve.api.tracking.task import close_all, track
 from coserve.core.errors import TrackingFailed
-from coserve.core.step_metrics import Rewards
 from coserve.core.training.jobs import JobState
+from coserve.core.training.step_metrics import Rewards
 from coserve.data.offload.protocol import TaskContext
 from tests.support.api_server import tokenizer
 from tests.support.event_files import read_curve, read_texts

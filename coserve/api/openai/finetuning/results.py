@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coserve.api.jobs.views import JobViews
-from coserve.core.step_metrics import StepMetrics
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.state.files import FileRecord
 
 PURPOSE = "fine-tune-results"

@@ -8,8 +8,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from coserve.api.http.body_types import Unsupported
 from coserve.api.openai.schemas import ModelName
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.settings import Auto
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import LoraRequest, Wire
 
 BatchSize = Annotated[int, Meta(ge=1, le=1 << 20)]

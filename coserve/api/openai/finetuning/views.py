@@ -24,8 +24,8 @@ from coserve.api.openai.finetuning.schemas import (
 )
 from coserve.api.openai.names import ORGANIZATION, model_name
 from coserve.core.schemas import EventLevel, JobEvent
-from coserve.core.step_metrics import StepMetrics
 from coserve.core.training.jobs import JobState
+from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import BaseSpec
 from coserve.state.registry.records import JobOrigin, JobRecord
 
