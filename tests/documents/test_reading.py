@@ -81,7 +81,7 @@ def test_a_folder_is_its_documents_in_order(tmp_path: Path) -> None:
 
 
 def test_a_pdf_with_half_a_letter_is_text() -> None:
-    """Half of a surrogate pair, which no text in UTF-8 may have, is replaced; halves that belong together are joined."""
+    """Half of a surrogate pair, which UTF-8 may not have, is replaced; halves that belong together are joined."""
     assert decoded_text(pdf("axa", x="D835")) == "a\ufffda"
     assert decoded_text(pdf("axa", x="D835DC00")) == "a\U0001d400a"
 

@@ -227,7 +227,8 @@ class Teaching:
     ) -> dict[str, T]:
         """Make items of a phase, and append each to the log as it comes. `count`: how much of the phase's `total` is
         done with the items made here."""
-        writing, found = asyncio.Lock(), dict[str, T]()
+        writing = asyncio.Lock()
+        found: dict[str, T] = {}
         if not work:
             return found
         await self._progress(phase, await asyncio.to_thread(count, ()), total)
@@ -241,7 +242,7 @@ class Teaching:
                     found[key] = made
                     self._generated += made.generated
                     if len(found) % max(1, min(MOST_UNSHOWN, len(work) // 8)) == 0:
-                        await self._progress(phase, await asyncio.to_thread(count, [*found.values()]), total)
+                        await self._progress(phase, await asyncio.to_thread(count, tuple(found.values())), total)
 
         async with task_group() as group:
             for _ in range(min(AT_ONCE, len(work))):
