@@ -43,8 +43,12 @@ BOUNDS = (0, 5, 14, 18, 25)
 BATCH = (1, -1, 0, 1)
 TOKENS = tokens_of(BOUNDS[-1])
 POSITIONS = torch.cat([torch.arange(end - start) for start, end in pairwise(BOUNDS)])
-FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "gemma4")
-"""GLM's first layer has no experts; its second has a shared one. Gemma 4's have an MLP beside the experts."""
+FAMILIES = (
+    *("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "gemma4"),
+    *("olmoe", "deepseek_v3", "qwen3_5_moe_text"),
+)
+"""The first layers of GLM and DeepSeek have no experts; their second ones, and all of Qwen3.5, have a shared one. Gemma
+4's have an MLP beside the experts."""
 WAYS = pytest.mark.parametrize("ep", [1, 2], ids=["features", "experts"])
 
 
@@ -88,7 +92,7 @@ class Served(NamedTuple):
 def serve(mesh: Mesh | None, folder: str, ep: int) -> Served:
     """Logits without adapters, of a mixed batch, and of the same in slots by fused layers."""
     base = load(folder, mesh, ep)
-    whole = adapter(base.spec, 3, (*BOTH, "q_proj")), adapter(base.spec, 4, BOTH[1:])
+    whole = adapter(base.spec, 3, (*BOTH, "o_proj")), adapter(base.spec, 4, BOTH[1:])
     adapters, segments = tuple(map(base.shard, whole)), Segments(BOUNDS, BATCH)
     run = partial(base.forward, TOKENS, POSITIONS, PackedAttention(BOUNDS), keep=None)
     with torch.no_grad():
@@ -121,10 +125,11 @@ def test_a_mixed_batch_has_the_logits_of_one_process(two: Ranks, folders: dict[s
         assert found.spec.experts == {
             name: replace(site, by_expert=ep > 1) for name, site in expected.spec.experts.items()
         }
-        beside = "mlp.down_proj" if family == "gemma4" else "shared_experts.down_proj"
+        beside = ("mlp.down_proj",) if family == "gemma4" else ("shared_experts.down_proj", "shared_expert.down_proj")
         shared = sum(name.endswith(beside) for name in expected.spec.sites)
-        assert found.calls == {"all_reduce": 2 * expected.spec.layers + shared, "all_gather": 1}
-        settings = LoraSettings(r=3, targets=("q_proj",), target_parameters=BOTH)
+        norms = 2 if family == "olmoe" else 0  # of all heads' queries, and keys
+        assert found.calls == {"all_reduce": (2 + norms) * expected.spec.layers + shared, "all_gather": 1}
+        settings = LoraSettings(r=3, targets=("o_proj",), target_parameters=BOTH)
         planned = lora_shapes(settings, found.spec, ranks=2)
         assert found.pairs == sum(shape.a + shape.b for shape in planned), "as memory is planned"
         assert found.parameters <= 0.55 * expected.parameters, "half of the experts, and biases that are on both"
