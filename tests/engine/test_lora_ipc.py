@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
 from coserve.engine.lora_server.ipc import (
     PAGE,
+    TO_ENGINE,
     TO_SERVER,
     TRIAL_SPEC,
     IpcTransport,
@@ -34,7 +36,7 @@ from coserve.memory.buffer import ALIGNMENT
 from coserve.model.base import wrap_base
 from tests.support.fake_driver import FakeDriver
 from tests.support.families import tiny_family
-from tests.support.host_stream import mailbox_ends
+from tests.support.host_stream import HostStream, mailbox_ends
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64)
 SIZE = 1 << 14
@@ -125,6 +127,8 @@ class Sources:
 
     def write(self, word: int, value: int) -> None: ...
     def wait(self, word: int, value: int) -> None: ...
+    def mark(self) -> Callable[[], None]:
+        raise AssertionError
 
 
 def test_a_tensor_of_the_host_is_sent_from_the_device() -> None:
@@ -156,6 +160,41 @@ def test_the_host_can_end_all_waits_of_a_step_and_none_of_the_next_one() -> None
     assert ours.waiting not in (None, first)
     theirs.send(1, [torch.arange(8)])
     assert ours.waiting is None
+
+
+class Behind(HostStream):
+    """A device that is behind its host: what is launched runs when the host waits for it."""
+
+    def __init__(self) -> None:
+        self._launched = list[Callable[[], None]]()
+
+    def write(self, word: int, value: int) -> None:
+        self._launched.append(partial(super().write, word, value))
+
+    def mark(self) -> Callable[[], None]:
+        return self._run
+
+    def _run(self) -> None:
+        while self._launched:
+            self._launched.pop(0)()
+
+
+def test_a_step_begins_once_the_device_has_come_to_the_end_of_the_one_before() -> None:
+    """The host may know of an error when the device is still between two exchanges. Words that are 0 then would have it
+    wait without end, and a number that it writes late would be taken for one of the next step's."""
+    file = os.memfd_create("mailbox")
+    os.truncate(file, PAGE)
+    page, memory = SharedPage(file), torch.empty(512, dtype=torch.uint8)
+    os.close(file)
+    sends, receives = Part(memory.data_ptr(), 256, TO_SERVER), Part(memory.data_ptr() + 256, 256, TO_ENGINE)
+    device = Behind()
+    end = IpcTransport(device, page, page.address, torch.device("cpu"), sends, receives)
+    end.begin()
+    end.send(1, [torch.arange(8)])
+    end.launched()
+    end.begin()
+    device.mark()()
+    assert page.read(TO_SERVER) == 0
 
 
 @pytest.fixture

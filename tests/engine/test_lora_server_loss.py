@@ -78,7 +78,8 @@ class Silent:
 
     def __init__(self, end: Transport, answers: int) -> None:
         self._end, self._left = end, answers
-        self.begin, self.receive, self.release = end.begin, end.receive, end.release
+        self.begin, self.launched = end.begin, end.launched
+        self.receive, self.release = end.receive, end.release
 
     @property
     def recordable(self) -> bool:
@@ -182,6 +183,8 @@ class Unreachable:
     waiting, recordable = None, True
 
     def begin(self) -> None: ...
+
+    def launched(self) -> None: ...
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         raise IpcUnavailable("cuMemcpyDtoDAsync: an illegal memory access")

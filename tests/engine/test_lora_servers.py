@@ -58,6 +58,8 @@ def without_experts(weights: LoraWeights, slot: int) -> LoraWeights:
         ("mixtral", 2, 2, True),
         ("gpt_oss", 2, 1, False),
         ("gpt_oss", 4, 2, True),
+        ("deepseek_v3", 2, 2, True),
+        ("olmoe", 2, 1, False),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -28,6 +29,9 @@ class HostStream:
         while ctypes.c_uint32.from_address(word).value < value:
             assert time.monotonic() < until, "nothing came"
             time.sleep(1e-4)
+
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
 
 
 def mailbox_ends(there: int, back: int) -> tuple[IpcTransport, IpcTransport]:

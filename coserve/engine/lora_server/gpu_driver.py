@@ -38,6 +38,10 @@ class StreamOps(Protocol):
         """Hold the stream until a 32-bit word is at least `value`."""
         ...
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function that blocks the host until all before it in the stream is done."""
+        ...
+
 
 class _Handle(ctypes.Structure):
     """`CUipcMemHandle`, passed by value."""
@@ -133,6 +137,10 @@ class GpuDriver:
 
     def wait(self, word: int, value: int) -> None:
         self._check("cuStreamWaitValue32", self._wait(self._stream(), word, value, AT_LEAST))
+
+    def mark(self) -> Callable[[], None]:
+        event: torch.cuda.Event = torch.cuda.current_stream(self._index).record_event()
+        return event.synchronize
 
     def _stream(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self._index)

@@ -87,7 +87,8 @@ class IpcTransport:
         """`words`: the page's address on the device; `sends`, `receives`: the mailbox, as this end uses it."""
         self._ops, self._page, self._words, self._device = ops, page, words, device
         self._sends, self._receives = sends, receives
-        self._steps = 0
+        self._steps, self._ended = 0, _nothing
+        """Steps so far, and what waits for the end of the last one on the device."""
 
     def for_trial(self) -> IpcTransport:
         """Return the same end for a message beside a step's, with words of its own, which are 0."""
@@ -95,6 +96,7 @@ class IpcTransport:
         return IpcTransport(self._ops, self._page, self._words, self._device, sends, receives)
 
     def begin(self) -> None:
+        self._ended()
         self._steps += 1
         for part in (self._sends, self._receives):
             self._page.write(part.word, 0)
@@ -120,6 +122,9 @@ class IpcTransport:
             for start, spec in zip(starts, specs, strict=True)
         ]
 
+    def launched(self) -> None:
+        self._ended = self._ops.mark()
+
     @property
     def waiting(self) -> tuple[int, int] | None:
         steps, answered, sent = self._steps, self._page.read(self._receives.word), self._page.read(self._sends.word)
@@ -127,6 +132,10 @@ class IpcTransport:
 
     def release(self) -> None:
         self._page.write(self._receives.word, BEYOND)
+
+
+def _nothing() -> None:
+    """No step was launched."""
 
 
 class Mailboxes:

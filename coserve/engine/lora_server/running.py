@@ -136,9 +136,11 @@ class RunningServers:
         return RemoteStep(self.connections, self.fail, self.received)
 
     def begin(self, bounds: tuple[int, ...], slots: tuple[int, ...]) -> None:
-        """Begin a step (`BeginStep`), once the GPU has come to the end of the one before. Raises `LoraServerLost`, also
+        """Begin a step (`BeginStep`). Waits until the GPU has come to the end of the exchanges before: an error of a
+        step may be known earlier. Raises `LoraServerLost`, also
         if that one was given up after some exchanges: the servers still wait for the others."""
         if self._open:
+            self.launched()
             self.lose("the LoRA servers wait for the rest of a step that failed")
         self._check()
         for connection in self.connections:
@@ -149,8 +151,10 @@ class RunningServers:
             self.send(index, BeginStep(start=self.start, version=server.version, bounds=bounds, slots=slots))
 
     def launched(self) -> None:
-        """Note that all exchanges of the step are in the stream, or have ended."""
+        """Note that no exchange of the step will follow: all are in the stream, or have ended."""
         self._open = False
+        for connection in self.connections:
+            connection.transport.launched()
 
     def received(self, site: str) -> None:
         """Note that a parameter's terms have come."""

@@ -36,8 +36,12 @@ class Transport(Protocol):
     peer."""
 
     def begin(self) -> None:
-        """Begin a step, at the engine's end. The engine's GPU must have come to the end of the step before; the server
+        """Begin a step, at the engine's end, once the device has come to the end of the exchanges before. The server
         must not know of this one."""
+        ...
+
+    def launched(self) -> None:
+        """Note, at the engine's end, that no exchange of the step will follow."""
         ...
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
@@ -75,6 +79,9 @@ class GlooTransport:
 
     def begin(self) -> None:
         """See `Transport`: steps do not overlap, so a number is not in use any more."""
+
+    def launched(self) -> None:
+        """See `Transport`."""
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         while self._sent and self._sent[0][0].is_completed():
