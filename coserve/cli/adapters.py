@@ -114,10 +114,11 @@ def merge_adapter(
     name: str,
     folder: Path,
     base: Annotated[str, typer.Option(help="the base: a folder, a GGUF file, a hub name, 'bundled' or 'smollm2'")],
+    trust_remote_code: Annotated[bool, typer.Option(help="run Python code that comes with the base's files")] = False,
 ) -> None:
     """Save the base with an adapter merged into its weights as a new model folder, for programs that know no adapters.
     Needs PEFT (pip install peft) and the host memory of the whole base."""
-    merging.merge_adapter(client, name, base, folder)
+    merging.merge_adapter(client, name, base, folder, trust_remote_code=trust_remote_code)
     print(folder)
 
 

@@ -12,43 +12,38 @@ import tokenizers
 
 from coserve.client import Client
 from coserve.core.errors import UnsupportedAdapter, UnsupportedBase
-from coserve.data.pretrained.gguf import is_gguf
-from coserve.data.pretrained.source import BUNDLED, check_source, hub_revision, locate
+from coserve.data.pretrained.source import BUNDLED, check_source, locate
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.lora.files.wrapped import decoder_among, rename_decoder
 
 
-def merge_adapter(client: Client, name: str, base: str, folder: Path) -> None:
+def merge_adapter(client: Client, name: str, base: str, folder: Path, *, trust_remote_code: bool) -> None:
     """Download the adapter and let PEFT merge it into the base, on this machine's CPU and in the base's dtype; needs
     the host memory of the whole base. The tokenizer goes with it, and so do towers for images.
 
-    `base`: as for `coserve serve --model`. Raises `FileExistsError`, `UnsupportedBase` if `base` is no model or PEFT is
-    missing, `UnsupportedAdapter` if the adapter does not fit it, and the client's errors.
+    `base`, `trust_remote_code`: as for `coserve serve`. Raises `FileExistsError`, `UnsupportedBase` if `base` is no
+    model or PEFT is missing, `UnsupportedAdapter` if the adapter does not fit it, and the client's errors.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists already; choose a new folder")
     if find_spec("peft") is None:
         raise UnsupportedBase("merging needs PEFT: pip install peft")
     check_source(base)
-    tokenizer = Tokenizer.load(base)  # before the weights, which take minutes
+    tokenizer = Tokenizer.load(base, trust_remote_code=trust_remote_code)  # before the weights, which take minutes
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         adapter, merged = Path(scratch, "adapter"), Path(scratch, "merged")
         client.download_adapter(name, adapter)
-        _merge(base, tokenizer, adapter, merged)
+        _merge(base, tokenizer, adapter, merged, trust_remote_code=trust_remote_code)
         merged.rename(folder)
 
 
-def _merge(base: str, tokenizer: Tokenizer, adapter: Path, merged: Path) -> None:
+def _merge(base: str, tokenizer: Tokenizer, adapter: Path, merged: Path, *, trust_remote_code: bool) -> None:
     from peft import PeftModel
-    from transformers import AutoConfig, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    source: str | Path = str(resources.files("coserve") / "assets" / "tiny") if base == BUNDLED else locate(base)
-    if is_gguf(str(source)):
-        model = import_module("coserve.model.formats.load").load_gguf(Path(source))
-    else:
-        path, revision = hub_revision(str(source))
-        kind = import_module("coserve.model.wrappers").whole_class(AutoConfig.from_pretrained(path, revision=revision))
-        model = kind.from_pretrained(path, revision=revision, dtype="auto")
+    source = str(resources.files("coserve") / "assets" / "tiny") if base == BUNDLED else locate(base)
+    load = import_module("coserve.model.formats.load")
+    model = load.load_whole(source, trust_remote_code=trust_remote_code)
     if (decoder := decoder_among(name for name, _ in model.named_modules())) is not None:
         rename_decoder(adapter, decoder)
     with warnings.catch_warnings():  # PEFT goes on with random weights

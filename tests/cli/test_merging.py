@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import nullcontext
 from importlib import resources
@@ -18,9 +19,10 @@ from typer.testing import CliRunner
 
 from coserve.cli import common
 from coserve.cli.app import app
-from coserve.core.errors import UnsupportedAdapter
+from coserve.core.errors import UnsupportedAdapter, UnsupportedBase
 from coserve.core.names import ADAPTER_WEIGHTS as FILE
 from coserve.lora.files.wrapped import rename_decoder
+from tests.support import quantised
 from tests.support.families import tiny_family
 from tests.support.gguf_files import write_llama
 from tests.support.lora_reference import alone, save_peft, tokens_of
@@ -94,6 +96,55 @@ def test_a_multimodal_base_keeps_its_class(
     assert result.exit_code == 0, result.exception
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "poet", dtype=torch.float32)
     torch.testing.assert_close(alone(merged, tokens_of(9)), *expected, rtol=1e-3, atol=1e-3)
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class Config(LlamaConfig):
+    model_type = "own"
+
+class Model(LlamaForCausalLM):
+    config_class = Config
+"""
+FP8 = {"quant_method": "fbgemm_fp8"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["a name of its own code", "quantised", "code"])
+def test_what_is_served_can_be_merged(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kimi K2, whose code is not run; FP8, which becomes dense; and code, with the flag only."""
+    tiny_family("deepseek_v3" if kind.startswith("a name") else "llama").save_pretrained(tmp_path)
+    base, dense = quantised.quantise(tmp_path, tmp_path, quantised.fp8_rows, FP8)
+    base = base if kind == "quantised" else dense
+    shutil.copy(Path(TINY, "tokenizer.json"), base)
+    plain = AutoModelForCausalLM.from_pretrained(dense)
+    brought = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    own: dict[str, object] = {
+        "a name of its own code": {"model_type": "kimi_k2", "auto_map": brought},
+        "quantised": {},
+        "code": {"model_type": "own", "architectures": ["Model"], "auto_map": brought},
+    }
+    (base / "own.py").write_text(CODE if kind == "code" else "raise SystemExit('ran')")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | own[kind]))
+
+    def download(name: str, folder: Path) -> Path:
+        model = save_peft(plain, folder, target_modules=["o_proj"])
+        expected.append(alone(model, tokens_of(9)))
+        return folder
+
+    expected: list[torch.Tensor] = []
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
+    command = ["adapters", "merge", "poet", str(tmp_path / "poet"), "--base", str(base)]
+    if kind == "code":
+        refused = CliRunner().invoke(app, command)
+        assert isinstance(refused.exception, UnsupportedBase) and "--trust-remote-code" in str(refused.exception)
+        command.append("--trust-remote-code")
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.exception
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "poet", trust_remote_code=kind == "code")
+    torch.testing.assert_close(alone(merged, tokens_of(9)), expected[-1], rtol=1e-3, atol=1e-3)
 
 
 def test_an_adapter_of_other_modules_is_not_merged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

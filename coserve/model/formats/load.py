@@ -10,13 +10,17 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from coserve.core.errors import UnsupportedBase
+from coserve.data.pretrained.gguf import is_gguf
+from coserve.data.pretrained.source import fetch_files, hub_revision
 from coserve.kernels.quantized.fp8 import refuse_unusable
-from coserve.model.formats.dense import DenseTensor, Tensors
-from coserve.model.formats.gguf import open_gguf, read_config
+from coserve.model.formats.dense import DenseTensor, Tensors, open_folder
+from coserve.model.formats.gguf import open_gguf
+from coserve.model.formats.gguf import read_config as gguf_config
+from coserve.model.formats.source import loadable, read_config, set_generation
 from coserve.model.parallel.build import empty_model
 from coserve.model.parallel.drawn import DrawnWeights
 from coserve.model.quantized.load import QuantizeAtLoad
-from coserve.model.wrappers import model_class, random_model
+from coserve.model.wrappers import model_class, random_model, whole_class
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class DenseModel:
     trust_remote_code: bool
     quantization: str = "none"
     """fp8 or nf4: the weights of the layers' linear modules are quantised as they are read."""
+    whole: bool = False
+    """Build the towers for images too, where transformers has a class without them."""
 
     def load(self, tensors: Tensors) -> PreTrainedModel:
         """Build the model. Each tensor is read once, cast to `dtype` and put on `device` before its memory is freed.
@@ -37,7 +43,8 @@ class DenseModel:
         a GPU without FP8.
         """
         with torch.device("meta"):
-            kind = type(model_class(self.config).from_config(self.config, trust_remote_code=self.trust_remote_code))
+            found = (whole_class if self.whole else model_class)(self.config)
+            kind = type(found.from_config(self.config, trust_remote_code=self.trust_remote_code))
         model: PreTrainedModel
         settings = {}
         if self.quantization != "none":
@@ -69,8 +76,25 @@ class DenseModel:
         return self.load({name: DenseTensor(name, partial(drawn.get, name, own), own) for name, own in shapes.items()})
 
 
-def load_gguf(path: Path) -> PreTrainedModel:
-    """Load a GGUF file's model in float32 on the CPU. Raises `UnsupportedBase`."""
-    config = read_config(path)
-    with open_gguf(path, config) as tensors:
-        return DenseModel(config, torch.float32, torch.device("cpu"), trust_remote_code=False).load(tensors)
+def load_whole(source: str, *, trust_remote_code: bool) -> PreTrainedModel:
+    """Load a base dense and with its towers, on the CPU: in its own dtype, a GGUF file in float32. `source`: a folder,
+    a hub name or a GGUF file. Raises `UnsupportedBase`."""
+    cpu = torch.device("cpu")
+    if is_gguf(source):
+        config = gguf_config(Path(source))
+        with open_gguf(Path(source), config) as tensors:
+            return DenseModel(config, torch.float32, cpu, trust_remote_code=False).load(tensors)
+    path, revision = hub_revision(source)
+    local = Path(path).exists()
+    with loadable(path):
+        config, form = read_config(path, path, revision, local=local, trust_remote_code=trust_remote_code)
+        if form is None:
+            kind = whole_class(config)
+            settings = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local}
+            return kind.from_pretrained(path, config=config, dtype="auto", use_safetensors=True, **settings)
+        folder = Path(path) if local else fetch_files(source, ("*.safetensors", "*.json"))
+        with open_folder(folder, form, cpu) as tensors:
+            dtype = config.get_text_config().dtype or torch.bfloat16
+            model = DenseModel(config, dtype, cpu, trust_remote_code, whole=True).load(tensors)
+        set_generation(model, folder)
+        return model
