@@ -364,20 +364,27 @@ def main() -> None:
     real = {"real_files": f"of ranks {REAL}, 1 of cold; the others are links to them, all in the page cache"}
     results = Results.of(options, FILE, __file__, settings | real, seed=SEED)
     failed, end = dict[str, str](), time.monotonic() + options.budget
-    for without in options.without.split(","):
-        failed |= measure(case, parts, results, options, without, end)
+    with tempfile.TemporaryDirectory() as caches:
+        for without in options.without.split(","):
+            failed |= measure(case, parts, results, options, without, end, caches)
     results.put("adapters.failed_parts", len(failed), "parts", about={"errors": failed})
 
 
 def measure(
-    case: Case, parts: Sequence[str], results: Results, options: argparse.Namespace, without: str, end: float
+    case: Case,
+    parts: Sequence[str],
+    results: Results,
+    options: argparse.Namespace,
+    without: str,
+    end: float,
+    caches: str,
 ) -> dict[str, str]:
     """Measure the parts with a daemon; return the errors of those that failed. `without`: an ablation, or nothing;
-    `end`: monotonic time after which nothing is begun."""
+    `end`: monotonic time after which nothing is begun. `caches`: folder of what daemons have compiled."""
     failed, began = dict[str, str](), time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        served = daemon_settings(root, model_folder(root / "model", case.size), case)
+        served = daemon_settings(root, model_folder(root / "model", case.size), case) | {"cache_dir": caches}
         if options.host_adapter_bytes is not None:
             served["host_adapter_bytes"] = options.host_adapter_bytes
         environment = {}

@@ -79,6 +79,7 @@ class Bench:
     def _daemon(self, name: str, **settings: object) -> Iterator[str]:
         data = self._root / name
         served = {"model": self._model, "data_dir": data, "data_root": self._root, "device": self._case.device}
+        served["cache_dir"] = self._root / "cache"  # a daemon compiles what those before it have not
         with daemon(served | {"load_format": "dummy", "shed": "off"} | settings, self._root / "log.txt") as url:
             wait_ready(url)
             import_adapter(url, "real")
