@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,10 +16,11 @@ import pytest
 
 from coserve.config import Config
 from coserve.core.errors import ConfigError, StartupError, UnsupportedBase
-from coserve.core.link.engine import Shutdown
+from coserve.core.link.engine import DropAdapter, Shutdown
 from coserve.core.link.jobs import StartJob
 from coserve.core.link.link import PeerLost
 from coserve.core.logs.setup import LogSettings
+from coserve.core.types import AdapterRef
 from coserve.engine.lora_server.messages import StartServer
 from coserve.engine.lora_server.running import start_servers
 from coserve.engine.lora_server.start import make_servers
@@ -63,6 +65,13 @@ async def test_requests_go_on_when_a_server_is_killed_or_hangs(tmp_path: Path) -
     assert again.bytes > 0
     # The first adapter is whole in the engine's pages now; the other one comes to the new server.
     other = await own.tokens(REFS[1])
+    for version, (files, tokens) in enumerate([(REFS[1], other), (REFS[0], expected)], 1):  # one that is replaced
+        replaced = AdapterRef("replaced", version)
+        shutil.copytree(DataFolder(tmp_path).adapter(files), DataFolder(tmp_path).adapter(replaced))
+        assert await own.tokens(replaced) == tokens
+        await own.server(lambda info: info.adapters == 3)
+        ours.send(DropAdapter(ref=replaced))
+    await own.server(lambda info: info.adapters == 2)
     assert (await own.tokens(REFS[1], signalled(signal.SIGSTOP))) == other
     assert await own.tokens(None) == plain and await own.tokens(REFS[0]) == expected
     assert await own.losses() == pytest.approx(losses, rel=1e-4)
