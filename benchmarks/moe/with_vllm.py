@@ -93,8 +93,8 @@ def engine_arguments(model: str, loras: int) -> dict[str, Any]:
 def loads(loras: int) -> list[dict[str, Any]]:
     """Of an engine with room for so many adapters, as `vllm_engine.py` takes them; named SEQUENCES/ADAPTERS."""
     found = list[dict[str, Any]]()
-    for sequences in SEQUENCES:
-        for adapters in (1, loras) if loras else (0,):
+    for adapters in (1, loras) if loras else (0,):  # to register all of them takes long
+        for sequences in SEQUENCES:
             load = {"name": f"{sequences}/{adapters}", "requests": sequences, "prompt": PROMPT, "output": OUTPUT}
             load |= {"adapters": min(adapters, sequences), "registered": adapters, "repeats": REPEATS, "warm": {}}
             found.append(load)
