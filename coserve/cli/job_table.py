@@ -55,11 +55,14 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _cells(job: Job, now: float) -> tuple[str, ...]:
+    step = f"{job.step}/{job.total_steps}"
+    if job.document is not None and job.document.total:
+        step = document_text(job.document)
     return (
         job.id,
         f"{job.adapter}@{job.version}",
         job.state.value,
-        f"{job.step}/{job.total_steps}",
+        step,
         "-" if job.loss is None else f"{job.loss:.3f}",
         age(now - job.created_at),
         "-" if job.eta is None else clock(job.eta),

@@ -69,7 +69,8 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
         tag = _at(value, path)
         return InvalidRequest(f"expected another kind{_got(tag)}{value_hint(path, tag)}", field=path[:MAX_FIELD])
     if "matching regex" in message:
-        message = f"expected {NAME_RULE}" + (" (or name@version)" if "@" in message else "")
+        other = "base, none or adapter:NAME, with NAME " if "adapter:" in message else ""
+        message = f"expected {other}{NAME_RULE}" + (" (or name@version)" if "@" in message else "")
     in_dict = of_key or path.endswith(_ENTRY)
     path = path.removesuffix(_ENTRY)
     key = _wrong_key(text, value, type, path) if in_dict else None

@@ -17,7 +17,7 @@ from coserve.cli.app import app
 from coserve.cli.common import json_text
 from coserve.cli.job_plot import collect_steps, learned_curves, plot_title
 from coserve.cli.job_table import age, chosen_line, cut_line, job_line, job_notes, job_table
-from coserve.core.schemas import ErrorInfo, Job, JobEvent, JobList, Preparing, Sample
+from coserve.core.schemas import DocumentJob, DocumentSettings, ErrorInfo, Job, JobEvent, JobList, Preparing, Sample
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.training.step_metrics import Rewards
@@ -68,6 +68,13 @@ def test_columns() -> None:
     assert failed.split()[2] == "failed" and queued.split()[2] == "queued"
     assert len({line.index(word) for line, word in ((header, "AGE"), (running, "2h"), (failed, "2h"))}) == 1
     assert list(job_table([])) == ["  ".join(header.split())]
+
+
+def test_a_document_shows_its_phase_until_it_is_trained() -> None:
+    asking = DocumentJob(settings=DocumentSettings(), phase="answers", done=14, total=16)
+    for document, step in ((asking, "answers 14/16"), (msgspec.structs.replace(asking, total=0), "5/20")):
+        _, line = job_table([msgspec.structs.replace(JOB, document=document)], now=1300.0)
+        assert f"running  {step}  " in line
 
 
 def test_notes_are_below_their_jobs() -> None:

@@ -185,6 +185,8 @@ async def test_the_sdk_and_the_command_line_learn_files(
             await client.learn("file", file=tmp_path / "missing.txt")
         with pytest.raises(InvalidRequest, match="one of text"):
             await client.learn("file")
+        with pytest.raises(InvalidRequest, match="base, none or adapter:NAME"):
+            await client.learn("file", "text", generator="model")
         with pytest.raises(InvalidRequest, match="recipe"):
             await client.learn("file", "text", recipe="magic")  # type: ignore[arg-type]
     given = ["learn", "two", str(tmp_path / "a.txt"), str(tmp_path / "b.md"), "--questions-per-chunk", "2"]
@@ -194,6 +196,9 @@ async def test_the_sdk_and_the_command_line_learn_files(
     shown = capsys.readouterr()
     assert "succeeded" in shown.out
     assert "in context" in shown.out
+    (tmp_path / "none.tsv").write_text("\n")
+    assert await asyncio.to_thread(run, [*given[:3], "--questions", str(tmp_path / "none.tsv"), "--url", url]) == 2
+    assert "no question in" in capsys.readouterr().err
     _, page = await api.call("GET", "/finetune")
     notes = next(job["notes"] for job in page["data"] if job["adapter"] == "two")
     assert notes and f"note: {notes[-1]}\n" in shown.err

@@ -79,4 +79,6 @@ def learn(
 
 def _questions(file: Path) -> list[dict[str, str]]:
     lines = [line.partition("\t") for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise typer.BadParameter(f"--questions: no question in {file}")
     return [{"question": question} | ({"answer": answer} if answer else {}) for question, _, answer in lines]
