@@ -112,7 +112,7 @@ def cases() -> list[tuple[Case, tuple[str, ...]]]:
         (Case("sizes", 8, 512, recompute=True), compiled),
         (Case(COSTS, 8, 512), ours),
     ]
-    sizes = ((16, 512), (4, 512), (8, 1024), (4, 2048), (1, 8192))
+    sizes = ((16, 512), (4, 512), (8, 1024), (4, 2048), (2, 4096), (1, 8192))
     found += [(Case("sizes", rows, length), every) for rows, length in sizes]
     found += [(Case("jobs", 1, 512, jobs=jobs), ours) for jobs in (2, 4, 16)]
     found += [(Case("jobs", 8, 512, jobs=jobs), ours) for jobs in (2, 4, 8, 16)]
