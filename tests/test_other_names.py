@@ -69,6 +69,8 @@ def test_other_names_mean_ours(given: dict[str, Any], ours: dict[str, Any]) -> N
     settings = [(f"{place}.{name}", value) for place, own in given.items() for name, value in own.items()]
     paths = [f"{path}={json.dumps(value, default=list)}" for path, value in settings]
     assert finetune_request("a", **request_settings({}, paths)) == expected
+    if "peft_type" in given.get("lora", ()):
+        assert finetune_request("a", lora=LoraConfig(r=4, lora_alpha=8)) == expected
     if "training" not in given:
         created = msgspec.json.encode({"model": "b", "training_file": "f", **given})
         assert decode_dialect(created, CreateJob).lora == expected.lora

@@ -15,6 +15,7 @@ def test_the_pages_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made.keys() == {page.name for page in reference.FOLDER.glob("*.md")}
     stale = [name for name, text in made.items() if (reference.FOLDER / name).read_text() != text]
     assert not stale, "run make reference"
+    assert "NODEFAULT" not in "".join(made.values())
 
 
 def test_every_error_says_what_to_do() -> None:

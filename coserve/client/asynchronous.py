@@ -20,6 +20,7 @@ from coserve.client.handles import AsyncJobHandle
 from coserve.client.options import (
     DocumentOptions,
     GenerateOptions,
+    LoraOptions,
     Messages,
     Prompt,
     adapter_upload,
@@ -64,7 +65,6 @@ from coserve.core.schemas import (
 )
 from coserve.core.training.schemas import Session, SessionRequest
 from coserve.core.training.settings import TrainingRequest
-from coserve.core.types import LoraRequest
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -157,7 +157,7 @@ class AsyncClient:
         validation: Iterable[Mapping[str, Any]] | Path | str | None = None,
         continue_from: str | None = None,
         teacher: str | None = None,
-        lora: LoraRequest | Mapping[str, Any] | None = None,
+        lora: LoraOptions | None = None,
         training: TrainingRequest | Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         on_conflict: OnConflict = "wait",
@@ -232,7 +232,7 @@ class AsyncClient:
         file: Path | str | bytes | Iterable[Path | str] | None = None,
         path: str | None = None,
         continue_from: str | None = None,
-        lora: LoraRequest | Mapping[str, Any] | None = None,
+        lora: LoraOptions | None = None,
         training: TrainingRequest | Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         on_conflict: OnConflict = "wait",

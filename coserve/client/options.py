@@ -7,7 +7,7 @@ from collections import abc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -39,6 +39,17 @@ MAX_INLINE_BYTES = 8 << 20
 have the daemon's `max_body_bytes`, but few uploads run at once."""
 
 T = TypeVar("T")
+
+
+@runtime_checkable
+class PeftConfig(Protocol):
+    """PEFT's `LoraConfig`."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+LoraOptions = LoraRequest | Mapping[str, Any] | PeftConfig
+"""The shape of a new adapter."""
 
 Messages = Iterable[ChatMessage | Mapping[str, object]]
 Prompt = str | Sequence[int]
@@ -148,10 +159,10 @@ def finetune_request(adapter: str, **given: Any) -> FinetuneRequest:  # noqa: AN
     return FinetuneRequest(adapter=adapter, **fields)
 
 
-def _lora_request(given: LoraRequest | Mapping[str, Any]) -> LoraRequest:
+def _lora_request(given: LoraOptions) -> LoraRequest:
     """Return the request's LoRA settings. `given` may be the `LoraSettings` of another job: their fields that a request
     may have are kept. Raises `InvalidRequest`."""
-    lora = as_struct(given, LoraRequest, "lora")
+    lora = as_struct(given.to_dict() if isinstance(given, PeftConfig) else given, LoraRequest, "lora")
     if not isinstance(lora, LoraSettings):
         return lora
     for field in ("cartridge", "modules_to_save"):

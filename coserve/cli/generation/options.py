@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, get_type_hints
 
 import typer
-from msgspec import structs
+from msgspec import NODEFAULT, structs
 
 from coserve.api.http.field_docs import field_docs
 from coserve.cli.common import field_option, with_options
@@ -33,7 +33,8 @@ def with_generation_options(command: Callable[..., None], **defaults: object) ->
     """Return the command with an option for each of `OPTIONS`. It gets their values as `options`
     (`GenerateOptions`). `defaults`: replace the fields' own."""
     hints, texts = get_type_hints(GenerateOptions), field_docs(GenerateRequest)
-    values = {field.name: field.default for field in structs.fields(GenerateRequest)} | defaults
+    fields = structs.fields(GenerateRequest)
+    values = {field.name: None if field.default is NODEFAULT else field.default for field in fields} | defaults
     return with_options(
         command, (field_option(name, TYPES.get(name, hints[name]), values[name], texts[name]) for name in OPTIONS)
     )
