@@ -19,11 +19,12 @@ class Answers(NamedTuple):
     health: Json
 
 
-def answers(folder: Path, *options: str) -> Answers:
-    """Start a daemon with these options in `folder`, train a job, generate meanwhile and afterwards, stop it."""
+def answers(folder: Path, *options: str, lora: Json | None = None) -> Answers:
+    """Start a daemon with these options in `folder`, train a job (`lora`: its settings), generate meanwhile and
+    afterwards, stop it."""
     with DaemonProcess(Path("bundled"), folder, options=("--dtype", "float32", *options)) as daemon:
         daemon.wait_ready()
-        _, job = daemon.call("POST", "/finetune", job_request("learned"))
+        _, job = daemon.call("POST", "/finetune", job_request("learned") | ({"lora": lora} if lora else {}))
         texts = [daemon.call("POST", "/generate", {"prompt": prompt, **GREEDY})[1] for prompt in PROMPTS]
         events = list(daemon.events("GET", f"/finetune/{job['id']}/events"))
         assert events[-1]["state"] == "succeeded", events[-1]

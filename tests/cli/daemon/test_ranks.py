@@ -95,7 +95,8 @@ def test_a_rank_that_is_stopped_while_it_starts_is_told_of_and_all_are_started_a
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_more_ranks_serve_and_train_as_one_does(tmp_path: Path, ranks: int) -> None:
-    alone, together = (answers(tmp_path / str(tp), "--tp", str(tp)) for tp in (1, ranks))
+    lora: Json = {"r": 16, "bd_blocks": ranks}
+    alone, together = (answers(tmp_path / str(tp), "--tp", str(tp), lora=lora) for tp in (1, ranks))
     assert [rank["state"] for rank in together.health["ranks"]] == ["ready"] * ranks
     assert together.tokens == alone.tokens
     assert together.losses == pytest.approx(alone.losses, rel=1e-3)
