@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,12 +44,6 @@ class Learned(NamedTuple):
     """Collectives of the last step."""
     graphs: int
     """Bytes."""
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, cuda=True) as ranks:
-        yield ranks
 
 
 def _train(mesh: Mesh, folder: str, strategy: str, kind: Kind, layers: str, dtype: str) -> Learned:

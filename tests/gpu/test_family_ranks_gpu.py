@@ -4,7 +4,6 @@ tokens and the gradients of one process on the CPU."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,6 @@ FAMILIES = (
     *("gemma4_text", "llama4_text", "mimo_v2_flash", "opt"),
 )
 REF = AdapterRef("a", 1)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, cuda=True) as ranks:
-        yield ranks
 
 
 def generate(mesh: Mesh | None, folder: str) -> tuple[list[dict[str, list[int]]], torch.Tensor]:

@@ -23,12 +23,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, cuda=True) as ranks:
-        yield ranks
-
-
 @pytest.fixture(params=[2, 4, 8])
 def some(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     if torch.cuda.device_count() < request.param:

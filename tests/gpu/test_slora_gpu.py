@@ -3,7 +3,7 @@ others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,12 +50,6 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 Found = dict[str, list[list[int]]]
 """Tokens by case and sequence."""
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, cuda=True) as ranks:
-        yield ranks
 
 
 def test_graphs_have_the_tokens_of_eager_steps_and_of_one_gpu(two: Ranks, tmp_path: Path) -> None:
