@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import UserDict
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -173,6 +175,44 @@ def test_weights_choose_the_turns_to_learn() -> None:
     assert tokenizer.decode(learned, skip_special=False) == "<think>no</think>\nyes<|end|>"
     whole = ChatTemplate(template, TOKENS, SPECIALS).render(CHAT, add_generation_prompt=False)
     assert tokenizer.decode(ids, skip_special=False) == whole
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.sampled_from(["", "a", "é🐈", "ab cd"])), max_size=9),
+    st.integers(0, 60),
+    st.sampled_from([CHATML, QWEN_LIKE, REWRITES.replace("OPEN", OPEN).replace("CLOSE<|end|>", CLOSE)]),
+)
+def test_tokens_that_are_kept_are_learned_as_if_all_were(turns: list[tuple[str, str]], most: int, source: str) -> None:
+    messages = [{"role": role, "content": content} for role, content in turns]
+    tokenizer = Tokenizer(byte_level(), special_tokens=TOKENS, chat_template=source)
+    try:
+        ids, learn = tokenizer.encode_chat_for_training(messages)
+    except InvalidRequest:
+        return
+    found = tokenizer.encode_chat_for_training(messages, most=most)
+    assert found[0] == ids and found[1][:most] == learn[:most] and any(found[1]) == any(learn)
+
+
+class Counted(UserDict[str, str]):
+    """A message that counts how often one is rendered."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[str]:
+        Counted.times += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("source", [CHATML, REWRITES], ids=["learned", "refused"])
+def test_the_work_for_a_long_chat_is_bounded_by_what_is_kept_of_it(source: str) -> None:
+    template, times = ChatTemplate(source, TOKENS, SPECIALS), []
+    for turns in (100, 200):
+        Counted.times = 0
+        messages = [Counted(role=role, content="a text") for _ in range(turns) for role in ("user", "assistant")]
+        with contextlib.suppress(InvalidRequest):
+            template.render_for_training(messages, kept=lambda text: 300)
+        times.append(Counted.times)
+    assert times[0] > 0 and times[1] < 2 * times[0]
 
 
 def test_choosing_among_named_templates() -> None:

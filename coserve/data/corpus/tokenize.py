@@ -244,7 +244,7 @@ def _chat(row: ChatRow, tokenizer: Tokenizer, max_length: int, train_on: TrainOn
             tokens = tokenizer.encode_whole_chat(messages, row.tools, row.options)
             targets = [True] * len(tokens)
         else:
-            tokens, targets = tokenizer.encode_chat_for_training(messages, row.tools, row.options)
+            tokens, targets = tokenizer.encode_chat_for_training(messages, row.tools, row.options, most=max_length)
     except InvalidRequest as error:
         raise MalformedRow(error.message, line=row.line, field="messages") from error
     if not any(targets[1:]):

@@ -74,8 +74,8 @@ class _Marks:
 
 
 class TrainingText(NamedTuple):
-    """A chat as text, and its spans to learn: one of each message, unless the template has other than one block in it.
-    `marked`: the spans come from the template's `{% generation %}` blocks."""
+    """A chat as text, and its spans to learn, in order: one of each message, unless the template has other than one
+    block in it. `marked`: the spans come from the template's `{% generation %}` blocks."""
 
     text: str
     spans: list[Span]
@@ -195,9 +195,12 @@ class ChatTemplate:
         tools: Sequence[Message] = (),
         learned: Sequence[int] | None = None,
         options: Mapping[str, object] | None = None,
+        kept: Callable[[str], int] = len,
     ) -> TrainingText:
         """Render the chat, and return the span to learn of each message in `learned` (None: all of the assistant's):
-        its content and its end-of-turn token. `tools` and `options`: as in `render`.
+        its content and its end-of-turn token. `tools` and `options`: as in `render`. `kept`: the number of the text's
+        characters that are used. Without blocks, messages behind them have no span: each costs a rendering of the
+        chat up to it.
 
         The spans are the template's `{% generation %}` blocks, however many a message has, as in transformers'
         `return_assistant_tokens_mask`, with one difference: an end of turn that directly follows a block is added to
@@ -211,10 +214,16 @@ class ChatTemplate:
         learned = assistant if learned is None else list(learned)
         if marks and learned == assistant:
             return TrainingText(text, [self._with_end_of_turn(text, mark) for mark in marks], marked=True)
-        unmarked = [self._added_by(messages, i, text, render) for i in learned]
-        found = None if None in unmarked else [span for span in unmarked if span is not None]
-        if found is not None and marks:
-            if learned and learned[-1] + 1 == len(messages):
+        end, found, lost = kept(text), list[Span](), None
+        for i in learned:
+            if (span := self._added_by(messages, i, text, render)) is None:
+                lost = i
+                break
+            found.append(span)
+            if span[1] > end:
+                break
+        if lost is None and marks:
+            if found and learned[len(found) - 1] + 1 == len(messages):
                 found[-1] = found[-1][0], len(text)  # a mark may be behind the last turn, as in TRL's for Phi-3
             starts = [start for start, _ in found]
             inside = [mark for mark in marks if (at := bisect_left(starts, mark[1])) and mark[0] < found[at - 1][1]]
@@ -222,10 +231,9 @@ class ChatTemplate:
         if marks and len(marks) == len(assistant):  # a block of each, as far as one can tell
             mark_of = dict(zip(assistant, marks, strict=True))
             return TrainingText(text, [self._with_end_of_turn(text, mark_of[i]) for i in learned], marked=True)
-        if found is not None:
+        if lost is None:
             return TrainingText(text, found, marked=False)
-        alone = (self._added_by(messages[: i + 1], i, None, render) for i in learned)
-        advice = _OTHER_TARGETS if any(span is None for span in alone) else _SPLIT
+        advice = _OTHER_TARGETS if self._added_by(messages[: lost + 1], lost, None, render) is None else _SPLIT
         raise InvalidRequest(
             "cannot tell what the assistant wrote in what the base's chat template, which has no {% generation %} "
             "blocks, makes of these "

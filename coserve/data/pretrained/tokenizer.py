@@ -7,7 +7,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -224,23 +224,35 @@ class Tokenizer:
         return self.encode(text, add_special=False)
 
     def encode_chat_for_training(
-        self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, object] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        options: Mapping[str, object] | None = None,
+        *,
+        most: int | None = None,
     ) -> tuple[list[int], list[bool]]:
         """Return token ids of a chat, and which of them to learn: assistant turns with their end-of-turn token.
 
+        `most`: which of the first so many tokens to learn is all that is asked; that of later ones is undefined.
         Messages with `weight` 0 are not learned. Tokens that are only partly in an assistant turn are learned if the
         template marks the turns, as in transformers. Raises `InvalidRequest` as `ChatTemplate.render_for_training` and
         `refuse_lost_parts` do, and for an end of turn that is not a token of its own.
         """
         answers = [i for i, one in enumerate(messages) if one.get("role") == "assistant" and one.get("weight") != 0]
         plain = [_without(message, "weight") for message in messages]
-        text, learned, marked = self._template().render_for_training(plain, tools, answers, options)
+        encode = cache(partial(self._encode, add_special=False))
+
+        def kept(text: str) -> int:
+            offsets = encode(text).offsets
+            return len(text) if most is None or most >= len(offsets) else int(offsets[most][1])
+
+        text, learned, marked = self._template().render_for_training(plain, tools, answers, options, kept)
         rendered = [text[slice(*span)] for span in learned]
         if marked:  # an answer may have no block, or several
             rendered = ["".join(rendered)] * len(answers)
-        for index, own in zip(answers, rendered, strict=True):
+        for index, own in zip(answers, rendered, strict=False):
             refuse_lost_parts(messages[index], own)
-        encoding = self._encode(text, add_special=False)
+        encoding = encode(text)
         ids = list(encoding.ids)
         places = self.vocabulary.places(ids, encoding.offsets, text)
         starts, ends = [start for start, _ in places], [end for _, end in places]
