@@ -135,6 +135,27 @@ def test_equal_questions_are_one_and_find_their_chunk() -> None:
     assert nearest_chunks(["Who opened the bridge?", "How many pennies was the toll?"], chunks) == [2, 1]
 
 
+def test_scripts_without_spaces_have_sentences_and_words() -> None:
+    chunk = "オルベーン橋はテルマークの町にある。番人は小さな家に住む。長さは412メートルか！"
+    assert {asked_sentence(chunk, attempt, 7) for attempt in range(3)} == {
+        "オルベーン橋はテルマークの町にある。",
+        "番人は小さな家に住む。",
+        "長さは412メートルか！",
+    }
+    assert clean_question("番人はどこに住むか？") == "番人はどこに住むか？"
+    assert grounded("オルベーン橋の長さは？", chunk)
+    assert not grounded("人口はいくらですか？", chunk)
+    assert nearest_chunks(
+        ["番人はどこに？", "다리는 어디에?"], ["橋は緑色だ。", "番人は家に住む。", "그 다리는 길다."]
+    ) == [1, 2]
+
+
+def test_no_part_of_a_long_sentence_is_left_out() -> None:
+    words = [f"word{number}" for number in range(200)]
+    asked = {asked_sentence(" ".join(words), attempt, 7) for attempt in range(200)}
+    assert sorted(word for sentence in asked for word in sentence.split()) == sorted(words)
+
+
 def test_attempts_ask_about_every_sentence_and_are_repeatable() -> None:
     chunk = "The bridge is green and old. The toll was four pennies. The river freezes in winter."
     for chat in (True, False):

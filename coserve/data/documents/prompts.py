@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
+from textwrap import wrap
 from typing import NamedTuple
 
 import msgspec
@@ -18,9 +19,11 @@ NO_CONTEXT = re.compile(
     re.IGNORECASE,
 )
 """Matches questions that make no sense without the document, or are about the request itself."""
-SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
+SENTENCE = re.compile(r"(?<=[.!?؟])\s+|(?<=[。！？।])|\n+")
+UNSPACED = re.compile(r"[\u0e00-\u0eff\u2e80-\u9fff\uac00-\ud7ff]+")
+"""Letters of scripts without spaces between words, or with endings at each word: Thai, Chinese, Japanese, Korean."""
 SHORTEST, LONGEST = 12, 300
-"""Fewest and most characters of a question."""
+"""Fewest bytes and most characters of a question, or of a sentence that is asked about."""
 QUESTION_TOKENS = 48
 BEFORE = 2
 """Sentences that are shown before the one that is asked about."""
@@ -130,7 +133,7 @@ def clean_question(text: str) -> str | None:
     lines = [line.strip().strip("\"'*`").strip() for line in text.strip().splitlines()]
     line = next((line for line in lines if line), "")
     line = re.sub(r"^(question|q)?\s*\d*\s*[:.)-]\s*", "", line, flags=re.IGNORECASE).strip().strip("\"'*").strip()
-    if not SHORTEST <= len(line) <= LONGEST or NO_CONTEXT.search(line):
+    if len(line.encode()) < SHORTEST or len(line) > LONGEST or NO_CONTEXT.search(line):
         return None
     return line
 
@@ -138,8 +141,8 @@ def clean_question(text: str) -> str | None:
 def grounded(question: str, chunk: str) -> bool:
     """Return whether at least half of the question's longer words are in the chunk: it is about the chunk, and names
     what it is about."""
-    words = set(re.findall(r"[^\W_]{4,}|\d+", question.lower())) - ASKING
-    found = words & set(re.findall(r"[^\W_]{4,}|\d+", chunk.lower()))
+    words = _words(question, r"[^\W_]{4,}|\d+") - ASKING
+    found = words & _words(chunk, r"[^\W_]{4,}|\d+")
     return 0 < len(words) <= 2 * len(found)
 
 
@@ -152,16 +155,23 @@ def nearest_chunks(questions: Iterable[str], chunks: Sequence[str]) -> list[int]
     """Return, for each question, the index of the chunk that shares the most words with it, rare ones counting more."""
     having = dict[str, list[int]]()
     for index, chunk in enumerate(chunks):
-        for word in set(re.findall(r"\w+", chunk.lower())):
+        for word in _words(chunk, r"\w+"):
             having.setdefault(word, []).append(index)
     found = list[int]()
     for question in questions:
         shared = dict.fromkeys(range(len(chunks)), 0.0)
-        for word in sorted(set(re.findall(r"\w+", question.lower()))):
+        for word in sorted(_words(question, r"\w+")):
             for index in having.get(word, ()):
                 shared[index] += 1 / len(having[word])
         found.append(max(shared, key=lambda index: shared[index]))
     return found
+
+
+def _words(text: str, pattern: str) -> set[str]:
+    """Return the words that match, in lower case; of `UNSPACED` letters each two neighbours."""
+    text = text.lower()
+    pairs = {run[at : at + 2] for run in UNSPACED.findall(text) for at in range(len(run) - 1)}
+    return pairs | set(re.findall(pattern, UNSPACED.sub(" ", text)))
 
 
 def asked_sentence(chunk: str, attempt: int, seed: int) -> str:
@@ -172,6 +182,7 @@ def asked_sentence(chunk: str, attempt: int, seed: int) -> str:
 
 def _asked_about(chunk: str, attempt: int, seed: int) -> tuple[list[str], int]:
     """Return the chunk's sentences, and the index of the one that the attempt asks about."""
-    found = [part.strip() for part in SENTENCE.split(chunk) if len(part.strip()) >= SHORTEST]
-    sentences = [part[:LONGEST] for part in found] or [chunk[:LONGEST]]
+    found = (part.strip() for part in SENTENCE.split(chunk))
+    parts = (piece for part in found for piece in (wrap(part, LONGEST) if len(part) > LONGEST else [part]))
+    sentences = [part for part in parts if len(part.encode()) >= SHORTEST] or [chunk[:LONGEST]]
     return sentences, Random(seed).sample(range(len(sentences)), len(sentences))[attempt % len(sentences)]
