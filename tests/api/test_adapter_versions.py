@@ -257,18 +257,6 @@ async def test_tags_are_set_and_listed_and_a_time_to_live_ends(api: Api, tmp_pat
             await client.update_adapter("poet@1", ttl=1)
 
 
-async def test_an_adapter_whose_time_to_live_is_lengthened_at_its_end_stays(api: Api) -> None:
-    add_adapter(api, "poet")
-    with closing(sqlite3.connect(api.folder.database, isolation_level=None)) as other:
-        await api.answered(200, "PATCH", "/adapters/poet", json={"ttl": 0.3})
-        other.execute("BEGIN IMMEDIATE")
-        lengthened = asyncio.create_task(api.call("PATCH", "/adapters/poet", json={"ttl": 3600}))
-        await asyncio.sleep(0.6)
-        other.execute("COMMIT")
-    assert (await lengthened)[0] == 200
-    await api.answered(200, "PATCH", "/adapters/poet", json={"tags": ["kept"]})  # comes after a deletion
-
-
 async def test_a_new_engine_reads_what_requests_used_most(api: Api) -> None:
     for name in ("bard", "clerk", "poet"):
         add_adapter(api, name)

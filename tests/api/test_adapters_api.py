@@ -6,6 +6,7 @@ import asyncio
 import io
 import shutil
 import tarfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,19 @@ import aiohttp
 import msgspec
 import pytest
 
+from coserve.api.adapters.filters import AdapterFilter
 from coserve.client import AsyncClient
 from coserve.core.errors import BaseMismatch
 from coserve.core.link.engine import DropAdapter, PrefetchAdapter
 from coserve.core.link.generation import Generate
 from coserve.core.names import ADAPTER_FILES
+from coserve.core.schemas import AdapterUpdate
 from coserve.core.types import AdapterRef
 from coserve.state.failpoints import armed
+from coserve.state.registry.registry import Registry
 from tests.support.api_server import Api, add_adapter, form
 from tests.support.fake_engine import write_peft
+from tests.support.records import import_adapter, make_adapter
 
 
 def upload(folder: Path, *extra: tuple[str, bytes], name: str = "poet") -> aiohttp.FormData:
@@ -195,6 +200,21 @@ async def test_a_list_is_filtered_before_it_is_cut_into_pages(api: Api) -> None:
     for name, value in (("source", "hub"), ("resident", "1"), ("colour", "x")):
         code = "unknown_field" if name == "colour" else "invalid_request"
         await api.refused(400, code, "GET", "/adapters", params={name: value})
+
+
+async def test_a_request_does_not_wait_for_a_long_list(api: Api) -> None:
+    with closing(Registry(api.folder.database)) as registry:
+        for number in range(210):
+            import_adapter(registry, make_adapter(f"bard-{number:03}", base_fingerprint=api.base.fingerprint))
+    adapters = api.service.adapters
+    await adapters.update("bard-205", None, AdapterUpdate(tags=("eu",)))
+    listing = asyncio.create_task(adapters.list(None, 5, AdapterFilter(tag="eu")))
+    await asyncio.sleep(0)
+    await adapters.get("bard-000", None)
+    assert not listing.done()
+    assert [adapter.id for adapter in (await listing).data] == ["bard-205"]
+    page = await adapters.list("bard-050", 100)
+    assert ([len(page.data), page.data[-1].id], page.has_more) == ([100, "bard-150"], True)
 
 
 async def test_a_trained_version_names_its_parent_and_its_data(api: Api) -> None:

@@ -77,6 +77,16 @@ def test_what_an_alias_means_is_not_deleted(registry: Registry) -> None:
     registry.delete_version(TWO)
 
 
+def test_a_time_to_live_that_was_changed_meanwhile_deletes_nothing(registry: Registry) -> None:
+    registry.set_labels("b", Labels(expires_at=3.0))
+    assert registry.next_expiry() == ("b", 3.0)
+    for later in (9.0, None):
+        registry.set_labels("b", Labels(expires_at=later))
+        assert registry.delete_expired("b", 3.0) == []
+    registry.set_labels("b", Labels(expires_at=3.0))
+    assert registry.delete_expired("b", 3.0) == [OTHER]
+
+
 def test_labels_pins_and_uses_go_with_what_they_are_of(registry: Registry, clock: Clock) -> None:
     registry.set_labels("a", Labels(tags=("eu",), expires_at=5.0))
     registry.set_labels("b", Labels(expires_at=3.0))

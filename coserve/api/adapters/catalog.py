@@ -51,6 +51,8 @@ from coserve.state.thread import RegistryThread
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+PART = 100
+"""Adapters that one read of a list looks at."""
 Forget = Callable[[Registry], tuple[list[AdapterRef], int | None]]
 """Deletes registry rows of one name. Returns the deleted versions, and the name's current version afterwards."""
 
@@ -278,24 +280,29 @@ class AdapterCatalog:
         return await self.get(record.ref.id, record.ref.version)
 
     async def list(self, after: str | None, limit: int, chosen: AdapterFilter = EVERY) -> AdapterList:
-        """Return the current version of each adapter that the filter accepts, by name."""
-        resident = self._engine.residents
+        """Return the current version of each adapter that the filter accepts, by name. Requests that look for their
+        adapters wait for a part of a long list, not for all."""
+        resident, found = self._engine.residents, list[Adapter]()
 
-        def find(registry: Registry) -> list[Adapter]:
+        def find(registry: Registry) -> tuple[list[Adapter], str | None]:
+            """Return what the next part has, and its last name; None: it is the last part."""
             with registry.snapshot():
-                records = registry.adapters(
-                    after=after,
-                    limit=limit + 1,
-                    search=chosen.search,
-                    keep=lambda record: chosen.accepts(record, resident, registry.labels(record.ref.id).tags),
-                )
+                records = registry.adapters(after=after, limit=PART, search=chosen.search)
+                last = records[-1].ref.id if len(records) == PART else None
+                own = [each for each in records if chosen.accepts(each, resident, registry.labels(each.ref.id).tags)]
+                if not own:
+                    return [], last
                 facts = FactsReader(registry)
                 return [
                     self._view(record, registry.newest_version(record.ref.id), facts=facts.of(record.ref))
-                    for record in records
-                ]
+                    for record in own[: limit + 1 - len(found)]
+                ], last
 
-        found = await self._registry.read(find)
+        more = True
+        while more and len(found) <= limit:
+            part, after = await self._registry.read(find)
+            found += part
+            more = after is not None
         return AdapterList(data=found[:limit], has_more=len(found) > limit)
 
     # ---- download
@@ -333,11 +340,7 @@ class AdapterCatalog:
 
     async def _expire(self, name: str, at: float) -> DeletedAdapter:
         """Delete every version if the name's time to live still ends at this time. Raises as `delete`."""
-
-        def forget(registry: Registry) -> tuple[list[AdapterRef], int | None]:
-            return registry.delete_adapter(name) if registry.labels(name).expires_at == at else [], None
-
-        return await self._commits.run(self._delete(name, forget))
+        return await self._commits.run(self._delete(name, lambda registry: (registry.delete_expired(name, at), None)))
 
     async def _delete(self, name: str, forget: Forget) -> DeletedAdapter:
         """Delete registry rows by `forget`, then the files of the versions that it returns."""

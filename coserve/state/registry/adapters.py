@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import islice
-
 import msgspec
 
 from coserve.core.access.principal import principal
@@ -17,8 +14,9 @@ from coserve.state.registry.records import AdapterRecord, AliasRecord
 
 MAX_SHOWN = 8
 """Most versions that an error message lists."""
-MAX_COMPARED = 1000
-"""Most adapter names that are compared with a misspelt one."""
+MAX_COMPARED = 200
+"""Most adapter names that are compared with a misspelt one: its neighbours in order. Takes some milliseconds, in which
+no request finds its adapter."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(AdapterRecord).decode
@@ -147,11 +145,13 @@ class AdapterTable(NameTable, JobTable):
             shown = ", ".join(versions[:MAX_SHOWN]) + (", ..." if len(versions) > MAX_SHOWN else "")
             return AdapterNotFound(f"no adapter {name!r}; versions of {id!r}: {shown}", field="adapter")
         like = (
-            "SELECT DISTINCT id FROM adapters WHERE abs(length(id) - ?) <= 3 "
-            "AND (? IS NULL OR (SELECT project FROM versions WHERE id = adapters.id) = ?) LIMIT ?"
+            "SELECT * FROM (SELECT DISTINCT id FROM adapters WHERE id >= :id AND (:only IS NULL "
+            "OR :only = (SELECT project FROM versions WHERE id = adapters.id)) ORDER BY id LIMIT :most) "
+            "UNION SELECT * FROM (SELECT DISTINCT id FROM adapters WHERE id < :id AND (:only IS NULL "
+            "OR :only = (SELECT project FROM versions WHERE id = adapters.id)) ORDER BY id DESC LIMIT :most)"
         )
-        only = principal().only
-        names = [found for (found,) in self._db.execute(like, (len(id), only, only, MAX_COMPARED))]
+        given = {"only": principal().only, "id": id, "most": MAX_COMPARED // 2}
+        names = [found for (found,) in self._db.execute(like, given)]
         names += [job.spec.adapter for job in unfinished if job.spec.adapter != id]
         names += [alias.name for alias in self.aliases()]
         return AdapterNotFound(f"no adapter {name!r}{near_miss(id, names)}", field="adapter")
@@ -166,25 +166,17 @@ class AdapterTable(NameTable, JobTable):
         (version,) = self._db.execute("SELECT max(version) FROM adapters WHERE id = ?", (id,)).fetchone()
         return int(version)
 
-    def adapters(
-        self,
-        *,
-        after: str | None = None,
-        limit: int = 100,
-        search: str = "",
-        keep: Callable[[AdapterRecord], bool] = lambda _: True,
-    ) -> list[AdapterRecord]:
-        """The current version of each adapter whose name contains `search`, in any case, and that `keep` accepts; by
-        name, after `after`."""
+    def adapters(self, *, after: str | None = None, limit: int = 100, search: str = "") -> list[AdapterRecord]:
+        """The current version of each adapter whose name contains `search`, in any case; by name, after `after`."""
         only = principal().only
         rows = self._db.execute(
             "SELECT record FROM adapters WHERE id > ? AND instr(lower(id), lower(?)) "
             "AND version = coalesce((SELECT version FROM current WHERE id = adapters.id), "
             "(SELECT max(version) FROM adapters AS own WHERE own.id = adapters.id)) "  # the view is slower
-            "AND (? IS NULL OR (SELECT project FROM versions WHERE id = adapters.id) = ?) ORDER BY id",
-            (after or "", search, only, only),
+            "AND (? IS NULL OR (SELECT project FROM versions WHERE id = adapters.id) = ?) ORDER BY id LIMIT ?",
+            (after or "", search, only, only, limit),
         )
-        return list(islice(filter(keep, (_decode(row[0]) for row in rows)), limit))
+        return [_decode(row[0]) for row in rows]
 
     def versions(self, id: str) -> list[AdapterRecord]:
         """Every version, ascending. Raises `AdapterNotFound`."""

@@ -240,6 +240,11 @@ class Registry(AccessTable, AdapterTable):
             self._log_on_commit("adapter deleted", adapter=id, versions=", ".join(str(ref.version) for ref in refs))
         return refs
 
+    def delete_expired(self, id: str, at: float) -> list[AdapterRef]:
+        """Delete every version if the name's time to live ends at this time, which may have been changed meanwhile.
+        Raises as `delete_adapter`."""
+        return self.delete_adapter(id) if self.labels(id).expires_at == at else []
+
     def delete_loaded(self, id: str, before: int | None = None) -> list[AdapterRef]:
         """Delete the versions that `/v1/load_lora_adapter` published, or those of them below `before`, which gets their
         pin and uses. One that an unfinished job uses stays if `before` is given. Raises `AdapterNotFound`,
