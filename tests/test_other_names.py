@@ -29,7 +29,7 @@ TRAINER = {
     "max_steps": -1,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 4,
-    "warmup_ratio": 0.25,
+    "warmup_steps": 0.25,
     "lr_scheduler_type": "constant_with_warmup",
     "optim": "paged_adamw_32bit",
     "adam_beta2": 0.95,

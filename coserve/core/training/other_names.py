@@ -72,7 +72,9 @@ def with_own_names(given: Mapping[str, object], fields: Collection[str]) -> dict
     found = dict[str, object]()
     for name, value in given.items():
         ours = name if name in fields else SAME.get(name, name)
-        if ours in fields and (ours == name or ours not in given):
+        if ours == "warmup_steps" and isinstance(value, float) and value < 1:
+            ours = "warmup_ratio"  # as in transformers 5
+        if ours in fields and ours not in given.keys() - {name}:
             values = _VALUES.get(ours, {})
             found[ours] = values.get(value, value) if isinstance(value, str | int) else value
         elif "rslora" not in fields or not _asks_for_nothing(name, value):
