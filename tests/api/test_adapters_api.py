@@ -245,3 +245,5 @@ async def test_an_adapter_is_prefetched_with_its_digests(api: Api) -> None:
     (message,) = await api.engine.saw(PrefetchAdapter)
     assert (message.ref, message.digests.weights) == (AdapterRef("poet", 1), "0" * 64)
     await api.refused(404, "adapter_not_found", "POST", "/adapters/bard/prefetch")
+    refused = await api.refused(404, "adapter_not_found", "POST", f"/adapters/{api.base.name}/prefetch")
+    assert "always in memory" in refused["message"]

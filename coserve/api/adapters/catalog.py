@@ -275,7 +275,8 @@ class AdapterCatalog:
     async def prefetch(self, name: str, version: int | None) -> Adapter:
         """Let the engine read one version (the current one by default) into memory. Raises `AdapterNotFound`,
         `BaseMismatch`, `EngineUnavailable`."""
-        record = await find_adapter(self._registry, name, version, self._engine.spec, field="id")
+        spec = self._engine.spec
+        record = await find_adapter(self._registry, name, version, spec, field="id", of_base="it is always in memory")
         self._engine.send(PrefetchAdapter(ref=record.ref, digests=record.digests))
         return await self.get(record.ref.id, record.ref.version)
 
