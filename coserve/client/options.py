@@ -7,7 +7,7 @@ from collections import abc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, cast, runtime_checkable
 
 import msgspec
 
@@ -194,6 +194,8 @@ def rows_of(data: Iterable[Mapping[str, Any]], field: str = "data") -> list[dict
     """Return the rows as dicts. Raises `InvalidRequest` for anything that is not a row."""
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise InvalidRequest(f"expected a list of rows, got one {type(data).__name__}", field=field)
+    if hasattr(data, "iterrows"):  # a DataFrame of pandas; its NaN becomes null, which counts as absent
+        data = msgspec.json.decode(cast("Any", data).to_json(orient="records"))
     rows = list[dict[str, Any]]()
     for number, row in enumerate(data):
         if not isinstance(row, Mapping):

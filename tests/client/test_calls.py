@@ -127,6 +127,13 @@ async def test_many_rows_are_sent_as_a_file() -> None:
     assert inline["data"] == rows[:7]
 
 
+async def test_finetune_takes_a_table_of_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    daemon = Daemon(reply(job(), 202))
+    await daemon.client.finetune("a", pandas.DataFrame([{"text": "x", "n": 1}, {"text": "y"}]))
+    assert sent(daemon.requests[0])[2]["data"] == [{"text": "x", "n": 1.0}, {"text": "y", "n": None}]
+
+
 async def test_finetune_takes_rows_a_file_or_a_path(tmp_path: Path) -> None:
     corpus = tmp_path / "rows.jsonl"
     corpus.write_text('{"text": "x"}\n')

@@ -17,7 +17,6 @@ from coserve.core.errors import (
     NoTargets,
     UnreadableCorpus,
 )
-from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.rows import ChatRow, CompletionRow, CorpusLimits, TextRow, parse_row, parse_rows
 from coserve.data.corpus.tokenize import tokenize_rows
@@ -99,41 +98,6 @@ def test_alpaca_and_sharegpt() -> None:
     assert "### Input" not in whole(made({"instruction": "Add.", "output": "3"}), PLAIN)
     turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
     assert learned(made({"id": "x", "conversations": turns}), PLAIN) == "yes<|end|>"
-
-
-SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-ALPACA = {"instruction": "Add.", "output": "3"}
-EMPTY = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
-PAIR = {"chosen": SAID, "rejected": [SAID[0], {"role": "assistant", "content": "no"}]}
-
-
-@pytest.mark.parametrize(
-    ("row", "same", "unused"),
-    [
-        ({"messages": [SAID[0], SAID[1] | EMPTY]}, {"messages": SAID}, []),  # as OpenAI's client returns answers
-        ({"id": 1, "conversations": SAID}, {"messages": SAID}, ["id"]),
-        (
-            {
-                "conversations": [
-                    {"from": "human", "value": "hi", "weight": 0},
-                    {"from": "gpt", "value": "no", "weight": 0},
-                ]
-            },
-            {"messages": [SAID[0], {"role": "assistant", "content": "no", "weight": 0}]},
-            [],
-        ),
-        ({"prompt": "hi", "prompt_id": "x", "messages": SAID}, {"messages": SAID}, ["prompt", "prompt_id"]),
-        ({"prompt": "hi", "messages": SAID, **PAIR}, {"prompt": "hi", **PAIR}, ["messages"]),
-        (ALPACA | {"text": whole(made(ALPACA), PLAIN).removesuffix("<eos>")}, ALPACA, ["text"]),
-    ],
-    ids=["openai", "conversations", "weights", "ultrachat", "ultrafeedback", "alpaca"],
-)
-def test_rows_of_well_known_datasets_are_read_as_they_are(
-    row: dict[str, object], same: dict[str, object], unused: list[str]
-) -> None:
-    columns = Columns()
-    assert parse_row(row, 1, columns) == parse_row(same, 1)
-    assert list(columns.unused) == unused
 
 
 def test_long_rows_are_cut() -> None:
@@ -236,6 +200,8 @@ MALFORMED = {
     "deep duplicate": '{"messages": [{"role": "user", "role": "assistant", "content": ""}]}',
     "unknown field": '{"instruction": "a", "output": "b", "inputs": "c"}',
     "unknown message field": '{"messages": [{"role": "user", "content": "a", "audio": ["b"]}]}',
+    "call that is no JSON": '{"conversations": [{"from": "function_call", "value": "add"}]}',
+    "tools that are no JSON": '{"conversations": [], "tools": "add"}',
     "messages without the prompt": '{"prompt": "a", "messages": [{"role": "assistant", "content": "b"}]}',
     "no shape": '{"question": "a"}',
     "half a shape": '{"prompt": "a"}',

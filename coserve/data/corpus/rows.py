@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile, zip_longest
 from types import NoneType
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from coserve.core.errors import InvalidRequest, MalformedRow
-from coserve.core.messages import ChatMessage, TemplateOptions, Tools, for_template
+from coserve.core.messages import ChatMessage, FunctionCall, TemplateOptions, ToolCall, Tools, for_template
 from coserve.core.schemas.empty_fields import drop_empty
 from coserve.core.types import Wire
 from coserve.core.validation import decoder_of, explain
@@ -165,27 +165,48 @@ _SHAREGPT_ROLES = {
     "assistant": "assistant",
     "system": "system",
     "tool": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
 }
 
 
 class _Turn(Wire, frozen=True, rename={"sender": "from"}):
-    sender: Literal["human", "user", "gpt", "assistant", "system", "tool"]
+    sender: Literal["human", "user", "gpt", "assistant", "system", "tool", "observation", "function_call"]
     value: str
     weight: Literal[0, 1] | None = None
 
     def message(self) -> dict[str, object]:
         role = _SHAREGPT_ROLES[self.sender]
         weighed = {"weight": self.weight} if role == "assistant" and self.weight is not None else {}
-        return {"role": role, "content": self.value, **weighed}
+        if self.sender != "function_call":
+            return {"role": role, "content": self.value, **weighed}
+        either: Any = FunctionCall | list[FunctionCall]
+        called = msgspec.json.decode(self.value, type=either)
+        calls = [ToolCall(function=call) for call in (called if isinstance(called, list) else [called])]
+        return for_template([ChatMessage(role="assistant", tool_calls=calls)])[0] | weighed
 
 
 class _ShareGpt(Wire, frozen=True):
     conversations: list[_Turn]
     system: str = ""
+    tools: Tools | str | None = None
     id: str | int | None = None
 
     def row(self, line: int) -> Row:
-        return ChatRow(line, (*_system(self.system), *(turn.message() for turn in self.conversations)))
+        """Return the row. Raises `MalformedRow` for calls and tools that are not JSON."""
+        try:
+            messages = (*_system(self.system), *(turn.message() for turn in self.conversations))
+            tools = self.tools or []
+            if isinstance(tools, str):
+                tools = msgspec.json.decode(tools, type=Tools)
+        except (msgspec.MsgspecError, InvalidRequest, RecursionError) as error:
+            raise MalformedRow(f"expected function_call and tools in JSON: {error}", line=line) from error
+        return ChatRow(line, messages, tuple(_tool(tool) for tool in tools))
+
+
+def _tool(tool: dict[str, object]) -> dict[str, object]:
+    """Return a tool as OpenAI writes it, of which ShareGPT's rows have the function alone."""
+    return tool if "function" in tool else {"type": "function", "function": tool}
 
 
 class _Preference(Wire, frozen=True):
