@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -16,7 +17,7 @@ from coserve.core.errors import AdapterBusy, AdapterNotFound, RequestOutOfMemory
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.store.entry import State
 from coserve.lora.store.interfaces import CopyMirror
-from coserve.lora.store.store import AdapterStore
+from coserve.lora.store.store import READ_AHEAD, READERS, AdapterStore
 from coserve.memory.buffer import ALIGNMENT, PageBuffer
 from coserve.model.lora import LoraWeights
 from tests.support.examples import examples
@@ -219,6 +220,25 @@ async def test_what_a_request_waits_for_is_read_before_prefetches() -> None:
     assert disk.reads.index(REFS[5]) < 4, "two were being read, and reads begin as earlier ones end"
     store.waited(REFS[5])
     assert set(store.resident()) == set(REFS)
+    store.close()
+
+
+async def test_arrivals_do_not_have_adapters_read_long_before_their_turn() -> None:
+    go, refs = threading.Event(), [AdapterRef("many", version) for version in range(1, 40)]
+
+    def load(ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
+        go.wait()
+        return sized()
+
+    store = AdapterStore(load, room_for(99))
+    for ref in refs:
+        store.arrived(ref)
+        await asyncio.sleep(0)
+    read = [ref for ref in refs if store.state(ref) is State.READING]
+    assert read == refs[: READERS + READ_AHEAD]
+    go.set()
+    await settled(store, refs)
+    assert set(store.resident()) == set(read)
     store.close()
 
 

@@ -126,6 +126,18 @@ async def test_who_waits_takes_room_and_is_counted() -> None:
         assert admitted(at.seen) == ["cold", "bare"]
 
 
+async def test_an_adapter_is_read_while_its_request_is_queued() -> None:
+    async with scene(max_running=1) as at:
+        at.api.send(ask("cold", adapter=COLD))
+        await at.reading()
+        at.disk.begun.clear()
+        at.api.send(ask("queued", adapter=OTHER))
+        await at.reading()
+        at.disk.go.set()
+        await at.until(ended("queued"))
+        assert at.disk.reads == [COLD, OTHER]
+
+
 async def test_who_is_cancelled_while_waiting_is_never_let_in() -> None:
     async with scene() as at:
         at.api.send(ask("cold", adapter=COLD))
