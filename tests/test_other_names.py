@@ -15,6 +15,7 @@ from coserve.cli.finetuning.settings import request_settings
 from coserve.client.options import finetune_request
 from coserve.core.errors import InvalidRequest, UnknownField
 from coserve.core.schemas import FinetuneRequest
+from coserve.core.training.settings import TrainingRequest
 
 PEFT = {
     "lora_alpha": 8,
@@ -91,3 +92,7 @@ def test_what_would_be_learned_otherwise_is_refused(lora: dict[str, Any], says: 
         decode_json(msgspec.json.encode({"adapter": "a", "lora": lora}), FinetuneRequest)
     with pytest.raises(InvalidRequest, match=says):
         finetune_request("a", lora=lora)
+
+
+def test_our_own_names_keep_their_values() -> None:
+    assert finetune_request("a", training={"steps": -1}).training == TrainingRequest(steps=-1)  # the daemon refuses it

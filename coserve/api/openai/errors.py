@@ -32,6 +32,7 @@ _FEATURES = {
     "realtime": "realtime sessions are",
     "rerank": "reranking is",
     "responses": "stored responses are",
+    "responses/input_tokens": "counts of a response's input (use /tokenize) are",
     "score": "scores of pairs of texts are",
     "threads": "threads are",
     "uploads": "uploads are",
@@ -92,8 +93,10 @@ def is_openai(path: str) -> bool:
 def no_such_path(path: str, known: Iterable[str]) -> NotFound:
     """Return the error for a path without a route; it names a missing feature of OpenAI or vLLM. `known`: paths of the
     routes, one of which may be meant, such as that with `/v1` in front."""
-    first = path.removeprefix(PREFIX).removeprefix("/v2").strip("/").partition("/")[0]
-    feature = (_FEATURES if is_openai(path) else _FEATURES_OF_VLLM).get(first)
+    whole = path.removeprefix(PREFIX).removeprefix("/v2").strip("/")
+    first = whole.partition("/")[0]
+    features = _FEATURES if is_openai(path) else _FEATURES_OF_VLLM
+    feature = features.get(whole, features.get(first))
     if feature is not None:
         return NotFound(f"{feature} not implemented")
     meant = f"; did you mean {_MEANT[first]!r}?" if first in _MEANT else near_miss(path[:80], known)

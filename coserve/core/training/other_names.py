@@ -44,9 +44,9 @@ _VALUES: dict[str, Mapping[Any, object]] = {
     "init": {True: "default"},
     "optimizer": OTHER_OPTIMIZERS,
     "schedule": {"constant_with_warmup": "constant"},
-    "steps": {-1: None},
+    "max_steps": {-1: None},
 }
-"""For each field: other libraries' values of the same meaning."""
+"""Other libraries' values of the same meaning, by our name of the setting, or by theirs."""
 _OF_PEFT = {
     "bias": "none",
     "ensure_weight_tying": False,
@@ -75,7 +75,7 @@ def with_own_names(given: Mapping[str, object], fields: Collection[str]) -> dict
         if ours == "warmup_steps" and isinstance(value, float) and value < 1:
             ours = "warmup_ratio"  # as in transformers 5
         if ours in fields and ours not in given.keys() - {name}:
-            values = _VALUES.get(ours, {})
+            values = _VALUES.get(name) or _VALUES.get(ours, {})
             found[ours] = values.get(value, value) if isinstance(value, str | int) else value
         elif "rslora" not in fields or not _asks_for_nothing(name, value):
             found[name] = value
