@@ -12,10 +12,13 @@ that nobody uses hold their places), and the capacity that it would choose.
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
+from pathlib import Path
 
-from benchmarks.common.options import make_parser
+from benchmarks.common.figures import panels
+from benchmarks.common.options import RESULTS, make_parser
 from benchmarks.common.provenance import cpu_name
 from benchmarks.common.results import Results, Target
 from coserve.core.link.generation import Generate
@@ -29,6 +32,9 @@ from tests.support.pages import BarePages, FewAdapters
 
 ADAPTERS, LENGTH, REQUESTS, WARM_UP, SEEDS = 512, 40, 6000, 1000, 3
 BATCHES, EXPONENTS, TARGETS = (64, 256), (1.0, 1.2), (0.95, 0.99)
+FIGURE = Path("docs/figures/plan_admission.png")
+STEP = 8
+"""Adapters between two points of the figure."""
 STEP_SECONDS = 0.03
 """Time of a step, from which the scheduler knows how long a request has been passed."""
 
@@ -70,6 +76,33 @@ def simulated(popularity: Popularity, batch: int, capacity: int, seed: int) -> f
     return statistics.mean(at_once)
 
 
+def draw(out: Path, figure: Path) -> None:
+    """Left: the share of requests that are admitted at once, by room for adapters, as planned and with the paper's
+    residency. Right: predicted against simulated, for each capacity in the results in `out`."""
+    with panels(figure, 1, 2, (9, 3.6)) as ((left, right),):
+        capacities = range(STEP, ADAPTERS // 2, STEP)
+        for color, exponent in zip(("C0", "C1"), EXPONENTS, strict=True):
+            of_each = shares(Popularity(Shape.POWER_LAW, exponent), ADAPTERS)
+            for keeps, style, what in ((False, "-", "unused ones give way"), (True, ":", "the paper's residency")):
+                found = [100 * immediate_admission(of_each, BATCHES[0], one, keeps_idle=keeps) for one in capacities]
+                left.plot(capacities, found, style, color=color, label=f"exponent {exponent}, {what}")
+        left.set(xlabel="room, in adapters", ylabel="admitted at once, %", ylim=(0, 101))
+        left.legend(fontsize=7)
+        rows = json.loads((out / "plan_error.json").read_text())["rows"]
+        for batch, marker in zip(BATCHES, "os", strict=True):
+            own = [row for key, row in rows.items() if key.startswith(f"infini.admission.b{batch}.")]
+            right.errorbar(
+                [100 * row["predicted"] for row in own],
+                [100 * row["value"] for row in own],
+                yerr=[[100 * (r["value"] - r["low"]) for r in own], [100 * (r["high"] - r["value"]) for r in own]],
+                fmt=marker,
+                label=f"{batch} requests at a time",
+            )
+        right.plot((90, 100), (90, 100), "k:", label="equal")
+        right.set(xlabel="predicted, %", ylabel="simulated: median, least and most of 3, %")
+        right.legend(fontsize=7)
+
+
 def main() -> None:
     options = make_parser(__doc__).parse_args()
     settings = {"adapters": ADAPTERS, "length": LENGTH, "requests": REQUESTS, "warm_up": WARM_UP, "seeds": SEEDS}
@@ -107,6 +140,7 @@ def main() -> None:
     for key, found in errors.items():
         about = {"mean": round(statistics.mean(found), 2), "scheduler": "the daemon's, simulated"}
         results.put(key, max(found), "points", Target(5.0, most=True), found, about)
+    draw(options.out, FIGURE if options.out == RESULTS else options.out / FIGURE.name)
 
 
 if __name__ == "__main__":
