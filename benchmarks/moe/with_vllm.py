@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
 from benchmarks.moe.experts import ADAPTERS, FULL, MOE, RANK, REPEATS
-from benchmarks.peers.offline import vllm_process
+from benchmarks.peers.offline import plain_arguments, vllm_process
 from benchmarks.peers.systems import vllm_environment
 from benchmarks.serving.case import SEED
 
@@ -76,17 +76,7 @@ def write_adapter(folder: Path, layers: int) -> None:
 
 def engine_arguments(model: str, loras: int) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, with room for so many adapters."""
-    found: dict[str, Any] = {
-        "model": model,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "seed": SEED,
-        "max_num_seqs": max(SEQUENCES),
-        "max_model_len": 1024,
-        "enable_prefix_caching": False,
-        "gpu_memory_utilization": 0.9,
-    }
+    found = plain_arguments(max(SEQUENCES), 1024) | {"model": model}
     return found | ({"enable_lora": True, "max_loras": loras, "max_lora_rank": RANK} if loras else {})
 
 

@@ -94,23 +94,33 @@ def loads(registrations: Sequence[int] = REGISTERED) -> list[Load]:
     return found
 
 
-def engine_arguments(strong: bool) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`, besides its model."""
+def plain_arguments(sequences: int, context: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for random weights and so many sequences at once, besides its model."""
     return {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "seed": SEED,
-        "max_num_seqs": 256,
-        "max_model_len": LLAMA_8B["max_position_embeddings"],
+        "max_num_seqs": sequences,
+        "max_model_len": context,
         "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.9,
-        "attention_backend": "FLASH_ATTN",
-        "enable_lora": True,
-        "max_loras": 32,
-        "max_cpu_loras": 32,
-        "max_lora_rank": RANK,
-    } | ({"specialize_active_lora": True} if strong else {})
+    }
+
+
+def engine_arguments(strong: bool) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`, besides its model."""
+    return (
+        plain_arguments(256, LLAMA_8B["max_position_embeddings"])
+        | {
+            "attention_backend": "FLASH_ATTN",
+            "enable_lora": True,
+            "max_loras": 32,
+            "max_cpu_loras": 32,
+            "max_lora_rank": RANK,
+        }
+        | ({"specialize_active_lora": True} if strong else {})
+    )
 
 
 def offline_environment(strong: bool) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from benchmarks.common.results import Results
-from benchmarks.peers.offline import vllm_process
+from benchmarks.peers.offline import plain_arguments, vllm_process
 from benchmarks.peers.systems import peer_versions, vllm_environment
 from benchmarks.serving.case import SEED
 
@@ -29,15 +29,7 @@ LIMIT = 330.0
 
 def engine_arguments(context: int) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, besides its model."""
-    return {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "seed": SEED,
-        "max_num_seqs": 64,
-        "max_model_len": context,
-        "enable_prefix_caching": False,
-        "gpu_memory_utilization": 0.9,
+    return plain_arguments(64, context) | {
         "attention_backend": "FLASH_ATTN",
         "mamba_ssm_cache_dtype": "float32",
         "gdn_prefill_backend": "triton",  # its other needs FlashInfer; prompts have 16 tokens here

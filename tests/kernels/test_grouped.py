@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -33,24 +35,15 @@ def test_reference_writes_nothing(grid: Grid) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, case.leaves(), strict=True))
 
 
-@pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(64, 64), (96, 33), (256, 300)], ids=str)
-def test_a_row_on_cpu_does_not_depend_on_the_other_rows(rank: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    whole = make_case(Grid("whole", (50,), (0,), (rank,), *shape), dtype, seed=rank)
-    expected = lora_add(whole.y.clone(), whole.x, whole.segments, whole.pairs)
-    for start, end in ((0, 1), (49, 50), (3, 10), (5, 21), (7, 24), (10, 43), (1, 50)):
-        part = Segments((0, end - start), (0,))
-        got = lora_add(whole.y[start:end].clone(), whole.x[start:end], part, whole.pairs)
-        assert torch.equal(got, expected[start:end]), (start, end)
+DENSE = product(RANKS, (torch.float32, torch.float16, torch.bfloat16), ((64, 64), (96, 33), (256, 300)))
+BLOCKS = ((4, 4, 1), (12, 3, 1), (4, 1, 4), (12, 1, 3))
+WHOLE = [(Grid("whole", (50,), (0,), (rank,), *shape), dtype) for rank, dtype, shape in DENSE]
+WHOLE += [(Grid("blocks", (50,), (0,), (rank,), 96, 60, (a,), (b,)), torch.float32) for rank, a, b in BLOCKS]
 
 
-@pytest.mark.parametrize(("rank", "a_blocks", "b_blocks"), [(4, 4, 1), (12, 3, 1), (4, 1, 4), (12, 1, 3)])
-def test_a_row_on_cpu_does_not_depend_on_the_other_rows_where_a_matrix_is_block_diagonal(
-    rank: int, a_blocks: int, b_blocks: int
-) -> None:
-    grid = Grid("whole", (50,), (0,), (rank,), 96, 60, (a_blocks,), (b_blocks,))
-    whole = make_case(grid, torch.float32, seed=rank)
+@pytest.mark.parametrize(("grid", "dtype"), WHOLE)
+def test_a_row_on_cpu_does_not_depend_on_the_other_rows(grid: Grid, dtype: torch.dtype) -> None:
+    whole = make_case(grid, dtype, seed=grid.ranks[0])
     expected = lora_add(whole.y.clone(), whole.x, whole.segments, whole.pairs)
     for start, end in ((0, 1), (49, 50), (3, 10), (5, 21), (7, 24), (10, 43), (1, 50)):
         got = lora_add(whole.y[start:end].clone(), whole.x[start:end], Segments((0, end - start), (0,)), whole.pairs)

@@ -110,7 +110,9 @@ class Submission:
         refuse_base_name(request.adapter, spec, field="adapter")
         held = await asyncio.to_thread(validation_source, request, uploaded.validation, self._config.data_root)
         if held is not None:  # their number is known once they are read
-            request = msgspec.structs.replace(request, training=_with_validation(request.training, 1))
+            request = msgspec.structs.replace(
+                request, training=msgspec.structs.replace(request.training, validation_rows=1)
+            )
         limit = self._config.micro_batch_tokens
         asked, _ = choose_training(request.training, rows=1, tokens=1, hidden=spec.hidden)
         check_training(asked)  # before the corpus is read
@@ -169,7 +171,7 @@ class Submission:
             if not isinstance(corpus, PendingDocument):
                 wanted = request.training
                 if isinstance(corpus, StagedCorpus) and corpus.validation_rows:
-                    wanted = _with_validation(wanted, corpus.validation_rows)
+                    wanted = msgspec.structs.replace(wanted, validation_rows=corpus.validation_rows)
                 arrays = await asyncio.to_thread(corpus.arrays)
                 job, steps = await self._sized(job, wanted, corpus, arrays, spec)
                 notes = await asyncio.to_thread(row_notes, arrays, corpus.rows_cut, self._tokenizer)
@@ -382,10 +384,6 @@ def _texts(rows: Iterable[Row]) -> Iterator[Row]:
         if isinstance(row.chosen if isinstance(row, PreferenceRow) else row, ChatRow):
             raise _Chat
         yield row
-
-
-def _with_validation(training: TrainingRequest, rows: int) -> TrainingRequest:
-    return msgspec.structs.replace(training, validation_rows=rows)
 
 
 def _write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
