@@ -150,7 +150,9 @@ def test_the_command_plans_from_a_config_and_a_trace(tmp_path: Path) -> None:
     answer = json.loads(runner.invoke(app, ["plan", str(tmp_path), "--trace", str(trace), "--json"]).stdout)
     assert answer["adapters"] == 7 and 1 <= answer["capacity"] <= 7 and answer["server"]["gpus"] == 1
     shown = runner.invoke(app, ["plan", str(tmp_path), "--adapters", "512", "--rank", "4", "--batch", "128"])
-    assert shown.exit_code == 0 and "adapters must fit" in shown.stdout
+    assert shown.exit_code == 0 and "coserve serve --lora-server 1 --lora-server-ep 1" in shown.stdout
+    shared = runner.invoke(app, ["plan", str(tmp_path), "--engines", "2"])
+    assert "engines share are not built" in shared.stdout and "coserve serve" not in shared.stdout
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "hidden_size": 8}))
     refused = runner.invoke(app, ["plan", str(tmp_path)])
     assert isinstance(refused.exception, InvalidRequest)

@@ -74,11 +74,13 @@ def plan(
         view.add_row(str(size), f"{size * shape.adapter_bytes(rank) / GB:,.1f}", f"{share:.1%}", style=bold)
     Console().print(view)
     gpus = "1 GPU" if server.gpus == 1 else f"{server.gpus} GPUs"
+    command = f": coserve serve --lora-server {server.gpus} --lora-server-ep {server.ep}"
+    command = command if engines == 1 else "; servers that several engines share are not built"
     parts = " + ".join(f"{1e6 * one:.0f}" for one in (server.receive, server.compute, server.send))
     print(
         f"{capacity} adapters must fit. Apart from the engines: {gpus} (experts among {server.ep}, layers "
-        f"among {server.pp}), {parts} microseconds a layer to receive, compute and send; bound by {server.bound}: "
-        f"coserve serve --lora-server {server.gpus} --lora-server-ep {server.ep}"
+        f"among {server.pp}), {parts} microseconds a layer to receive, compute and send; bound by {server.bound}"
+        f"{command}"
     )
 
 
