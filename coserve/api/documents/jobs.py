@@ -197,7 +197,9 @@ class DocumentJobs:
         if document.settings.publish == "always":
             self._recorder.deliver(JobNote(id=id, message=why, kept=True))
             return True
-        await self._end(id, ErrorInfo(code=NotLearned.code, message=f"{why}: it is not published"))
+        await self._end(
+            id, ErrorInfo(code=NotLearned.code, message=f'{why}: it is not published (publish "always" does)')
+        )
         with suppress(EngineUnavailable):
             self._engine.send(CancelJob(id=id))
         return False

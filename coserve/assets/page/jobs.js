@@ -53,8 +53,9 @@ function makeRow({ id }) {
     const why = job.waiting ?? job.error?.message;
     setText(cells[0], `${job.adapter}@${job.version}`);
     setText(cells[1], why ? `${job.state}: ${why}` : job.state);
-    bar.value = job.progress;
-    setText(text, `${job.step}/${job.total_steps}`);
+    const { phase, done, total } = job.document ?? {};
+    bar.value = total ? done / total : job.progress;
+    setText(text, total ? `${phase} ${done}/${total}` : `${job.step}/${job.total_steps}`);
     setText(cells[3], number(job.loss));
     setText(cells[4], seconds(job.eta));
     for (const { button, states } of buttons) button.hidden = !states.includes(job.state);
