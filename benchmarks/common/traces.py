@@ -41,16 +41,6 @@ def traced(call: Callable[[], object], device: torch.device, *, host: bool = Tru
     return kernels_of(profiler)
 
 
-def added(kernels: Sequence[Kernel]) -> list[tuple[str, float]]:
-    """Each kernel's name and what it adds, in order of their starts; the first counts from its own start."""
-    ordered = sorted(kernels, key=lambda kernel: kernel.start)
-    found, done = list[tuple[str, float]](), ordered[0].start if ordered else 0.0
-    for kernel in ordered:
-        found.append((kernel.name, max(0.0, kernel.end - done)))
-        done = max(done, kernel.end)
-    return found
-
-
 def busy(kernels: Sequence[Kernel]) -> float:
     """µs in which at least one of them ran."""
     total, done = 0.0, float("-inf")
