@@ -56,8 +56,18 @@ class ChatMessage(_Struct, frozen=True):
     tool_call_id: AuthorName | None = None
     reasoning_content: Text | None = None
     """Reasoning, in the assistant's messages only; for chat templates that read it."""
+    reasoning: Text | None = None
+    """vLLM's name of `reasoning_content`."""
     weight: Literal[0, 1] | None = None
     """For the assistant's messages in rows: 0 excludes the message from the loss. Ignored in requests."""
+
+    def __post_init__(self) -> None:
+        if not self.reasoning:
+            return
+        if self.reasoning_content not in (None, "", self.reasoning):
+            raise ValueError("expected the same text in reasoning and reasoning_content")
+        msgspec.structs.force_setattr(self, "reasoning_content", self.reasoning)
+        msgspec.structs.force_setattr(self, "reasoning", None)
 
     @property
     def text(self) -> str:

@@ -265,7 +265,7 @@ async def test_the_openai_client_reads_calls_and_reasoning(qwen: Api, client: As
     for choice in done.choices:
         message = choice.message
         assert (message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
-        assert message.model_extra == {"reasoning_content": "Hm."}
+        assert message.model_extra == {"reasoning_content": "Hm.", "reasoning": "Hm."}
         assert message.tool_calls is not None
         assert [(call.type, call.function.name, call.function.arguments) for call in message.tool_calls] == [
             ("function", "weather", WEATHER)
@@ -285,7 +285,9 @@ async def test_the_openai_client_reads_streamed_calls(qwen: Api, client: AsyncOp
         async for event in events:
             if event.type == "chunk":
                 for chosen in event.chunk.choices:
-                    reasoning += (chosen.delta.model_extra or {}).get("reasoning_content", "")
+                    extra = chosen.delta.model_extra or {}
+                    assert extra.get("reasoning") == extra.get("reasoning_content")
+                    reasoning += extra.get("reasoning", "")
         done = await events.get_final_completion()
     (choice,) = done.choices
     assert (reasoning, choice.message.content, choice.finish_reason) == ("Hm.", "Let me see.", "tool_calls")

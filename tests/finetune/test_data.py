@@ -200,6 +200,7 @@ MALFORMED = {
     "deep duplicate": '{"messages": [{"role": "user", "role": "assistant", "content": ""}]}',
     "unknown field": '{"instruction": "a", "output": "b", "inputs": "c"}',
     "unknown message field": '{"messages": [{"role": "user", "content": "a", "audio": ["b"]}]}',
+    "two thoughts": '{"messages": [{"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"}]}',
     "call that is no JSON": '{"conversations": [{"from": "function_call", "value": "add"}]}',
     "tools that are no JSON": '{"conversations": [], "tools": "add"}',
     "messages without the prompt": '{"prompt": "a", "messages": [{"role": "assistant", "content": "b"}]}',

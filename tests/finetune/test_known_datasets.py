@@ -26,6 +26,7 @@ CALLED = [
     {"role": "assistant", "content": "3."},
 ]
 EMPTY = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+THOUGHT = {"reasoning_content": "hm"}
 PAIR = {"chosen": SAID, "rejected": [SAID[0], {"role": "assistant", "content": "no"}]}
 
 
@@ -33,6 +34,12 @@ PAIR = {"chosen": SAID, "rejected": [SAID[0], {"role": "assistant", "content": "
     ("row", "same", "unused"),
     [
         ({"messages": [SAID[0], SAID[1] | EMPTY]}, {"messages": SAID}, []),  # as OpenAI's client returns answers
+        ({"messages": [SAID[0], SAID[1] | {"reasoning": "hm"}]}, {"messages": [SAID[0], SAID[1] | THOUGHT]}, []),
+        (
+            {"messages": [SAID[0], SAID[1] | THOUGHT | {"reasoning": "hm"}]},
+            {"messages": [SAID[0], SAID[1] | THOUGHT]},
+            [],
+        ),
         ({"id": 1, "conversations": SAID}, {"messages": SAID}, ["id"]),
         (
             {
@@ -53,7 +60,7 @@ PAIR = {"chosen": SAID, "rejected": [SAID[0], {"role": "assistant", "content": "
         ({"prompt": "hi", "messages": SAID, **PAIR}, {"prompt": "hi", **PAIR}, ["messages"]),
         (ALPACA | {"text": ALPACA_TEXT}, ALPACA, ["text"]),
     ],
-    ids=["openai", "conversations", "weights", "calls", "ultrachat", "ultrafeedback", "alpaca"],
+    ids=["openai", "vllm", "both", "conversations", "weights", "calls", "ultrachat", "ultrafeedback", "alpaca"],
 )
 def test_rows_of_well_known_datasets_are_read_as_they_are(
     row: dict[str, object], same: dict[str, object], unused: list[str]

@@ -81,6 +81,7 @@ def _message(answer: AnswerDelta, new_id: Callable[[], str]) -> ChatAnswer:
     return ChatAnswer(
         content=None if calls and not answer.content else answer.content,
         reasoning_content=answer.reasoning or UNSET,
+        reasoning=answer.reasoning or UNSET,
         tool_calls=calls or UNSET,
     )
 
@@ -156,6 +157,7 @@ def _delta(answer: AnswerDelta, new_id: Callable[[], str]) -> ChatDelta:
     return ChatDelta(
         content=answer.content or UNSET,
         reasoning_content=answer.reasoning or UNSET,
+        reasoning=answer.reasoning or UNSET,
         tool_calls=[_call_delta(call, new_id) for call in answer.calls] or UNSET,
     )
 

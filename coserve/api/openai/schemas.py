@@ -236,6 +236,8 @@ class ChatAnswer(Wire, frozen=True):
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same as `reasoning_content`: vLLM's name."""
     tool_calls: list[AnswerToolCall] | UnsetType = UNSET
 
 
@@ -280,6 +282,7 @@ class ChatDelta(Wire, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
