@@ -257,7 +257,7 @@ OTHER_VALUES = {
 UNSUPPORTED = frozenset(
     {
         # in messages
-        *("annotations", "audio", "function_call", "provider_specific_fields", "reasoning", "reasoning_content"),
+        *("annotations", "audio", "function_call", "provider_specific_fields", "reasoning_content"),
         *("refusal", "thinking_blocks"),
         # of OpenAI
         *("prediction", "web_search_options"),

@@ -134,7 +134,6 @@ async def test_turns_as_sdks_send_them_back(api: Api) -> None:
 
 async def test_turns_that_ask_for_something(client: AsyncOpenAI) -> None:
     asking: list[tuple[dict[str, Any], str]] = [
-        ({"reasoning": "hm"}, "reasoning"),
         ({"provider_specific_fields": {"refusal": "no"}}, "provider_specific_fields"),
         ({"function_call": {"name": "f", "arguments": ""}}, "function_call"),
         ({"audio": {"id": "x"}}, "audio"),
