@@ -85,7 +85,8 @@ def drop_settings(config: PretrainedConfig, names: Iterable[str]) -> None:
 def refuse_config(config: PretrainedConfig) -> None:
     """Raise `UnsupportedBase` for architectures that the config alone rules out."""
     family, text = config.model_type, config.get_text_config()
-    if getattr(text, "index_topk", None):
+    kinds = getattr(text, "layer_types", None) or ()
+    if getattr(text, "index_topk", None) or any("sparse" in str(kind) for kind in kinds):
         raise UnsupportedBase(f"{family} has sparse attention, whose indexer chooses the keys of each token")
     if text.model_type in _NOT_IMPLEMENTED:
         raise UnsupportedBase(f"{family}: {_NOT_IMPLEMENTED[text.model_type]} is not implemented")

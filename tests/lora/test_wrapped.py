@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from coserve.cli import common
@@ -22,14 +23,14 @@ from coserve.lora.files.wrapped import rename_decoder
 from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.model.base import wrap_base
 from tests.support.examples import in_turns
-from tests.support.families import tiny_family
+from tests.support.families import ATTENTION_ONLY, SERVED, tiny_family
 from tests.support.lora_reference import adapted, alone, save_peft, tokens_of
 from tests.support.sharded import Kind, whole_adapter
 
 TEXT, WRAPPER = "ministral3", "mistral3"
 NAMES = {TEXT: "model.", WRAPPER: "model.language_model."}
 TOKENS = tokens_of(11)
-WRAPPERS = [WRAPPER, "gemma3", "gemma4", "kimi_k25", "llava", "llava_onevision", "qwen2_5_vl", "qwen3_vl"]
+WRAPPERS = [family for family in SERVED if "text_config" in CONFIG_MAPPING[family].sub_configs]
 SETTINGS = {
     "r": 3,
     "target_modules": r".*layers\.\d+\.(self_attn\.[qv]_proj|mlp\.down_proj)",
@@ -126,12 +127,12 @@ def test_files_for_peft_on_the_other_model(
     assert again.sites.keys() == weights.sites.keys()
 
 
-@pytest.mark.parametrize("family", in_turns(WRAPPERS, WRAPPERS[:1]))
+@pytest.mark.parametrize("family", in_turns(WRAPPERS, [WRAPPER, "idefics3"]))
 @pytest.mark.filterwarnings("ignore")
 def test_files_for_peft_on_the_wrapper_itself(family: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """Modules of the same names in its towers are left out."""
     base = wrap_base(tiny_family(family), name="tiny")
-    kind = Kind(3, targets=("q_proj", "kv_b_proj", "o_proj", "down_proj") if family != "kimi_k25" else ("o_proj",))
+    kind = Kind(3, targets=base.spec.default_targets if family not in ATTENTION_ONLY else ("o_proj",))
     save_adapter(tmp_path, whole_adapter(base.spec, kind), base.spec)
     weights = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
     recwarn.clear()

@@ -18,8 +18,9 @@ _DECODERS = (
     "language_model.model.",
     "model.language_model.model.",
     "language_model.",
+    "model.text_model.",
 )
-"""Paths of the decoder: in a text model, in a wrapper of transformers 5, and in wrappers of earlier versions."""
+"""Paths of the decoder: in a text model, a wrapper of transformers 5, wrappers of earlier versions, and Idefics3."""
 _PREFIX = "base_model.model."
 """PEFT's, of each tensor's name."""
 _OTHER_PARTS = frozenset(
