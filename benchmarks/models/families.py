@@ -61,7 +61,7 @@ def main() -> None:
     for family in options.only.split(",") if options.only else SERVED:
         try:
             plain = sizes_of(family)
-        except (UnsupportedBase, TypeError) as error:  # no model can be made of the default config
+        except (UnsupportedBase, TypeError, ValueError) as error:  # no model can be made of the default config
             print(f"{family}: {error}")
             continue
         about = {

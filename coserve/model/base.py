@@ -49,7 +49,7 @@ from coserve.model.seam import PaddedAttention, ReferenceAttention
 from coserve.model.settings import refuse_config
 from coserve.model.sharded import Shard, load_shard
 from coserve.model.truncate import truncate_layers
-from coserve.model.wrappers import drop_other_parts, model_class
+from coserve.model.wrappers import drop_other_parts, model_class, without_images
 
 __all__ = ["Attention", "Base", "load_base", "wrap_base"]
 
@@ -356,6 +356,7 @@ def wrap_base(
     probe.refuse_statically(model)
     model.eval().requires_grad_(False)
     hook(model)
+    without_images(model)
     model.config.return_dict = True
     context = context_of(model.config, least=2 * max(probe.SEQUENCES))
     fix_frequencies(model, model.device)

@@ -81,3 +81,10 @@ def drop_other_parts(model: PreTrainedModel) -> None:
             dropped.append(path)
     if dropped and model.device.type == "cuda":
         torch.cuda.empty_cache()  # what they had is free for pages
+
+
+def without_images(model: PreTrainedModel) -> None:
+    """Let a model whose tokens of an image see each other (Gemma 4 Unified) make the causal mask: there are none."""
+    text = model.config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        text.use_bidirectional_attention = None

@@ -81,6 +81,7 @@ SERVED = [
     "gemma3n_text",
     "gemma4",
     "gemma4_text",
+    "gemma4_unified",
     "gemma4_unified_text",
     "glm",
     "glm4",
@@ -110,6 +111,7 @@ SERVED = [
     "kimi_k25",
     "laguna",
     "llama",
+    "llama4",
     "llama4_text",
     "llava",
     "llava_next",
@@ -122,6 +124,7 @@ SERVED = [
     "ministral3",
     "mistral",
     "mistral3",
+    "mistral4",
     "mixtral",
     "modernbert-decoder",
     "nanochat",
@@ -207,7 +210,7 @@ ATTENTION_ONLY = frozenset(
     {
         *("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma4"),
         *("glm4_moe", "glm4_moe_lite", "glm4v_moe"),
-        *("hunyuan_v1_moe", "kimi_k25", "llama4_text", "mimo_v2_flash", "qwen3_next", "solar_open"),
+        *("hunyuan_v1_moe", "kimi_k25", "llama4", "llama4_text", "mimo_v2_flash", "qwen3_next", "solar_open"),
     }
 )
 """PEFT saves targets of their feed-forward modules as parameters of experts (`tests/model/test_experts.py`)."""
@@ -261,11 +264,18 @@ _GEMMA3N: dict[str, object] = _SHARED_KV | {
     "activation_sparsity_pattern": [0.9, *[0.0] * 5],
     "laurel_rank": 4,
 }
+_LLAMA4: dict[str, object] = {
+    "intermediate_size_mlp": 48,
+    "no_rope_layers": [1, 0],
+    "floor_scale": 4,
+    "attn_temperature_tuning": True,
+}
 _SETTINGS: dict[str, dict[str, object]] = {
     "axk1": _LATENT,
     "aya_vision": {"text_config": {"model_type": "cohere2"}},
     "cohere2_vision": {"text_config": {"model_type": "cohere2"}},
     "exaone4_5": {"text_config": {"model_type": "exaone4"}},
+    "gemma4_unified": {"text_config": {"model_type": "gemma4_unified_text", "global_head_dim": 16}},
     "gemma4_unified_text": {"global_head_dim": 16},
     "glm4v": {"text_config": {"model_type": "glm4v_text", "rope_parameters": _HALF_MROPE}},
     "glm4v_moe": {"text_config": {"model_type": "glm4v_moe_text", "rope_parameters": _HALF_MROPE}},
@@ -273,18 +283,15 @@ _SETTINGS: dict[str, dict[str, object]] = {
     "internvl": {"text_config": {"model_type": "qwen2"}},
     "llava_next": {"text_config": {"model_type": "llama"}},
     "minicpm3": _LATENT,
+    "mistral4": _LATENT,
     "qwen2_vl": {"text_config": {"model_type": "qwen2_vl_text", "rope_parameters": _MROPE}},
     "smolvlm": {"text_config": {"model_type": "llama"}},
     "youtu": _LATENT,
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "glm4_moe_lite": _LATENT | {"v_head_dim": 16},
-    "llama4_text": {
-        "intermediate_size_mlp": 48,
-        "no_rope_layers": [1, 0],
-        "floor_scale": 4,
-        "attn_temperature_tuning": True,
-    },
+    "llama4": {"text_config": _LLAMA4 | {"model_type": "llama4_text"}},
+    "llama4_text": _LLAMA4,
     "gemma3": {"text_config": {"model_type": "gemma3_text"}},
     "gemma4": {"text_config": _GEMMA4},
     "gemma3n_text": _GEMMA3N,
@@ -318,6 +325,7 @@ def _without(name: str) -> tuple[str]:
 
 LIMITS: dict[str, tuple[str, ...]] = {
     "jetmoe": _EXPERTS,
+    "llama4": _EXPERTS,
     "llama4_text": _EXPERTS,
     **{family: (f"recurrent layers ({_kind_of_mixer(family)})",) for family in RECURRENT},
     "gemma3n_text": _without("modality_router"),

@@ -193,6 +193,7 @@ _GEMMA4 = (
     *(Block(name, gates=("",)) for name in ("per_layer_input_gate", "per_layer_projection")),
 )
 _GPT2 = (_fused_attention("attn", Width.QKV, "c_attn", "c_proj"), _mlp("mlp", ("c_fc",), "c_proj"))
+_LLAMA4 = (_SELF_ATTENTION, replace(_shared("shared_expert"), path="feed_forward"), _FEED_FORWARD)
 _PHI3 = (_fused_attention("self_attn", Width.QKV, "qkv_proj", "o_proj"), _TWO_IN_ONE)
 _GRANITE = (_SELF_ATTENTION, _GRANITE_EXPERTS, _GRANITE_SHARED)
 
@@ -237,6 +238,7 @@ PLANS: Mapping[str, Plan] = {
     "gemma3_text": _LLAMA,
     "gemma4": _GEMMA4,
     "gemma4_text": _GEMMA4,
+    "gemma4_unified": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "glm": _GLM,
     "glm4": _GLM,
@@ -272,7 +274,8 @@ PLANS: Mapping[str, Plan] = {
     "lfm2_moe": _LFM2,
     "lfm2_vl": _LFM2,
     "llama": _LLAMA,
-    "llama4_text": (_SELF_ATTENTION, replace(_shared("shared_expert"), path="feed_forward"), _FEED_FORWARD),
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
     "llava": _LLAMA,
     "llava_next": _LLAMA,
     "llava_onevision": _LLAMA,
@@ -284,6 +287,7 @@ PLANS: Mapping[str, Plan] = {
     "ministral3": _LLAMA,
     "mistral": _LLAMA,
     "mistral3": _LLAMA,
+    "mistral4": _DEEPSEEK,
     "mixtral": _MIXTURE,
     "modernbert-decoder": (_attention("attn", "Wo"), Block("mlp", {"Wi": Width.TWO}, {"Wo": Width.EVEN})),
     "nanochat": (_SELF_ATTENTION, _mlp("mlp", ("fc1",), "fc2")),
