@@ -28,11 +28,13 @@ TOKENS = 8192
 QUANTIZATIONS = ("fp8", "nf4")
 MIB = 1 << 20
 _ATTENTION_AT = (2, 6, 10, 14, 18, 21)
+_LLAMA31 = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128259}
 SET: dict[str, dict[str, object]] = {
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "idefics3": {"text_config": {"model_type": "llama"} | _LLAMA31},
     "lfm2_moe": {
         "num_hidden_layers": 24,
         "layer_types": ["full_attention" if layer in _ATTENTION_AT else "conv" for layer in range(24)],
