@@ -146,7 +146,10 @@ def test_files_that_are_not_what_they_should_be(
         (["jobs", "list", "--x"], "no such option: --x (see coserve jobs list --help)"),
         (["finetune", "a", __file__, "--lr", "1"], "no such option: --lr; did you mean '--learning-rate'? (see"),
         (["finetune", "a", __file__, "--warmup-steps", "1"], "--warmup-steps; did you mean '--set training.warmup_ste"),
-        (["finetune", "a", __file__, "--warmup-ratio", "1"], "in steps: --set training.warmup_steps=VALUE (see"),
+        (
+            ["finetune", "a", __file__, "--warmup-ratio", "1"],
+            "; did you mean '--set training.warmup_ratio=VALUE'? (see",
+        ),
         (["finetune", "a", __file__, "--data", "x"], "no such option: --data; give the rows as the argument FILE (see"),
         (["finetune", "a", __file__, "--eval-dataset", "x"], "; give their file with --validation-file (see"),
         (["finetune", "a", __file__, "--set", "training.epochs=x"], "epochs: expected a number or auto, got 'x' (see"),
