@@ -369,6 +369,7 @@ REFUSED_BY_CONFIG = {
     "hy_v4": _SPARSE,
     "inkling_mm_model": "Inkling's attention",
     "kimi_linear": "Kimi's linear attention",
+    "qwen4_exp": _SPARSE,
 }
 """Refused before a model is made: a part of the reason."""
 
