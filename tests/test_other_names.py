@@ -78,20 +78,22 @@ def test_other_names_mean_ours(given: dict[str, Any], ours: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("lora", "says"),
+    ("place", "given", "says"),
     [
-        ({"alpha": 4, "lora_alpha": 8}, "unknown field 'lora_alpha'; did you mean 'alpha'"),
-        ({"modules_to_save": ["lm_head"]}, "unknown field 'modules_to_save'"),
-        ({"bias": "all"}, "unknown field 'bias'"),
-        ({"layers_to_transform": [0]}, "unknown field 'layers_to_transform'"),
-        ({"peft_type": "LOHA"}, "unknown field 'peft_type'"),
+        ("lora", {"alpha": 4, "lora_alpha": 8}, "unknown field 'lora_alpha'; did you mean 'alpha'"),
+        ("lora", {"modules_to_save": ["lm_head"]}, "unknown field 'modules_to_save'"),
+        ("lora", {"bias": "all"}, "unknown field 'bias'"),
+        ("lora", {"layers_to_transform": [0]}, "unknown field 'layers_to_transform'"),
+        ("lora", {"peft_type": "LOHA"}, "unknown field 'peft_type'"),
+        ("training", {"batch_rows": 4, "per_device_train_batch_size": 8}, "'per_device_train_batch_size'"),
+        ("training", {"batch_size": 4, "train_batch_size": 8}, "'train_batch_size'; did you mean 'batch_rows'"),
     ],
 )
-def test_what_would_be_learned_otherwise_is_refused(lora: dict[str, Any], says: str) -> None:
+def test_what_would_be_learned_otherwise_is_refused(place: str, given: dict[str, Any], says: str) -> None:
     with pytest.raises(UnknownField, match=says):
-        decode_json(msgspec.json.encode({"adapter": "a", "lora": lora}), FinetuneRequest)
+        decode_json(msgspec.json.encode({"adapter": "a", place: given}), FinetuneRequest)
     with pytest.raises(InvalidRequest, match=says):
-        finetune_request("a", lora=lora)
+        finetune_request("a", **{place: given})
 
 
 def test_our_own_names_keep_their_values() -> None:

@@ -64,17 +64,18 @@ _OF_PEFT = {
 
 def with_own_names(given: Mapping[str, object], fields: Collection[str]) -> dict[str, object]:
     """Return settings with our names and values for other libraries' of the same meaning. `fields`: the names that the
-    settings may have; with those of LoRA, fields of `LoraConfig` that ask for nothing are left out. A setting that is
-    given under both names keeps the other one, too."""
+    settings may have; with those of LoRA, fields of `LoraConfig` that ask for nothing are left out. Where two names set
+    the same, the second keeps its own, which is refused as unknown."""
     rows, times = (given.get(name, 1) for name in _BATCH)
-    if _BATCH[0] in given and "batch_rows" in fields and isinstance(rows, int) and isinstance(times, int):
+    sizes = _BATCH[0] in given and "batch_rows" in fields and "batch_rows" not in given
+    if sizes and isinstance(rows, int) and isinstance(times, int):
         given = {"batch_rows": rows * times, **{name: value for name, value in given.items() if name not in _BATCH}}
     found = dict[str, object]()
     for name, value in given.items():
         ours = name if name in fields else SAME.get(name, name)
         if ours == "warmup_steps" and isinstance(value, float) and value < 1:
             ours = "warmup_ratio"  # as in transformers 5
-        if ours in fields and ours not in given.keys() - {name}:
+        if ours in fields and ours not in found and ours not in given.keys() - {name}:
             values = _VALUES.get(name) or _VALUES.get(ours, {})
             found[ours] = values.get(value, value) if isinstance(value, str | int) else value
         elif "rslora" not in fields or not _asks_for_nothing(name, value):
