@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coserve.core.errors import MalformedRow
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.rows import parse_row
 
@@ -68,3 +69,10 @@ def test_rows_of_well_known_datasets_are_read_as_they_are(
     columns = Columns()
     assert parse_row(row, 1, columns) == parse_row(same, 1)
     assert list(columns.unused) == unused
+
+
+@pytest.mark.parametrize(("called", "tools"), [("add", ""), ("[]", ""), (CALL[1]["value"], "{}")])
+def test_calls_and_tools_that_are_none_are_refused(called: str, tools: str) -> None:
+    turns = [CALL[0], {"from": "function_call", "value": called}]
+    with pytest.raises(MalformedRow, match="line 7: expected function_call and tools in JSON"):
+        parse_row({"conversations": turns, "tools": tools}, 7)

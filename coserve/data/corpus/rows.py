@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile, zip_longest
 from types import NoneType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -180,7 +180,7 @@ class _Turn(Wire, frozen=True, rename={"sender": "from"}):
         weighed = {"weight": self.weight} if role == "assistant" and self.weight is not None else {}
         if self.sender != "function_call":
             return {"role": role, "content": self.value, **weighed}
-        either: Any = FunctionCall | list[FunctionCall]
+        either: Any = FunctionCall | Annotated[list[FunctionCall], msgspec.Meta(min_length=1)]
         called = msgspec.json.decode(self.value, type=either)
         calls = [ToolCall(function=call) for call in (called if isinstance(called, list) else [called])]
         return for_template([ChatMessage(role="assistant", tool_calls=calls)])[0] | weighed
