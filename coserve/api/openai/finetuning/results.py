@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from coserve.api.jobs.views import JobViews
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.state.files import FileRecord
@@ -30,9 +32,13 @@ async def read_result(views: JobViews, file: str) -> tuple[FileRecord, bytes]:
         for event in events:
             if event.metrics is not None:
                 steps.setdefault(event.metrics.step, event.metrics)  # the latest, if a crash had it done again
-    content = "".join(f"{line}\n" for line in (_HEADER, *(_line(steps[step]) for step in sorted(steps)))).encode()
+    content = await asyncio.to_thread(_content, steps)
     ended = record.finished_at or record.created_at
     return FileRecord(file, "step_metrics.csv", PURPOSE, len(content), ended), content
+
+
+def _content(steps: dict[int, StepMetrics]) -> bytes:
+    return "".join(f"{line}\n" for line in (_HEADER, *(_line(steps[step]) for step in sorted(steps)))).encode()
 
 
 def _line(metrics: StepMetrics) -> str:
