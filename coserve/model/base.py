@@ -33,7 +33,7 @@ from coserve.model.formats.dense import open_folder
 from coserve.model.formats.gguf import open_gguf
 from coserve.model.formats.gguf import read_config as gguf_config
 from coserve.model.formats.interface import Format
-from coserve.model.formats.load import DenseModel
+from coserve.model.formats.load import DenseModel, from_files
 from coserve.model.formats.source import eos_of, loadable, read_config, set_generation
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights, default_targets, prefix_sites, site_shape, site_weight
@@ -314,8 +314,10 @@ def load_base(
                 model = dense.load(tensors)
             set_generation(model, folder)
         else:
-            model = kind_of_model.from_pretrained(
+            model = from_files(
+                kind_of_model.from_pretrained,
                 path,
+                whole=False,
                 revision=revision,
                 config=config,
                 dtype=kind,

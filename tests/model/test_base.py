@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.bart import BartConfig
 from transformers.models.bloom import BloomConfig
@@ -16,6 +17,7 @@ from transformers.models.mamba import MambaConfig
 from coserve.core.errors import ConfigError, UnsupportedBase
 from coserve.kernels.attention.interface import KvShape
 from coserve.model.base import load_base, wrap_base
+from coserve.model.formats.load import load_whole
 from coserve.model.wrappers import drop_other_parts
 from tests.support.examples import sample
 from tests.support.families import tiny_family
@@ -243,6 +245,22 @@ def test_a_multimodal_folder_is_loaded_without_its_tower(tmp_path: Path) -> None
     sequences = [tokens_of(9), tokens_of(4)]
     for got, tokens_T in zip(packed(base, sequences), sequences, strict=True):
         torch.testing.assert_close(got, alone(model, tokens_T), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "part"), [("llama", "1.mlp.up_proj"), ("mistral3", "0.self_attn.k_proj")])
+def test_a_folder_that_lacks_a_parameter_is_refused(family: str, part: str, tmp_path: Path) -> None:
+    """transformers would draw it at random. Towers, which are dropped, may be missing."""
+    tiny_family(family).save_pretrained(str(tmp_path))
+    tensors = {name: one for name, one in load_file(tmp_path / "model.safetensors").items() if "vision" not in name}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    load_base(str(tmp_path), device="cpu", dtype="auto")
+    (gone,) = (name for name in tensors if f"layers.{part}.weight" in name)
+    del tensors[gone]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedBase, match=rf"files lack 1 parameters, the first is .*layers\.{part}\.weight"):
+        load_base(str(tmp_path), device="cpu", dtype="auto")
+    with pytest.raises(UnsupportedBase, match="files lack"):
+        load_whole(str(tmp_path), trust_remote_code=False)
 
 
 def test_a_tower_that_holds_models_is_dropped_whole() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -20,7 +22,7 @@ from coserve.model.formats.source import loadable, read_config, set_generation
 from coserve.model.parallel.build import empty_model
 from coserve.model.parallel.drawn import DrawnWeights
 from coserve.model.quantized.load import QuantizeAtLoad
-from coserve.model.wrappers import model_class, random_model, whole_class
+from coserve.model.wrappers import drop_other_parts, model_class, random_model, whole_class
 
 
 @dataclass(frozen=True)
@@ -39,31 +41,26 @@ class DenseModel:
     def load(self, tensors: Tensors) -> PreTrainedModel:
         """Build the model. Each tensor is read once, cast to `dtype` and put on `device` before its memory is freed.
 
-        Raises `UnsupportedBase` for missing parameters, which transformers would draw at random, and `ConfigError` for
-        a GPU without FP8.
+        Raises `UnsupportedBase` as `from_files` does, and `ConfigError` for a GPU without FP8.
         """
         with torch.device("meta"):
             found = (whole_class if self.whole else model_class)(self.config)
             kind = type(found.from_config(self.config, trust_remote_code=self.trust_remote_code))
-        model: PreTrainedModel
-        settings = {}
+        settings: dict[str, object] = {}
         if self.quantization != "none":
             if self.quantization == "fp8":
                 refuse_unusable(self.device, "quantization")
             settings["quantization_config"] = QuantizeAtLoad(self.quantization, self.device)
-        model, report = kind.from_pretrained(
+        return from_files(
+            kind.from_pretrained,
             None,
+            whole=True,
             config=self.config,
             state_dict=dict(tensors),
             dtype=self.dtype,
             device_map=None if self.device.type == "cpu" else self.device,  # by accelerate
-            output_loading_info=True,
             **settings,
         )
-        missing = sorted(report["missing_keys"])
-        if missing:
-            raise UnsupportedBase(f"its files lack {len(missing)} parameters, the first is {missing[0]}")
-        return model
 
     def random(self, seed: int) -> PreTrainedModel:
         """Build the model with random weights; quantised ones are drawn one by one."""
@@ -74,6 +71,21 @@ class DenseModel:
         drawn = DrawnWeights(model, self.device, seed)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return self.load({name: DenseTensor(name, partial(drawn.get, name, own), own) for name, own in shapes.items()})
+
+
+def from_files(load: Callable[..., Any], path: str | None, *, whole: bool, **settings: object) -> PreTrainedModel:
+    """Return what `load`, a `from_pretrained`, builds; unless `whole`, without the towers for images and audio.
+
+    Raises `UnsupportedBase` for missing parameters, which transformers would draw at random.
+    """
+    model: PreTrainedModel
+    model, report = load(path, output_loading_info=True, **settings)
+    if not whole:
+        drop_other_parts(model)
+    missing = sorted(report["missing_keys"] & model.state_dict().keys())
+    if missing:
+        raise UnsupportedBase(f"its files lack {len(missing)} parameters, the first is {missing[0]}")
+    return model
 
 
 def load_whole(source: str, *, trust_remote_code: bool) -> PreTrainedModel:
@@ -89,9 +101,17 @@ def load_whole(source: str, *, trust_remote_code: bool) -> PreTrainedModel:
     with loadable(path):
         config, form = read_config(path, path, revision, local=local, trust_remote_code=trust_remote_code)
         if form is None:
-            kind = whole_class(config)
-            settings = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local}
-            return kind.from_pretrained(path, config=config, dtype="auto", use_safetensors=True, **settings)
+            return from_files(
+                whole_class(config).from_pretrained,
+                path,
+                whole=True,
+                revision=revision,
+                config=config,
+                dtype="auto",
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                local_files_only=local,
+            )
         folder = Path(path) if local else fetch_files(source, ("*.safetensors", "*.json"))
         with open_folder(folder, form, cpu) as tensors:
             dtype = config.get_text_config().dtype or torch.bfloat16
