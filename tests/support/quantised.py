@@ -53,6 +53,22 @@ def mxfp4_experts(source: Path, folder: Path) -> tuple[Path, Path]:
     return quantised, dense
 
 
+def fp8_experts(source: Path, folder: Path) -> tuple[Path, Path]:
+    """Write the model in `source` with its stacked experts in FP8, a scale for each expert; return the folder and one
+    with the same model dense."""
+    quantised, dense = folder / "quantised", folder / "dense"
+    stored, drawn = load_file(source / "model.safetensors"), torch.Generator().manual_seed(0)
+    tensors = dict(stored)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        shape = stored[name].shape
+        stored[name], scale = fp8(shape, drawn), draw_scales((shape[0], 1, 1), drawn)
+        stored |= {f"{name}_scale_inv": scale, f"{name}_activation_scale": torch.ones(())}
+        tensors[name] = stored[name].float() * scale
+    _write(source, quantised, stored, {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}})
+    _write(source, dense, tensors, {})
+    return quantised, dense
+
+
 def _write(source: Path, folder: Path, tensors: Stored, settings: dict[str, object]) -> None:
     folder.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")

@@ -25,8 +25,6 @@ def compressed_tensors(settings: Settings) -> Format:
     Raises `UnsupportedBase` for sparse weights, transforms (rotations), and layouts that are not read.
     """
     name = "compressed-tensors"
-    if settings.get("quantization_status", "compressed") != "compressed":
-        raise UnsupportedBase(f"{name}: expected compressed weights, got {settings['quantization_status']!r}")
     sparse = settings.get("sparsity_config")
     if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
         raise UnsupportedBase(f"{name}: sparse weights ({sparse['format']}) are not supported")
@@ -50,7 +48,10 @@ def compressed_tensors(settings: Settings) -> Format:
 
 def _eight_bits(name: str, block: tuple[int, int] | None) -> Format:
     def dequantize(parts: Parts) -> Tensor:
-        return scaled(parts[".weight"], parts[".weight_scale"], block, parts.get(".weight_zero_point"))
+        weight = parts[".weight"]
+        if weight.itemsize != 1:  # calibrated, but not compressed
+            raise ValueError(f"expected 8-bit numbers, got {weight.dtype}")
+        return scaled(weight, parts[".weight_scale"], block, parts.get(".weight_zero_point"))
 
     return Format(name, ".weight", (".weight_scale", ".weight_zero_point"), dequantize, unused=UNUSED)
 

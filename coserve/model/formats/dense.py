@@ -68,8 +68,8 @@ def _dense_tensors(stored: StoredTensors, form: Format, device: torch.device) ->
     def read(name: str) -> Tensor:
         """Return the tensor: in float32 if it was quantised, else as stored."""
         parts = {suffix: one[...].to(device) for suffix, one in found[name].items()}
-        plain = parts.get("")
-        if plain is not None:
+        if list(parts) == [""]:
+            plain = parts[""]
             if plain.dtype not in _FLOATS:
                 raise UnsupportedBase(f"{folder}: {name} has {plain.dtype} numbers, but no scale of {form.name}")
             return plain

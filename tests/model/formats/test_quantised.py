@@ -22,8 +22,9 @@ GROUPS = {"symmetric": False, "group_size": 16, "strategy": "group"}
 
 
 def _compressed(layout: str, **weights: object) -> dict[str, object]:
+    """The status is llm-compressor's of 2024; later it is "compressed"."""
     scheme = {"targets": ["Linear"], "weights": weights}
-    settings = {"format": layout, "quantization_status": "compressed", "config_groups": {"group_0": scheme}}
+    settings = {"format": layout, "quantization_status": "frozen", "config_groups": {"group_0": scheme}}
     return {"quant_method": "compressed-tensors"} | settings
 
 
@@ -89,6 +90,16 @@ def test_experts_of_their_own_files_are_merged(tmp_path: Path) -> None:
     assert base.spec.fingerprint == expected.spec.fingerprint
 
 
+@pytest.mark.parametrize("mesh", [None, LoneRank(1, 2)])
+def test_stacked_experts_have_scales_of_their_own(mesh: LoneRank | None, tmp_path: Path) -> None:
+    """As Mistral 4's: one tensor for all experts of a layer, and a scale for each expert."""
+    tiny_family("qwen3_vl_moe").save_pretrained(tmp_path)
+    base, expected = (_load(folder, mesh=mesh) for folder in quantised.fp8_experts(tmp_path, tmp_path))
+    weights = expected.model.state_dict()
+    for name, weight in base.model.state_dict().items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -117,6 +128,16 @@ def test_a_weight_without_its_scales_is_refused(llama: Path, tmp_path: Path, mes
     save_file(tensors, found / "model.safetensors")
     with pytest.raises(UnsupportedBase, match=r"up_proj.weight has no .scales, which awq needs"):
         _load(found, mesh=mesh)
+
+
+def test_dense_weights_beside_scales_are_refused(llama: Path, tmp_path: Path) -> None:
+    """Calibrated but not compressed: scales would be applied to what is no quantised number."""
+    found, _ = quantised.quantise(llama, tmp_path, *KINDS["compressed-tensors, channel"])
+    tensors = load_file(found / "model.safetensors")
+    weight = tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors | {"model.layers.1.mlp.up_proj.weight": weight.float()}, found / "model.safetensors")
+    with pytest.raises(UnsupportedBase, match=r"up_proj.weight cannot be read .* expected 8-bit numbers"):
+        _load(found)
 
 
 def test_on_a_gpu_each_weight_is_placed_as_it_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
