@@ -58,7 +58,8 @@ class Config:
     host: str = option("127.0.0.1", "address to bind; anything but loopback needs --api-key")
     port: int = option(8000, "TCP port; 0 takes a free one", bounds=Bounds(0, 65535))
     api_key: str | None = option(
-        None, "require 'Authorization: Bearer KEY' on every route but /health and /health/ready; at least 16 characters"
+        None,
+        "require 'Authorization: Bearer KEY' on every route but /health, /health/ready and /ping; at least 16 characters",
     )
     allowed_hosts: tuple[str, ...] = option((), "further names allowed in the Host and Origin headers")
     tls_cert: Path | None = option(None, "PEM file with the certificate and its chain: serve HTTPS; needs --tls-key")
@@ -295,8 +296,8 @@ class Config:
     )
     max_connections: int = option(
         1024,
-        "most open connections; idle ones make room for new ones, further ones get 503 (but for /health and "
-        "/health/ready)",
+        "most open connections; idle ones make room for new ones, further ones get 503 (but for /health, "
+        "/health/ready and GET of /ping)",
     )
     max_body_bytes: int = option(
         1 << 30, "largest request body, in bytes: of an upload, which goes to disk as it comes"

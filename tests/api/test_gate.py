@@ -80,6 +80,8 @@ async def test_without_the_key_only_health_is_open(locked: Api) -> None:
     assert [route.path for route in table.values() if route.public] == [
         "/health",
         "/health/ready",
+        "/ping",
+        "/ping",
         "/",
         "/page/{id}",
         "/docs",
@@ -92,7 +94,7 @@ async def test_without_the_key_only_health_is_open(locked: Api) -> None:
         ("PUT", "/generate"),
     ]
     for method, path in [*paths(locked), *strange]:
-        if method == "GET" and path in ("/", "/page/x", "/docs", "/health", "/health/ready"):
+        if path == "/ping" or (method == "GET" and path in ("/", "/page/x", "/docs", "/health", "/health/ready")):
             continue
         for headers in (
             {},
@@ -138,7 +140,7 @@ async def test_hosts_and_origins(locked: Api) -> None:
 async def test_probes_may_call_the_daemon_by_its_address(locked: Api) -> None:
     auth = {"Authorization": f"Bearer {KEY}"}
     for host in ("10.1.2.3:8000", "[fd00::1]:8000"):
-        for path, status in (("/health", 200), ("/health/ready", 200), ("/adapters", 403)):
+        for path, status in (("/health", 200), ("/health/ready", 200), ("/ping", 200), ("/adapters", 403)):
             async with locked.http.get(path, headers=auth | {"Host": host}) as response:
                 assert response.status == status, (path, host)
         async with locked.http.get("/health", headers={"Host": host, "Origin": f"http://{host}"}) as response:
@@ -158,6 +160,15 @@ async def test_every_answer_has_an_id_and_none_names_its_server(api: Api) -> Non
             assert len(response.headers["X-Request-Id"]) == 16
             assert "Server" not in response.headers
             assert response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "id, kept", [("a-1:b/c", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("é", False)]
+)
+async def test_a_request_keeps_the_id_that_its_client_gave_it(api: Api, id: str, kept: bool) -> None:
+    async with api.http.get("/ping", headers={"X-Request-Id": id}) as response:
+        found = response.headers["X-Request-Id"]
+    assert (found == id) if kept else (len(found) == 16)
 
 
 async def test_our_own_faults_have_one_body(api: Api, caplog: pytest.LogCaptureFixture) -> None:

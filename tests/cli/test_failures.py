@@ -168,7 +168,7 @@ def test_files_that_are_not_what_they_should_be(
         ),
         (
             ["adapters", "download", "x", "NEW", "--decoder", ""],
-            " language_model, got '' (see coserve adapters download --help)",
+            ", got '' (see coserve adapters download --help)",
         ),
     ],
 )

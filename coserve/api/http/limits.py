@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 STREAMS_TIMEOUT: Final = 5.0
 """Seconds that responses may still take after the daemon begins to stop."""
 RESERVE: Final = 16
-"""Connections beyond the limit that are accepted only for /health and /health/ready."""
+"""Connections beyond the limit that are accepted only for `PROBES`."""
 WAITING_CONNECTIONS: Final = 1024
 """Listen backlog: connections that the system queues until they are accepted. A client that finds it full retries after
 a second."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 REQUEST_ID = web.RequestKey("request_id", str)
+CLIENT_ID = re.compile(r"[!-~]{1,128}")
+"""An `X-Request-Id` of a client that the log and the response take over; instead of another one they have a new id."""
 BEGUN = web.RequestKey("begun", bool)
 """Set once the response's headers are sent: no other response is possible."""
 
@@ -107,7 +110,8 @@ def guard(
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request[REQUEST_ID] = secrets.token_hex(8)
+        given = request.headers.get("X-Request-Id", "")
+        request[REQUEST_ID] = given if CLIENT_ID.fullmatch(given) else secrets.token_hex(8)
         error_format = format_of(request)
         try:
             await request.writer.drain()  # earlier responses of this connection that are not read yet

@@ -31,7 +31,7 @@ GRACE: Final = 1.0
 SETTLE: Final = 0.01
 """Seconds to wait before closing an idle connection, so that a request already received reaches its handler: several
 event-loop iterations."""
-PROBES: Final = ("/health", "/health/ready")
+PROBES: Final = ("/health", "/health/ready", "/ping")
 OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 READ_SIZE: Final = 8 << 10
 """Bytes received and parsed per event-loop iteration: HTTP chunks of one byte cost some µs each to parse."""

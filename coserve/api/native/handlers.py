@@ -315,6 +315,14 @@ class NativeApi:
     async def ready(self, request: web.Request) -> web.StreamResponse:
         return _health_response(self._service.health(), ready=self._service.ready)
 
+    @Route("GET", "/ping", "The same as /health: SageMaker's check", response=Health, starting=Health, public=True)
+    async def ping(self, request: web.Request) -> web.StreamResponse:
+        return await self.health(request)
+
+    @Route("POST", "/ping", "The same as /health: SageMaker's check", response=Health, starting=Health, public=True)
+    async def post_ping(self, request: web.Request) -> web.StreamResponse:
+        return await self.health(request)
+
     @Route("GET", "/metrics", "Prometheus metrics", media="text/plain")
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         service = self._service

@@ -44,7 +44,7 @@ _FEATURES_OF_VLLM = {name: _FEATURES[name] for name in ("classify", "pooling", "
     ("sleep", "wake_up", "is_sleeping"), "sleep mode is"
 )
 """Features that vLLM also has at paths without `/v1`."""
-_MEANT = {"jobs": "/finetune", "load": "/metrics", "lora": "/adapters", "loras": "/adapters", "ping": "/health"}
+_MEANT = {"jobs": "/finetune", "load": "/metrics", "lora": "/adapters", "loras": "/adapters"}
 """Our equivalents of other servers' paths, by the first part of their path."""
 
 
