@@ -59,7 +59,8 @@ class Config:
     port: int = option(8000, "TCP port; 0 takes a free one", bounds=Bounds(0, 65535))
     api_key: str | None = option(
         None,
-        "require 'Authorization: Bearer KEY' on every route but /health, /health/ready and /ping; at least 16 characters",
+        "require 'Authorization: Bearer KEY' on every route but /health, /health/ready and /ping; at least 16 "
+        "characters",
     )
     allowed_hosts: tuple[str, ...] = option((), "further names allowed in the Host and Origin headers")
     tls_cert: Path | None = option(None, "PEM file with the certificate and its chain: serve HTTPS; needs --tls-key")
