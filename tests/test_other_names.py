@@ -14,6 +14,7 @@ from coserve.api.openai.finetuning.schemas import CreateJob
 from coserve.cli.finetuning.settings import request_settings
 from coserve.client.options import finetune_request
 from coserve.core.errors import InvalidRequest, UnknownField
+from coserve.core.hints import fields_of
 from coserve.core.schemas import FinetuneRequest
 from coserve.core.training.settings import TrainingRequest
 
@@ -98,3 +99,8 @@ def test_what_would_be_learned_otherwise_is_refused(place: str, given: dict[str,
 
 def test_our_own_names_keep_their_values() -> None:
     assert finetune_request("a", training={"steps": -1}).training == TrainingRequest(steps=-1)  # the daemon refuses it
+
+
+def test_the_fields_of_a_type_are_listed_once() -> None:
+    """That takes milliseconds, in which the API process answers nobody, for each request with an empty field."""
+    assert fields_of(FinetuneRequest) is fields_of(FinetuneRequest)

@@ -104,14 +104,14 @@ def test_fields_that_nobody_knows_are_refused(kind: type[msgspec.Struct]) -> Non
 
 def test_caches_of_what_clients_send_are_bounded() -> None:
     """A function with parameters keeps its results for ever only if they are types, modules or tasks of the code
-    (`body_types`, `field_docs`, `offload`), or inside one call (`bdlora`)."""
+    (`body_types`, `field_docs`, `empty_fields`, `hints`, `offload`), or inside one call (`bdlora`)."""
     unbounded = re.compile(r"@(?:functools\.)?(?:cache|lru_cache\((?:None|maxsize=None)\))\n\s*def \w+\((\w+)")
     found = {
         path.relative_to(PACKAGE).as_posix()
         for path in FILES
         if path.relative_to(PACKAGE).as_posix().startswith(SERVING) and unbounded.search(path.read_text())
     }
-    types = {"api/http/body_types.py", "api/http/field_docs.py", "core/schemas/empty_fields.py"}
+    types = {"api/http/body_types.py", "api/http/field_docs.py", "core/schemas/empty_fields.py", "core/hints.py"}
     assert found <= types | {"data/offload/protocol.py", "lora/files/bdlora.py"}
 
 

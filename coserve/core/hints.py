@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 
 import msgspec
 
@@ -357,8 +358,13 @@ def near_miss(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def fields_of(type: object) -> tuple[str, ...]:
+def fields_of(type: type) -> tuple[str, ...]:
     """Return dotted paths of a struct's fields, nested structs included; empty for any other type."""
+    return _fields_of(type)
+
+
+@cache  # it takes milliseconds
+def _fields_of(type: type) -> tuple[str, ...]:
     return tuple(_walk(msgspec.inspect.type_info(type), ""))
 
 
