@@ -23,6 +23,7 @@ from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, BeginStep
 from coserve.engine.lora_server.placement import ServerPart, part_of
 from coserve.engine.lora_server.reading import PairsReader, PairsRuns
+from coserve.engine.lora_server.running import Answered, RunningServers
 from coserve.engine.lora_server.server import LoraServer, ReadPairs
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.terms import HeldPairs
@@ -137,6 +138,26 @@ def test_first_layers_answer_while_the_last_ones_are_read(tmp_path: Path) -> Non
         late = LoraBatch(segments, (without_experts(adapters[1], own.slot(REFS[1])),), GROUPED, remote=own)
         with pytest.raises(LoraServerLost):
             packed(base, sequences, late)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_server_that_does_not_answer_a_load_is_lost(tmp_path: Path) -> None:
+    """It hangs, and no step asks it for anything: every adapter's first request would wait for it."""
+    base = wrap_base(tiny_family("mixtral"), name="mixtral")
+    found, go_on = list[RunningServers](), Event()
+
+    def hangs(_: ReadPairs) -> ReadPairs:
+        return lambda ref, digests: go_on.wait() and PairsRuns(0, 0, iter(()))
+
+    def start(number: int, told: Answered) -> RunningServers:
+        found.append(in_threads(base, tmp_path, 1, told, readers=hangs, mailboxes=True))
+        return found[-1]
+
+    with closing(LoraServers(1, start, 0.1)) as own:
+        own.wait()
+        own.load(REFS[0], None)()
+        go_on.set()
+        assert found[0].why == "LoRA server 0 did not read an adapter in time"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -148,7 +148,7 @@ class LoraServers:
 
     def load(self, ref: AdapterRef, digests: AdapterDigests | None) -> Callable[[], None]:
         """Have the servers read an adapter's pairs, and return a function that waits until they have them or are lost,
-        for a bounded time: until then the engine computes the adapter itself."""
+        as those are that take too long. Until they have them the engine computes the adapter itself."""
         with self._changed:
             if ref not in self._held and self._free:
                 self._held[ref] = _Held(self._free.pop(), digests, set(range(self._count)))
@@ -161,7 +161,10 @@ class LoraServers:
 
         def wait() -> None:
             with self._changed:
-                self._changed.wait_for(answered, self._patience)
+                before = self._running
+                late = not self._changed.wait_for(answered, self._patience)
+                if late and before is not None and before is self._running:
+                    before.lose(f"LoRA server {min(self._held[ref].waiting)} did not read an adapter in time")
 
         return wait
 
