@@ -135,7 +135,7 @@ def test_equal_questions_are_one_and_find_their_chunk() -> None:
     assert nearest_chunks(["Who opened the bridge?", "How many pennies was the toll?"], chunks) == [2, 1]
 
 
-def test_scripts_without_spaces_have_sentences_and_words() -> None:
+def test_other_scripts_have_sentences_and_words() -> None:
     chunk = "オルベーン橋はテルマークの町にある。番人は小さな家に住む。長さは412メートルか！"
     assert {asked_sentence(chunk, attempt, 7) for attempt in range(3)} == {
         "オルベーン橋はテルマークの町にある。",
@@ -145,6 +145,8 @@ def test_scripts_without_spaces_have_sentences_and_words() -> None:
     assert clean_question("番人はどこに住むか？") == "番人はどこに住むか？"
     assert grounded("オルベーン橋の長さは？", chunk)
     assert not grounded("人口はいくらですか？", chunk)
+    assert grounded("मैरी क्यूरी का जन्म कहाँ हुआ था?", "मैरी क्यूरी का जन्म वारसॉ में हुआ था।")
+    assert not grounded("भारत की राजधानी क्या है?", "मैरी क्यूरी का जन्म वारसॉ में हुआ था।")
     assert nearest_chunks(
         ["番人はどこに？", "다리는 어디에?"], ["橋は緑色だ。", "番人は家に住む。", "그 다리는 길다."]
     ) == [1, 2]

@@ -20,8 +20,9 @@ NO_CONTEXT = re.compile(
 )
 """Matches questions that make no sense without the document, or are about the request itself."""
 SENTENCE = re.compile(r"(?<=[.!?؟])\s+|(?<=[。！？।])|\n+")
-UNSPACED = re.compile(r"[\u0e00-\u0eff\u2e80-\u9fff\uac00-\ud7ff]+")
-"""Letters of scripts without spaces between words, or with endings at each word: Thai, Chinese, Japanese, Korean."""
+UNSPACED = re.compile(r"[\u0900-\u109f\u1780-\u17ff\u2e80-\u9fff\uac00-\ud7ff]+")
+"""Letters of scripts without spaces between words, with endings at each word, or with vowel signs, which `\\w` does not
+match: those of India and Southeast Asia, Chinese, Japanese, Korean."""
 SHORTEST, LONGEST = 12, 300
 """Fewest bytes and most characters of a question, or of a sentence that is asked about."""
 QUESTION_TOKENS = 48
