@@ -7,6 +7,7 @@ import inspect
 import io
 import os
 import resource
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,17 +189,21 @@ def _no_connection(base_url: str, error: aiohttp.ClientConnectorError | aiohttp.
         return (
             f"no connection to {address}: {reason}: each request at a time takes one, and this process may open no more"
         )
+    if isinstance(getattr(error, "os_error", None), ssl.SSLError):
+        return f"no TLS with {address}: {reason}; SSL_CERT_FILE names a certificate to trust, http:// is without TLS"
     return f"no daemon answers at {address}: {reason}; check that it runs and that the URL is right"
 
 
 def _reason(error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError) -> str:
-    """Return the system's reason for a failed connection."""
+    """Return the system's reason for a failed connection. A TLS error's number is OpenSSL's, not the system's."""
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return f"no connection within {CONNECT_TIMEOUT:g} s"
     cause = getattr(error, "os_error", None)  # missing in errors about certificates
     if not isinstance(cause, OSError):
         return str(error)
-    return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or str(cause)
+    if isinstance(cause, ssl.SSLError) or not cause.errno or cause.errno < 0:
+        return cause.strerror or str(cause)
+    return os.strerror(cause.errno)
 
 
 def _payload(body: bytes | Upload | None, opened: list[Callable[[], None]]) -> bytes | aiohttp.FormData | None:

@@ -131,6 +131,18 @@ async def test_nobody_listens() -> None:
         await transport.close()
 
 
+async def test_a_daemon_without_tls() -> None:
+    def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        transport = HttpTransport(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", read_timeout=1)
+        with pytest.raises(Unreachable, match=r"no TLS with .*SSL: .*; SSL_CERT_FILE names"):
+            await transport.send(Request("GET", "/"))
+        await transport.close()
+
+
 async def test_a_connection_that_breaks_before_the_answer() -> None:
     async def handler(request: web.Request) -> web.Response:
         assert request.transport is not None

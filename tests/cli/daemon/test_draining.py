@@ -85,6 +85,8 @@ def test_sigterm_over_https(model: Path, tmp_path: Path, capsys: pytest.CaptureF
         environ |= {"SSL_CERT_FILE": str(cert)}  # which the client reads as it is imported
         said = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         assert said.returncode == 0, said.stderr
+        said = subprocess.run(command, env=environ | {"SSL_CERT_FILE": ""}, capture_output=True, text=True, check=False)
+        assert "self-signed certificate" in said.stderr and "SSL_CERT_FILE" in said.stderr, said.stderr
         context = ssl.create_default_context(cafile=str(cert))
         with closing(http.client.HTTPSConnection("127.0.0.1", port, context=context)) as client:
             body = {"prompt": "The", "stream": True, "max_tokens": 10, "ignore_eos": True}
