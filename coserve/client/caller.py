@@ -18,7 +18,7 @@ from coserve.client.sse import Event, events
 from coserve.client.transport import Request, Response, Transport, Upload
 from coserve.core.errors import CoserveError, InternalError, InvalidRequest, Unreachable
 from coserve.core.schemas import Job, Preparing, SubmissionEvent
-from coserve.core.validation import decoder_of
+from coserve.core.validation import decode_json
 
 T = TypeVar("T")
 
@@ -171,6 +171,6 @@ async def _as_it_is(response: Response) -> Response:
 def decode(content: bytes | str, type: type[T]) -> T:
     """Decode JSON. Raise `InternalError` if it does not fit: the daemon speaks another version of the API."""
     try:
-        return decoder_of(type).decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return decode_json(content, type)
+    except msgspec.DecodeError as error:
         raise InternalError(f"the daemon's response is not one that coserve {__version__} knows: {error}") from None

@@ -21,7 +21,7 @@ from coserve.core.errors import (
     Unauthorized,
 )
 from coserve.core.schemas import ErrorBody, ErrorInfo
-from coserve.core.validation import decoder_of
+from coserve.core.validation import decode_json
 
 _BY_STATUS: dict[int, type[CoserveError]] = {
     401: Unauthorized,
@@ -44,8 +44,8 @@ async def response_error(response: Response) -> CoserveError:
     """
     body = await response.read()
     try:
-        info = decoder_of(ErrorBody).decode(body).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        info = decode_json(body, ErrorBody).error
+    except msgspec.DecodeError:
         info = ErrorInfo(code="", message=f"the response has status {response.status} and no error that coserve wrote")
     generic = RequestError if response.status < 500 else InternalError
     error = _made(BY_CODE.get(info.code, _BY_STATUS.get(response.status, generic)), info)
@@ -58,7 +58,7 @@ async def response_error(response: Response) -> CoserveError:
 def event_error(data: str) -> CoserveError:
     """Return the error of a stream that failed after its first byte."""
     try:
-        info = decoder_of(ErrorBody).decode(data).error
+        info = decode_json(data, ErrorBody).error
     except msgspec.DecodeError:
         return InternalError(f"the stream failed, and not with an error that coserve wrote: {data[:200]!r}")
     return _made(BY_CODE.get(info.code, InternalError), info)

@@ -186,3 +186,11 @@ def decoder_of(type: type[T]) -> msgspec.json.Decoder[T]:
         if (found := _decoders.get(type)) is None:
             found = _decoders[type] = msgspec.json.Decoder(type)
     return found
+
+
+def decode_json(content: bytes | str, type: type[T]) -> T:
+    """Decode with the type's only decoder. Raises `msgspec.DecodeError`, for text that is no UTF-8, too."""
+    try:
+        return decoder_of(type).decode(content)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from error

@@ -21,7 +21,7 @@ from coserve.core.training.jobs import JobSpec
 from coserve.core.training.settings import Optimizer
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import BaseSpec, Wire
-from coserve.core.validation import decoder_of
+from coserve.core.validation import decode_json
 from coserve.lora.store.tensor_writer import write_tensors
 from coserve.state.durable import remove_dir, replace_dir, safetensors_errors, sweep
 from coserve.state.failpoints import failpoint
@@ -77,7 +77,7 @@ def load_checkpoint(path: Path, spec: JobSpec, base: BaseSpec) -> tuple[Training
     try:
         with safetensors_errors(path / CHECKPOINT_TENSORS):
             failpoint("job.open")
-            state = decoder_of(_State).decode((path / CHECKPOINT_STATE).read_bytes())
+            state = decode_json((path / CHECKPOINT_STATE).read_bytes(), _State)
             tensors: dict[str, Tensor] = load_file(path / CHECKPOINT_TENSORS)
     except FileNotFoundError as error:
         raise CheckpointUnreadable("a file of the checkpoint is missing") from error

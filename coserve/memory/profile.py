@@ -17,7 +17,7 @@ import msgspec
 
 from coserve.core.gpu_memory import LinearBytes, TrainingCosts
 from coserve.core.types import Wire
-from coserve.core.validation import decoder_of
+from coserve.core.validation import decode_json
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def save_layer_costs(path: Path, costs: TrainingCosts) -> None:
 
 def _load(path: Path, kind: type[T]) -> T | None:
     try:
-        return decoder_of(kind).decode(path.read_bytes())
+        return decode_json(path.read_bytes(), kind)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from coserve.core.validation import decoder_of
+from coserve.core.validation import decode_json
 from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.gemm.skinny import Shape
 from coserve.kernels.lora.types import FrozenWeight
@@ -147,8 +147,8 @@ def load_gemms(paths: Iterable[Path], inputs: Iterable[FrozenWeight], device: to
     wide, fits = {_shape(found) for found in kinds.values()}, False
     for path in paths:
         try:
-            saved = decoder_of(SavedGemms).decode(path.read_bytes())
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            saved = decode_json(path.read_bytes(), SavedGemms)
+        except (OSError, msgspec.DecodeError):
             continue
         known = all(kind in wide and shape in gemv.shapes_of(kind[0]) for kind, shape in saved.gemv) and all(
             shape in (*skinny.SHAPES, *skinny.WIDE_SHAPES, *skinny.ROUNDED_SHAPES)

@@ -20,6 +20,7 @@ import msgspec
 
 from coserve.core.errors import ConfigError, StorageBusy
 from coserve.core.types import Wire
+from coserve.core.validation import decode_json
 from coserve.state.durable import fsync_path, make_folder, move_file, replace_dir, write_errors, write_file
 from coserve.state.folder import DataFolder
 from coserve.state.registry.database import database_errors
@@ -88,7 +89,7 @@ def restore(backup: Path, data: Path) -> Backup:
     registry, and `StorageError`.
     """
     try:
-        made = msgspec.json.decode((backup / MARK).read_bytes(), type=Backup)
+        made = decode_json((backup / MARK).read_bytes(), Backup)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
         raise ConfigError(f"{backup} is not a complete backup: it has no {MARK}") from None
     _check_empty(data)

@@ -12,8 +12,9 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from coserve.core.access.principal import DEFAULT_PROJECT, principal
-from coserve.core.errors import InvalidRequest, NotFound
+from coserve.core.errors import InvalidRequest, NotFound, StorageError
 from coserve.core.types import Wire
+from coserve.core.validation import decode_json
 from coserve.state.durable import read_errors, remove_dir, replace_dir
 
 log = logging.getLogger(__name__)
@@ -56,18 +57,31 @@ class RecordStore(Generic[S]):
         self._records: dict[str, S] = {}
 
     def load(self) -> None:
-        """Read all records; those that were damaged are logged and left out. Raises `StorageError` if the machine
-        cannot read one now."""
+        """Read all records; those that were damaged, or whose content is not whole, are logged and left out. Raises
+        `StorageError` if the machine cannot read one now."""
         found = []
         with read_errors():
-            for entry in self._folder.iterdir() if self._folder.is_dir() else ():
-                if entry.name.startswith("."):
-                    continue
-                try:
-                    found.append(msgspec.json.decode((entry / RECORD).read_bytes(), type=self._kind))
-                except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
-                    log.warning("%s is not listed: its record was damaged from outside", entry.name)
+            entries = list(self._folder.iterdir()) if self._folder.is_dir() else []
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            try:
+                with read_errors():
+                    record = self._read(entry)
+            except StorageError as error:
+                raise type(error)(f"{entry.name} cannot be read now: {error.message}") from error
+            if record is None or record.id != entry.name:
+                log.warning("%s is not listed: it was damaged from outside", entry.name)
+            else:
+                found.append(record)
         self._records = {record.id: record for record in sorted(found, key=lambda each: each.created_at)}
+
+    def _read(self, folder: Path) -> S | None:
+        """Return the record of a folder; None if it was damaged."""
+        try:
+            return decode_json((folder / RECORD).read_bytes(), self._kind)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, msgspec.DecodeError):
+            return None
 
     def get(self, id: str) -> S:
         """Return a record. Raises `NotFound`, also for one that the principal does not see."""
@@ -87,6 +101,11 @@ class FileStore(RecordStore[FileRecord]):
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         super().__init__(folder, FileRecord, "file")
         self._clock = clock
+
+    def _read(self, folder: Path) -> FileRecord | None:
+        record, content = super()._read(folder), folder / CONTENT
+        whole = record is not None and content.is_file() and content.stat().st_size == record.bytes
+        return record if whole else None
 
     def add(self, source: Path, filename: str, purpose: str) -> FileRecord:
         """Move `source`, on the same file system, into the store; durable when this returns. Raises `StorageError`."""

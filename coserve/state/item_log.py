@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 
+from coserve.core.validation import decode_json
 from coserve.state.durable import fsync_path, read_errors, write_errors
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -17,21 +21,28 @@ class ItemLog(Generic[T]):
     """Items of one type in a file. Raises `StorageError`."""
 
     def __init__(self, path: Path, kind: type[T]) -> None:
-        self._path = path
-        self._decode = msgspec.json.Decoder(kind).decode
+        self._path, self._kind = path, kind
 
     def read(self) -> list[T]:
-        """Return the items. An unfinished line at the end, left by a crash, is removed from the file."""
+        """Return the items. An unfinished line at the end, left by a crash, is removed from the file, and so is what
+        follows a line that was damaged from outside: it is made again."""
         with read_errors():
             try:
                 content = self._path.read_bytes()
             except FileNotFoundError:
                 return []
-        whole = content.rfind(b"\n") + 1
+        items, whole = list[T](), 0
+        for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
+            try:
+                items.append(decode_json(line, self._kind))
+            except msgspec.DecodeError:
+                log.warning("%s was damaged from outside: it is kept up to item %d", self._path, len(items))
+                break
+            whole += len(line)
         if whole < len(content):
             with write_errors():
                 os.truncate(self._path, whole)
-        return [self._decode(line) for line in content[:whole].splitlines()]
+        return items
 
     def append(self, *items: T) -> None:
         """Add items; they are durable when this returns. From one thread at a time."""

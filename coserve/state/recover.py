@@ -16,7 +16,7 @@ from coserve.core.errors import StartupError, StorageError, StorageFailed
 from coserve.core.names import ADAPTER_FILES, CHECKPOINT_STATE
 from coserve.core.schemas import ErrorInfo
 from coserve.core.training.jobs import JobState
-from coserve.core.validation import decoder_of
+from coserve.core.validation import decode_json
 from coserve.state.durable import read_errors, remove_dir
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
@@ -82,7 +82,7 @@ def _has_metrics(checkpoint: Path, name: str) -> bool:
     try:
         with read_errors():
             failpoint("job.open")
-            state = decoder_of(_State).decode((checkpoint / CHECKPOINT_STATE).read_bytes())
+            state = decode_json((checkpoint / CHECKPOINT_STATE).read_bytes(), _State)
     except (FileNotFoundError, msgspec.DecodeError):
         return False
     except StorageError as error:

@@ -12,7 +12,7 @@ from coserve.core.access.principal import DEFAULT_PROJECT, principal
 from coserve.core.errors import ForbiddenPath, NotFound
 from coserve.core.names import CHECKPOINT_STATE
 from coserve.core.types import LoraSettings, Wire
-from coserve.core.validation import decoder_of
+from coserve.core.validation import decode_json
 from coserve.state.durable import read_errors
 from coserve.state.folder import DataFolder
 
@@ -42,7 +42,7 @@ def read_state(folder: DataFolder, run: str, name: str) -> SessionState:
     try:
         path = folder.session_state(run, name) / CHECKPOINT_STATE
         with read_errors():
-            state = decoder_of(SessionState).decode(path.read_bytes())
+            state = decode_json(path.read_bytes(), SessionState)
     except (FileNotFoundError, NotADirectoryError, ForbiddenPath, msgspec.DecodeError):
         state = None
     if state is None or not principal().sees(state.project):

@@ -21,7 +21,7 @@ CORPUS = random_corpus()
 
 def damage(bench: Bench, spec: JobSpec, *steps: int) -> None:
     for step in steps:
-        (bench.folder.checkpoint(spec.id, step) / CHECKPOINT_STATE).write_text("{")
+        (bench.folder.checkpoint(spec.id, step) / CHECKPOINT_STATE).write_bytes(b'{"job": "\xff"}')
 
 
 def steps_on_disk(bench: Bench, spec: JobSpec) -> list[int]:

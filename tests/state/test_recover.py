@@ -132,10 +132,11 @@ def test_a_checkpoint_that_the_registry_has_not_heard_of_goes(registry: Registry
 
 
 @pytest.mark.parametrize(
-    ("step", "pending", "kept"), [(3, '{"loss": 1.0}', True), (4, '{"loss": 1.0}', False), (3, "null", False)]
+    ("step", "pending", "kept"),
+    [(3, b'{"loss": 1.0}', True), (4, b'{"loss": 1.0}', False), (3, b"null", False), (3, b'{"\xff": 1}', False)],
 )
 def test_a_checkpoint_from_before_its_steps_evaluation_stays(
-    registry: Registry, folder: DataFolder, step: int, pending: str, kept: bool
+    registry: Registry, folder: DataFolder, step: int, pending: bytes, kept: bool
 ) -> None:
     """It has the metrics that the registry lacks."""
     lay_job(folder, registry, "job-1", 1)
@@ -143,7 +144,7 @@ def test_a_checkpoint_from_before_its_steps_evaluation_stays(
     for done in (1, 2):
         registry.record_step("job-1", make_metrics(done, 10))
     with replace_dir(folder.checkpoint("job-1", step), point="checkpoint") as temp:
-        (temp / "state.json").write_text(f'{{"job": "job-1", "progress": {{"step": {step}, "pending": {pending}}}}}')
+        (temp / "state.json").write_bytes(b'{"progress": {"pending": %b}}' % pending)
     recover(registry, folder)
     assert bool(folder.checkpoints("job-1")) is kept
 

@@ -16,11 +16,19 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.core.cancellation import task_group
-from coserve.core.errors import CorpusError, CoserveError, EngineUnavailable, InvalidRequest, RequestError
+from coserve.core.errors import (
+    CheckpointUnreadable,
+    CorpusError,
+    CoserveError,
+    EngineUnavailable,
+    InvalidRequest,
+    RequestError,
+)
 from coserve.core.link.jobs import JobNote, JobSnapshot
 from coserve.core.schemas import EvalRequest, EvalResult, EvalScore, GenerateRequest
 from coserve.core.schemas.evaluation import MAX_EVAL_ROWS
 from coserve.core.types import AdapterRef, BaseSpec, Wire
+from coserve.core.validation import decode_json
 from coserve.data.corpus.rows import parse_rows
 from coserve.data.evaluation import Match, Question, RowScore, matcher, mean_score, question, row_score
 from coserve.state.durable import read_errors, write_file
@@ -42,9 +50,12 @@ class JobTest(Wire, frozen=True):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote. Raises `StorageError`."""
-        with read_errors():
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+        """Read what `save` wrote. Raises `CheckpointUnreadable`, `StorageError`."""
+        try:
+            with read_errors():
+                return decode_json(path.read_bytes(), cls)
+        except msgspec.DecodeError as error:
+            raise CheckpointUnreadable("they are damaged") from error
 
 
 ReadFile = Callable[[str], Awaitable[list[Question]]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from coserve.core.names import is_name
-from coserve.core.validation import decoder_of
+from coserve.core.validation import decode_json
 
 
 class Cursor(msgspec.Struct, frozen=True):
@@ -33,11 +33,11 @@ class Cursors:
     def read(self, job: str) -> Cursor:
         """Return the job's cursor; it is created if the job has none."""
         try:
-            return decoder_of(Cursor).decode(self._path(job).read_bytes())
+            return decode_json(self._path(job).read_bytes(), Cursor)
         except FileNotFoundError:
             self.write(job, cursor := Cursor())
             return cursor
-        except (msgspec.ValidationError, msgspec.DecodeError):
+        except msgspec.DecodeError:
             return Cursor()
 
     def write(self, job: str, cursor: Cursor) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from coserve.core.errors import InvalidRequest, MalformedRow, UnreadableCorpus
-from coserve.core.validation import decoder_of
+from coserve.core.validation import decode_json
 from coserve.data.corpus.columns import Columns
 from coserve.data.corpus.jsonl import parse_lines, source_errors
 from coserve.data.corpus.rows import LIMITS, CorpusLimits, Row, parse_row
@@ -218,7 +218,7 @@ def _data_files(folder: Path) -> list[Path]:
     """Return the folder's data files. Raises `UnreadableCorpus` if the state cannot be read, or names a path outside
     the folder or one that is not a file."""
     try:
-        state = decoder_of(_State).decode((folder / STATE).read_bytes())
+        state = decode_json((folder / STATE).read_bytes(), _State)
     except msgspec.MsgspecError as error:
         raise UnreadableCorpus(
             f"the corpus cannot be read: {STATE} is none of Dataset.save_to_disk", field="path"

@@ -32,5 +32,5 @@ def read_chunks(path: Path) -> Chunks:
     try:
         with read_errors():
             return msgspec.msgpack.decode(path.read_bytes(), type=Chunks)
-    except (FileNotFoundError, msgspec.MsgspecError) as error:
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointUnreadable("the job's document cannot be read") from error

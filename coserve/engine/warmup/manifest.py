@@ -19,6 +19,7 @@ from typing import IO
 
 import msgspec
 
+from coserve.core.validation import decode_json
 from coserve.engine.warmup.key import CACHES, GEMM_FOLDER
 
 log = logging.getLogger(__name__)
@@ -45,10 +46,10 @@ def load(folder: Path, fields: Mapping[str, str]) -> Manifest:
     """Load the folder's manifest; an empty one if there is none with these `fields`, or if a listed file has changed.
     Unlisted files are ignored."""
     try:
-        found = msgspec.json.decode(_path(folder).read_bytes(), type=Manifest)
+        found = decode_json(_path(folder).read_bytes(), Manifest)
         if found.fields == dict(fields) and all(_read(folder / name) == known for name, known in found.files.items()):
             return found
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, msgspec.DecodeError):
         pass
     return Manifest(dict(fields))
 

@@ -83,7 +83,7 @@ def read_header(file: BinaryIO) -> tuple[PackedHeader, int] | None:
         return None
     try:
         header = msgspec.msgpack.decode(file.read(size), type=PackedHeader)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     end = len(start) + size
     return header, end + -end % ALIGNMENT
