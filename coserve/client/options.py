@@ -74,6 +74,7 @@ class GenerateOptions(SamplingOptions, total=False):
     prompt_logprobs: int
     return_prompt_ids: bool
     add_special_tokens: bool
+    truncate_prompt_tokens: int | None
     skip_special_tokens: bool
     seed: int
     schema: Mapping[str, Any]

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from coserve import __version__
 from coserve.api.http.bodies import SMALL_BODY
@@ -104,6 +105,34 @@ async def test_nothing_is_put_before_a_rendered_prompt(tmp_path: Path, path: str
             await api.answered(200, "POST", path, json=body)
             sent = await api.last_request()
             assert list(sent.prompt) == [*begin, *own.encode("<|user|>hi", add_special=False)]
+
+
+@pytest.mark.parametrize("keep", [1, 4, 400, -1])
+@pytest.mark.parametrize("add", [True, False])
+async def test_a_long_prompt_keeps_its_last_tokens_and_its_bos(tmp_path: Path, keep: int, add: bool) -> None:
+    """As transformers' tokenizers cut them, which vLLM calls."""
+    backend, text = sentencepiece_like(), "the lo " * CONTEXT
+    own = Tokenizer(backend, special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"}, chat_template=TEMPLATE)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like(), truncation_side="left")
+    length = CONTEXT - 9 if keep == -1 else keep
+    cut = theirs(text, add_special_tokens=add, truncation=True, max_length=length).input_ids
+    chat = own.chat([{"role": "user", "content": text}])[-length:]
+    given = {"max_tokens": 9, "truncate_prompt_tokens": keep}
+    asked = {"prompt": text, "add_special_tokens": add}, {"prompt": [*range(9, CONTEXT), *range(9, 50)]}
+    async with serve_api(tmp_path, tokens=own) as api:
+        for path, body, ids in (
+            *((path, asked[0], cut) for path in ("/generate", "/v1/completions")),
+            ("/v1/completions", asked[1], asked[1]["prompt"][-length:]),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, chat),
+        ):
+            status, answer = await api.call("POST", path, json=body | given)
+            if length >= CONTEXT:
+                assert status == 400 and answer["error"]["code"] in ("prompt_too_long", "context_length_exceeded")
+            else:
+                assert status == 200, answer
+                assert list((await api.last_request()).prompt) == list(ids)
+        short = await api.answered(200, "POST", "/generate", json=given | {"prompt": "lo"})
+        assert short["usage"]["prompt_tokens"] == min(len(own.encode("lo")), length)
 
 
 TEMPLATE = "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"  # noqa: E501

@@ -24,27 +24,28 @@ MAX_INLINE_IDS = 1024
 
 
 class AsyncTokenizer:
-    """Token ids of texts and chats. Raises `PromptTooLong` unless the context has room for at least one more token."""
+    """Token ids of texts and chats; with `keep`, only so many of the last. Raises `PromptTooLong` unless the context
+    has room for at least one more token."""
 
     def __init__(self, tokenizer: Tokenizer, helpers: HelperPool, chats: HelperPool) -> None:
         """`chats`: helper processes that render chats, with templates that may take any time or memory."""
         self._tokenizer, self._helpers, self._chats = tokenizer, helpers, chats
         self.template_read = tokenizer.chat_template is None
 
-    async def encode(self, text: str, *, context: int, field: str, add_special: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, *, context: int, field: str, add_special: bool = True, keep: int | None = None
+    ) -> list[int]:
         if len(text) <= MAX_INLINE_CHARACTERS:
-            ids = self._tokenizer.encode(text, add_special=add_special)
-        elif len(text) <= MAX_THREAD_CHARACTERS:
-            ids = await asyncio.to_thread(self._tokenizer.encode, text, add_special=add_special)
-        else:
-            return await self._helpers.run(encode, text, context, field, add_special)
-        return _checked(ids, context, field)
+            return _encode(self._tokenizer, text, context, field, add_special, keep)
+        if len(text) <= MAX_THREAD_CHARACTERS:
+            return await asyncio.to_thread(_encode, self._tokenizer, text, context, field, add_special, keep)
+        return await self._helpers.run(encode, text, context, field, add_special, keep)
 
-    async def chat(self, chat: Chat, *, context: int) -> list[int]:
+    async def chat(self, chat: Chat, *, context: int, keep: int | None = None) -> list[int]:
         """Return token ids of a chat by the base's template. Also raises `InvalidRequest`."""
         await self.read_template()
         body = msgspec.json.encode(chat)  # MessagePack has no integers above 64 bits, which tools may contain
-        return await self._chats.run(encode_chat, body, context)
+        return await self._chats.run(encode_chat, body, context, keep)
 
     async def read_template(self) -> None:
         """Compile the base's chat template and find its end of turn, in a helper process that then renders chats.
@@ -64,19 +65,29 @@ def decode(context: TaskContext, ids: list[int], skip_special: bool) -> str:
     return context.tokenizer.decode(ids, skip_special=skip_special)
 
 
-def encode(context: TaskContext, text: str, limit: int, field: str, add_special: bool) -> list[int]:
+def encode(context: TaskContext, text: str, limit: int, field: str, add_special: bool, keep: int | None) -> list[int]:
     """Helper task: return the token ids of a text. `limit`: the base's context length in tokens; `field`: the request
     field that `PromptTooLong` names."""
-    return _checked(context.tokenizer.encode(text, add_special=add_special), limit, field)
+    return _encode(context.tokenizer, text, limit, field, add_special, keep)
 
 
-def encode_chat(context: TaskContext, chat: bytes, limit: int) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str, limit: int, field: str, add_special: bool, keep: int | None) -> list[int]:
+    ids = tokenizer.encode(text, add_special=add_special)
+    return _checked(last_tokens(ids, keep, tokenizer.prepended * add_special), limit, field)
+
+
+def last_tokens(ids: list[int], keep: int | None, begin: int = 0) -> list[int]:
+    """Return at most `keep` token ids: the first `begin`, which are special, and the last; all if it is None."""
+    return ids if keep is None or len(ids) <= keep else ids[:begin] + ids[len(ids) - max(0, keep - begin) :]
+
+
+def encode_chat(context: TaskContext, chat: bytes, limit: int, keep: int | None) -> list[int]:
     """Helper task: return the token ids of a `Chat`, which is JSON. `limit`: the base's context length in tokens."""
     try:
         found = msgspec.json.decode(chat, type=Chat)
     except RecursionError:
         raise InvalidRequest("expected messages and tools of moderate depth", field="messages") from None
-    return _checked(chat_ids(context.tokenizer, found), limit, "messages")
+    return _checked(last_tokens(chat_ids(context.tokenizer, found), keep), limit, "messages")
 
 
 def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coserve.api.generation.async_tokenizer import AsyncTokenizer, check_tokens
+from coserve.api.generation.async_tokenizer import AsyncTokenizer, check_tokens, last_tokens
 from coserve.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from coserve.core.limits import MAX_PROMPT_LOGPROBS
 from coserve.core.messages import Chat, characters
@@ -36,6 +36,9 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
         raise InvalidRequest("expected at least 1 (0 needs prompt_logprobs), got 0", field="max_tokens")
     if request.min_tokens > most:
         raise InvalidRequest(f"expected at most max_tokens, {most}, got {request.min_tokens}", field="min_tokens")
+    if _kept(request, spec) == 0:
+        got = f"{request.truncate_prompt_tokens} with {most} new tokens"
+        raise InvalidRequest(f"expected room for a token of the prompt, got {got}", field="truncate_prompt_tokens")
     prompt = request.prompt if isinstance(request.prompt, list) else []
     for field, tokens in (
         ("prompt", prompt),
@@ -45,6 +48,12 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
     ):
         if tokens and max(tokens) >= spec.vocab:
             raise InvalidRequest(f"expected token ids below {spec.vocab}, got {max(tokens)}", field=field)
+
+
+def _kept(request: GenerateRequest, spec: BaseSpec) -> int | None:
+    """Return the most tokens that a longer prompt keeps; None: all."""
+    keep = request.truncate_prompt_tokens
+    return spec.context - max(1, request.max_tokens or 0) if keep == -1 else keep
 
 
 def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
@@ -67,12 +76,15 @@ async def encode_prompt(request: GenerateRequest, spec: BaseSpec, texts: AsyncTo
 
 
 async def _encode(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenizer) -> tuple[int, ...]:
+    keep = _kept(request, spec)
     if isinstance(request.prompt, list):
-        field, ids = "prompt", request.prompt
+        field, ids = "prompt", last_tokens(request.prompt, keep)
     elif request.prompt is not None:
         field, text = "prompt", request.prompt
         check_characters(len(text), spec.context, field)
-        ids = await texts.encode(text, context=spec.context, field=field, add_special=request.add_special_tokens)
+        ids = await texts.encode(
+            text, context=spec.context, field=field, add_special=request.add_special_tokens, keep=keep
+        )
     else:
         field, turns = "messages", request.messages or []
         check_characters(characters(turns), spec.context, field)
@@ -83,7 +95,7 @@ async def _encode(request: GenerateRequest, spec: BaseSpec, texts: AsyncTokenize
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
         )
-        ids = await texts.chat(chat, context=spec.context)
+        ids = await texts.chat(chat, context=spec.context, keep=keep)
     if not ids:
         raise EmptyPrompt("expected a prompt with at least one token", field=field)
     check_tokens(len(ids), spec.context, field)

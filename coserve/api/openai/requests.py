@@ -64,6 +64,8 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
         )
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("expected at least 1 (0 needs echo), got 0", field="max_tokens")
+    if body.echo and body.truncate_prompt_tokens is not None:
+        raise InvalidRequest("expected it without echo", field="truncate_prompt_tokens")
     scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
     if scored and body.stream and body.n > 1:
         raise InvalidRequest(f"expected 1 with echo, logprobs and stream, got {body.n}", field="n")

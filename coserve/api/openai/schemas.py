@@ -85,7 +85,6 @@ class SharedParams(GenerationFields, frozen=True):
     length_penalty: Annotated[Any, Unsupported((1, 1.0))] = None
     use_beam_search: Annotated[Any, Unsupported((False,))] = None
     spaces_between_special_tokens: Annotated[Any, Unsupported((True,))] = None
-    truncate_prompt_tokens: Annotated[Any, Unsupported()] = None
     priority: Annotated[Any, Unsupported((0,))] = None
     verbosity: Annotated[Any, Unsupported(("medium",))] = None
 

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from coserve.core.limits import (
     MAX_MESSAGES,
+    MAX_TOKENS,
     AllowedTokenIds,
     BadWords,
     CacheSalt,
@@ -62,6 +63,9 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True, omit_defaults=
     guided_regex: GrammarText | None = None
     guided_choice: ChoiceTexts | None = None
     guided_grammar: GrammarText | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    """A longer prompt is cut to this many of its last tokens, behind the special tokens that come before a text.
+    -1: as many as leave room for `max_tokens`. Not with `echo`."""
     cache_salt: CacheSalt = ""
     """Only requests with the same salt share prefixes in the KV cache."""
     slo_class: SloClass | None = None
