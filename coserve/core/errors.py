@@ -298,7 +298,8 @@ class TrackingFailed(CoserveError, code="tracking_failed"):
 
 
 class Unreachable(CapacityError, code="unreachable", status=503):
-    """The SDK could not reach the daemon, or the connection broke. Start the daemon, and check `COSERVE_URL`."""
+    """The SDK could not reach the daemon, or the connection broke. Start the daemon, and check `COSERVE_URL`:
+    `https://` where it has `--tls-cert`."""
 
     def __init__(self, message: str, *, sent: bool = False) -> None:
         """`sent`: the request was sent, so the daemon may have executed it."""
