@@ -22,7 +22,7 @@ def articles(path: Path, count: int, questions: int, seed: int) -> Iterator[Docu
     """Yield `count` articles, drawn by the seed, with at most so many questions each. Lines with the same article, of
     different writers, are one document."""
     texts, asked = dict[str, str](), defaultdict[str, list[Question]](list)
-    for line in path.read_text().splitlines():
+    for line in path.read_text().rstrip("\n").split("\n"):  # `splitlines` cuts at more, inside of texts
         row = json.loads(line)
         texts[row["title"]] = row["article"]
         asked[row["title"]] += [_question(each) for each in row["questions"] if "gold_label" in each]

@@ -29,14 +29,14 @@ from coserve.model.base import load_base
 def test_articles_of_quality_are_documents_of_choices(tmp_path: Path) -> None:
     question = {"question": "Who sang?", "options": ["Ann", "Ben", "Cas", "Dan"]}
     lines = [
-        {"title": "One", "article": "Ben sang.", "questions": [question | {"gold_label": 2}]},
-        {"title": "One", "article": "Ben sang.", "questions": [question | {"gold_label": 4}]},
+        {"title": "One", "article": "Ben\u2028sang.", "questions": [question | {"gold_label": 2}]},
+        {"title": "One", "article": "Ben\u2028sang.", "questions": [question | {"gold_label": 4}]},
         {"title": "Test", "article": "Nobody knows.", "questions": [question]},
     ]
     path = tmp_path / "dev"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     (found,) = articles(path, 5, 9, seed=0)
-    assert (found.text, [each.answers for each in found.questions]) == ("Ben sang.", [("B",), ("D",)])
+    assert (found.text, [each.answers for each in found.questions]) == ("Ben\u2028sang.", [("B",), ("D",)])
     first = found.questions[0]
     assert "B. Ben" in first.text
     assert [right(first, text) for text in ("B. Ben", " (B)", "Ben", "A", "Because")] == [
