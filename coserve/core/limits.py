@@ -60,6 +60,8 @@ TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
 ModuleName = Annotated[str, Meta(max_length=512)]
 """A module's name, a substring of one, or a pattern of names."""
 ModuleNames = Annotated[tuple[ModuleName, ...], Meta(max_length=MAX_NAMES)]
+NamePattern = Annotated[str, Meta(max_length=4096)]
+"""A regular expression of whole names."""
 BlockNames = Annotated[tuple[ModuleName, ...], Meta(max_length=MAX_BLOCK_NAMES)]
 TrainedTokens = Annotated[
     dict[ModuleName, Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_TRAINED)]], Meta(max_length=2)

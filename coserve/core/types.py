@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from coserve.core.limits import MAX_NAMES, BlockNames, ModuleName, ModuleNames, TrainedTokens
+from coserve.core.limits import MAX_NAMES, BlockNames, ModuleName, ModuleNames, NamePattern, TrainedTokens
 from coserve.core.names import end_of
 
 
@@ -155,9 +155,9 @@ class LoraRequest(Wire, frozen=True):
     use_dora: bool = False
     """DoRA (https://arxiv.org/abs/2402.09353): also learn the norm of each row of the adapted weight."""
     dropout: float = 0.0
-    targets: ModuleNames | Literal["all-linear"] | None = None
-    """Suffixes of module names (`"q_proj"`) or whole names; None: every linear site of the decoder layers, or none with
-    `target_parameters`. `"all-linear"`, as in PEFT: None."""
+    targets: ModuleNames | NamePattern | None = None
+    """Suffixes of module names (`["q_proj"]`) or whole names, or, as one text, a regular expression of whole names.
+    None, or `"all-linear"`, as in PEFT: every linear site of the decoder layers, or none with `target_parameters`."""
     target_parameters: ModuleNames | None = None
     """Suffixes of the names of experts' fused parameters (`"mlp.experts.gate_up_proj"`), as in PEFT: each expert gets a
     LoRA of its own."""

@@ -99,6 +99,7 @@ FINETUNE: list[tuple[dict[str, Any], int, str, str | None]] = [
     (JOB | {"data": [1]}, 400, BAD, "data[0]"),
     (JOB | {"lora": {"r": 0}}, 400, BAD, "lora.r"),
     (JOB | {"lora": {"targets": "q_proj"}}, 400, BAD, "lora.targets"),
+    (JOB | {"lora": {"targets": "(?!q).*"}}, 400, BAD, "lora.targets"),
     (JOB | {"lora": {"rank": 4}}, 400, "unknown_field", "lora.rank"),
     (JOB | {"training": {"epochs": 1, "steps": 1}}, 400, BAD, "training.steps"),
     (JOB | {"training": {"steps": 0}}, 400, BAD, "training.steps"),

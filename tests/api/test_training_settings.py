@@ -174,3 +174,9 @@ async def test_the_record_has_the_alpha_that_was_left_to_its_default(api: Api) -
         assert (status, job["lora"]["alpha"]) == (202, alpha), job
         _, shown = await api.call("GET", f"/finetune/{job['id']}")
         assert shown["lora"] == job["lora"]
+
+
+async def test_a_regular_expression_of_targets_is_recorded_as_names(api: Api) -> None:
+    lora = {"target_modules": r".*\.(q|v)_proj"}
+    job = await api.answered(202, "POST", "/finetune", json={"adapter": "poet", "data": WORDS, "lora": lora})
+    assert job["lora"]["targets"] == ["q_proj"]

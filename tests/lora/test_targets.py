@@ -6,12 +6,15 @@ import re
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from peft.utils.other import get_pattern_key
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.types import LoraRequest, LoraSettings, SiteSpec
+from coserve.lora.files.matching import matching_targets
 from coserve.lora.files.targets import (
     UnsafePattern,
     lookup,
@@ -21,6 +24,7 @@ from coserve.lora.files.targets import (
     targets_match,
 )
 from tests.support.records import make_base_spec
+from tests.support.tiny_models import tiny_model
 
 SITES = {
     f"model.layers.{i}.{name}": SiteSpec(8, 8, i)
@@ -72,6 +76,27 @@ def test_settings_resolve_to_sites_in_order() -> None:
         "model.layers.0.mlp.up_proj",
         "model.layers.1.mlp.up_proj",
     ]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*\.(q|v)_proj",
+        r"model\.layers\.[02]\.(?:mlp|self_attn)\..*_proj",
+        r".*self_attn\.q_proj|.*1\.mlp\.(up|down)_proj",
+        r"model\.layers\.\d+\.self_attn\.q_proj|lm_head",
+    ],
+)
+def test_a_text_is_a_regular_expression_of_whole_names_as_in_peft(pattern: str) -> None:
+    model = tiny_model("llama")
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    base = make_base_spec({name: SiteSpec(8, 8, 0) for name in linear})
+    settings = LoraSettings(targets=matching_targets(pattern, base, field="targets"))
+    assert (
+        resolve_targets(settings, base)
+        == get_peft_model(model, LoraConfig(target_modules=pattern)).targeted_module_names
+    )
+    assert msgspec.json.decode(msgspec.json.encode({"targets": pattern}), type=LoraRequest).targets == pattern
 
 
 def test_rank_and_scaling_follow_pefts_formulas() -> None:

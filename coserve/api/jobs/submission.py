@@ -41,7 +41,7 @@ from coserve.core.schemas import FinetuneRequest, Preparing
 from coserve.core.schemas.evaluation import MAX_EVAL_ROWS
 from coserve.core.training.jobs import JobSpec, JobState, Teacher
 from coserve.core.training.settings import TrainingRequest
-from coserve.core.types import AdapterRef, BaseSpec, LoraSettings
+from coserve.core.types import AdapterRef, BaseSpec, LoraRequest, LoraSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.columns import Columns, unused_notes
 from coserve.data.corpus.conversion import is_json_lines
@@ -57,6 +57,7 @@ from coserve.data.documents.pending import PendingDocument
 from coserve.data.evaluation import Question
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.lora.files.matching import matching_targets
 from coserve.lora.files.peft import config_file
 from coserve.lora.files.targets import check_ends, resolve_targets, target_sites
 from coserve.state.durable import disk_errors
@@ -250,8 +251,11 @@ class Submission:
         if document is not None and document.cartridge is not None:
             return None, document.cartridge
         if request.continue_from is None:
-            lora = LoraSettings() if request.lora is None else LoraSettings(**msgspec.structs.asdict(request.lora))
-            lora = with_end_names(lora, spec)
+            asked = LoraRequest() if request.lora is None else request.lora
+            if isinstance(asked.targets, str):
+                targets = await asyncio.to_thread(matching_targets, asked.targets, spec, field="lora.targets")
+                asked = msgspec.structs.replace(asked, targets=targets)
+            lora = with_end_names(LoraSettings(**msgspec.structs.asdict(asked)), spec)
             lora = lora if document is None else document.lora(lora, spec)
             try:
                 await asyncio.to_thread(resolve_targets, lora, spec)

@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar, cast
 
-from coserve.core.errors import CorruptAdapter, UnsupportedAdapter
+from coserve.core.errors import CorruptAdapter, InvalidRequest, UnsupportedAdapter
 from coserve.core.names import ADAPTER_CONFIG
+from coserve.core.types import BaseSpec
 from coserve.lora.files.patterns import FirstMatch, Pattern, Steps, UnsupportedPattern, whole
-from coserve.lora.files.targets import is_name, targets_match
+from coserve.lora.files.targets import is_name, shortest_targets, targets_match
 
 Value = TypeVar("Value", int, float)
 
@@ -96,6 +97,22 @@ class Known:
     def targeted(self, site: str) -> bool:
         """Return True: sites that are not targeted were not registered."""
         return True
+
+
+def matching_targets(pattern: str, base: BaseSpec, *, field: str) -> tuple[str, ...]:
+    """Return targets that mean the sites whose whole names a regular expression matches, as PEFT reads a text in
+    `target_modules`. Raises `InvalidRequest`."""
+    known, expression = {**base.sites, **base.ends}, whole(pattern, Steps())
+    try:
+        sites = [site for site in known if expression.match(site)]
+    except UnsupportedPattern as error:
+        raise InvalidRequest(str(error), field=field) from None
+    if not sites:
+        got = f"{pattern[:80]!r}; the ends of names are given as a list"
+        raise InvalidRequest(
+            f"expected a regular expression of whole names like {next(iter(known))}, got {got}", field=field
+        )
+    return shortest_targets(None, known, sites)
 
 
 def _chooser(modules: object, *, otherwise: bool) -> Callable[[str], bool]:

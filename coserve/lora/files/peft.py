@@ -22,7 +22,7 @@ from coserve.lora.files.experts import ExpertTensors, expert_tensors, take_exper
 from coserve.lora.files.finite import refuse_non_finite
 from coserve.lora.files.gate import is_cartridge, read_any_config
 from coserve.lora.files.matching import Known, Matching
-from coserve.lora.files.targets import alpha_of, exact, linear_targets, targeted_sites
+from coserve.lora.files.targets import alpha_of, exact, linear_targets, shortest_targets
 from coserve.lora.files.tensorfile import MAX_CONFIG, TensorEntry, TensorFile
 from coserve.lora.files.wrapped import outside_text, site_of, text_targets
 
@@ -260,7 +260,7 @@ def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str
         return cartridge_config(settings.r, base)
     adaptable = {**base.sites, **base.ends}
     linear, experts = ([site for site in sites if site in known] for known in (adaptable, base.experts))
-    targets = _targets(linear_targets(settings, base), adaptable, linear)
+    targets = shortest_targets(linear_targets(settings, base), adaptable, linear)
     config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -278,7 +278,7 @@ def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str
         "init_lora_weights": True,
     }
     blocks = peft_blocks(settings, [site for site in base.sites if site in sites])
-    parameters = list(_targets(settings.target_parameters, base.experts, experts)) or None
+    parameters = list(shortest_targets(settings.target_parameters, base.experts, experts)) or None
     variants: dict[str, object] = {"use_bdlora": blocks, "use_dora": settings.use_dora or None}
     variants |= {"target_parameters": parameters, **ends_config(settings)}
     return config | {key: value for key, value in variants.items() if value is not None}
@@ -342,21 +342,11 @@ def _resolved(
     parameters = cast("list[str] | None", config.get("target_parameters")) or ()
     return msgspec.structs.replace(
         settings,
-        targets=_targets(settings.targets, adaptable, linear) if linear or not experts else None,
-        target_parameters=_targets(tuple(parameters), base.experts, experts) if experts else None,
+        targets=shortest_targets(settings.targets, adaptable, linear) if linear or not experts else None,
+        target_parameters=shortest_targets(tuple(parameters), base.experts, experts) if experts else None,
         rank_pattern=ranks,
         alpha_pattern=alpha_names,
     )
-
-
-def _targets(names: tuple[str, ...] | None, known: Collection[str], sites: Collection[str]) -> tuple[str, ...]:
-    """Return the shortest targets that mean exactly these of the `known` sites: `names`, the last components of sites'
-    names, or the sites."""
-    last = tuple(dict.fromkeys(site.rsplit(".", 1)[-1] for site in sites))
-    for some in (names, last):
-        if some is not None and set(targeted_sites(some, known)) == set(sites):
-            return some
-    return tuple(sites)
 
 
 _MAGNITUDE = "lora_magnitude_vector"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import TypeVar
 
@@ -87,6 +87,16 @@ def targeted_sites(targets: Iterable[str], sites: Iterable[str]) -> list[str]:
     """The sites that `targets` match, in order."""
     names = frozenset(targets)
     return [site for site in sites if targets_match(names, site)]
+
+
+def shortest_targets(names: tuple[str, ...] | None, known: Collection[str], sites: Collection[str]) -> tuple[str, ...]:
+    """Return the shortest targets that mean exactly these of the `known` sites: `names`, the last components of sites'
+    names, or the sites."""
+    last = tuple(dict.fromkeys(site.rsplit(".", 1)[-1] for site in sites))
+    for some in (names, last):
+        if some is not None and set(targeted_sites(some, known)) == set(sites):
+            return some
+    return tuple(sites)
 
 
 def _ends(site: str) -> Iterator[str]:
