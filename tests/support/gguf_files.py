@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter
-from gguf.quants import quantize
+from gguf.quants import quant_shape_to_byte_shape, quantize
 from gguf.tensor_mapping import get_tensor_name_map
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -72,7 +72,7 @@ def write_llama(
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         stored = next((permute(tensor, count) for part, count in heads.items() if part in own), tensor)
         as_kind = kind if tensor.ndim == 2 else GGMLQuantizationType.F32
-        data = quantize(np.ascontiguousarray(stored), as_kind)
+        data = _quantized(np.ascontiguousarray(stored), as_kind)
         writer.add_tensor(own, data, raw_dtype=as_kind)
         back = dequantize(data, as_kind)
         written[name] = next((unpermute(back, count) for part, count in heads.items() if part in own), back)
@@ -137,6 +137,15 @@ def write_by_names(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _quantized(tensor: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Of kinds that the `gguf` package reads but cannot write, such as Q4_K: blocks of any codes, and small scales."""
+    try:
+        return quantize(tensor, kind)
+    except NotImplementedError:
+        shape = quant_shape_to_byte_shape(tensor.shape, kind)
+        return np.random.default_rng(tensor.size).integers(0, 40, shape, np.uint8)
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM, GemmaTokenizer, LlamaTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
@@ -46,9 +46,11 @@ def test_the_bundled_base_in_a_gguf_file_is_the_same_base(tmp_path: Path) -> Non
     assert tokenizer.chat([{"role": "user", "content": "Hi"}]) == [*tokenizer.encode("Hi"), 0]
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "MXFP4", "F16"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "MXFP4", "F16", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
 def test_quantised_weights_are_those_of_llama_cpp(kind: str, tmp_path: Path) -> None:
-    model = tiny_family("llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    block = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+    size = max(64, block)
+    model = tiny_family("llama", hidden_size=size, intermediate_size=size + max(32, block), head_dim=size // 4)
     path = tmp_path / "model.gguf"
     written = write_llama(path, model, GGMLQuantizationType[kind])
     base = _load(path)
