@@ -50,6 +50,7 @@ def test_every_format_has_an_example() -> None:
         "alpaca",
         "sharegpt",
         "preference",
+        "tokens",
     }
 
 

@@ -20,6 +20,7 @@ from coserve.data.corpus.conversion import as_json_lines
 from coserve.data.corpus.rows import ChatRow, CompletionRow, PreferenceRow, Row, TextRow
 from coserve.data.corpus.sources import PieceReader, split_source
 from coserve.data.corpus.staging import MEMORY, bounded_memory
+from coserve.data.corpus.token_rows import TokensRow
 from coserve.data.offload.protocol import TaskContext
 
 Match = Callable[[str, str], bool]
@@ -60,8 +61,9 @@ def question(row: Row) -> Question:
             if row.options:
                 more["chat_template_kwargs"] = row.options
             return Question({"messages": messages, **more}, str(last["content"]))
-        case PreferenceRow():
-            raise MalformedRow("expected rows of texts, prompts and completions, or chats, got a pair", line=row.line)
+        case PreferenceRow() | TokensRow():
+            got = "a pair" if isinstance(row, PreferenceRow) else "tokens"
+            raise MalformedRow(f"expected rows of texts, prompts and completions, or chats, got {got}", line=row.line)
 
 
 def read_questions(context: TaskContext, source: str, copy: str, columns: dict[str, str], most: int) -> list[Question]:

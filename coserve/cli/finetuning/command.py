@@ -101,8 +101,9 @@ def _finetune(
     """Upload a corpus, start a job and follow it to its end.
 
     Rows are JSON objects, one a line, or the records of a CSV file: {"text": ...}, {"prompt": ..., "completion": ...},
-    {"messages": [...]}, {"instruction": ..., "output": ...} (alpaca), {"conversations": [...]} (ShareGPT) or, with
-    --dpo-beta, {"prompt": ..., "chosen": ..., "rejected": ...}; docs/guide/data.md describes them.
+    {"messages": [...]}, {"instruction": ..., "output": ...} (alpaca), {"conversations": [...]} (ShareGPT),
+    {"input_ids": [...], "labels": [...]} (tokenised) or, with --dpo-beta, {"prompt": ..., "chosen": ...,
+    "rejected": ...}; docs/guide/data.md describes them.
 
     Epochs, learning rate and batch are chosen from the size of the corpus and the width of the base unless they are
     given. --set gives further settings (schedule, dropout, early stopping, checkpoints, ...), which

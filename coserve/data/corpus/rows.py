@@ -1,4 +1,4 @@
-"""Row formats of a corpus: text, prompt/completion, chat, alpaca, ShareGPT, preference. No torch."""
+"""Row formats of a corpus: text, prompt/completion, chat, alpaca, ShareGPT, preference, tokens. No torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from coserve.core.schemas.empty_fields import drop_empty
 from coserve.core.types import Wire
 from coserve.core.validation import decoder_of, explain
 from coserve.data.corpus.columns import Columns, listed
+from coserve.data.corpus.token_rows import TokensFormat, TokensRow
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class PreferenceRow:
     rejected: CompletionRow | ChatRow
 
 
-Row = TextRow | CompletionRow | ChatRow | PreferenceRow
+Row = TextRow | CompletionRow | ChatRow | PreferenceRow | TokensRow
 
 
 class _Text(Wire, frozen=True):
@@ -328,7 +329,7 @@ def _common_messages(line: int, chosen: list[dict[str, object]], rejected: list[
     return length
 
 
-_Format = _Text | _Completion | _Chat | _Alpaca | _ShareGpt | _Preference | _OpenAIPreference
+_Format = _Text | _Completion | _Chat | _Alpaca | _ShareGpt | _Preference | _OpenAIPreference | TokensFormat
 _FORMATS: dict[str, type[_Format]] = {
     "chosen": _Preference,
     "rejected": _Preference,
@@ -340,6 +341,7 @@ _FORMATS: dict[str, type[_Format]] = {
     "messages": _Chat,
     "instruction": _Alpaca,
     "conversations": _ShareGpt,
+    "input_ids": TokensFormat,
 }
 for _format in _FORMATS.values():
     decoder_of(_format)  # create decoders now: rows are converted on several threads
@@ -348,7 +350,8 @@ for _format in _FORMATS.values():
 FORMATS = (
     'a row is {"text"}, {"prompt", "completion"} (texts, or lists of messages), '
     '{"messages": [{"role", "content"}, ...]}, {"instruction", "output"} (alpaca; "input" may be added), '
-    '{"conversations": [{"from", "value"}, ...]} (ShareGPT) or, for a dpo loss, {"prompt", "chosen", "rejected"} '
+    '{"conversations": [{"from", "value"}, ...]} (ShareGPT), {"input_ids", "labels"} (tokenised) '
+    'or, for a dpo loss, {"prompt", "chosen", "rejected"} '
     'or {"input": {"messages"}, "preferred_output", "non_preferred_output"} (OpenAI)'
 )
 """Ending of every error about a row's shape."""

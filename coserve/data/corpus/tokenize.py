@@ -11,6 +11,7 @@ import numpy.typing as npt
 from coserve.core.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
 from coserve.core.training.settings import TrainOn
 from coserve.data.corpus.rows import ChatRow, CompletionRow, PreferenceRow, Row, TextRow
+from coserve.data.corpus.token_rows import TokensRow
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.pretrained.tokenizer import Tokenizer
 
@@ -125,6 +126,8 @@ def _tokenized_rows(
         match row:
             case TextRow(text=text):
                 found = [_text(text, tokenizer, max_length)]
+            case TokensRow():
+                found = [_tokens(row, tokenizer, max_length)]
             case CompletionRow(prompt=prompt, completion=completion):
                 found = _completions(prompt, [completion], tokenizer, max_length)
             case PreferenceRow():
@@ -145,6 +148,10 @@ def _tokenized_rows(
 
 def _check_targets(row: Row, train_on: TrainOn | None) -> None:
     """Raise `MalformedRow` for a row without the targets that `train_on` asks for."""
+    if isinstance(row, TokensRow):
+        if train_on in ("assistant", "completion") and row.targets is None:
+            raise MalformedRow(f"train_on {train_on!r} expects labels or a mask beside input_ids", line=row.line)
+        return
     if train_on == "assistant" and not isinstance(row, ChatRow):
         raise MalformedRow("train_on 'assistant' expects chat rows", line=row.line)
     if train_on == "completion" and isinstance(row, TextRow):
@@ -177,6 +184,15 @@ def _text(text: str, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
         tokens += _eos(tokenizer)
     kept = tokens[:max_length]
     return TokenizedRow(kept, [True] * len(kept), cut=len(kept) < len(tokens))
+
+
+def _tokens(row: TokensRow, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
+    last = max(row.tokens, default=0)
+    if not tokenizer.vocabulary.has(last):
+        expected = f"expected input_ids of the base's {tokenizer.vocab_size} tokens, got {last}"
+        raise MalformedRow(expected, line=row.line, field="input_ids")
+    targets = [True] * len(row.tokens) if row.targets is None else row.targets
+    return TokenizedRow(row.tokens[:max_length], targets[:max_length], cut=len(row.tokens) > max_length)
 
 
 def _completions(prompt: str, completions: Sequence[str], tokenizer: Tokenizer, max_length: int) -> list[TokenizedRow]:

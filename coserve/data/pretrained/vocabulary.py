@@ -41,6 +41,10 @@ class Vocabulary:
         text: str = " ".join(pieces) if self._decoder is None else self._decoder.decode(list(pieces))
         return text
 
+    def has(self, id: int) -> bool:
+        """Return whether a token has this id."""
+        return self._backend.id_to_token(id) is not None
+
     def utf8(self, id: int) -> bytes:
         """Return the UTF-8 bytes that the token adds to a text it continues, possibly an incomplete character. Empty
         for an id without a token."""
