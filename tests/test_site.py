@@ -113,4 +113,4 @@ def test_what_a_guide_shows_runs_from_top_to_bottom(guide: str, daemon: DaemonPr
     elif guide == "several-gpus":
         assert said.count("Its keeper is Ada Quill") >= 1 and "plain-bd2" in said, said
     else:
-        assert said.startswith("succeeded\n") and said.endswith("\nfirst\n"), said
+        assert said.startswith("succeeded\n") and said.endswith("\nfirst\n['message', 'message', 'message']\n"), said

@@ -66,9 +66,9 @@ def make_app(
     tgi, tinker = TgiApi(service, config), TinkerApi(service, bodies)
     native = NativeApi(service, config, bodies, uploads, tgi)
     openai, tokenizer = OpenAIApi(service, config), TokenizerApi(service, bodies, max_texts=max_texts)
-    batches = BatchRunner(
-        BatchStore(service.folder.batches), service.files, batch_answers(openai, bodies), service.access.quotas.admit
-    )
+    responses = ResponsesApi(openai, write_timeout=config.read_timeout)
+    answers = batch_answers(openai, responses, bodies)
+    batches = BatchRunner(BatchStore(service.folder.batches), service.files, answers, service.access.quotas.admit)
     described = tagged(
         {
             "coserve": (native, AliasApi(service)),
@@ -77,7 +77,7 @@ def make_app(
             "OpenAI": (
                 openai,
                 LoraApi(service, config, bodies, uploads),
-                ResponsesApi(openai, write_timeout=config.read_timeout),
+                responses,
                 BatchesApi(batches),
                 FilesApi(service, uploads),
                 FineTuningApi(service),

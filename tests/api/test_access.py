@@ -131,6 +131,9 @@ async def test_a_project_sees_and_uses_only_what_is_its_own(shared: Api, tmp_pat
     status, made = await ask(shared, one, "POST", "/v1/batches", json=batch)
     assert status == 200, made
     listings["/v1/batches"] = made["id"]
+    status, answer = await ask(shared, one, "POST", "/v1/responses", json={"input": "x"})
+    assert status == 200, answer
+    listings[f"/v1/responses/{answer['id']}/input_items"] = "input_text"
     for path, name in listings.items():
         for key, sees in ((one, True), (OWNER, True), (two, False)):
             assert (name in json.dumps((await ask(shared, key, "GET", path))[1])) == sees, (path, key)
@@ -164,6 +167,9 @@ async def test_a_project_sees_and_uses_only_what_is_its_own(shared: Api, tmp_pat
         ("POST", "/v1/batches", batch),
         ("GET", f"/v1/batches/{made['id']}", None),
         ("POST", f"/v1/batches/{made['id']}/cancel", None),
+        ("POST", "/v1/responses", {"input": "x", "previous_response_id": answer["id"]}),
+        ("GET", f"/v1/responses/{answer['id']}", None),
+        ("DELETE", f"/v1/responses/{answer['id']}", None),
     ):
         status, found = await ask(shared, two, method, path, **({} if sent is None else {"json": sent}))
         assert status == 404, (method, path, found)

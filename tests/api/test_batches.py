@@ -86,6 +86,11 @@ async def test_answers_and_errors(tmp_path: Path) -> None:
                 lambda body: "".join(body["choices"][0]["logprobs"]["tokens"]),
             ),
             ("/v1/responses", {"input": "x"}, lambda body: body["output"][0]["content"][0]["text"]),
+            (
+                "/v1/responses",
+                {"input": [{"role": "user", "content": text} for text in ("old " * 1024, "x")], "truncation": "auto"},
+                lambda body: body["output"][0]["content"][0]["text"],
+            ),
         ):
             marked = f"\ufeff{json.dumps(line('a', body, endpoint))}"  # as editors on Windows save it
             one = await ended(client, (await begin(client, [marked], endpoint)).id)

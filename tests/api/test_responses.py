@@ -1,4 +1,4 @@
-"""`/v1/responses` by the real `openai` client, whole and streamed, and back again as input."""
+"""`/v1/responses` by the real `openai` client, whole and streamed, back again as input, and continued."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
-from coserve.api.openai.responses.answers import response
+from coserve.api.openai.responses.answers import new_response, response
+from coserve.api.openai.responses.schemas import Response as Answer
 from coserve.api.openai.responses.schemas import ResponseRequest
+from coserve.api.openai.responses.store import ResponseStore, stored_items
 from coserve.api.openai.schemas import ChatAnswer, ChatChoice, ChatCompletion, ChatFinish
+from coserve.core.errors import NotFound
 from coserve.core.schemas import Usage
 from tests.support.api_server import Api, serve_api, tokenizer, with_template
 from tests.support.chat_templates import GPT_OSS, QWEN3
@@ -60,7 +64,7 @@ async def streamed(client: AsyncOpenAI, **asked: Any) -> Response:
                 assert event.text == texts[event.item_id]
             elif event.type == "response.function_call_arguments.done":
                 assert event.arguments == texts[event.item_id]
-            elif event.type == "response.incomplete":
+            elif event.type in ("response.incomplete", "response.completed"):
                 final = event.response
     assert numbers == list(range(len(numbers)))
     assert final is not None
@@ -126,7 +130,7 @@ async def test_formats_cuts_and_logprobs(api: Api, client: AsyncOpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "city", "schema": {"type": "object"}}}
     asked: Any = {"model": "fake", "input": "x", "max_output_tokens": 2, "metadata": {"a": "b"}, "store": True}
     cut = await client.responses.create(**asked, text=text, extra_body={"client_metadata": {"session_id": "a"}})
-    assert (cut.status, cut.metadata, cut.store) == ("incomplete", {"a": "b"}, False)
+    assert (cut.status, cut.metadata, cut.store) == ("incomplete", {"a": "b"}, True)
     assert cut.incomplete_details is not None and cut.incomplete_details.reason == "max_output_tokens"
     assert (await api.last_request()).grammar is not None
     scored = await client.responses.create(**asked, include=["message.output_text.logprobs"], top_logprobs=1)
@@ -138,7 +142,6 @@ async def test_formats_cuts_and_logprobs(api: Api, client: AsyncOpenAI) -> None:
 
 async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> None:
     for asked, param in (
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "middle"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
@@ -156,8 +159,6 @@ async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> 
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(**({"model": "fake", "input": "x"} | asked))  # type: ignore[call-overload]
         assert caught.value.param == param, caught.value
-    with pytest.raises(openai.NotFoundError, match="stored responses"):
-        await client.responses.retrieve("resp_1")
 
 
 @pytest.mark.parametrize("exchanges", [1, 3, 5, 9])
@@ -247,4 +248,87 @@ async def test_a_stream_that_fails_says_so(api: Api, client: AsyncOpenAI) -> Non
                 await api.engine.die()
             if event.type == "response.failed":
                 assert event.response.error is not None
+                failed = await client.responses.retrieve(event.response.id)
+                assert (failed.status, failed.error) == ("failed", event.response.error)
     assert kinds[-1] == "response.failed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_goes_on_from_a_stored_response(api: Api, client: AsyncOpenAI, stream: bool) -> None:
+    """Its prompt is that of all items sent again; `instructions` are those of the request alone."""
+
+    async def ask(**asked: Any) -> Response:
+        asked |= {"model": "fake", "tools": [WEATHER]}
+        found: Response = await (streamed(client, **asked) if stream else client.responses.create(**asked))
+        assert await client.responses.retrieve(found.id) == found
+        return found
+
+    api.reply = tokenizer().encode(CALLED, add_special=False)
+    first = await ask(input="Rain?", instructions="Be kind.")
+    calls = [item for item in first.output if item.type == "function_call"]
+    outputs: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "dry"} for call in calls]
+    api.reply = tokenizer().encode("It is dry.", add_special=False)
+    second = await ask(input=outputs, previous_response_id=first.id)
+    third = await ask(input="And now?", previous_response_id=second.id, instructions="Be brief.")
+    continued = await prompt(api)
+    assert (third.previous_response_id, third.instructions) == (second.id, "Be brief.")
+    user: Any = [{"role": "user", "content": text} for text in ("Rain?", "And now?")]
+    items: Any = [user[0], *first.output, *outputs, *second.output, user[1]]
+    asked: Any = {"model": "fake", "input": items, "instructions": "Be brief.", "tools": [WEATHER]}
+    await client.responses.create(**asked, store=False)
+    assert await prompt(api) == continued
+    listed = [item async for item in client.responses.input_items.list(third.id, order="asc", limit=2)]
+    kinds = ["message", "reasoning", "message", *["function_call"] * 2, *["function_call_output"] * 2, "message"]
+    assert [item.type for item in listed] == [*kinds, "message"]
+    assert [item.id for item in listed[1:5]] == [item.id for item in first.output]
+    newest = await client.responses.input_items.list(third.id, limit=1)
+    assert (newest.data, newest.has_more) == (listed[-1:], True)
+    assert newest.data[0].content[0].to_dict() == {"type": "input_text", "text": "And now?"}  # type: ignore[union-attr]
+    await client.responses.delete(first.id)
+    await client.responses.create(model="fake", input="x", previous_response_id=second.id)
+
+
+async def test_responses_that_are_not_stored(client: AsyncOpenAI) -> None:
+    kept = await client.responses.create(model="fake", input="x")
+    left = await client.responses.create(model="fake", input="x", store=False)
+    assert (kept.store, left.store) == (True, False)
+    with pytest.raises(openai.BadRequestError, match="not streamed again"):
+        await client.responses.retrieve(kept.id, stream=True)
+    await client.responses.delete(kept.id)
+    for id in (kept.id, left.id, "resp_1"):
+        for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+            with pytest.raises(openai.NotFoundError, match="no response"):
+                await call(id)
+        with pytest.raises(openai.NotFoundError, match="no response") as caught:
+            await client.responses.create(model="fake", input="x", previous_response_id=id)
+        assert caught.value.param == "previous_response_id"
+
+
+async def test_a_conversation_has_at_most_as_many_items_as_one_input(client: AsyncOpenAI) -> None:
+    talk: Any = [{"role": "user", "content": "x"}] * 1000
+    first = await client.responses.create(model="fake", input=talk, truncation="auto")
+    with pytest.raises(openai.BadRequestError, match="1024 items"):
+        await client.responses.create(model="fake", input=talk, truncation="auto", previous_response_id=first.id)
+
+
+def test_the_responses_used_last_are_kept() -> None:
+    def made(id: str) -> Answer:
+        return msgspec.structs.replace(new_response(ResponseRequest(input="x"), "m", 1), id=id, status="completed")
+
+    def stored(id: str) -> bool:
+        try:
+            return bool(store.get(id))
+        except NotFound:
+            return False
+
+    items = stored_items("word " * 1000)
+    store = ResponseStore(most_bytes=20_000)  # room for three
+    for id in ("a", "b", "c"):
+        store.add(made(id), items)
+    assert store.conversation("a") == items
+    store.add(made("d"), items)
+    store.add(made("huge"), stored_items("word " * 4000))
+    assert [id for id in ("a", "b", "c", "d", "huge") if stored(id)] == ["a", "c", "d"]
+    store.remove("a")
+    store.add(made("e"), items)
+    assert [id for id in ("a", "c", "d", "e") if stored(id)] == ["c", "d", "e"]

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from coserve.core.errors import InvalidRequest, NotFound, UnknownField
 from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE
-from coserve.state.files import S
+
+
+class Listed(Protocol):
+    """Something with an id."""
+
+    @property
+    def id(self) -> str: ...
+
+
+L = TypeVar("L", bound=Listed)
 
 
 def list_query(
@@ -23,7 +33,15 @@ def list_query(
     return query.get("after") or None, min(int(text), most)
 
 
-def behind(records: list[S], after: str | None) -> list[S]:
+def in_order(records: list[L], query: Mapping[str, str]) -> list[L]:
+    """Return the records, which are oldest first, newest first unless `order` is `asc`. Raises `InvalidRequest`."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"expected asc or desc, got {order[:80]!r}", field="order")
+    return records if order == "asc" else records[::-1]
+
+
+def behind(records: list[L], after: str | None) -> list[L]:
     """Return the records behind the one with id `after`; None: all. Raises `NotFound`."""
     if after is None:
         return records

@@ -11,8 +11,7 @@ from coserve.api.http.bodies import BodyReader
 from coserve.api.http.json_blocks import encode_json
 from coserve.api.openai.batches.runner import Answer
 from coserve.api.openai.handlers import OpenAIApi
-from coserve.api.openai.responses.answers import response
-from coserve.api.openai.responses.requests import chat_of
+from coserve.api.openai.responses.handlers import ResponsesApi
 from coserve.api.openai.responses.schemas import Response, ResponseRequest
 from coserve.api.openai.schemas import ChatRequest, CompletionRequest
 from coserve.core.errors import InvalidRequest
@@ -20,11 +19,11 @@ from coserve.core.errors import InvalidRequest
 RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest, ResponseRequest)
 
 
-def batch_answers(api: OpenAIApi, bodies: BodyReader) -> dict[str, Answer]:
+def batch_answers(api: OpenAIApi, responses: ResponsesApi, bodies: BodyReader) -> dict[str, Answer]:
     """Return the function that answers a body, by endpoint."""
 
     async def respond(body: ResponseRequest) -> Response:
-        return response(body, await api.answer_chat(chat_of(body, api.chat_template)))
+        return await responses.answer(msgspec.structs.replace(body, store=False))  # its file has them
 
     return {
         "/v1/chat/completions": _answer(bodies, ChatRequest, api.answer_chat),

@@ -12,7 +12,7 @@ from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.openai.errors import openai_route
 from coserve.api.openai.files.schemas import DeletedFile, FileForm, FileList, FileObject
 from coserve.api.openai.finetuning.results import is_result, read_result
-from coserve.api.openai.lists import behind, list_query
+from coserve.api.openai.lists import behind, in_order, list_query
 from coserve.api.service import Service
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import InvalidRequest, NotFound, UnknownField
@@ -55,12 +55,7 @@ class FilesApi:
     )
     async def list_files(self, request: web.Request) -> FileList:
         after, limit = list_query(request.query, ("order", "purpose"), MAX_LISTED, MAX_LISTED)
-        order, purpose = request.query.get("order", "desc"), request.query.get("purpose")
-        if order not in ("asc", "desc"):
-            raise InvalidRequest(f"expected asc or desc, got {order[:80]!r}", field="order")
-        records = self._files.all()
-        if order == "desc":
-            records.reverse()
+        records, purpose = in_order(self._files.all(), request.query), request.query.get("purpose")
         found = [record for record in behind(records, after) if purpose in (None, record.purpose)]
         data = [file_object(record) for record in found[:limit]]
         ends = (data[0].id, data[-1].id) if data else (None, None)

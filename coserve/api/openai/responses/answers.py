@@ -63,6 +63,8 @@ def new_response(body: ResponseRequest, model: str, created: int) -> Response:
         text=body.text or TextOptions(),
         metadata=body.metadata or {},
         truncation=body.truncation or "disabled",
+        store=body.store is not False,
+        previous_response_id=body.previous_response_id or None,
     )
 
 

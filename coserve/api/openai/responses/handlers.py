@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
 import msgspec
 from aiohttp import web
 
-from coserve.api.http.responses import ErrorFormat, json_response
+from coserve.api.http.responses import ErrorFormat, encoded_json, json_response
+from coserve.api.http.route import PAGE
 from coserve.api.http.sse import EventStream
 from coserve.api.openai.errors import openai_error, openai_route
 from coserve.api.openai.handlers import OpenAIApi
+from coserve.api.openai.lists import behind, in_order, list_query
 from coserve.api.openai.responses.answers import ResponseEvents, response
 from coserve.api.openai.responses.requests import chat_of, shortened
-from coserve.api.openai.responses.schemas import Response, ResponseEvent, ResponseRequest
+from coserve.api.openai.responses.schemas import (
+    DeletedResponse,
+    InputItemList,
+    Response,
+    ResponseEvent,
+    ResponseRequest,
+    StoredItem,
+)
+from coserve.api.openai.responses.store import ResponseStore, stored_items
 from coserve.api.openai.schemas import ChatRequest, OpenAIError
 from coserve.core.errors import CoserveError, InvalidRequest
+from coserve.core.limits import PAGE_LIMIT
 
 _PARAMS = {
     "adapter": "model",
@@ -32,6 +46,7 @@ def _error(error: CoserveError) -> OpenAIError:
 class ResponsesApi:
     def __init__(self, api: OpenAIApi, *, write_timeout: float) -> None:
         self._api, self._write_timeout = api, write_timeout
+        self._store = ResponseStore()
 
     async def _truncated(self, body: ResponseRequest, chat: ChatRequest) -> ChatRequest:
         """Return the chat, with `truncation` auto without as many of its oldest messages as do not fit; whole if there
@@ -53,18 +68,64 @@ class ResponsesApi:
     @openai_route(
         "POST",
         "/v1/responses",
-        "Answer, as OpenAI's responses do; nothing is stored",
+        "Answer, as OpenAI's responses do",
         response=Response,
         events=ResponseEvent,
         errors=(404, 422),
         error_formats=(ErrorFormat(OpenAIError, _error),),
     )
     async def create_response(self, request: web.Request, body: ResponseRequest) -> web.StreamResponse:
-        chat = await self._truncated(body, chat_of(body, self._api.chat_template))
         if not body.stream:
-            return json_response(response(body, await self._api.answer_chat(chat)))
+            return json_response(await self.answer(body))
+        before, chat = await self._chat(body)
         stream = EventStream(request, write_timeout=self._write_timeout)
-        await stream.send_all(
-            ResponseEvents(body).of(self._api.chat_chunks(chat)), _error, event_of=lambda event: event.type
-        )
+        events = self._stored(body, before, ResponseEvents(body).of(self._api.chat_chunks(chat)))
+        await stream.send_all(events, _error, event_of=lambda event: event.type)
         return await stream.close()
+
+    async def answer(self, body: ResponseRequest) -> Response:
+        """Return the whole response, and store it if `body` says so. Raises as `InFlightRequests.stream`."""
+        before, chat = await self._chat(body)
+        found = response(body, await self._api.answer_chat(chat))
+        self._keep(body, before, found)
+        return found
+
+    async def _chat(self, body: ResponseRequest) -> tuple[list[StoredItem], ChatRequest]:
+        """Return the items of the previous responses, and the chat."""
+        before = self._store.conversation(body.previous_response_id) if body.previous_response_id else []
+        return before, await self._truncated(body, chat_of(body, before, self._api.chat_template))
+
+    async def _stored(
+        self, body: ResponseRequest, before: Sequence[StoredItem], events: AsyncGenerator[ResponseEvent, None]
+    ) -> AsyncGenerator[ResponseEvent, None]:
+        """Yield the events; the response is stored before its last one."""
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event.response, Response) and event.response.status != "in_progress":
+                    self._keep(body, before, event.response)
+                yield event
+
+    def _keep(self, body: ResponseRequest, before: Sequence[StoredItem], found: Response) -> None:
+        if found.store:
+            self._store.add(found, [*before, *stored_items(body.input)])
+
+    @openai_route("GET", "/v1/responses/{id}", "Show a stored response", response=Response)
+    async def get_response(self, request: web.Request, id: str) -> web.StreamResponse:
+        if request.query.get("stream", "false") != "false":
+            raise InvalidRequest("a stored response is not streamed again: expected it left out", field="stream")
+        return encoded_json(self._store.get(id))
+
+    @openai_route("DELETE", "/v1/responses/{id}", "Delete a stored response; those that continue it stay")
+    async def delete_response(self, id: str) -> DeletedResponse:
+        self._store.remove(id)
+        return DeletedResponse(id=id)
+
+    @openai_route(
+        "GET", "/v1/responses/{id}/input_items", "List the items before a response's output", query=(*PAGE, "order")
+    )
+    async def list_input_items(self, request: web.Request, id: str) -> InputItemList:
+        after, limit = list_query(request.query, ("order",), PAGE_LIMIT)
+        items = behind(in_order(self._store.inputs(id), request.query), after)
+        data = items[:limit]
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return InputItemList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(items) > limit)

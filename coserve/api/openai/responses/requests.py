@@ -9,6 +9,7 @@ from coserve.api.http.body_types import refuse_unsupported
 from coserve.api.openai.responses.schemas import LOGPROBS, InputItem, ResponseRequest, TextFormat
 from coserve.api.openai.schemas import ChatRequest, StreamOptions
 from coserve.core.errors import EmptyPrompt, InvalidRequest
+from coserve.core.limits import MAX_MESSAGES
 from coserve.core.messages import ChatMessage, FunctionCall, ToolCall
 from coserve.core.sampling import SamplingFields
 from coserve.core.schemas.empty_fields import is_empty
@@ -17,8 +18,9 @@ from coserve.core.schemas.output_format import JsonSchemaFormat, ResponseFormat
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
 
-def chat_of(body: ResponseRequest, template: str | None) -> ChatRequest:
-    """Return the chat that the request asks for. `template`: the base's chat template. Raises `InvalidRequest`."""
+def chat_of(body: ResponseRequest, before: Sequence[InputItem], template: str | None) -> ChatRequest:
+    """Return the chat that the request asks for. `before`: items of the previous responses; `template`: the base's chat
+    template. Raises `InvalidRequest`."""
     refuse_unsupported(body)
     wants_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not wants_logprobs:
@@ -26,7 +28,7 @@ def chat_of(body: ResponseRequest, template: str | None) -> ChatRequest:
     return ChatRequest(
         **{name: getattr(body, name) for name in SamplingFields.__struct_fields__},
         model=body.model,
-        messages=_messages(body),
+        messages=_messages(body, before),
         tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or [])] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
@@ -65,10 +67,12 @@ def shortened(messages: Sequence[ChatMessage]) -> list[list[ChatMessage]]:
     return [[*messages[:head], *messages[at:]] for at in (head, *asked, *inside)]
 
 
-def _messages(body: ResponseRequest) -> list[ChatMessage]:
+def _messages(body: ResponseRequest, before: Sequence[InputItem]) -> list[ChatMessage]:
     found = [] if not body.instructions else [ChatMessage(role="system", content=body.instructions)]
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    for index, item in enumerate(items):
+    if len(before) + len(items) > MAX_MESSAGES:
+        raise InvalidRequest(f"expected at most {MAX_MESSAGES} items with those of previous responses", field="input")
+    for index, item in enumerate([*before, *items], -len(before)):
         message = _message(item, f"input[{index}]")
         last = found[-1] if found else None
         if last is not None and last.role == message.role == "assistant" and _continues(last, message):

@@ -1,4 +1,4 @@
-"""Bodies and events of `/v1/responses`, as far as OpenAI's clients read them. Nothing is stored."""
+"""Bodies and events of `/v1/responses`, as far as OpenAI's clients read them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ class InputItem(Wire, frozen=True, omit_defaults=True):
     encrypted_content: Any = None
 
 
+class StoredItem(InputItem, frozen=True, kw_only=True, omit_defaults=True):
+    """One item of a stored response."""
+
+    id: str
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+
+
 class TextFormat(Wire, frozen=True):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Text = ""
@@ -53,7 +60,7 @@ class TextOptions(Wire, frozen=True):
 
 
 class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
-    """`POST /v1/responses`. Nothing is stored, whatever `store` says: send all items of the conversation each time."""
+    """`POST /v1/responses`."""
 
     input: Text | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
     model: ModelName | None = None
@@ -79,7 +86,9 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     client_metadata: Any = None
     """Ignored; Codex sends it."""
     user: Any = None
-    store: Any = None
+    store: bool | None = None
+    """Whether the response can be retrieved and continued later, by default true. Responses are kept in memory: until
+    they are deleted, the daemon ends, or 256 MiB of later ones need the room."""
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
@@ -91,7 +100,8 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     request is refused."""
     background: Annotated[Any, Unsupported((False,))] = None
     conversation: Annotated[Any, Unsupported()] = None
-    previous_response_id: Annotated[Any, Unsupported()] = None
+    previous_response_id: Text | None = None
+    """A stored response, whose input and output come before `input`; its `instructions` do not."""
     prompt: Annotated[Any, Unsupported()] = None
     max_tool_calls: Annotated[Any, Unsupported()] = None
 
@@ -178,10 +188,26 @@ class Response(Wire, frozen=True, kw_only=True):
     text: TextOptions = TextOptions(TextFormat())
     metadata: dict[str, Any] = {}
     object: Literal["response"] = "response"
-    store: Literal[False] = False
+    store: bool
     background: Literal[False] = False
     truncation: Truncation = "disabled"
-    previous_response_id: None = None
+    previous_response_id: str | None = None
+
+
+class DeletedResponse(Wire, frozen=True, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class InputItemList(Wire, frozen=True, kw_only=True):
+    """Items before a response's output, also those of the previous responses; newest first unless `order` is `asc`."""
+
+    object: Literal["list"] = "list"
+    data: list[StoredItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ResponseEvent(Wire, frozen=True, kw_only=True):
