@@ -142,12 +142,19 @@ def test_first_layers_answer_while_the_last_ones_are_read(tmp_path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_server_that_does_not_answer_a_load_is_lost(tmp_path: Path) -> None:
-    """It hangs, and no step asks it for anything: every adapter's first request would wait for it."""
+    """It hangs, and no step asks it for anything: every adapter's first request would wait for it. If it reads others
+    meanwhile, it is slow."""
     base = wrap_base(tiny_family("mixtral"), name="mixtral")
-    found, go_on = list[RunningServers](), Event()
+    save_adapters("mixtral", base, tmp_path)
+    found, go_on, told = list[RunningServers](), Event(), Event()
 
-    def hangs(_: ReadPairs) -> ReadPairs:
-        return lambda ref, digests: go_on.wait() and PairsRuns(0, 0, iter(()))
+    def hangs(read: ReadPairs) -> ReadPairs:
+        def held(ref: AdapterRef, digests: AdapterDigests | None) -> PairsRuns:
+            if ref != REFS[1]:
+                go_on.wait()
+            return read(ref, digests)
+
+        return held
 
     def start(number: int, told: Answered) -> RunningServers:
         found.append(in_threads(base, tmp_path, 1, told, readers=hangs, mailboxes=True))
@@ -155,9 +162,16 @@ def test_a_server_that_does_not_answer_a_load_is_lost(tmp_path: Path) -> None:
 
     with closing(LoraServers(1, start, 0.1)) as own:
         own.wait()
+        own.notify(told.set)
+        slow, _ = own.load(REFS[0], None), own.load(REFS[1], None)
+        while own.slot(REFS[1]) < 0:
+            assert told.wait(60.0)
+            told.clear()
+        slow()
+        lost = found[0].lost
         own.load(REFS[0], None)()
         go_on.set()
-        assert found[0].why == "LoRA server 0 did not read an adapter in time"
+        assert not lost and found[0].why == "LoRA server 0 did not read an adapter in time"
 
 
 @pytest.mark.filterwarnings("ignore")

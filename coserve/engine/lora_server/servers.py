@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -64,6 +65,8 @@ class LoraServers:
         self._held: dict[AdapterRef, _Held] = {}
         self._loads: dict[int, _Held] = {}
         """Loads of this start that are not answered, by number; also of adapters that were dropped meanwhile."""
+        self._answers = Counter[int]()
+        """Answers to loads so far, by server."""
         self._numbers, self._free = itertools.count(1), list(range(SLOTS))
         self._failure: Exception | None = None
         self._tell: Callable[[], None] = lambda: None
@@ -148,8 +151,10 @@ class LoraServers:
 
     def load(self, ref: AdapterRef, digests: AdapterDigests | None) -> Callable[[], None]:
         """Have the servers read an adapter's pairs, and return a function that waits until they have them or are lost,
-        as those are that take too long. Until they have them the engine computes the adapter itself."""
+        as those are that answer no load for too long: a slow disk is no reason to read every adapter again. Until they
+        have them the engine computes the adapter itself."""
         with self._changed:
+            answers = self._answers.copy()
             if ref not in self._held and self._free:
                 self._held[ref] = _Held(self._free.pop(), digests, set(range(self._count)))
                 if self._running is not None:
@@ -164,7 +169,9 @@ class LoraServers:
                 before = self._running
                 late = not self._changed.wait_for(answered, self._patience)
                 if late and before is not None and before is self._running:
-                    before.lose(f"LoRA server {min(self._held[ref].waiting)} did not read an adapter in time")
+                    silent = [each for each in self._held[ref].waiting if self._answers[each] == answers[each]]
+                    if silent:
+                        before.lose(f"LoRA server {min(silent)} did not read an adapter in time")
 
         return wait
 
@@ -227,6 +234,7 @@ class LoraServers:
 
     def _answered(self, index: int, message: PairsLoaded | PairsRefused) -> None:
         with self._changed:
+            self._answers[index] += 1
             held = self._loads.get(message.number)
             if held is None:
                 return
