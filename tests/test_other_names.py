@@ -97,6 +97,20 @@ def test_what_would_be_learned_otherwise_is_refused(place: str, given: dict[str,
         finetune_request("a", **{place: given})
 
 
+@pytest.mark.parametrize(
+    ("place", "given", "says"),
+    [
+        ("lora", {"target_modules": ".*_proj"}, "expected all-linear or a list, got '.*_proj'"),
+        ("training", {"optim": "sgd"}, "paged_lion_8bit, got 'sgd'"),
+    ],
+)
+def test_a_value_that_is_none_of_ours_is_shown(place: str, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        decode_json(msgspec.json.encode({"adapter": "a", place: given}), FinetuneRequest)
+    with pytest.raises(InvalidRequest, match=says):
+        finetune_request("a", **{place: given})
+
+
 def test_our_own_names_keep_their_values() -> None:
     assert finetune_request("a", training={"steps": -1}).training == TrainingRequest(steps=-1)  # the daemon refuses it
 

@@ -314,11 +314,11 @@ def as_struct(value: object, type: type[T], field: str) -> T:
     field."""
     if isinstance(value, type):
         return value
+    named = with_own_names(value, fields_of(type)) if isinstance(value, Mapping) else value
     try:
-        named = with_own_names(value, fields_of(type)) if isinstance(value, Mapping) else value
         return msgspec.convert(named, type=type)
     except msgspec.ValidationError as error:
-        wrong = explain(error, value, type)
+        wrong = explain(error, named, type)
         path = field if wrong.field is None else f"{field}.{wrong.field}"
         raise InvalidRequest(f"{path}: {wrong.message}", field=path) from None
     except UnicodeEncodeError:

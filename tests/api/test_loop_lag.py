@@ -252,6 +252,7 @@ PAGES = [
     "/adapters?limit=100",
     "/finetune?limit=100",
     f"/finetune/{OLD_JOB}/events",
+    f"/v1/files/file-{OLD_JOB}/content",
     "/metrics",
     "/health",
     "/health/ready",

@@ -72,7 +72,9 @@ def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:
     try:
         return decode()
     except msgspec.ValidationError as error:
-        raise explain(error, _untyped(content), type) from None
+        value = _untyped(content)
+        take_other_names(value, fields_of(type))
+        raise explain(error, value, type) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedJson(f"the body is not JSON: {_why(error)}") from None
     except RecursionError:
