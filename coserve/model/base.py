@@ -301,8 +301,7 @@ def load_base(
             )
             if not drawn:
                 set_generation(loaded.model, folder)
-        # Outside of `loadable`: collectives raise RuntimeError if another rank has died, which says nothing about the
-        # base.
+        # Outside of `loadable`: the RuntimeError of collectives with a dead rank says nothing about the base.
         shard = loaded.share_fingerprint(where)
         return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard, note=note)
     with loadable(name):
@@ -403,11 +402,10 @@ def _check_forward(base: Base, expected: probe.Forward) -> None:
     attention = ReferenceAttention((0, probe.SEQUENCES[0], sum(probe.SEQUENCES)))
     packed = partial(base.forward, ids_T, positions_T, attention, lora=None, keep=None)
     turned = partial(base.forward, ids_T.flip(0), positions_T.flip(0), probe.Reversed(attention), lora=None, keep=None)
+    family, layers = base.spec.family, base.layers
     with torch.no_grad():
-        probe.check_forward(f"{base.spec.family}, packed sequences", packed, base.layers, expected)
-        probe.check_forward(
-            f"{base.spec.family}, tokens that meet in attention only", turned, base.layers, expected.flip()
-        )
+        probe.check_forward(f"{family}, packed sequences", packed, layers, expected)
+        probe.check_forward(f"{family}, tokens that meet in attention only", turned, layers, expected.flip())
 
 
 def _spec(
