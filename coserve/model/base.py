@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coserve.core.errors import ConfigError, UnsupportedBase
+from coserve.core.errors import UnsupportedBase
 from coserve.core.types import BaseSpec, SiteSpec
 from coserve.data.pretrained.gguf import is_gguf
 from coserve.data.pretrained.source import fetch_files, hub_revision, locate
 from coserve.kernels.attention.interface import Attention, KvShape
+from coserve.kernels.gpu.device import usable_device
 from coserve.kernels.lora.dora import squared_norms, squared_rows
 from coserve.kernels.lora.types import LoraPair
 from coserve.kernels.recurrent.interface import StateShape
@@ -259,7 +260,7 @@ def load_base(
         ConfigError: no such device.
         RuntimeError: another rank of `mesh` is gone.
     """
-    where = _device(device)
+    where = usable_device(device)
     kind = (torch.bfloat16 if where.type == "cuda" else torch.float32) if dtype == "auto" else getattr(torch, dtype)
     folder = Path(str(resources.files("coserve") / "assets" / "tiny")) if source == "bundled" else Path(locate(source))
     gguf, local = is_gguf(str(folder)), folder.exists()
@@ -329,12 +330,6 @@ def load_base(
         raise UnsupportedBase(f"{name}: it brings an adapter of its own; expected a base model")
     drop_other_parts(model)
     return wrap_base(model.to(where), name=name, hub_name=hub_name, note=note)
-
-
-def _device(device: str) -> torch.device:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: expected cpu or auto, got 'cuda' and found no usable GPU", field="device")
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
 
 
 def wrap_base(

@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from coserve.core.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class DeviceInfo:
@@ -24,6 +26,13 @@ class DeviceInfo:
 
 H200 = DeviceInfo(multiprocessors=132, shared_bytes=227 * 1024, early_launch=True)
 """The GPU on which block sizes were measured. Launches in Triton's interpreter on a CPU use its properties."""
+
+
+def usable_device(name: str) -> torch.device:
+    """Return the device of this name; `auto`: a GPU if there is a usable one. Raises `ConfigError`."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: expected cpu or auto, got 'cuda' and found no usable GPU", field="device")
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
 _counts: dict[int | None, int] = {}
