@@ -115,6 +115,12 @@ async def test_the_whole_life_of_a_job(api: Api, client: AsyncOpenAI) -> None:
     assert steps[-1]["valid_loss"] and 0 <= float(steps[-1]["train_accuracy"]) <= 1
     shown = await client.files.retrieve(result)
     assert (shown.purpose, shown.bytes) == ("fine-tune-results", len(table))
+    for purpose in (openai.omit, "fine-tune-results"):
+        assert shown in [file async for file in client.files.list(purpose=purpose, limit=1)]
+    assert shown.purpose not in [file.purpose async for file in client.files.list(purpose="fine-tune")]
+    assert [file async for file in client.files.list(order="asc", after=result)] == []
+    with pytest.raises(openai.BadRequestError, match="deleted with their job"):
+        await client.files.delete(result)
     with pytest.raises(openai.NotFoundError):
         await client.files.content("file-job-0")
 
@@ -193,7 +199,8 @@ async def test_files(api: Api, client: AsyncOpenAI) -> None:
     assert [json.loads(line) for line in content.splitlines()] == CHATS
     assert [each.id async for each in client.files.list(limit=1)] == [second, first, *before]
     oldest = await client.files.list(order="asc", purpose="fine-tune", limit=10_000)
-    assert [each.id for each in oldest.data] == [*reversed(before), first, second]
+    uploaded = [id for id in reversed(before) if not id.startswith("file-job-")]
+    assert [each.id for each in oldest.data] == [*uploaded, first, second]
     assert (await client.files.delete(first)).deleted
     for call in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from aiohttp import web
 
 from coserve.api.http.responses import CHUNK
@@ -11,6 +12,7 @@ from coserve.api.http.route import PAGE
 from coserve.api.http.uploads import UploadReader, is_upload
 from coserve.api.openai.errors import openai_route
 from coserve.api.openai.files.schemas import DeletedFile, FileForm, FileList, FileObject
+from coserve.api.openai.finetuning import results
 from coserve.api.openai.finetuning.results import is_result, read_result
 from coserve.api.openai.lists import behind, in_order, list_query
 from coserve.api.service import Service
@@ -27,6 +29,7 @@ MAX_LISTED = 10_000
 class FilesApi:
     def __init__(self, service: Service, uploads: UploadReader) -> None:
         self._service, self._files, self._uploads = service, service.files, uploads
+        self._sizes = dict[str, int]()
 
     @openai_route(
         "POST", "/v1/files", "Upload rows to fine-tune on, or a batch of requests", form=FileForm, errors=(507,)
@@ -51,15 +54,31 @@ class FilesApi:
         return file_object(record)
 
     @openai_route(
-        "GET", "/v1/files", "List uploaded files, newest first", query=(*PAGE, "order", "purpose"), errors=(404,)
+        "GET",
+        "/v1/files",
+        "List files, uploaded ones and results of jobs, newest first",
+        query=(*PAGE, "order", "purpose"),
+        errors=(404,),
     )
     async def list_files(self, request: web.Request) -> FileList:
         after, limit = list_query(request.query, ("order", "purpose"), MAX_LISTED, MAX_LISTED)
-        records, purpose = in_order(self._files.all(), request.query), request.query.get("purpose")
+        purpose, records = request.query.get("purpose"), self._files.all()
+        if purpose in (None, results.PURPOSE):
+            made = await results.result_records(self._service.jobs.views)
+            records = sorted([*records, *made], key=lambda record: record.created_at)
+        records = in_order(records, request.query)
         found = [record for record in behind(records, after) if purpose in (None, record.purpose)]
-        data = [file_object(record) for record in found[:limit]]
+        data = [file_object(await self._sized(record)) for record in found[:limit]]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return FileList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(found) > limit)
+
+    async def _sized(self, record: FileRecord) -> FileRecord:
+        """Return the record with its size; that of a result is counted once, as it does not change."""
+        if not is_result(record.id):
+            return record
+        if record.id not in self._sizes:
+            self._sizes[record.id] = (await read_result(self._service.jobs.views, record.id))[0].bytes
+        return msgspec.structs.replace(record, bytes=self._sizes[record.id])
 
     @openai_route("GET", "/v1/files/{id}", "Show a file")
     async def get_file(self, id: str) -> FileObject:
@@ -93,6 +112,8 @@ class FilesApi:
         errors=(507,),
     )
     async def delete_file(self, id: str) -> DeletedFile:
+        if is_result(id):
+            raise InvalidRequest("results are deleted with their job, by DELETE /finetune/{id}", field="id")
         id = self._files.get(id).id
         await asyncio.shield(asyncio.to_thread(self._files.remove, id))
         return DeletedFile(id=id)

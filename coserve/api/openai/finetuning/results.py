@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from coserve.api.jobs.views import JobViews
 from coserve.core.training.step_metrics import StepMetrics
 from coserve.state.files import FileRecord
+from coserve.state.registry.records import JobRecord
 
 PURPOSE = "fine-tune-results"
 _PREFIX = "file-job-"
@@ -23,6 +26,17 @@ def is_result(file: str) -> bool:
     return file.startswith(_PREFIX)
 
 
+async def result_records(views: JobViews) -> list[FileRecord]:
+    """Return the result files of all jobs that published an adapter; `bytes` of 0 stands for a size to be counted."""
+    jobs = await views.records(None, -1, lambda job: job.result is not None)
+    return [_record(job) for job in jobs]
+
+
+def _record(job: JobRecord) -> FileRecord:
+    ended = job.finished_at or job.created_at
+    return FileRecord(result_file(job.spec.id), "step_metrics.csv", PURPOSE, 0, ended)
+
+
 async def read_result(views: JobViews, file: str) -> tuple[FileRecord, bytes]:
     """Return a result file and its content. Raises `JobNotFound`."""
     record = await views.record(file.removeprefix("file-"))
@@ -33,8 +47,7 @@ async def read_result(views: JobViews, file: str) -> tuple[FileRecord, bytes]:
             if event.metrics is not None:
                 steps.setdefault(event.metrics.step, event.metrics)  # the latest, if a crash had it done again
     content = await asyncio.to_thread(_content, steps)
-    ended = record.finished_at or record.created_at
-    return FileRecord(file, "step_metrics.csv", PURPOSE, len(content), ended), content
+    return msgspec.structs.replace(_record(record), bytes=len(content)), content
 
 
 def _content(steps: dict[int, StepMetrics]) -> bytes:
