@@ -62,7 +62,7 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
         found_value = _at(value, path)
         known = alternatives(type, path)
         meant = value_hint(path, found_value) or near_miss(str(found_value)[:80].lower(), known)
-        listed = " or ".join(known) if {"a number", "a list"} & {*known} else f"one of {', '.join(known)}"
+        listed = " or ".join(known) if "a number" in known else f"one of {', '.join(known)}"
         message = f"expected {listed}{_got(found_value)}{meant}"
         return InvalidRequest(message, field=path[:MAX_FIELD] or None)
     if message.startswith("Invalid value "):  # of the field that tells structs apart
@@ -148,8 +148,7 @@ def alternatives(type: type, path: str) -> list[str]:
                 values += [str(member.value) for member in leaf.cls]
             elif isinstance(leaf, IntType | FloatType):
                 values.append("a number")
-    lists = any(isinstance(leaf, ListType | VarTupleType) for info in found for leaf in members(info))
-    return [*values, "a list"] if lists else values
+    return values
 
 
 def _inside(info: Type, name: str | None) -> Iterator[Type]:
