@@ -7,6 +7,8 @@ from functools import cache
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coserve.config import Config
 from coserve.core.link.generation import Generate, RequestFailed
@@ -18,7 +20,7 @@ from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
-from tests.support.examples import in_turns
+from tests.support.examples import examples, in_turns
 from tests.support.executors import eager, graphs
 from tests.support.families import tiny_family
 from tests.support.generation import adapter, collect, prompt, request
@@ -64,6 +66,23 @@ def test_neighbours_chunks_and_preemptions_change_no_token(family: str) -> None:
             gen = generator(family, **sizes)
             assert collect(gen, asked) == expected, sizes
     assert gen.scheduler.preemptions > 0
+
+
+@settings(max_examples=examples(20, fast=2), deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 55), min_size=2, max_size=5),
+    tokens=st.integers(68, 140),
+    step=st.integers(1, 48),
+    running=st.integers(1, 5),
+)
+@pytest.mark.filterwarnings("ignore")
+def test_any_lengths_in_any_room_give_the_same_tokens(lengths: list[int], tokens: int, step: int, running: int) -> None:
+    sampling = SamplingParams(max_tokens=8, temperature=0.0)
+    asked = [request(str(i), prompt(length, i), sampling) for i, length in enumerate(lengths)]
+    expected = {id: said for one in asked for id, said in collect(generator("qwen3_5_text"), [one]).items()}
+    gen = generator("qwen3_5_text", tokens=tokens, step_tokens=step, max_running=running)
+    assert collect(gen, asked) == expected
+    assert gen.pages_used == 0
 
 
 @pytest.mark.filterwarnings("ignore")
