@@ -250,6 +250,14 @@ async def test_what_only_says_it_is_multipart(api: Api, body: bytes, kind: str) 
     await api.refused(400, BAD, "POST", "/finetune", data=body, headers={"Content-Type": kind})
 
 
+@pytest.mark.parametrize("path", ["/finetune", "/v1/files"])
+async def test_a_part_of_an_upload_without_a_name(api: Api, path: str) -> None:
+    body = b'--x\r\nContent-Disposition: form-data; filename="a"\r\n\r\nb\r\n--x--\r\n'
+    kind = {"Content-Type": "multipart/form-data; boundary=x"}
+    error = await api.refused(400, BAD, "POST", path, data=body, headers=kind)
+    assert "expected a name" in error["message"]
+
+
 async def test_bodies_over_the_limit(api: Api) -> None:
     large = b'{"prompt": "' + b"x" * (1 << 20) + b'"}'
 

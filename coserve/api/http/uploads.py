@@ -144,6 +144,10 @@ class UploadReader:
             part = await reader.next()
         if isinstance(part, MultipartReader):
             raise InvalidRequest("expected no multipart within a multipart body")
+        if part is not None and not part.name:
+            raise InvalidRequest(
+                'expected a name for each part (Content-Disposition: form-data; name="file"), got none'
+            )
         if part is not None and any(name in part.headers for name in ("Content-Encoding", "Content-Transfer-Encoding")):
             raise UnsupportedEncoding("parts with an encoding are not accepted")
         return part
