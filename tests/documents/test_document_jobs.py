@@ -123,6 +123,13 @@ async def test_a_text_that_is_too_short_is_told_what_would_help(api: Api) -> Non
     assert job["error"]["message"].endswith("give questions, or a longer document")
 
 
+async def test_too_few_questions_that_an_earlier_version_accepted(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coserve.api.documents.submission.least_questions", lambda _: 2)
+    _, job = await learn(api, "few", **RECIPES["own questions"], publish="if_learned")
+    assert job["error"]["code"] == "empty_corpus"
+    assert job["error"]["message"].startswith("2 of the 2 questions given have an answer: expected 4 at least")
+
+
 @pytest.mark.parametrize(
     ("status", "code", "field", "changes"),
     [

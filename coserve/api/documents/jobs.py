@@ -142,11 +142,12 @@ class DocumentJobs:
         context, limit = self._engine.spec.context - prefix_tokens(spec), self._config.micro_batch_tokens
         longest = longest_row(spec.training, context, limit - encoded_tokens(spec))
         if len(lessons.taught) < (least := least_questions(settings)):
-            other = "a longer document" if settings.generator == "none" else 'set generator to "none"'
-            raise EmptyCorpus(
-                f"the generator found {len(lessons.taught)} answered questions: expected {least} at least, half of "
-                f"them to evaluate; give questions, or {other}"
-            )
+            found, way_out = f"the generator found {len(lessons.taught)} answered questions", "give questions, or "
+            way_out += "a longer document" if settings.generator == "none" else 'set generator to "none"'
+            if given := len(settings.questions):  # an earlier version accepted fewer
+                found = f"{len(lessons.taught)} of the {given} questions given have an answer"
+                way_out = "give more" + (' (2 with publish "always")' if least > 2 else "")
+            raise EmptyCorpus(f"{found}: expected {least} at least, half of them to evaluate; {way_out}")
         learned, _ = _split(lessons, record)
         texts = [self._tokenizer.encode(text) for text in chunks.texts]
         return lesson_corpus([*learned, *lessons.replayed], texts, settings, longest)
