@@ -66,13 +66,15 @@ def question(row: Row) -> Question:
             raise MalformedRow(f"expected rows of texts, prompts and completions, or chats, got {got}", line=row.line)
 
 
-def read_questions(context: TaskContext, source: str, copy: str, columns: dict[str, str], most: int) -> list[Question]:
+def read_questions(
+    context: TaskContext, source: str, copy: str, columns: dict[str, str], most: int, unpacked: int
+) -> list[Question]:
     """Helper task: return the first `most` questions of a file or folder of rows. `copy`: path for a copy as JSON
-    Lines. Raises as `as_json_lines`, `split_source` and `PieceReader`, and `MalformedRow`, with the line in the
-    source."""
+    Lines; `unpacked`: most bytes of rows in a gzip file. Raises as `as_json_lines`, `split_source` and `PieceReader`,
+    and `MalformedRow`, with the line in the source."""
     read, found, lines = Columns(columns), list[Question](), 0
     with bounded_memory(MEMORY):
-        for part in split_source(as_json_lines(Path(source), Path(copy), read, context.progress)):
+        for part in split_source(as_json_lines(Path(source), Path(copy), read, context.progress, most=unpacked)):
             piece = PieceReader(part, columns=read)
             try:
                 found += [question(row) for row in islice(piece, most - len(found))]

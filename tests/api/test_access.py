@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import shutil
@@ -298,6 +299,17 @@ async def test_a_quota_of_bytes_holds_for_files_of_the_daemons_machine(
         await quota(api, "copies", bytes=size)
         both = [ask(api, key, "POST", "/adapters", json={"name": name, "path": "mine"}) for name in ("one", "two")]
         assert sorted([status for status, _ in await asyncio.gather(*both)]) == [201, 413]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_quota_of_bytes_holds_for_what_a_gzip_file_becomes(shared: Api, tmp_path: Path) -> None:
+    (tmp_path / "rows.gz").write_bytes(gzip.compress(ROWS_FILE * 1000))
+    _, key = await new_key(shared, "bombs", "train")
+    await quota(shared, "bombs", bytes=3000)
+    sent = form({"adapter": "bomb"}, tmp_path / "rows.gz")
+    status, body = await ask(shared, key, "POST", "/finetune", data=sent)
+    assert (status, body["error"]["code"]) == (422, "unreadable_corpus")
+    assert body["error"]["message"].startswith("expected at most 3000 bytes of unpacked rows")
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import shutil
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,7 @@ from coserve.core.cancellation import cancel_all, uncancelled_thread
 from coserve.core.errors import CorpusError, EmptyCorpus
 from coserve.core.schemas import Job, Preparing, SubmissionEvent
 from coserve.data.corpus.columns import Columns
+from coserve.data.corpus.conversion import MAX_UNPACKED
 from coserve.data.corpus.rows import LIMITS, CorpusLimits
 from coserve.data.corpus.staging import (
     CorpusPart,
@@ -42,12 +43,25 @@ Report = Callable[[int, float], None]
 """Callback with the number of tokenised rows, and the fraction of the corpus that they are."""
 
 
+async def _unlimited() -> int:
+    return MAX_UNPACKED
+
+
 class CorpusPreparation:
     """Tokenises corpora with a pool of helpers. `folder`: for unfinished corpora. `workers`: processes of the pool; a
-    corpus has at most `workers + 1` pieces queued or running."""
+    corpus has at most `workers + 1` pieces queued or running. `room` returns the most bytes of rows that a gzip file of
+    the running request may hold."""
 
-    def __init__(self, helpers: HelperPool, folder: Path, workers: int, limits: CorpusLimits = LIMITS) -> None:
+    def __init__(
+        self,
+        helpers: HelperPool,
+        folder: Path,
+        workers: int,
+        limits: CorpusLimits = LIMITS,
+        room: Callable[[], Awaitable[int]] = _unlimited,
+    ) -> None:
         self._helpers, self._folder, self._window, self._limits = helpers, folder, workers + 1, limits
+        self._room = room
 
     async def tokenize(
         self,
@@ -77,14 +91,16 @@ class CorpusPreparation:
         """Return what the first `most` rows of a file or folder ask. Raises as `tokenize`, and `MalformedRow`."""
         copy = self._folder / f"rows-{secrets.token_hex(8)}"
         try:
-            return await self._helpers.run(read_questions, str(source), str(copy), columns.names, most)
+            room = await self._room()
+            return await self._helpers.run(read_questions, str(source), str(copy), columns.names, most, room)
         finally:
             await uncancelled_thread(copy.unlink, missing_ok=True)
 
     async def _parts(
         self, source: Path, options: Tokenization, columns: Columns, folder: Path, report: Report
     ) -> list[CorpusPart]:
-        split = await self._helpers.run(split_into_pieces, str(source), str(folder / "rows"), columns.names)
+        room = await self._room()
+        split = await self._helpers.run(split_into_pieces, str(source), str(folder / "rows"), columns.names, room)
         columns.add_unused(split.unused)
         pieces = split.pieces
         calls = (

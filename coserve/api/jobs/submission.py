@@ -44,7 +44,7 @@ from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import AdapterRef, BaseSpec, LoraRequest, LoraSettings
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.columns import Columns, unused_notes
-from coserve.data.corpus.conversion import is_json_lines
+from coserve.data.corpus.conversion import MAX_UNPACKED, is_json_lines
 from coserve.data.corpus.defaults import choose_training
 from coserve.data.corpus.jsonl import parse_jsonl
 from coserve.data.corpus.limits import check_training, longest_row, micro_batch_limit
@@ -84,7 +84,8 @@ class Submission:
         helpers: HelperPool,
     ) -> None:
         self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
-        self._preparation = CorpusPreparation(helpers, folder.staging, config.tokenizer_processes)
+        room = partial(registry.read, _room)
+        self._preparation = CorpusPreparation(helpers, folder.staging, config.tokenizer_processes, room=room)
         self._texts = AsyncTokenizer(tokenizer, helpers, chats=helpers)
         self._preparing: dict[object, tuple[str, Preparing]] = {}
         """Corpora that are being tokenised, with their projects."""
@@ -397,6 +398,13 @@ def _write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
 
 def _small(source: Path, columns: Columns) -> bool:
     return is_json_lines(source, columns) and source.stat().st_size <= SMALL_FILE
+
+
+def _room(registry: Registry) -> int:
+    """Return the bytes of rows that a gzip file may hold: no more than the quota leaves beside the adapters."""
+    project = principal().project
+    limit = registry.quota(project).bytes
+    return MAX_UNPACKED if limit is None else min(MAX_UNPACKED, max(0, limit - registry.adapter_bytes(project)))
 
 
 def _own_settings(request: FinetuneRequest, earlier: JobRecord) -> LoraSettings:

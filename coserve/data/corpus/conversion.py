@@ -76,10 +76,15 @@ def _other_format(file: BufferedReader, columns: Columns) -> Literal["csv", "arr
 
 
 def as_json_lines(
-    source: Path, target: Path, columns: Columns, progress: Callable[[], None], limits: CorpusLimits = LIMITS
+    source: Path,
+    target: Path,
+    columns: Columns,
+    progress: Callable[[], None],
+    limits: CorpusLimits = LIMITS,
+    most: int = MAX_UNPACKED,
 ) -> Path:
     """Return `source` itself, or `target` with the rows of a CSV file, a JSON array or a gzip file. `progress` is
-    called with each row.
+    called with each row. `most`: bytes of rows in a gzip file.
 
     Raises `MalformedRow` with the line (for an array, the element's number), `UnreadableCorpus`, `StorageFull`,
     `StorageFailed`.
@@ -91,16 +96,17 @@ def as_json_lines(
         if format is None and not packed:
             return source
         lines = _lines(file, format, columns, limits)
-        size = 0
+        size, most = 0, most if packed else MAX_UNPACKED
         with disk_errors():
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("wb") as out:
                 for line in lines:
                     progress()
-                    out.write(line + b"\n")
                     size += len(line) + 1
-                    if size > MAX_UNPACKED:
-                        raise UnreadableCorpus(f"expected at most {MAX_UNPACKED >> 30} GiB of rows", field="path")
+                    if size > most:
+                        less = "" if most == MAX_UNPACKED else ", as many as the project's quota leaves"
+                        raise UnreadableCorpus(f"expected at most {most} bytes of unpacked rows{less}", field="path")
+                    out.write(line + b"\n")
     return target
 
 

@@ -93,12 +93,12 @@ class CorpusPart(msgspec.Struct, frozen=True):
     unused: list[str] = []
 
 
-def split_into_pieces(context: TaskContext, source: str, rows: str, columns: dict[str, str]) -> Split:
-    """Helper task: split a file or folder. `rows`: path for the rows as JSON Lines, if it is CSV or a JSON array.
-    Raises as `split_source` and `as_json_lines`."""
+def split_into_pieces(context: TaskContext, source: str, rows: str, columns: dict[str, str], most: int) -> Split:
+    """Helper task: split a file or folder. `rows`: path for the rows as JSON Lines, if it is CSV or a JSON array;
+    `most`: bytes of rows in a gzip file. Raises as `split_source` and `as_json_lines`."""
     read = Columns(columns)
     with bounded_memory(MEMORY):
-        lines = as_json_lines(Path(source), Path(rows), read, context.progress)
+        lines = as_json_lines(Path(source), Path(rows), read, context.progress, most=most)
         return Split(split_source(lines), list(read.unused))
 
 
