@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from coserve.core.errors import StartupError, StorageError, StorageFailed
+from coserve.core.errors import JobNotFound, StartupError, StorageError, StorageFailed
 from coserve.core.names import ADAPTER_FILES, CHECKPOINT_STATE
 from coserve.core.schemas import ErrorInfo
 from coserve.core.training.jobs import JobState
@@ -41,8 +41,8 @@ def recover(registry: Registry, folder: DataFolder) -> list[JobRecord]:
     for name in folder.sweep():
         log.info("removed what an interrupted write left: %s", name)
     _match_adapters(registry, folder)
-    jobs = [job for job in registry.unfinished() if _has_corpus(registry, folder, job)]
-    _match_jobs(folder, {job.spec.id for job in jobs})
+    jobs = [job for job in registry.unfinished() if _can_run(registry, folder, job)]
+    _match_jobs(folder, registry.unfinished_ids())
     for job in jobs:
         try:
             drop_unrecorded_checkpoints(folder, job)
@@ -115,12 +115,19 @@ def _match_jobs(folder: DataFolder, unfinished: set[str]) -> None:
             remove_dir(folder.jobs / id)
 
 
-def _has_corpus(registry: Registry, folder: DataFolder, job: JobRecord) -> bool:
+def _can_run(registry: Registry, folder: DataFolder, job: JobRecord) -> bool:
+    """Return whether a job's corpus, and the record of the job that it waits for, are there; otherwise it fails."""
     unprepared = job.document is not None and not job.prepared
-    if (folder.document if unprepared else folder.corpus)(job.spec.id).is_file():
-        return True
-    log.warning("job %s failed: its corpus is gone", job.spec.id)
     error = ErrorInfo(code="corpus_missing", message="its corpus was gone when the daemon started")
+    if (folder.document if unprepared else folder.corpus)(job.spec.id).is_file():
+        if job.after is None:
+            return True
+        try:
+            registry.predecessor(job)
+            return True
+        except JobNotFound as missing:
+            error = ErrorInfo(code=missing.code, message=f"the job was to continue from another: {missing.message}")
+    log.warning("job %s failed: %s", job.spec.id, error.message)
     registry.set_state(job.spec.id, JobState.FAILED, error=error)
     return False
 

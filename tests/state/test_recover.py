@@ -6,9 +6,10 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from coserve.core.errors import DataFolderInUse, ForbiddenPath, StartupError, StorageError
+from coserve.core.errors import DataFolderInUse, ForbiddenPath, JobNotFound, StartupError, StorageError
 from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef
 from coserve.state.durable import replace_dir, write_file
@@ -185,6 +186,29 @@ def test_a_damaged_registry_is_refused(registry: Registry, folder: DataFolder) -
         other.execute("INSERT INTO events VALUES ('nobody', 1, 'state', NULL, x'00')")
     with pytest.raises(StartupError, match="damaged"):
         recover(registry, folder)
+
+
+@pytest.mark.parametrize(
+    "damage", [(b"default", b"\xff"), (b"\xa3bad", b"\xa3bed"), (b"", b"")], ids=["text", "id", "end"]
+)
+def test_a_damaged_job_is_left_out_alone(
+    registry: Registry, folder: DataFolder, damage: tuple[bytes, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    for version, id in enumerate(("good", "bad"), start=1):
+        lay_job(folder, registry, id, version)
+    write_file(folder.corpus("waits"), b"corpus", point="corpus")
+    registry.create_job(msgspec.structs.replace(make_job("waits", version=3), after="bad"))
+    with closing(sqlite3.connect(folder.database, isolation_level=None)) as other:
+        (record,) = other.execute("SELECT record FROM jobs WHERE id = 'bad'").fetchone()
+        damaged = record[:-1] if damage == (b"", b"") else record.replace(*damage)
+        other.execute("UPDATE jobs SET record = ? WHERE id = 'bad'", (damaged,))
+    assert damaged != record
+    assert [job.spec.id for job in recover(registry, folder)] == ["good"]
+    assert [(job.spec.id, job.state) for job in registry.jobs()] == [("waits", "failed"), ("good", "queued")]
+    with pytest.raises(JobNotFound, match="the record of job 'bad' is damaged"):
+        registry.job("bad")
+    assert caplog.text.count("the record of job 'bad' is damaged: it is left out") == 1
+    assert "bad" in folder.job_ids(), "a backup's record may still need the files"
 
 
 def test_checkpoints_by_step(folder: DataFolder) -> None:

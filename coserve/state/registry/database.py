@@ -119,6 +119,8 @@ class Database:
             raise StartupError(f"cannot write the registry {path}: it is read-only")
         self._clock = clock
         self._log_lines: list[tuple[str, dict[str, Value]]] = []
+        self._damaged: set[str] = set()
+        """Jobs whose damaged records were logged."""
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=LOCK_TIMEOUT)
         except sqlite3.DatabaseError as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import Final, Unpack
 
@@ -18,14 +19,27 @@ from coserve.state.registry.database import Database
 from coserve.state.registry.missing_samples import missing_notes, passed_step
 from coserve.state.registry.records import EventFields, JobRecord
 
+log = logging.getLogger(__name__)
+
 UNFINISHED: Final = tuple(state for state in JobState if not state.terminal)
 MAX_NOTES = 16
 """Most notes in a job's record."""
 
 # msgpack, unlike JSON, keeps every float exactly.
-_job = msgspec.msgpack.Decoder(JobRecord).decode
+_decode = msgspec.msgpack.Decoder(JobRecord).decode
 _encode = msgspec.msgpack.Encoder().encode
 _event = msgspec.msgpack.Decoder(JobEvent).decode
+
+
+def _job(id: str, content: bytes, field: str = "id") -> JobRecord:
+    """Decode the record of job `id`. Raises `JobNotFound`, for `field`, if it is damaged."""
+    try:
+        record = _decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        record = None
+    if record is None or record.spec.id != id:
+        raise JobNotFound(f"the record of job {id!r} is damaged", field=field)
+    return record
 
 
 class JobTable(Database):
@@ -34,15 +48,15 @@ class JobTable(Database):
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
         """Return the job that a request with this key created, if any."""
         key = scoped_key(idempotency_key)
-        row = self._db.execute("SELECT record FROM jobs WHERE idempotency_key = ?", (key,)).fetchone()
-        return None if row is None else _job(row[0])
+        row = self._db.execute("SELECT id, record FROM jobs WHERE idempotency_key = ?", (key,)).fetchone()
+        return None if row is None else _job(row[0], row[1], "idempotency_key")
 
     def job(self, id: str, field: str = "id") -> JobRecord:
-        """Return one job. Raises `JobNotFound`, for `field`."""
+        """Return one job. Raises `JobNotFound`, for `field`; also for a record that was damaged from outside."""
         row = self._db.execute("SELECT record, project FROM jobs WHERE id = ?", (id,)).fetchone()
         if row is None or not principal().sees(row[1]):
             raise JobNotFound(f"no job {id!r}", field=field)
-        return _job(row[0])
+        return _job(id, row[0], field)
 
     def jobs(
         self,
@@ -54,8 +68,8 @@ class JobTable(Database):
         keep: Callable[[JobRecord], bool] = lambda _: True,
     ) -> list[JobRecord]:
         """Return jobs older than `after` that `keep` accepts, newest first; a negative `limit`: all. `everyones`: also
-        those that the principal does not see, which share the daemon's queue and limits. Raises `JobNotFound` for an
-        unknown `after`."""
+        those that the principal does not see, which share the daemon's queue and limits. Damaged ones are logged and
+        left out. Raises `JobNotFound` for an unknown `after`."""
         position = None
         if after is not None:
             self.job(after, "after")
@@ -63,15 +77,28 @@ class JobTable(Database):
         only = None if everyones else principal().only
         wanted = msgspec.json.encode(sorted(JobState if states is None else states)).decode()
         rows = self._db.execute(
-            "SELECT record FROM jobs WHERE state IN (SELECT value FROM json_each(?)) AND (? IS NULL OR position < ?) "
-            "AND (? IS NULL OR project = ?) ORDER BY position DESC",
+            "SELECT id, record FROM jobs WHERE state IN (SELECT value FROM json_each(?)) "
+            "AND (? IS NULL OR position < ?) AND (? IS NULL OR project = ?) ORDER BY position DESC",
             (wanted, position, position, only, only),
         )
-        return list(islice(filter(keep, (_job(row[0]) for row in rows)), None if limit < 0 else limit))
+        return list(islice(filter(keep, self._whole(rows)), None if limit < 0 else limit))
+
+    def _whole(self, rows: Iterable[tuple[str, bytes]]) -> Iterator[JobRecord]:
+        for id, record in rows:
+            try:
+                yield _job(id, record)
+            except JobNotFound as error:
+                if id not in self._damaged:
+                    self._damaged.add(id)
+                    log.warning("%s: it is left out", error.message)
 
     def unfinished(self) -> list[JobRecord]:
         """Return the unfinished jobs of all projects, oldest first."""
         return self.jobs(limit=-1, states=UNFINISHED, everyones=True)[::-1]
+
+    def unfinished_ids(self) -> set[str]:
+        """Return the ids of the unfinished jobs of all projects, damaged ones included."""
+        return {id for id, state in self._db.execute("SELECT id, state FROM jobs") if state in UNFINISHED}
 
     def predecessor(self, job: JobRecord) -> JobRecord:
         """Return the job whose end decides from which version the waiting `job` continues: the job it waits for. If
