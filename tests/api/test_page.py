@@ -72,6 +72,14 @@ def test_history_keeps_the_last_reports_and_two_a_second() -> None:
     assert history.after(points[-2].at).data == points[-1:]
 
 
+def test_history_goes_on_when_the_clock_is_set_back() -> None:
+    times = iter([100.0, 5000.0, 5002.0, 110.0, 112.0, 114.0, 116.0])
+    history = ReportHistory(times.__next__)
+    for number in range(6):
+        history.report(make_stats(), jobs=number)
+    assert [(point.at, point.jobs) for point in history.after(0).data] == [(100, 0), (110, 3), (112, 4), (114, 5)]
+
+
 async def test_history_is_asked_for_with_the_key(api: Api) -> None:
     key = {"Authorization": "Bearer a-key-of-the-tests"}
     assert (await api.call("GET", "/history"))[0] == 401

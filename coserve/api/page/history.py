@@ -25,7 +25,7 @@ class ReportHistory:
 
     def report(self, stats: EngineStats, jobs: int) -> None:
         """Add a report, with the number of unfinished jobs. It replaces the last one if the one before that is less
-        than `SPACING` seconds old."""
+        than `SPACING` seconds old. Points of the future, from before the clock was set back, are dropped."""
         use = stats.memory
         point = HistoryPoint(
             at=self._clock(),
@@ -41,6 +41,8 @@ class ReportHistory:
             pages_total=stats.pages_total,
             memory={} if use is None else {name: getattr(use, name) for name in USES},
         )
+        while self._points and self._points[-1].at > point.at:  # the system clock was set back
+            self._points.pop()
         if len(self._points) > 1 and point.at - self._points[-2].at < SPACING:
             self._points.pop()
         self._points.append(point)

@@ -122,7 +122,7 @@ export const overview = {
       health = { ...found, notes: [...found.notes, error.message] };
       return [{ data: [], now: Date.now() / 1000 }, ""];
     });
-    points = [...points, ...history.data].filter((point) => point.at > history.now - WINDOW);
+    points = [...points, ...history.data].filter(({ at }) => at > history.now - WINDOW && at <= history.now);
     readings.push(Object.assign(parseMetrics(text), { at: performance.now() }));
     if (readings.length > RECENT) readings.shift();
     drawTiles();
