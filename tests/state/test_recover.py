@@ -188,6 +188,18 @@ def test_a_damaged_registry_is_refused(registry: Registry, folder: DataFolder) -
         recover(registry, folder)
 
 
+@pytest.mark.parametrize(("table", "name"), [("jobs", "job-1"), ("adapters", "poet")])
+def test_records_of_a_later_version_are_refused(registry: Registry, folder: DataFolder, table: str, name: str) -> None:
+    registry.create_job(make_job())
+    import_adapter(registry, make_adapter())
+    with closing(sqlite3.connect(folder.database, isolation_level=None)) as other:
+        ((content,),) = other.execute(f"SELECT record FROM {table} WHERE id = ?", (name,))
+        later = msgspec.msgpack.encode(msgspec.msgpack.decode(content) | {"colour": 1})
+        other.execute(f"UPDATE {table} SET record = ? WHERE id = ?", (later, name))
+    with pytest.raises(StartupError, match=rf"later version.*{name}.*`colour`"):
+        recover(registry, folder)
+
+
 @pytest.mark.parametrize(
     "damage", [(b"default", b"\xff"), (b"\xa3bad", b"\xa3bed"), (b"", b"")], ids=["text", "id", "end"]
 )

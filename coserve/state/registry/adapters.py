@@ -26,6 +26,10 @@ class AdapterTable(NameTable, JobTable):
     """The registry's adapters. A version number is never used twice, not even after a failed job or a deleted
     adapter."""
 
+    def check(self) -> None:
+        super().check()
+        self._refuse_later("adapters", _decode)
+
     def reserve_version(self, id: str) -> AdapterRef:
         """Claim the next version of a name, so that its files can be written before it is registered."""
         with self._transaction():

@@ -16,6 +16,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from coserve.core.errors import StartupError, StorageBusy, StorageFailed, StorageFull
 from coserve.core.logs.format import Value, log_event
 from coserve.state.durable import disk_errors
@@ -201,11 +203,21 @@ class Database:
         self._db.close()
 
     def check(self) -> None:
-        """Raise `StartupError` if the file is damaged."""
+        """Raise `StartupError` if the file is damaged, or a later version of coserve wrote a job or an adapter."""
         problems = [row[0] for row in self._db.execute("PRAGMA integrity_check") if row[0] != "ok"]
         problems += [f"row without its {row[2]}" for row in self._db.execute("PRAGMA foreign_key_check")]
         if problems:
             raise StartupError(f"the registry is damaged: {problems[0]}")
+
+    def _refuse_later(self, table: str, decode: Callable[[bytes], object]) -> None:
+        """Raise `StartupError` if a later version of coserve wrote a record of `table`: it has unknown fields."""
+        for id, record in self._db.execute(f"SELECT id, record FROM {table}"):  # noqa: S608 - a name of ours
+            try:
+                decode(record)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a damaged record is left out by its readers
+                if "unknown field" in str(error):
+                    why = f"the registry was written by a later version of coserve, start that: {table}, {id}: {error}"
+                    raise StartupError(why) from error
 
     # ---- notes
 

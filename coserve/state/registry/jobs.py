@@ -45,6 +45,10 @@ def _job(id: str, content: bytes, field: str = "id") -> JobRecord:
 class JobTable(Database):
     """Queries of jobs and their events, and the helpers with which `Registry` changes them."""
 
+    def check(self) -> None:
+        super().check()
+        self._refuse_later("jobs", _decode)
+
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
         """Return the job that a request with this key created, if any."""
         key = scoped_key(idempotency_key)
