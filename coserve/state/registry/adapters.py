@@ -28,7 +28,7 @@ class AdapterTable(NameTable, JobTable):
 
     def check(self) -> None:
         super().check()
-        self._refuse_later("adapters", _decode)
+        self._refuse_later("adapters", "SELECT id, record FROM adapters", _decode)
 
     def reserve_version(self, id: str) -> AdapterRef:
         """Claim the next version of a name, so that its files can be written before it is registered."""

@@ -209,14 +209,15 @@ class Database:
         if problems:
             raise StartupError(f"the registry is damaged: {problems[0]}")
 
-    def _refuse_later(self, table: str, decode: Callable[[bytes], object]) -> None:
-        """Raise `StartupError` if a later version of coserve wrote a record of `table`: it has unknown fields."""
-        for id, record in self._db.execute(f"SELECT id, record FROM {table}"):  # noqa: S608 - a name of ours
+    def _refuse_later(self, what: str, records: str, decode: Callable[[bytes], object]) -> None:
+        """Raise `StartupError` if a later version of coserve wrote one of the `records`, a statement: it has unknown
+        fields."""
+        for id, record in self._db.execute(records):
             try:
                 decode(record)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a damaged record is left out by its readers
                 if "unknown field" in str(error):
-                    why = f"the registry was written by a later version of coserve, start that: {table}, {id}: {error}"
+                    why = f"the registry was written by a later version of coserve, start that: {what}, {id}: {error}"
                     raise StartupError(why) from error
 
     # ---- notes

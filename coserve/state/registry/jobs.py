@@ -47,7 +47,7 @@ class JobTable(Database):
 
     def check(self) -> None:
         super().check()
-        self._refuse_later("jobs", _decode)
+        self._refuse_later("jobs", "SELECT id, record FROM jobs", _decode)
 
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
         """Return the job that a request with this key created, if any."""
