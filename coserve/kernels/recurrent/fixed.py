@@ -42,7 +42,7 @@ class FixedRecurrence(PackedRecurrence):
         self.capturable &= found is not None or not given.v.is_cuda
         return found
 
-    def _made(self, device: torch.device) -> ChunkedRecurrence:
+    def _new_kernels(self, device: torch.device) -> ChunkedRecurrence:
         from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence  # needs Triton
 
         tables = self._tables()

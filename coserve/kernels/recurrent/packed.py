@@ -73,10 +73,10 @@ class PackedRecurrence:
         if not supports(given):
             return None
         if given.v.device not in self._kernels:
-            self._kernels[given.v.device] = self._made(given.v.device)
+            self._kernels[given.v.device] = self._new_kernels(given.v.device)
         return self._kernels[given.v.device]
 
-    def _made(self, device: torch.device) -> ChunkedRecurrence:
+    def _new_kernels(self, device: torch.device) -> ChunkedRecurrence:
         from coserve.kernels.recurrent.chunked.recurrence import ChunkedRecurrence  # needs Triton
 
         return ChunkedRecurrence.of_bounds(self._bounds, device)

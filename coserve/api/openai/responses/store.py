@@ -40,6 +40,8 @@ class _Stored(NamedTuple):
 
 
 class ResponseStore:
+    """The stored responses of all projects, each with its whole conversation, so that earlier ones may be deleted."""
+
     def __init__(self, most_bytes: int = MAX_BYTES) -> None:
         self._stored = OrderedDict[str, _Stored]()  # least recently used first
         self._most_bytes, self._bytes = most_bytes, 0
