@@ -254,7 +254,9 @@ async def serve_api(
         await site.start()
         port = runner.addresses[0][1]
         base = msgspec.structs.replace(make_base(tokenizer().vocab_size), context=context)
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+        # A kept connection whose limit ends as the client sends on it resets that request: no more than one on each.
+        connector = aiohttp.TCPConnector(force_close=config.read_timeout < 10)
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector) as http:
             api = Api(config, service, folder, http, port, app, base, cutter, engine_type)
             try:
                 if engine:
