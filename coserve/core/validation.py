@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -165,6 +165,14 @@ def _inside(info: Type, name: str | None) -> Iterator[Type]:
 def members(info: Type) -> tuple[Type, ...]:
     """Return the types of a union, or the one type."""
     return info.types if isinstance(info, UnionType) else (info,)
+
+
+def above_vocabulary(ids: Iterable[int], vocab: int) -> str | None:
+    """Return what is wrong with the first id that is not below `vocab`; None if all are."""
+    if max(ids, default=0) < vocab:
+        return None
+    place, id = next((place, id) for place, id in enumerate(ids) if id >= vocab)
+    return f"expected token ids below {vocab} (0 to {vocab - 1}), got {id} at position {place}"
 
 
 def check_normal(value: float, *, field: str) -> None:

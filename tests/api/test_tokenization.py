@@ -90,6 +90,13 @@ async def test_bad_input(api: Api) -> None:
         await api.works()
 
 
+async def test_a_token_id_above_the_vocabulary_is_named_with_its_position(api: Api) -> None:
+    ids = [4095, 7, 5000, 4096]
+    for path, field in (("/generate", "prompt"), ("/v1/completions", "prompt"), ("/detokenize", "tokens")):
+        _, answer = await api.call("POST", path, json={field: ids})
+        assert "expected token ids below 4096 (0 to 4095), got 5000 at position 2" in answer["error"]["message"]
+
+
 async def test_texts_in_memory_are_bounded(tmp_path: Path) -> None:
     async with serve_api(tmp_path / "data", max_texts=0) as api:
         for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):

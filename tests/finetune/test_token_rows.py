@@ -45,7 +45,7 @@ def test_tokens_are_learned_as_labels_and_masks_say(beside: dict[str, Any], expe
         (
             {"input_ids": [5, 1 << 20]},
             "input_ids",
-            "line 1: expected input_ids of the base's 320 tokens, got 1048576",
+            "line 1: expected token ids below 320 (0 to 319), got 1048576 at position 1",
         ),
         ({"input_ids": [5, -1]}, "input_ids[1]", "line 1: input_ids[1]: expected "),
         ({"labels": [5]}, "labels", "line 1: expected labels with an entry for each of 2 input_ids, got 1"),

@@ -11,6 +11,7 @@ from coserve.core.messages import Chat, characters
 from coserve.core.sampling import SamplingFields, SamplingParams
 from coserve.core.schemas import GenerateRequest
 from coserve.core.types import BaseSpec
+from coserve.core.validation import above_vocabulary
 from coserve.data.pretrained.tokenizer import Tokenizer
 
 LONGEST_TOKEN = 256
@@ -46,8 +47,8 @@ def check_generate(request: GenerateRequest, spec: BaseSpec) -> None:
         ("logit_bias", request.logit_bias),
         ("allowed_token_ids", request.allowed_token_ids),
     ):
-        if tokens and max(tokens) >= spec.vocab:
-            raise InvalidRequest(f"expected token ids below {spec.vocab}, got {max(tokens)}", field=field)
+        if wrong := above_vocabulary(tokens or (), spec.vocab):
+            raise InvalidRequest(wrong, field=field)
 
 
 def _kept(request: GenerateRequest, spec: BaseSpec) -> int | None:

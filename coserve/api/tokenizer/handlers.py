@@ -26,6 +26,7 @@ from coserve.core.errors import AdapterNotFound, InvalidRequest, QueueFull
 from coserve.core.limits import MAX_MESSAGES, TokenIds
 from coserve.core.messages import Chat, ChatMessage, TemplateOptions, Tools, characters
 from coserve.core.types import Wire
+from coserve.core.validation import above_vocabulary
 from coserve.data.offload.protocol import TaskContext
 from coserve.data.pretrained.tokenizer import Tokenizer
 
@@ -219,7 +220,7 @@ def detokenize(context: TaskContext, base: BaseLimits, body: bytes) -> tuple[byt
     """Helper task of `POST /detokenize`: see `TextTask`."""
     request = decode_dialect(body, DetokenizeRequest)
     adapter = adapter_of(request.model, base.name)
-    if request.tokens and max(request.tokens) >= base.vocab:
-        raise InvalidRequest(f"expected token ids below {base.vocab}, got {max(request.tokens)}", field="tokens")
+    if wrong := above_vocabulary(request.tokens, base.vocab):
+        raise InvalidRequest(wrong, field="tokens")
     text = context.tokenizer.decode(request.tokens, skip_special=False)
     return msgspec.json.encode(DetokenizeResponse(prompt=text)), adapter

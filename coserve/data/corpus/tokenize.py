@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from coserve.core.errors import EmptyCorpus, InvalidRequest, MalformedRow, NoTargets
 from coserve.core.training.settings import TrainOn
+from coserve.core.validation import above_vocabulary
 from coserve.data.corpus.rows import ChatRow, CompletionRow, PreferenceRow, Row, TextRow
 from coserve.data.corpus.token_rows import TokensRow
 from coserve.data.corpus.tokenized import Corpus
@@ -187,10 +188,9 @@ def _text(text: str, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
 
 
 def _tokens(row: TokensRow, tokenizer: Tokenizer, max_length: int) -> TokenizedRow:
-    last = max(row.tokens, default=0)
-    if not tokenizer.vocabulary.has(last):
-        expected = f"expected input_ids of the base's {tokenizer.vocab_size} tokens, got {last}"
-        raise MalformedRow(expected, line=row.line, field="input_ids")
+    wrong = above_vocabulary(row.tokens, tokenizer.vocab_size)
+    if wrong and not tokenizer.vocabulary.has(max(row.tokens)):
+        raise MalformedRow(wrong, line=row.line, field="input_ids")
     targets = [True] * len(row.tokens) if row.targets is None else row.targets
     return TokenizedRow(row.tokens[:max_length], targets[:max_length], cut=len(row.tokens) > max_length)
 
