@@ -6,15 +6,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 
-from coserve.api.openai.responses.answers import new_response, response
-from coserve.api.openai.responses.schemas import Response as Answer
+from coserve.api.openai.responses.answers import response
 from coserve.api.openai.responses.schemas import ResponseRequest
-from coserve.api.openai.responses.store import ResponseStore, stored_items
 from coserve.api.openai.schemas import ChatAnswer, ChatChoice, ChatCompletion, ChatFinish
-from coserve.core.errors import NotFound
 from coserve.core.schemas import Usage
 from tests.support.api_server import Api, serve_api, tokenizer, with_template
 from tests.support.chat_templates import GPT_OSS, QWEN3
@@ -309,26 +305,3 @@ async def test_a_conversation_has_at_most_as_many_items_as_one_input(client: Asy
     first = await client.responses.create(model="fake", input=talk, truncation="auto")
     with pytest.raises(openai.BadRequestError, match="1024 items"):
         await client.responses.create(model="fake", input=talk, truncation="auto", previous_response_id=first.id)
-
-
-def test_the_responses_used_last_are_kept() -> None:
-    def made(id: str) -> Answer:
-        return msgspec.structs.replace(new_response(ResponseRequest(input="x"), "m", 1), id=id, status="completed")
-
-    def stored(id: str) -> bool:
-        try:
-            return bool(store.get(id))
-        except NotFound:
-            return False
-
-    items = stored_items("word " * 1000)
-    store = ResponseStore(most_bytes=20_000)  # room for three
-    for id in ("a", "b", "c"):
-        store.add(made(id), items)
-    assert store.conversation("a") == items
-    store.add(made("d"), items)
-    store.add(made("huge"), stored_items("word " * 4000))
-    assert [id for id in ("a", "b", "c", "d", "huge") if stored(id)] == ["a", "c", "d"]
-    store.remove("a")
-    store.add(made("e"), items)
-    assert [id for id in ("a", "c", "d", "e") if stored(id)] == ["c", "d", "e"]

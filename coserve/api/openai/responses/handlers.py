@@ -107,7 +107,7 @@ class ResponsesApi:
 
     def _keep(self, body: ResponseRequest, before: Sequence[StoredItem], found: Response) -> None:
         if found.store:
-            self._store.add(found, [*before, *stored_items(body.input)])
+            self._store.add(found, before, stored_items(body.input))
 
     @openai_route("GET", "/v1/responses/{id}", "Show a stored response", response=Response)
     async def get_response(self, request: web.Request, id: str) -> web.StreamResponse:

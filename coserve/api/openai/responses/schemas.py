@@ -88,7 +88,8 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     user: Any = None
     store: bool | None = None
     """Whether the response can be retrieved and continued later, by default true. Responses are kept in memory: until
-    they are deleted, the daemon ends, or 256 MiB of later ones need the room."""
+    they are deleted, the daemon ends, or 256 MiB are full: then the project that has most loses those that it used
+    least recently."""
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None

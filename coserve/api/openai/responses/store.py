@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -22,67 +22,110 @@ from coserve.core.access.principal import principal
 from coserve.core.errors import NotFound
 
 MAX_BYTES = 256 << 20
-"""Most bytes of stored responses; beyond it the least recently used ones are forgotten."""
+"""Most bytes of stored responses, of all projects together."""
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-class _Stored(NamedTuple):
-    project: str
+@dataclass(slots=True)
+class _Stored:
     response: bytes
     items: bytes
-    """JSON of the conversation's items, the response's output last."""
+    """JSON of its own items, the output last. Those before them are its parents'."""
     inputs: int
-    """Number of the items before the output."""
+    """Number of its own items before the output."""
+    parent: _Stored | None
+    """The previous response of the same project."""
+    holders: int = 1
+    """Stored responses that continue it, and 1 if it is stored itself. Its items are forgotten at 0."""
 
-    @property
-    def size(self) -> int:
-        return len(self.response) + len(self.items)
+    def chain(self) -> list[_Stored]:
+        """Return the responses of its conversation, itself last."""
+        found = [self]
+        while (parent := found[-1].parent) is not None:
+            found.append(parent)
+        return found[::-1]
+
+    def conversation(self) -> list[StoredItem]:
+        return [item for each in self.chain() for item in msgspec.json.decode(each.items, type=list[StoredItem])]
+
+
+@dataclass
+class _Project:
+    stored: OrderedDict[str, _Stored] = field(default_factory=OrderedDict)
+    """By id, least recently used first."""
+    bytes: int = 0
+
+    def add(self, id: str, new: _Stored) -> None:
+        self.stored[id] = new
+        self.bytes += len(new.response) + len(new.items)
+        if new.parent is not None:
+            new.parent.holders += 1
+
+    def remove(self, id: str) -> None:
+        left: _Stored | None = self.stored.pop(id)
+        self.bytes -= len(left.response)
+        while left is not None:
+            left.holders -= 1
+            if left.holders:
+                break
+            self.bytes -= len(left.items)
+            left = left.parent
 
 
 class ResponseStore:
-    """The stored responses of all projects, each with its whole conversation, so that earlier ones may be deleted."""
+    """The stored responses of all projects.
+
+    Each has its own items and refers to its parent, so a conversation takes memory in proportion to its length. Items
+    of a parent that was deleted or dropped stay until no stored response continues it.
+
+    Where room is missing, the project with the most bytes loses the responses that it used least recently: a project
+    that has no more than an equal part of the room loses none to others."""
 
     def __init__(self, most_bytes: int = MAX_BYTES) -> None:
-        self._stored = OrderedDict[str, _Stored]()  # least recently used first
-        self._most_bytes, self._bytes = most_bytes, 0
+        self._projects = defaultdict[str, _Project](_Project)
+        self._most_bytes = most_bytes
 
-    def add(self, response: Response, inputs: Sequence[StoredItem]) -> None:
-        """Store a response, unless it is too large. `inputs`: all items before its output, also those of the previous
-        responses."""
-        items = msgspec.json.encode([*inputs, *map(_of_output, response.output)])
-        stored = _Stored(principal().project, b"".join(encode_json(response)), items, len(inputs))
-        if stored.size > self._most_bytes:
+    def add(self, response: Response, before: Sequence[StoredItem], inputs: Sequence[StoredItem]) -> None:
+        """Store a response, unless its conversation is too large. `before`: items of the previous responses, which are
+        copied if the previous one is another project's, or was deleted or dropped meanwhile; `inputs`: its own items
+        before its output."""
+        own = self._projects[principal().project]
+        parent = own.stored.get(response.previous_response_id or "")
+        given = inputs if parent else [*before, *inputs]
+        items = msgspec.json.encode([*given, *map(_of_output, response.output)])
+        new = _Stored(b"".join(encode_json(response)), items, len(given), parent)
+        if len(new.response) + sum(len(each.items) for each in new.chain()) > self._most_bytes:
             return
-        self._stored[response.id] = stored
-        self._bytes += stored.size
-        while self._bytes > self._most_bytes:
-            self._bytes -= self._stored.popitem(last=False)[1].size
+        own.add(response.id, new)
+        while sum(project.bytes for project in self._projects.values()) > self._most_bytes:
+            largest = max(self._projects.values(), key=lambda project: project.bytes)
+            largest.remove(next(iter(largest.stored)))
 
     def get(self, id: str) -> bytes:
         """Return a response's JSON. Raises `NotFound`, also for one of another project."""
-        return self._find(id).response
+        return self._find(id)[1].response
 
     def inputs(self, id: str) -> list[StoredItem]:
         """Return the items before a response's output, oldest first. Raises `NotFound`."""
-        stored = self._find(id)
-        return msgspec.json.decode(stored.items, type=list[StoredItem])[: stored.inputs]
+        found = self._find(id)[1]
+        before = [] if found.parent is None else found.parent.conversation()
+        return before + msgspec.json.decode(found.items, type=list[StoredItem])[: found.inputs]
 
     def conversation(self, id: str) -> list[StoredItem]:
         """Return the items that come before the input of the next response. Raises `NotFound`."""
-        return msgspec.json.decode(self._find(id, "previous_response_id").items, type=list[StoredItem])
+        return self._find(id, "previous_response_id")[1].conversation()
 
     def remove(self, id: str) -> None:
         """Raises `NotFound`."""
-        self._bytes -= self._find(id).size
-        del self._stored[id]
+        self._find(id)[0].remove(id)
 
-    def _find(self, id: str, field: str = "id") -> _Stored:
-        stored = self._stored.get(id)
-        if stored is None or not principal().sees(stored.project):
-            why = "it was not stored, was deleted or dropped for later ones, or the daemon was restarted"
-            raise NotFound(f"no response {id[:80]!r}: {why}", field=field)
-        self._stored.move_to_end(id)
-        return stored
+    def _find(self, id: str, field: str = "id") -> tuple[_Project, _Stored]:
+        for name, project in self._projects.items():
+            if id in project.stored and principal().sees(name):
+                project.stored.move_to_end(id)
+                return project, project.stored[id]
+        why = "it was not stored, was deleted or dropped for later ones, or the daemon was restarted"
+        raise NotFound(f"no response {id[:80]!r}: {why}", field=field)
 
 
 def stored_items(given: str | Sequence[InputItem]) -> list[StoredItem]:
