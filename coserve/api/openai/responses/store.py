@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -38,15 +38,16 @@ class _Stored:
     holders: int = 1
     """Stored responses that continue it, and 1 if it is stored itself. Its items are forgotten at 0."""
 
-    def chain(self) -> list[_Stored]:
-        """Return the responses of its conversation, itself last."""
-        found = [self]
-        while (parent := found[-1].parent) is not None:
-            found.append(parent)
-        return found[::-1]
+    def chain(self) -> Iterator[_Stored]:
+        """Yield the responses of its conversation, newest first."""
+        each: _Stored | None = self
+        while each is not None:
+            yield each
+            each = each.parent
 
     def conversation(self) -> list[StoredItem]:
-        return [item for each in self.chain() for item in msgspec.json.decode(each.items, type=list[StoredItem])]
+        parts = (msgspec.json.decode(each.items, type=list[StoredItem]) for each in reversed(list(self.chain())))
+        return [item for part in parts for item in part]
 
 
 @dataclass
@@ -62,14 +63,13 @@ class _Project:
             new.parent.holders += 1
 
     def remove(self, id: str) -> None:
-        left: _Stored | None = self.stored.pop(id)
-        self.bytes -= len(left.response)
-        while left is not None:
-            left.holders -= 1
-            if left.holders:
+        removed = self.stored.pop(id)
+        self.bytes -= len(removed.response)
+        for each in removed.chain():
+            each.holders -= 1
+            if each.holders:
                 break
-            self.bytes -= len(left.items)
-            left = left.parent
+            self.bytes -= len(each.items)
 
 
 class ResponseStore:
