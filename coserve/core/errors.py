@@ -104,7 +104,7 @@ class AdapterNotFound(RequestError, code="adapter_not_found", status=404):
 
 
 class JobNotFound(RequestError, code="job_not_found", status=404):
-    """There is no such job. `coserve jobs list` shows those there are."""
+    """There is no such job (`coserve jobs list` shows those there are), or its record is damaged: delete it."""
 
 
 class MethodNotAllowed(RequestError, code="method_not_allowed", status=405):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,43 @@ async def test_a_job_that_runs_or_that_another_waits_for_stays(api: Api) -> None
     assert (await api.job_until(third["id"], "succeeded"))["state"] == "succeeded"
     for job in (first, second, third):
         assert (await api.call("DELETE", f"/finetune/{job['id']}"))[0] == 200
+
+
+def damage(api: Api, statement: str, *values: object) -> None:
+    with closing(sqlite3.connect(api.folder.database, isolation_level=None)) as other:
+        assert other.execute(statement, values).rowcount == 1
+
+
+@pytest.mark.parametrize("state", ["succeeded", "queued"])
+async def test_a_job_whose_record_is_damaged_can_be_deleted(api: Api, state: str) -> None:
+    """Also while it waited to run: nothing can be done with it any more."""
+    body, key = {"adapter": "poet", "data": ROWS}, {"Idempotency-Key": "k"}
+    first = await ended_job(api)
+    api.engine.go_jobs.clear()
+    _, runs = await api.call("POST", "/finetune", json=body | {"adapter": "other"})
+    _, job = await api.call("POST", "/finetune", json=body, headers=key)
+    id = job["id"]
+    _, waits = await api.call("POST", "/finetune", json=body | {"continue_from": "poet"})
+    if state == "succeeded":
+        api.engine.go_jobs.set()
+        await api.job_until(waits["id"], "succeeded")
+        await api.settled()
+    damage(api, "UPDATE jobs SET record = substr(record, 1, 20) WHERE id = ?", id)
+    for method, path in (("GET", ""), ("GET", "/events"), ("POST", "/cancel"), ("POST", "/resume")):
+        error = await api.refused(404, "job_not_found", method, f"/finetune/{id}{path}")
+        assert error["message"] == f"the record of job {id!r} is damaged"
+    assert (await api.call("DELETE", f"/finetune/{first}"))[0] == 200
+    if state == "queued":
+        await api.refused(409, "wrong_job_state", "DELETE", f"/finetune/{id}")
+        await api.call("POST", f"/finetune/{waits['id']}/cancel")
+    assert await api.call("DELETE", f"/finetune/{id}") == (200, {"id": id, "adapter": None, "result": None})
+    await api.refused(404, "job_not_found", "DELETE", f"/finetune/{id}")
+    assert not api.folder.job(id).exists()
+    status, again = await api.call("POST", "/finetune", json=body, headers=key)
+    assert status == 202 and again["id"] != id
+    api.engine.go_jobs.set()
+    for job in (runs, again):
+        await api.job_until(job["id"], "succeeded")
 
 
 def test_a_chain_keeps_the_jobs_that_it_passes(tmp_path: Path) -> None:

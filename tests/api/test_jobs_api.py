@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,21 @@ async def test_events_from_the_first_to_the_last_and_again_from_the_middle(api: 
     assert [event["metrics"]["loss"] for _, event in story if event["metrics"]] == [3.0, 1.5, 1.0]
     assert await api.events(job["id"], headers={"Last-Event-ID": "4"}) == story[4:]
     assert await api.events(job["id"], params={"after": "7"}) == []
+
+
+@pytest.mark.parametrize("damaged", ["substr(record, 1, 20)", "(SELECT record FROM events WHERE seq = 2)"])
+async def test_a_damaged_event_is_told_in_its_place(api: Api, damaged: str) -> None:
+    job = await submit(api)
+    story = await api.events(job["id"])
+    with closing(sqlite3.connect(api.folder.database, isolation_level=None)) as other:
+        other.execute(f"UPDATE events SET record = {damaged} WHERE seq = 3")
+    told = await api.events(job["id"])
+    assert told[:2] + told[3:] == story[:2] + story[3:]
+    seq, event = told[2]
+    assert (seq, event["type"], event["level"], event["message"]) == (3, "message", "error", "event 3 is damaged")
+    events = (await api.call("GET", f"/v1/fine_tuning/jobs/{job['id']}/events"))[1]["data"]
+    assert [event["message"] for event in events if event["level"] == "error"] == ["event 3 is damaged"]
+    assert (await api.call("GET", f"/v1/fine_tuning/jobs/{job['id']}"))[0] == 200
 
 
 def step(job: str, number: int) -> JobProgress:

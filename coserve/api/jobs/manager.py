@@ -372,6 +372,8 @@ class JobManager:
         record = await self._registry.with_reserve(lambda registry: registry.delete_job(id))
         self._recorder.watchers.notify(id)
         await remove_unlisted(self._folder.job(id), f"job {id}")
+        if record is None:
+            return DeletedJob(id=id, adapter=None, result=None)
         result = None if record.result is None else str(record.result)
         return DeletedJob(id=id, adapter=record.spec.adapter, result=result)
 

@@ -172,7 +172,8 @@ class DeletedJob(Wire, frozen=True):
     """A deleted job. Its events are deleted too."""
 
     id: str
-    adapter: str
+    adapter: str | None
+    """null: the job's record was damaged."""
     result: str | None
     """The version that the job published; it stays."""
 

@@ -22,13 +22,32 @@ from coserve.state.registry.records import EventFields, JobRecord
 log = logging.getLogger(__name__)
 
 UNFINISHED: Final = tuple(state for state in JobState if not state.terminal)
+JOB: Final = "SELECT record, project FROM jobs WHERE id = ?"
 MAX_NOTES = 16
 """Most notes in a job's record."""
 
 # msgpack, unlike JSON, keeps every float exactly.
 _decode = msgspec.msgpack.Decoder(JobRecord).decode
 _encode = msgspec.msgpack.Encoder().encode
-_event = msgspec.msgpack.Decoder(JobEvent).decode
+_decode_event = msgspec.msgpack.Decoder(JobEvent).decode
+
+
+def _events(job: JobRecord, rows: Iterable[tuple[int, bytes]]) -> list[JobEvent]:
+    """Decode the events in `rows`, each a number and a record. A damaged one becomes a message that says so."""
+    return [_event(job, seq, content) for seq, content in rows]
+
+
+def _event(job: JobRecord, seq: int, content: bytes) -> JobEvent:
+    try:
+        event = _decode_event(content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        event = None
+    if event is None or (event.job, event.seq) != (job.spec.id, seq):
+        message = f"event {seq} is damaged"
+        return JobEvent(
+            seq=seq, job=job.spec.id, created_at=job.created_at, level="error", type="message", message=message
+        )
+    return event
 
 
 def _job(id: str, content: bytes, field: str = "id") -> JobRecord:
@@ -57,10 +76,21 @@ class JobTable(Database):
 
     def job(self, id: str, field: str = "id") -> JobRecord:
         """Return one job. Raises `JobNotFound`, for `field`; also for a record that was damaged from outside."""
-        row = self._db.execute("SELECT record, project FROM jobs WHERE id = ?", (id,)).fetchone()
+        return _job(id, self._job_row(id, field), field)
+
+    def _undamaged_job(self, id: str) -> JobRecord | None:
+        """Return one job; None: its record is damaged. Raises `JobNotFound`."""
+        content = self._job_row(id)
+        try:
+            return _job(id, content)
+        except JobNotFound:
+            return None
+
+    def _job_row(self, id: str, field: str = "id") -> bytes:
+        row: tuple[bytes, str] | None = self._db.execute(JOB, (id,)).fetchone()
         if row is None or not principal().sees(row[1]):
             raise JobNotFound(f"no job {id!r}", field=field)
-        return _job(id, row[0], field)
+        return row[0]
 
     def jobs(
         self,
@@ -115,7 +145,10 @@ class JobTable(Database):
         found = []
         while job.after is not None:
             found.append(job.after)
-            job = self.job(job.after)
+            before = self._undamaged_job(job.after)
+            if before is None:
+                break
+            job = before
             if not job.state.terminal or job.state is JobState.SUCCEEDED:
                 break
         return found
@@ -136,12 +169,13 @@ class JobTable(Database):
             record, state=state, waiting=None, started_at=started, finished_at=now if state.terminal else None
         )
 
-    def _metrics_until(self, id: str, step: int) -> list[StepMetrics]:
+    def _metrics_until(self, record: JobRecord, step: int) -> list[StepMetrics]:
         """Return the metrics of steps 1 to `step`. A step that ran twice, because of a crash, has its last ones."""
         rows = self._db.execute(
-            "SELECT record FROM events WHERE job = ? AND type = 'metrics' AND step <= ? ORDER BY seq", (id, step)
+            "SELECT seq, record FROM events WHERE job = ? AND type = 'metrics' AND step <= ? ORDER BY seq",
+            (record.spec.id, step),
         )
-        by_step = {m.step: m for row in rows if (m := _event(row[0]).metrics) is not None}
+        by_step = {m.step: m for event in _events(record, rows) if (m := event.metrics) is not None}
         return [by_step[step] for step in sorted(by_step)]
 
     def sampled(self, record: JobRecord, step: int) -> frozenset[int]:
@@ -152,9 +186,9 @@ class JobTable(Database):
         found = list(last)
         if step < last[0].step:  # a crash set the job back to an earlier step
             rows = self._db.execute(
-                "SELECT record FROM events WHERE job = ? AND type = 'sample' AND step = ?", (record.spec.id, step)
+                "SELECT seq, record FROM events WHERE job = ? AND type = 'sample' AND step = ?", (record.spec.id, step)
             )
-            found = [sample for row in rows if (sample := _event(row[0]).sample) is not None]
+            found = [sample for event in _events(record, rows) if (sample := event.sample) is not None]
         return frozenset(sample.prompt for sample in found)
 
     def _missing_samples(self, record: JobRecord) -> tuple[str, ...]:
@@ -163,25 +197,23 @@ class JobTable(Database):
         step = passed_step(training, record.step)
         if not step or len(done := self.sampled(record, step)) == len(training.sample_prompts):
             return ()
-        rows = self._db.execute("SELECT record FROM events WHERE job = ? AND type = 'message'", (record.spec.id,))
-        return missing_notes(training, step, done, (_event(row[0]).message for row in rows))
+        rows = self._db.execute("SELECT seq, record FROM events WHERE job = ? AND type = 'message'", (record.spec.id,))
+        return missing_notes(training, step, done, (event.message for event in _events(record, rows)))
 
     def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
         """Events after `after`, in order. Raises `JobNotFound`."""
-        self.job(id)
         rows = self._db.execute(
-            "SELECT record FROM events WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?", (id, after, limit)
+            "SELECT seq, record FROM events WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?", (id, after, limit)
         )
-        return [_event(row[0]) for row in rows]
+        return _events(self.job(id), rows)
 
     def latest_events(self, id: str, *, before: int | None = None, limit: int = 100) -> list[JobEvent]:
         """Events before number `before`, the latest first. Raises `JobNotFound`."""
-        self.job(id)
         rows = self._db.execute(
-            "SELECT record FROM events WHERE job = ? AND (? IS NULL OR seq < ?) ORDER BY seq DESC LIMIT ?",
+            "SELECT seq, record FROM events WHERE job = ? AND (? IS NULL OR seq < ?) ORDER BY seq DESC LIMIT ?",
             (id, before, before, limit),
         )
-        return [_event(row[0]) for row in rows]
+        return _events(self.job(id), rows)
 
     def _append(
         self,

@@ -88,7 +88,7 @@ class Registry(AccessTable, AdapterTable):
             record = self.job(id)
             if record.state is not JobState.RUNNING:
                 record = self._move(record, JobState.RUNNING)
-            metrics, now = self._metrics_until(id, resumed_from), self._clock()
+            metrics, now = self._metrics_until(record, resumed_from), self._clock()
             record = msgspec.structs.replace(
                 record,
                 waiting=None,
@@ -204,22 +204,22 @@ class Registry(AccessTable, AdapterTable):
             self._log_on_commit("adapter published", adapter=adapter.ref.id, version=adapter.ref.version, job=id)
             return self._save(record)
 
-    def delete_job(self, id: str) -> JobRecord:
-        """Delete a job that has ended, and its events. The adapter it published stays; its idempotency key is free
-        again.
+    def delete_job(self, id: str) -> JobRecord | None:
+        """Delete a job that has ended, or whose record is damaged, and its events. The adapter it published stays; its
+        idempotency key is free again. Returns its record; None: it was damaged.
 
         Raises `JobNotFound`; `WrongJobState` for a job that has not ended or that another job waits for.
         """
         with self._transaction():
-            record = self.job(id)
-            if not record.state.terminal:
+            record = self._undamaged_job(id)
+            if record is not None and not record.state.terminal:
                 raise WrongJobState(f"the job is {record.state}: only a job that has ended can be deleted", field="id")
             for waiting in self.unfinished():
                 if id in self._awaited(waiting):
                     raise WrongJobState(f"job {waiting.spec.id} continues from what this one leaves", field="id")
             self._db.execute("DELETE FROM events WHERE job = ?", (id,))
             self._db.execute("DELETE FROM jobs WHERE id = ?", (id,))
-            self._log_on_commit("job deleted", job=id, adapter=record.spec.adapter)
+            self._log_on_commit("job deleted", job=id, adapter=None if record is None else record.spec.adapter)
         return record
 
     # ---- adapters
