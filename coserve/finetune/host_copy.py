@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from coserve.finetune.flat_tensors import FlatLayout
 from coserve.model.parallel.adapter import AdapterPartition
-
-GATHERED = 1 << 24
-"""Elements of the whole adapter gathered at once."""
 
 REST = 0.002
 """Pause in seconds between two allocations of pinned memory: each blocks other threads' CUDA calls while it runs."""
@@ -35,13 +32,15 @@ class HostCopy:
     allocating pinned memory is slow.
     """
 
-    def __init__(self, source: Sequence[Tensor], blocks: Sequence[int], size: int | None = None) -> None:
+    def __init__(
+        self, source: Sequence[Tensor], blocks: Sequence[int], size: int | None = None, *, pinned: bool = True
+    ) -> None:
         """`blocks`: block size of each row, in elements. `size`: elements of every row in host memory; None: as in the
-        source."""
+        source. `pinned`: whether they are pinned on a GPU."""
         self._source, self._device = source, source[0].device
         on_gpu = self._device.type == "cuda"
         self.rows = [
-            host_row(row_N.shape[0] if size is None else size, block, row_N.dtype, pinned=on_gpu)
+            host_row(row_N.shape[0] if size is None else size, block, row_N.dtype, pinned=on_gpu and pinned)
             for row_N, block in zip(source, blocks, strict=True)
         ]
         """Blocks of each row, in order; the last of a row may be shorter."""
@@ -97,31 +96,50 @@ class HostCopy:
 
 class GatheredCopy(HostCopy):
     """A host copy whose `rows` hold the whole adapter, while the source holds this rank's shard. After a download,
-    every rank has the same rows."""
+    every rank has the same rows.
+
+    `download` runs while requests wait, so it only gathers and copies. `wait`, on another thread, puts the hundreds of
+    shards to their places in `rows`.
+    """
 
     def __init__(
         self, source: Sequence[Tensor], layout: FlatLayout, whole: FlatLayout, partition: AdapterPartition
     ) -> None:
         """`layout`: of the source's rows, all fp32; `whole`: of the rows in host memory. Both name their tensors
         `<site>.a` and `<site>.b`."""
-        super().__init__(source, [whole.block] * len(source), whole.size)
-        self._layout, self._whole, self._partition = layout, whole, partition
+        super().__init__(source, [whole.block] * len(source), whole.size, pinned=False)
+        self._whole, self._partition = whole, partition
+        self._parts = [_by_site(layout.views(row_N), partition.pairs) for row_N in source]
+        self._chunks = list(_chunks(partition, whole.block))
+        sizes = [sum(map(partition.gathered, sites)) for sites in self._chunks]
+        self._gathered = [
+            [host_row(size, size, row_N.dtype, pinned=self._stream is not None)[0] for size in sizes]
+            for row_N in source
+        ]
+        """What was gathered of each chunk of each row, in host memory."""
+        self._downloaded = 0
+        """Rows of the last download that are not in `rows` yet."""
+
+    def wait(self) -> None:
+        super().wait()
+        rows, self._downloaded = self._downloaded, 0
+        for blocks, chunks in zip(self.rows[:rows], self._gathered, strict=False):
+            wholes = _by_site(self._whole.block_views(blocks), self._partition.pairs)
+            for sites, gathered in zip(self._chunks, chunks, strict=True):
+                self._partition.put(gathered, {site: wholes[site] for site in sites})
 
     @torch.no_grad()
     def _download(self, rows: int) -> None:
         """Gather some sites at a time, on all ranks together; the copies to the host run on the side stream."""
-        for blocks, row_N in zip(self.rows[:rows], self._source, strict=False):
-            parts, hosts = self._layout.views(row_N), self._whole.block_views(blocks)
-            for sites in self._chunks():
-                gathered = self._partition.gather({site: (parts[f"{site}.a"], parts[f"{site}.b"]) for site in sites})
+        for parts, chunks in zip(self._parts[:rows], self._gathered, strict=False):
+            for sites, host in zip(self._chunks, chunks, strict=True):
+                gathered = self._partition.gather({site: parts[site] for site in sites})
                 if self._stream is not None:
                     self._stream.wait_stream(torch.cuda.current_stream(self._device))
+                    gathered.record_stream(self._stream)
                 with torch.cuda.stream(self._stream):  # None: no effect
-                    for site, both in gathered.items():
-                        for part, tensor in zip("ab", both, strict=True):
-                            hosts[f"{site}.{part}"].copy_(tensor, non_blocking=True)
-                            if self._stream is not None:
-                                tensor.record_stream(self._stream)
+                    host.copy_(gathered, non_blocking=True)
+        self._downloaded = rows
 
     @torch.no_grad()
     def _upload(self, rows: int) -> None:
@@ -130,19 +148,27 @@ class GatheredCopy(HostCopy):
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for blocks, row_N in zip(self.rows[:rows], self._source, strict=False):
-                parts, hosts = self._layout.views(row_N), self._whole.block_views(blocks)
+            for blocks, parts in zip(self.rows[:rows], self._parts, strict=False):
+                hosts = self._whole.block_views(blocks)
                 for site, partition in self._partition.pairs.items():
-                    parts[f"{site}.a"].copy_(partition.a.shard(hosts[f"{site}.a"], rank))
-                    parts[f"{site}.b"].copy_(partition.b.shard(hosts[f"{site}.b"], rank))
+                    a, b = parts[site]
+                    a.copy_(partition.a.shard(hosts[f"{site}.a"], rank))
+                    b.copy_(partition.b.shard(hosts[f"{site}.b"], rank))
 
-    def _chunks(self) -> Iterator[list[str]]:
-        chunk, size = list[str](), 0
-        for site, partition in self._partition.pairs.items():
-            chunk.append(site)
-            size += sum(own.rows.size * own.columns.size for own in (partition.a, partition.b))
-            if size >= GATHERED:
-                yield chunk
-                chunk, size = [], 0
-        if chunk:
+
+def _by_site(tensors: Mapping[str, Tensor], sites: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    return {site: (tensors[f"{site}.a"], tensors[f"{site}.b"]) for site in sites}
+
+
+def _chunks(partition: AdapterPartition, most: int) -> Iterator[list[str]]:
+    """Divide the sites into chunks of at most `most` gathered elements each, or of one site."""
+    chunk, size = list[str](), 0
+    for site in partition.pairs:
+        own = partition.gathered(site)
+        if chunk and size + own > most:
             yield chunk
+            chunk, size = [], 0
+        chunk.append(site)
+        size += own
+    if chunk:
+        yield chunk

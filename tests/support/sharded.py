@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from coserve.model.dropout import DropoutSpec
 from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
 from coserve.model.lora import KeptLora, LoraBatch, LoraWeights
-from coserve.model.parallel.adapter import Matrices
+from coserve.model.parallel.adapter import AdapterPartition, Matrices
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support.families import tiny_family
@@ -136,7 +137,17 @@ def gradients_of(base: Base, kind: Kind, dropout: float = 0.0) -> tuple[float, M
         norm = torch.stack([tensor.norm() for both in found.values() for tensor in both]).norm()
         return loss.item(), found, norm.item()
     partition.sum_gradients(found)
-    return loss.item(), partition.gather(found), partition.norm(found).item()
+    return loss.item(), gathered(partition, found), partition.norm(found).item()
+
+
+def gathered(partition: AdapterPartition, parts: Matrices) -> Matrices:
+    """The whole matrices, which every rank then has."""
+    wholes = {
+        site: (torch.full((a.rows.size, a.columns.size), math.nan), torch.full((b.rows.size, b.columns.size), math.nan))
+        for site, a, b in ((site, partition.pairs[site].a, partition.pairs[site].b) for site in parts)
+    }
+    partition.put(partition.gather(parts), wholes)
+    return wholes
 
 
 class Trained(NamedTuple):

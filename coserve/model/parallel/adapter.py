@@ -43,23 +43,38 @@ class AdapterPartition:
         return {name: self.pairs[name].shard(pair, self.sharding.mesh.rank) for name, pair in whole.items()}
 
     @torch.no_grad()
-    def gather(self, parts: Matrices) -> dict[str, tuple[Tensor, Tensor]]:
-        """Gather the whole matrices of some sites on every rank from all ranks' shards, by one collective."""
-        flat = torch.cat([tensor.reshape(-1) for pair in parts.values() for tensor in pair])
-        by_rank = self.sharding.mesh.all_gather(flat[None], 0)
-        found: dict[str, tuple[Tensor, Tensor]] = {}
-        at = 0
-        for name in parts:
-            both, partition = list[Tensor](), self.pairs[name]
-            for own in (partition.a, partition.b):
-                whole = flat.new_empty(own.rows.size, own.columns.size)
-                size = own.rows.local * own.columns.local
-                for rank, shards in enumerate(by_rank):
-                    own.put(shards[at : at + size].view(own.shape), whole, rank)
-                both.append(whole)
-                at += size
-            found[name] = both[0], both[1]
-        return found
+    def gather(self, parts: Matrices) -> Tensor:
+        """Gather the matrices of some sites from all ranks' shards, by one collective.
+
+        Returns them flat, for `put`: those that every rank holds whole, then each rank's shards of the others.
+        """
+        whole, sharded = list[Tensor](), list[Tensor]()
+        for name, pair in parts.items():
+            for own, tensor in zip(self._of(name), pair, strict=True):
+                (whole if own.is_whole else sharded).append(tensor.reshape(-1))
+        if sharded:
+            whole.append(self.sharding.mesh.all_gather_parts(torch.cat(sharded)).view(-1))
+        return torch.cat(whole)
+
+    @torch.no_grad()
+    def put(self, gathered: Tensor, wholes: Matrices) -> None:
+        """Write what `gather` has returned for these sites, on any device, into the whole matrices."""
+        sharded, at = list[tuple[MatrixPartition, Tensor]](), 0
+        for name, pair in wholes.items():
+            for own, whole in zip(self._of(name), pair, strict=True):
+                if own.is_whole:
+                    whole.view(-1).copy_(gathered[at : at + whole.numel()])
+                    at += whole.numel()
+                else:
+                    sharded.append((own, whole))
+        for rank in range(self.sharding.mesh.size):
+            for own, whole in sharded:
+                own.put(gathered[at : at + own.local].view(own.shape), whole, rank)
+                at += own.local
+
+    def gathered(self, name: str) -> int:
+        """Number of elements that `gather` returns for a site."""
+        return sum(own.local * (1 if own.is_whole else self.sharding.mesh.size) for own in self._of(name))
 
     @torch.no_grad()
     def sum_gradients(self, parts: Matrices) -> None:
@@ -74,16 +89,17 @@ class AdapterPartition:
         mesh, wholes = self.sharding.mesh, []
         for own, tensor in shared:
             whole = tensor
-            if own.holders < mesh.size:
+            if not own.is_whole:
                 whole = tensor.new_zeros(own.rows.size, own.columns.size)
                 own.put(tensor, whole, mesh.rank)
-            wholes.append(whole)
-        flat = mesh.all_reduce(torch.cat([whole.view(-1) for whole in wholes]))
-        summed = torch.split(flat, [whole.numel() for whole in wholes])
+            wholes.append(whole.view(-1))
+        summed = torch.split(mesh.all_reduce(torch.cat(wholes)), [len(whole) for whole in wholes])
         torch._foreach_copy_(
             [tensor for _, tensor in shared],
             [
-                own.shard(whole.view(own.rows.size, own.columns.size), mesh.rank)
+                whole.view(own.shape)
+                if own.is_whole
+                else own.shard(whole.view(own.rows.size, own.columns.size), mesh.rank)
                 for (own, _), whole in zip(shared, summed, strict=True)
             ],
         )
@@ -95,8 +111,8 @@ class AdapterPartition:
         The norm of each single matrix is computed in its dtype.
         """
         by_holders: dict[int, list[Tensor]] = {}
-        for name, partition in self.pairs.items():
-            for own, tensor in zip((partition.a, partition.b), parts[name], strict=True):
+        for name in self.pairs:
+            for own, tensor in zip(self._of(name), parts[name], strict=True):
                 once = own.first(tensor, self.sharding.mesh.rank) if own.overlaps else tensor
                 by_holders.setdefault(own.holders, []).append(once)
         squares = [
@@ -105,9 +121,13 @@ class AdapterPartition:
         ]
         return self.sharding.mesh.all_reduce(torch.stack(squares).sum()).sqrt()
 
+    def _of(self, name: str) -> tuple[MatrixPartition, MatrixPartition]:
+        partition = self.pairs[name]
+        return partition.a, partition.b
+
     def _shared(self, parts: Matrices) -> Iterator[tuple[MatrixPartition, Tensor]]:
-        for name, partition in self.pairs.items():
-            for own, tensor in zip((partition.a, partition.b), parts[name], strict=True):
+        for name in self.pairs:
+            for own, tensor in zip(self._of(name), parts[name], strict=True):
                 if own.holders > 1 or own.overlaps:
                     yield own, tensor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Protocol, Self
 
 import torch
@@ -81,16 +82,16 @@ class MatrixPartition:
     rows: Features
     columns: Features
 
-    @property
+    @cached_property
     def holders(self) -> int:
         """Number of ranks that hold the same shard. Different shards do not overlap, unless `overlaps`."""
         pairs = list(zip(self.rows.ranks, self.columns.ranks, strict=True))
         return pairs.count(pairs[0])
 
-    @property
+    @cached_property
     def overlaps(self) -> bool:
         """Whether some elements, but not whole shards, are on several ranks, such as those of Mamba-2's only group."""
-        held = self.rows.local * self.columns.local * len(self.rows.ranks) // self.holders
+        held = self.local * len(self.rows.ranks) // self.holders
         return held > self.rows.size * self.columns.size
 
     def first(self, shard: Tensor, rank: int) -> Tensor:
@@ -100,10 +101,21 @@ class MatrixPartition:
             self.put(torch.ones_like(shard), counts, before)
         return shard.masked_fill(self.shard(counts, rank) > 0, 0.0)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """Shape of a shard."""
         return self.rows.local, self.columns.local
+
+    @property
+    def local(self) -> int:
+        """Number of elements of a shard."""
+        return self.shape[0] * self.shape[1]
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all elements, in their order."""
+        every, all_rows, all_columns = range(len(self.rows.ranks)), ((0, self.rows.size),), ((0, self.columns.size),)
+        return all(self.rows.ranks[rank] == all_rows and self.columns.ranks[rank] == all_columns for rank in every)
 
     def shard(self, whole: Lazy, rank: int) -> Tensor:
         """Return the rank's shard of the whole matrix: a view of the tensor if the shard is one rectangle."""

@@ -37,6 +37,7 @@ from tests.support.finetuning import random_corpus
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import tokens_of
 from tests.support.ranks import Ranks
+from tests.support.sharded import gathered
 
 BOTH = ("experts.gate_up_proj", "experts.down_proj")
 BOUNDS = (0, 5, 14, 18, 25)
@@ -155,7 +156,7 @@ def gradients(mesh: Mesh | None, folder: str, ep: int) -> tuple[float, Matrices,
     if partition is None:
         return loss.item(), found, torch.stack([own.norm() for both in found.values() for own in both]).norm().item()
     partition.sum_gradients(found)
-    return loss.item(), partition.gather(found), partition.norm(found).item()
+    return loss.item(), gathered(partition, found), partition.norm(found).item()
 
 
 @WAYS

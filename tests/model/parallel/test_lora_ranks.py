@@ -4,15 +4,20 @@ need."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from coserve.core.training.settings import TrainingSettings
+from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.model.parallel.mesh import Mesh
 from tests.support import sharded
 from tests.support.examples import in_turns
 from tests.support.families import tiny_family
 from tests.support.ranks import Ranks
-from tests.support.sharded import KINDS, Kind, Trained, gradients, mixed_logits, train
+from tests.support.sharded import KINDS, Kind, Trained, gradients, load, mixed_logits, train, whole_adapter
 
 LAYERS, HIDDEN, ROWS = 2, 32, 32
 """Rows: the batch's tokens, padded on CPU."""
@@ -125,6 +130,35 @@ def test_a_checkpoint_of_ranks_continues_in_one_process_and_the_other_way_round(
     assert by_ranks.state.keys() == alone.state.keys()
     _same(train(None, folder, "bd", kind, 2, 3, by_ranks.state), straight)
     _same(ranks.run(train, folder, "bd", kind, 2, 3, alone.state)[0], straight)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def copies(mesh: Mesh, folder: str, kind: Kind) -> tuple[int, bool]:
+    """How many copies the beginning of a snapshot takes, and whether it has all of the state."""
+    base = load(folder, mesh)
+    whole = whole_adapter(base.spec, kind)
+    optimizer = AdapterOptimizer(whole, base.spec, TrainingSettings(), base.dtype, partition=base.partition(whole))
+    assert optimizer.host.rows, "memory that a thread allocates"
+    with Copies() as counted:
+        tensors = optimizer.snapshot()
+    state = tensors()
+    same = all(torch.equal(state[f"weights/{site}.a"], pair.a_RD) for site, pair in whole.sites.items())
+    return counted.count, same
+
+
+def test_a_state_is_gathered_by_as_few_copies_for_many_sites_as_for_one(two: Ranks, folder: str) -> None:
+    """Requests wait for it meanwhile. A thread puts the shards to their places."""
+    many, few = two.run(copies, folder, Kind(8)), two.run(copies, folder, Kind(8, targets=("q_proj",)))
+    assert many == few == [(few[0][0], True)] * 2
 
 
 def _same(found: Trained, expected: Trained) -> None:
