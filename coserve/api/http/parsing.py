@@ -123,14 +123,18 @@ def ref_from_path(text: str) -> tuple[str, int | None]:
     return split_ref(text)
 
 
-def page(query: Mapping[str, str], filters: Collection[str] = ()) -> tuple[str | None, int]:
-    """Return `after` and `limit` of a list request, which may also have `filters`."""
+def page(
+    query: Mapping[str, str], filters: Collection[str] = (), *, size: int = PAGE_SIZE, most: int | None = PAGE_LIMIT
+) -> tuple[str | None, int]:
+    """Return `after` and `limit`, `size` if it was left out, of a list request, which may also have `filters`. `most`:
+    largest limit; None: any."""
     for name in query:
         if name not in ("after", "limit", *filters):
             raise UnknownField(f"unknown parameter {name[:80]!r}", field=name[:200])
-    text = query.get("limit", str(PAGE_SIZE))
-    if not (text.isascii() and text.isdigit() and len(text) <= 9 and 1 <= int(text) <= PAGE_LIMIT):
-        raise InvalidRequest(f"expected 1 to {PAGE_LIMIT}, got {text[:80]!r}", field="limit")
+    text = query.get("limit", str(size))
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and 1 <= int(text) <= (most or int(text))):
+        wanted = "at least 1" if most is None else f"1 to {most}"
+        raise InvalidRequest(f"expected {wanted}, got {text[:80]!r}", field="limit")
     return query.get("after"), int(text)
 
 

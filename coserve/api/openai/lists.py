@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, Literal, Protocol, Self, TypeVar
 
-from coserve.core.errors import InvalidRequest, NotFound, UnknownField
+from coserve.api.http.parsing import page
+from coserve.core.errors import InvalidRequest, NotFound
 from coserve.core.limits import PAGE_LIMIT, PAGE_SIZE
+from coserve.core.types import Wire
 
 
 class Listed(Protocol):
@@ -19,18 +21,28 @@ class Listed(Protocol):
 L = TypeVar("L", bound=Listed)
 
 
+class ListPage(Wire, Generic[L], frozen=True, kw_only=True):
+    """A page of a list, with the ids of its first and last entry."""
+
+    object: Literal["list"] = "list"
+    data: list[L]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
+
+    @classmethod
+    def of(cls, data: list[L], *, has_more: bool = False) -> Self:
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=data, first_id=first, last_id=last, has_more=has_more)
+
+
 def list_query(
     query: Mapping[str, str], others: Sequence[str] = (), size: int = PAGE_SIZE, most: int = PAGE_LIMIT
 ) -> tuple[str | None, int]:
     """Return `after` and `limit`, `size` if it was left out. A limit above `most` means `most`: clients ask for the
     next page by `has_more`. `others`: further parameters that are accepted."""
-    for name in query:
-        if name not in ("after", "limit", *others):
-            raise UnknownField(f"unknown parameter {name[:80]!r}", field=name[:200])
-    text = query.get("limit", str(size))
-    if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= 1):
-        raise InvalidRequest(f"expected at least 1, got {text[:80]!r}", field="limit")
-    return query.get("after") or None, min(int(text), most)
+    after, limit = page(query, others, size=size, most=None)
+    return after or None, min(limit, most)
 
 
 def in_order(records: list[L], query: Mapping[str, str]) -> list[L]:

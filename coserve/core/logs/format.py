@@ -30,12 +30,14 @@ def _time(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-class TextFormatter(logging.Formatter):
-    """Formats `TIME PROCESS LEVEL LOGGER: MESSAGE NAME=VALUE ...`; a traceback follows, indented."""
-
+class _Formatter(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
+
+
+class TextFormatter(_Formatter):
+    """Formats `TIME PROCESS LEVEL LOGGER: MESSAGE NAME=VALUE ...`; a traceback follows, indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_time(record)} {self._process} {record.levelname} {record.name}: {escaped(record.getMessage())}"
@@ -51,13 +53,9 @@ def _shown(value: Value) -> str:
     return json.dumps(text, ensure_ascii=False) if not text or " " in text or '"' in text else text
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_Formatter):
     """Formats one JSON object: `ts`, `level`, `process`, `logger`, `message`, the record's fields, and `traceback` if
     any."""
-
-    def __init__(self, process: str) -> None:
-        super().__init__()
-        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Value] = {

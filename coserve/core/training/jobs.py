@@ -25,21 +25,7 @@ class JobState(StrEnum):
 
         A running job becomes `queued` when its engine dies; it resumes from its last checkpoint.
         """
-        match self:
-            case JobState.QUEUED:
-                return other in (JobState.RUNNING, JobState.PAUSED, JobState.CANCELLED, JobState.FAILED)
-            case JobState.RUNNING:
-                return other in (
-                    JobState.PAUSED,
-                    JobState.SUCCEEDED,
-                    JobState.FAILED,
-                    JobState.CANCELLED,
-                    JobState.QUEUED,
-                )
-            case JobState.PAUSED:
-                return other in (JobState.QUEUED, JobState.RUNNING, JobState.CANCELLED, JobState.FAILED)
-            case JobState.SUCCEEDED | JobState.FAILED | JobState.CANCELLED:
-                return False
+        return not self.terminal and other is not self and (other is not JobState.SUCCEEDED or self is JobState.RUNNING)
 
 
 class Teacher(Wire, frozen=True):

@@ -42,8 +42,7 @@ class BatchesApi:
         after, limit = list_query(request.query, (), PAGE_LIMIT)
         records = behind(self._store.all()[::-1], after)
         data = [batch(record) for record in records[:limit]]
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return BatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(records) > limit)
+        return BatchList.of(data, has_more=len(records) > limit)
 
     @openai_route("GET", "/v1/batches/{id}", "Show a batch")
     async def get_batch(self, id: str) -> Batch:

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from coserve.api.http.body_types import Unsupported
 from coserve.api.openai.batches.store import BatchProblem, BatchStatus
+from coserve.api.openai.lists import ListPage
 from coserve.core.limits import Text
 from coserve.core.types import Wire
 
@@ -71,14 +72,8 @@ class Batch(Wire, frozen=True, kw_only=True):
     expired_at: None = None
 
 
-class BatchList(Wire, frozen=True, kw_only=True):
+class BatchList(ListPage[Batch], frozen=True, kw_only=True):
     """Batches, newest first. The next page is `?after=<id of the last one>`."""
-
-    object: Literal["list"] = "list"
-    data: list[Batch]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class BatchAnswer(Wire, frozen=True):

@@ -69,8 +69,7 @@ class FilesApi:
         records = in_order(records, request.query)
         found = [record for record in behind(records, after) if purpose in (None, record.purpose)]
         data = [file_object(await self._sized(record)) for record in found[:limit]]
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return FileList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(found) > limit)
+        return FileList.of(data, has_more=len(found) > limit)
 
     async def _sized(self, record: FileRecord) -> FileRecord:
         """Return the record with its size; that of a result is counted once, as it does not change."""

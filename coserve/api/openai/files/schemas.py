@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from coserve.api.openai.lists import ListPage
 from coserve.core.types import Wire
 
 
@@ -22,14 +23,8 @@ class FileObject(Wire, frozen=True, kw_only=True):
     expires_at: None = None
 
 
-class FileList(Wire, frozen=True, kw_only=True):
+class FileList(ListPage[FileObject], frozen=True, kw_only=True):
     """Files, newest first unless `order` is `asc`. The next page is `?after=<id of the last one>`."""
-
-    object: Literal["list"] = "list"
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedFile(Wire, frozen=True, kw_only=True):

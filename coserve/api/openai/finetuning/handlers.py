@@ -116,8 +116,7 @@ class FineTuningApi:
                 await self._service.adapters.get(record.result.id, record.result.version)
                 step = (await views.show(record)).published_step
                 data = checkpoint_objects(record, step, self._service.engine.spec)[:limit]
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return CheckpointList(data=data, first_id=ends[0], last_id=ends[1])
+        return CheckpointList.of(data)
 
 
 def _of_metadata(parameter: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from coserve.api.http.body_types import Unsupported
+from coserve.api.openai.lists import ListPage
 from coserve.api.openai.schemas import ModelName
 from coserve.core.training.settings import Auto
 from coserve.core.training.step_metrics import StepMetrics
@@ -166,11 +167,5 @@ class Checkpoint(Wire, frozen=True, kw_only=True):
     metrics: CheckpointMetrics
 
 
-class CheckpointList(Wire, frozen=True, kw_only=True):
+class CheckpointList(ListPage[Checkpoint], frozen=True, kw_only=True):
     """The checkpoints of a job that can be served: one once it has succeeded, none before."""
-
-    object: Literal["list"] = "list"
-    data: list[Checkpoint]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool = False

@@ -126,6 +126,4 @@ class ResponsesApi:
     async def list_input_items(self, request: web.Request, id: str) -> InputItemList:
         after, limit = list_query(request.query, ("order",), PAGE_LIMIT)
         items = behind(in_order(self._store.inputs(id), request.query), after)
-        data = items[:limit]
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return InputItemList(data=data, first_id=ends[0], last_id=ends[1], has_more=len(items) > limit)
+        return InputItemList.of(items[:limit], has_more=len(items) > limit)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from coserve.api.http.body_types import Unsupported
+from coserve.api.openai.lists import ListPage
 from coserve.api.openai.schemas import ChatLogprob, ModelName, OpenAIErrorInfo, ServiceTier
 from coserve.core.limits import MAX_MESSAGES, LogprobCount, PositiveTokenCount, Text
 from coserve.core.messages import Tools
@@ -201,14 +202,8 @@ class DeletedResponse(Wire, frozen=True, kw_only=True):
     deleted: Literal[True] = True
 
 
-class InputItemList(Wire, frozen=True, kw_only=True):
+class InputItemList(ListPage[StoredItem], frozen=True, kw_only=True):
     """Items before a response's output, also those of the previous responses; newest first unless `order` is `asc`."""
-
-    object: Literal["list"] = "list"
-    data: list[StoredItem]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class ResponseEvent(Wire, frozen=True, kw_only=True):
