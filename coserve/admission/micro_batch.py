@@ -45,7 +45,7 @@ PAIRS = 36
 """Further bytes per token of a micro-batch of (chosen, rejected) pairs: each token's sequence, its gradient weight, and
 the targets' losses."""
 _NO_GROUP = -1
-"""Group index of (A, B) pairs that are in no group: those of experts, and of a cartridge."""
+"""Group index of (A, B) pairs that are in no group: those of experts, and of a KV prefix."""
 TEACHER_SHARE = 2
 """With a teacher, a chunk of logits is this many times smaller, because the teacher's logits are in memory too."""
 

@@ -28,7 +28,7 @@ def check_can_be_served(
     `fully_sharded`: as for `lora_shapes`.
     """
     size = served_bytes(settings, base, ranks=ranks, fully_sharded=fully_sharded)
-    pages = -(-size // pool.page_bytes)
+    pages = -(-size // pool.page_bytes) + -(-settings.prefix_tokens // pool.page_tokens)  # each request's own
     if not pool.has_room_beside(pages):
         raise too_large(adapter, pages, pool, field=field)
 

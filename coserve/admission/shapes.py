@@ -17,6 +17,7 @@ from coserve.admission.optimizers import (
     paged_kinds,
     state_kinds,
 )
+from coserve.core.names import DECODER, is_prefix
 from coserve.core.training.settings import Optimizer
 from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
 from coserve.lora.files.bdlora import ParallelStyle, blocks_at, packed_shapes, parallel_style
@@ -52,7 +53,7 @@ class SiteShape:
     """Elements of DoRA's magnitude; 0: plain LoRA."""
     kept: int = 0
     """Elements per token that training keeps for other adapters than LoRA of linear modules. Experts: for each chosen
-    expert its input, x Aᵀ unscaled and scaled, and its LoRA term. A cartridge: the keys and values that a row of
+    expert its input, x Aᵀ unscaled and scaled, and its LoRA term. A KV prefix: the keys and values that a row of
     `SHORT_ROW` tokens attends to."""
 
     @property
@@ -63,7 +64,7 @@ class SiteShape:
 
 def role_of(site: str) -> str:
     """Return a site's name within its layer: `self_attn.q_proj` for `model.layers.0.self_attn.q_proj`."""
-    parts = site.split(".")
+    parts = site.removesuffix(DECODER).split(".")
     layer = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[layer + 1 :])
 
@@ -92,7 +93,7 @@ def shapes_at(
             a, b = _part(name, site, (a, b), max(blocks), ranks, fully_sharded=fully_sharded)
         magnitude = site.out_features if settings.use_dora else 0
         kept = site.chosen * (site.in_features + 2 * rank + site.out_features) if site.experts > 1 else 0
-        kept = 2 * site.in_features * (2 + -(-rank // SHORT_ROW)) if settings.cartridge else kept
+        kept = 2 * site.in_features * (2 + -(-rank // SHORT_ROW)) if is_prefix(name) else kept
         found.append(SiteShape(name, site.layer, role_of(name), rank, site.in_features, a, b, magnitude, kept))
     for name, (rows, width) in replaced_rows(settings, base).items():
         found.append(SiteShape(name, base.site(name).layer, role_of(name), 0, width, rows * width, 0))

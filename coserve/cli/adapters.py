@@ -299,6 +299,8 @@ def _cells(adapter: Adapter, now: float) -> tuple[str, ...]:
 def _rank(adapter: Adapter) -> str:
     if adapter.cartridge:
         return f"{adapter.rank} tokens"
+    if adapter.prefix_tokens:
+        return f"{adapter.rank} + {adapter.prefix_tokens} tokens"
     return f"{adapter.rank} in {adapter.bd_blocks} blocks" if adapter.bd_blocks > 1 else str(adapter.rank)
 
 

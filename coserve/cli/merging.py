@@ -14,6 +14,7 @@ from coserve.client import Client
 from coserve.core.errors import UnsupportedAdapter, UnsupportedBase
 from coserve.data.pretrained.source import BUNDLED, check_source, locate
 from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.lora.files.gate import read_configs
 from coserve.lora.files.wrapped import decoder_among, rename_decoder
 
 
@@ -33,6 +34,7 @@ def merge_adapter(client: Client, name: str, base: str, folder: Path, *, trust_r
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         adapter, merged = Path(scratch, "adapter"), Path(scratch, "merged")
         client.download_adapter(name, adapter)
+        read_configs(adapter).lora_alone()  # a KV prefix is no part of weights
         _merge(base, tokenizer, adapter, merged, trust_remote_code=trust_remote_code)
         merged.rename(folder)
 

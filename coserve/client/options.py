@@ -166,7 +166,7 @@ def _lora_request(given: LoraOptions) -> LoraRequest:
     lora = as_struct(given.to_dict() if isinstance(given, PeftConfig) else given, LoraRequest, "lora")
     if not isinstance(lora, LoraSettings):
         return lora
-    for field in ("cartridge", "modules_to_save"):
+    for field in ("cartridge", "prefix_tokens", "modules_to_save"):
         if getattr(lora, field):
             raise InvalidRequest(f"expected the shape of an adapter to train, got one with {field}", field="lora")
     return LoraRequest(**{field: getattr(lora, field) for field in LoraRequest.__struct_fields__})

@@ -31,6 +31,9 @@ TOKEN_ROWS, WHOLE_COPY = ".token_adapter", ".modules_to_save"
 """Suffixes of names under which an adapter's replaced rows of an embedding or head are stored: `lm_head.token_adapter`
 holds the rows of some tokens, `lm_head.modules_to_save` all rows."""
 
+DECODER: Final = ".decoder"
+"""Suffix of names under which a job that trains an encoder keeps the LoRA pairs of the decoder."""
+
 ARCHIVES: Final = (".tar", ".tar.gz", ".tgz", ".zip")
 """Suffixes of archives of these files. Other compressions are refused: decoding a few bytes may take gigabytes of
 memory."""
@@ -75,3 +78,8 @@ def is_end(site: str) -> bool:
     """Return whether an adapter's weights of this name belong to the embedding or head: names of sites in layers have
     the layer's number."""
     return not any(part.isdigit() for part in site.split("."))
+
+
+def is_prefix(site: str) -> bool:
+    """Return whether an adapter's weights of this name are a layer's keys and values of a KV prefix."""
+    return site.startswith("layers.") and site.endswith(".prefix")

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from coserve.core.limits import MAX_NAMES, BlockNames, ModuleName, ModuleNames, NamePattern, TrainedTokens
-from coserve.core.names import end_of
+from coserve.core.names import DECODER, end_of
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,6 +105,7 @@ class BaseSpec(Wire, frozen=True):
 
     def site(self, name: str) -> SiteSpec:
         """Return the sizes of a linear module, experts' parameter, embedding, head, or layer's keys and values."""
+        name = name.removesuffix(DECODER)
         return self.sites.get(name) or self.experts.get(name) or self.ends.get(end_of(name)) or self.prefixes[name]
 
 
@@ -194,6 +195,16 @@ class LoraSettings(LoraRequest, frozen=True):
     targets_bd_b: tuple[str, ...] | None = None
     cartridge: bool = False
     """The adapter is a KV prefix of `r` tokens, and has no LoRA matrices."""
+    prefix_tokens: int = 0
+    """Tokens of a KV prefix beside the LoRA matrices; 0: none."""
+    decoder: bool = False
+    """The adapter of a job that trains an encoder, and a LoRA of the decoder: each site has a second pair for it, under
+    a name with `DECODER`."""
     modules_to_save: tuple[str, ...] | None = None
     """Names of the embedding or head that an imported adapter replaces as a whole. Such an adapter can be served, but
     not trained."""
+
+    @property
+    def prefix(self) -> int:
+        """Tokens of the KV prefix, alone or beside LoRA; 0: none."""
+        return self.r if self.cartridge else self.prefix_tokens

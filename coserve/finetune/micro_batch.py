@@ -284,11 +284,11 @@ class MicroBatchRunner:
             return self._cut.embed(rows.tokens_T, rows.positions_T, self._attention(rows.bounds))
         assert len(lora.adapters) == 1, "expected a cartridge to train alone"
         after = PrefixedAttention(rows.bounds, prefix, FROZEN)
-        return self._cut.embed(rows.tokens_T, rows.positions_T + lora.adapters[0].prefix_tokens, after)
+        return self._cut.embed(rows.tokens_T, rows.positions_T + prefix[0].a_RD.shape[0], after)
 
     def _context(self, lora: LoraBatch | None) -> ForwardContext:
         """Return the forward context of a LoRA batch. A cartridge has no LoRA terms: only the attention reads it."""
-        return self._base.prepare(None if lora is not None and lora.adapters[0].prefix else lora)
+        return self._base.prepare(None if lora is not None and lora.adapters[0].settings.cartridge else lora)
 
     def _target_chunks(self, rows: PackedRows, loss: ChunkedLoss, ends: EndPass) -> list[TargetChunk]:
         # smaller chunks: a second tensor of logits (teacher, gathered shards, a changed head) is alive at the same time

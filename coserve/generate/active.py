@@ -198,7 +198,7 @@ class ActiveRequests:
         return True
 
     def _find(self, request: Request) -> list[int]:
-        """Find the pages of the request's cartridge in the prefix cache and, unless its prompt is scored, those of all
+        """Find the pages of the request's KV prefix in the prefix cache and, unless its prompt is scored, those of all
         its tokens but the last."""
         keys = self._wanted(request)
         return self._pages.find(keys) if keys else []

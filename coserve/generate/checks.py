@@ -15,7 +15,7 @@ from coserve.queues.request import Request
 
 def allowed_tokens(request: Generate, spec: BaseSpec, prefix: int = 0) -> int:
     """Return how many tokens the request may generate: `max_tokens`, cut to what the context leaves. `prefix`: tokens
-    of its cartridge.
+    of its KV prefix.
 
     Raises:
         EmptyPrompt: no prompt tokens.
@@ -44,7 +44,7 @@ def allowed_tokens(request: Generate, spec: BaseSpec, prefix: int = 0) -> int:
 
 def check_fits_pool(request: Generate, max_tokens: int, kv: KvCache, *, adapter_pages: int, prefix: int = 0) -> None:
     """Check that a request fits the pool next to its adapter, which takes `adapter_pages` pages, and with the `prefix`
-    tokens of a cartridge.
+    tokens of a KV prefix.
 
     Raises:
         AdapterTooLarge: the adapter leaves no room, whatever the request.

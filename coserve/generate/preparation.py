@@ -45,20 +45,22 @@ class Preparation:
         request.keys = self._keys(message) if self._prefix_cache else None
 
     def _acquire(self, ref: AdapterRef, request: Request) -> None:
-        prefix, message = self._store.acquire(ref).prefix_tokens, request.message
+        settings = self._store.acquire(ref).settings
         try:
-            if prefix:
-                request.precede(prefix)
-                request.max_tokens = allowed_tokens(message, self._spec, prefix)
-            check_fits_beside(request, ref, self._store, self._kv, prefix)
+            request.has_lora = not settings.cartridge
+            if settings.prefix:
+                request.precede(settings.prefix)
+                request.max_tokens = allowed_tokens(request.message, self._spec, settings.prefix)
+            check_fits_beside(request, ref, self._store, self._kv)
         except Exception:
             self._store.release(ref)
             raise
 
     def precede(self, request: Request, first: int) -> None:
-        """Write the request's cartridge into its pages, from token `first` on."""
-        assert request.adapter is not None, "expected the adapter that is the cartridge"
-        self._kv.write_prefix(request.pages, self._store.host_weights(request.adapter).prefix, first)
+        """Write the KV prefix of the request's adapter into its pages, from token `first` on."""
+        assert request.adapter is not None, "expected the adapter that has the prefix"
+        read = self._store.in_pages if request.has_lora else self._store.host_weights
+        self._kv.write_prefix(request.pages, read(request.adapter).prefix, first)
 
     def _keys(self, request: Generate) -> PageKeys:
         return PageKeys(
@@ -69,12 +71,12 @@ class Preparation:
         )
 
 
-def check_fits_beside(request: Request, ref: AdapterRef, store: AdapterStore, kv: KvCache, prefix: int = 0) -> None:
-    """Check that a request fits the pool next to its adapter, or next to its cartridge of `prefix` tokens. Raises as
+def check_fits_beside(request: Request, ref: AdapterRef, store: AdapterStore, kv: KvCache) -> None:
+    """Check that a request fits the pool next to its adapter, with the tokens of its KV prefix. Raises as
     `check_fits_pool` does; or `LoraServerLost`, if it would fit while LoRA servers held its experts' pairs."""
-    pages = 0 if prefix else store.pages(ref)
+    pages = store.pages(ref) if request.has_lora else 0
     try:
-        check_fits_pool(request.message, request.max_tokens, kv, adapter_pages=pages, prefix=prefix)
+        check_fits_pool(request.message, request.max_tokens, kv, adapter_pages=pages, prefix=request.prefix)
     except (AdapterTooLarge, PromptTooLong):
         if pages and store.least_pages(ref) < pages:
             message = f"the adapter {ref} does not fit into the engine's pages, and LoRA servers do not have it now"

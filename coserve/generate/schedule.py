@@ -76,7 +76,7 @@ class Scheduler:
         `LOADED_BYTES`; `lengths`: lengths of past answers. `compiled` returns whether a grammar is compiled; if not, it
         starts to compile it. `prepare` is called with a request that enters the batch, its adapter in memory; an error
         that it raises ends the request. `failed` is called with each request that ends in this way, or whose adapter
-        cannot be loaded. `precede` writes a request's cartridge into its pages, from a token on. `states`: slots for
+        cannot be loaded. `precede` writes a request's KV prefix into its pages, from a token on. `states`: slots for
         the recurrent states of active requests; None: the base has none."""
         self.queue, self.requests = InferenceQueue(max_queue, fair=fair), dict[str, Request]()
         """`requests` holds all requests that have not ended, in any state."""

@@ -153,7 +153,7 @@ class KvCache:
         self.pool.free(pages)
 
     def write_prefix(self, pages: Sequence[int], prefix: Sequence[LoraPair], first: int) -> None:
-        """Copy a cartridge's tokens from `first` on into the pages of a sequence, in stream order. `prefix`: see
+        """Copy a KV prefix's tokens from `first` on into the pages of a sequence, in stream order. `prefix`: see
         `LoraWeights.prefix`."""
         device, size = self.buffer.device, self.page_tokens
         at = torch.arange(first, prefix[0].a_RD.shape[0], device=device)

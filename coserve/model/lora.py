@@ -9,10 +9,11 @@ from itertools import islice
 from types import MethodType
 from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
-from coserve.core.names import is_end
+from coserve.core.names import DECODER, is_end, is_prefix
 from coserve.core.types import LoraSettings, SiteSpec
 from coserve.kernels.attention.interface import KvShape
 from coserve.kernels.lora.dora import ScaledLora, with_scales
@@ -40,9 +41,7 @@ class LoraWeights:
     @cached_property
     def linear(self) -> Mapping[str, LoraPair]:
         """The pairs at linear modules of layers."""
-        if self.settings.cartridge:
-            return {}
-        others = self.experts.keys() | self.ends.keys()
+        others = self.experts.keys() | self.ends.keys() | {name for name in self.sites if is_prefix(name)}
         return {name: pair for name, pair in self.sites.items() if name not in others} if others else self.sites
 
     @cached_property
@@ -60,13 +59,20 @@ class LoraWeights:
 
     @property
     def prefix(self) -> Sequence[LoraPair]:
-        """A cartridge's pairs, layer by layer: keys (P, K D) as `a_RD`, values (K D, P) as `b_OR`; empty for LoRA."""
-        return tuple(self.sites.values()) if self.settings.cartridge else ()
+        """The KV prefix, layer by layer: keys (P, K D) as `a_RD`, values (K D, P) as `b_OR`; empty: none."""
+        return tuple([self.sites[name] for name in self.sites if is_prefix(name)])
 
-    @property
-    def prefix_tokens(self) -> int:
-        """P: tokens of a cartridge; 0 for LoRA."""
-        return self.settings.r if self.settings.cartridge else 0
+    @cached_property
+    def parts(self) -> tuple[LoraWeights, ...]:
+        """An encoder's adapter and its decoder's, where a job trains both; else the adapter itself."""
+        if not self.settings.decoder:
+            return (self,)
+        both: tuple[dict[str, LoraPair], dict[str, LoraPair]] = {}, {}
+        for name, pair in self.sites.items():
+            both[name.endswith(DECODER)][name.removesuffix(DECODER)] = pair
+        encoder = msgspec.structs.replace(self.settings, decoder=False)
+        decoder = msgspec.structs.replace(encoder, trainable_token_indices=None)
+        return LoraWeights(encoder, both[0]), LoraWeights(decoder, both[1])
 
 
 @dataclass(frozen=True)

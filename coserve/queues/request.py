@@ -18,7 +18,7 @@ CREDIT = 0.5
 
 
 PLACEHOLDER = -1
-"""Token id of a cartridge's tokens, which have trained keys and values instead of a word of the vocabulary."""
+"""Token id of a KV prefix's tokens, which have trained keys and values instead of a word of the vocabulary."""
 
 
 class State(Enum):
@@ -65,9 +65,11 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end it, including the base's end-of-sequence tokens unless ignored. Set on entry into the batch."""
     tokens: list[int] = field(init=False)
-    """Prompt, then the output tokens copied to the host. Before them, the placeholders of a cartridge's tokens."""
+    """Prompt, then the output tokens copied to the host. Before them, the placeholders of a KV prefix's tokens."""
     prefix: int = 0
-    """Tokens of its cartridge, whose keys and values come with the adapter. Set on entry into the batch."""
+    """Tokens of its adapter's KV prefix. Set on entry into the batch."""
+    has_lora: bool = True
+    """Whether its adapter has matrices, besides a KV prefix. Set on entry into the batch."""
     in_flight: int = 0
     """Sampled tokens not yet copied to the host."""
 
@@ -125,9 +127,9 @@ class Request:
 
     @property
     def paged_adapter(self) -> AdapterRef | None:
-        """The adapter whose matrices it needs in pages; None: it has no adapter, or a cartridge, whose keys and values
-        are in the request's own pages."""
-        return None if self.prefix else self.message.adapter
+        """The adapter whose matrices it needs in pages; None: it has no adapter, or only a KV prefix, which is
+        in the request's own pages."""
+        return self.message.adapter if self.has_lora else None
 
     @property
     def sampling(self) -> SamplingParams:
@@ -145,13 +147,13 @@ class Request:
         return self.scores_prompt and (self.scored < self.prompt_tokens or not self.max_tokens)
 
     def precede(self, prefix: int) -> None:
-        """Put the tokens of a cartridge in front of the prompt."""
+        """Put the tokens of a KV prefix in front of the prompt."""
         self.prefix, self.tokens = prefix, [PLACEHOLDER] * prefix + self.tokens
         self.scored += prefix
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens before the first generated one, a cartridge's included."""
+        """Tokens before the first generated one, a KV prefix's included."""
         return self.prefix + len(self.message.prompt)
 
     @property

@@ -82,17 +82,21 @@ def test_a_list_has_columns_with_headers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_cartridge_has_tokens_and_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = make_adapter_info("prefix", rank=128, cartridge=True)
-    listed = AdapterList(data=[prefix], has_more=False)
+    both = make_adapter_info("both", rank=4, prefix_tokens=64)
+    listed = AdapterList(data=[prefix, both], has_more=False)
     client = SimpleNamespace(
         adapters=lambda **_: listed,
         health=lambda: SimpleNamespace(status="ready"),
-        prefetch_adapter={"prefix": prefix}.__getitem__,
+        prefetch_adapter={"prefix": prefix, "both": both}.__getitem__,
     )
     monkeypatch.setattr(common, "connect", lambda *_: nullcontext(client))
-    headers, row = CliRunner().invoke(app, ["adapters", "list"]).output.splitlines()
-    assert row[headers.index("RANK") :].startswith("128 tokens  ")
+    headers, *rows = CliRunner().invoke(app, ["adapters", "list"]).output.splitlines()
+    column = headers.index("RANK")
+    assert [row[column:].split("  ")[0] for row in rows] == ["128 tokens", "4 + 64 tokens"]
     shown = CliRunner().invoke(app, ["adapters", "prefetch", "prefix"]).output
     assert shown.startswith("prefix@1  cartridge of 128 tokens  ")
+    shown = CliRunner().invoke(app, ["adapters", "prefetch", "both"]).output
+    assert shown.startswith("both@1  rank 4 + 64 tokens  ")
 
 
 def test_a_list_asks_for_what_was_given_and_names_it_for_the_next_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from coserve.cli import common
 from coserve.cli.app import app
 from coserve.core.errors import UnsupportedAdapter, UnsupportedBase
+from coserve.core.names import ADAPTER_CONFIG as CONFIG
 from coserve.core.names import ADAPTER_WEIGHTS as FILE
 from coserve.lora.files.wrapped import rename_decoder
 from tests.support import quantised
@@ -157,4 +158,20 @@ def test_an_adapter_of_other_modules_is_not_merged(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
     result = CliRunner().invoke(app, ["adapters", "merge", "poet", str(tmp_path / "poet"), "--base", "bundled"])
     assert isinstance(result.exception, UnsupportedAdapter) and "q_proj" in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_cartridge_is_not_merged(beside: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def download(name: str, folder: Path) -> Path:
+        save_peft(AutoModelForCausalLM.from_pretrained(TINY), folder, target_modules=["q_proj"])
+        lora, cartridge = json.loads((folder / CONFIG).read_text()), {"peft_type": "CARTRIDGE"}
+        both = {"peft_type": "LORA_AND_CARTRIDGE", "lora": lora, "cartridge": cartridge}
+        (folder / CONFIG).write_text(json.dumps(both if beside else cartridge))
+        return folder
+
+    monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
+    result = CliRunner().invoke(app, ["adapters", "merge", "poet", str(tmp_path / "poet"), "--base", "bundled"])
+    assert isinstance(result.exception, UnsupportedAdapter)
+    assert "expected LoRA, got a cartridge" in str(result.exception)
     assert not list(tmp_path.iterdir())

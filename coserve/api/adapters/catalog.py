@@ -221,6 +221,7 @@ class AdapterCatalog:
             newest=newest,
             bd_blocks=record.bd_blocks,
             cartridge=record.cartridge,
+            prefix_tokens=record.prefix,
             parent=record.parent,
             tags=facts.labels.tags,
             expires_at=facts.labels.expires_at,

@@ -27,7 +27,7 @@ def replacement_notes(registry: Registry, job: JobSpec) -> tuple[str, ...]:
     current = registry.current_version(name)
     if current is None or (job.init_from is not None and job.init_from.id == name):
         return ()
-    continuable = not job.prefix and not registry.adapter(name, current).cartridge
+    continuable = not job.prefix and not registry.adapter(name, current).prefix
     further = f"to train {name!r} further, set continue_from to {name!r}; " if continuable else ""
     note = (
         f"this job trains version {version} of {name!r} from scratch: once it succeeds, {name!r} means version "

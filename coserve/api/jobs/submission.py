@@ -68,7 +68,7 @@ from coserve.state.thread import RegistryThread
 
 SMALL_FILE = 64 << 10
 """Largest file in bytes that is tokenised in a thread."""
-NO_CONTINUATION = "expected LoRA, got a cartridge: it is not trained further"
+NO_CONTINUATION = "expected LoRA alone: a KV prefix (cartridge) is not trained further"
 NO_TEACHER = "it cannot be a teacher; expected an adapter, as NAME or NAME@VERSION"
 
 
@@ -266,7 +266,7 @@ class Submission:
         _refuse_lora(request)
         name, version = split_ref(request.continue_from)
         record = await find_adapter(self._registry, name, version, spec, field="continue_from")
-        if record.cartridge:
+        if record.prefix:
             raise InvalidRequest(NO_CONTINUATION, field="continue_from")
         settings = await self._inspection.settings(self._folder.adapter(record.ref), spec)
         try:
@@ -299,8 +299,8 @@ class Submission:
             return None
         name, version = split_ref(request.teacher)
         record = await find_adapter(self._registry, name, version, spec, field="teacher", of_base=NO_TEACHER)
-        if record.cartridge:
-            raise InvalidRequest("expected LoRA, got a cartridge, which cannot be a teacher", field="teacher")
+        if record.prefix:
+            raise InvalidRequest("expected LoRA alone: a KV prefix (cartridge) cannot be a teacher", field="teacher")
         return Teacher(ref=record.ref, digests=record.digests, rank=record.rank)
 
     async def _tokenize(

@@ -15,7 +15,9 @@ const title = el("h2", { tabindex: -1 });
 const versions = table("Versions", "Version", "Aliases", "Made by", "Continues", "Made at", "Rank", "Size", "Lies in", "SHA-256", "Actions");
 panel.append(title, versions.node);
 
-const shape = (a) => number(a.rank) + (a.cartridge ? " tokens" : a.bd_blocks > 1 ? ` in ${a.bd_blocks} blocks` : "");
+const beside = (a) => (a.prefix_tokens ? ` + ${number(a.prefix_tokens)} tokens` : "");
+const shape = (a) =>
+  number(a.rank) + (a.cartridge ? " tokens" : a.bd_blocks > 1 ? ` in ${a.bd_blocks} blocks` : beside(a));
 const place = (adapter) => (adapter.resident ? "memory" : "disk");
 
 function makeRow({ id }) {

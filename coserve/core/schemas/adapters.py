@@ -55,6 +55,8 @@ class Adapter(Wire, frozen=True):
     """Diagonal blocks of a BD-LoRA adapter; 1: plain LoRA."""
     cartridge: bool = False
     """Whether it is a trained KV prefix of `rank` tokens instead of LoRA (PEFT's `cartridge`)."""
+    prefix_tokens: int = 0
+    """Tokens of its KV prefix, alone or beside LoRA; 0: none."""
     parent: str | None = None
     """The version (`name@version`) that the job continued, or that was converted."""
     tags: tuple[str, ...] = ()

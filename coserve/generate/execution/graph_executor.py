@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from coserve.core.names import is_end
+from coserve.core.names import is_end, is_prefix
 from coserve.core.types import AdapterRef
 from coserve.generate.execution.adapter_slots import AdapterSlots
 from coserve.generate.execution.footprint import NO_ADAPTERS, GraphFootprints, LoraFootprint
@@ -273,11 +273,12 @@ class GraphExecutor:
         self._eager.evicted(adapter)
 
     def kept(self, weights: LoraWeights) -> None:
-        places = layout_of(weights).places  # the layout tells it without copying pairs to the GPU
-        if not weights.settings.cartridge and not any(map(is_end, places)):  # embedding or head: no graphs
+        # the layout tells it without copying pairs to the GPU
+        places = {name: place for name, place in layout_of(weights).places.items() if not is_prefix(name)}
+        if places and not any(map(is_end, places)):  # embedding or head: no graphs
             kind = "experts" if self._remote is None else "remote"
             self._footprints.add_adapter(
-                max((place.rank for place in places.values()), default=0),
+                max(place.rank for place in places.values()),
                 self._adapter_slots.groups_of(places),
                 scaled=weights.settings.use_dora,
                 **{kind: any(place.like.experts > 1 for place in places.values())},

@@ -7,6 +7,9 @@ sequence's own tokens follow at position P.
 Here the keys of a layer are the matrix A (P, K D) of a pair, and its values the matrix B (K D, P): attention over the
 prefix is `softmax(q Aᵀ) Bᵀ`, a low-rank adapter with a softmax in the middle. So the adapter store, the optimizer and
 checkpoints treat a cartridge as they treat LoRA.
+
+An adapter may have a cartridge beside LoRA matrices. Then one file holds the tensors of both, and the config has those
+of both parts, `lora` and `cartridge`, each as PEFT writes it.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ FROZEN = 1
 """Leading tokens of a new cartridge that are not trained: the first one is an attention sink (section 3.2)."""
 
 
-def read_cartridge(config: dict[str, object], file: TensorFile, base: BaseSpec) -> tuple[LoraSettings, TensorEntry]:
-    """Return the settings of an open file's cartridge, whose config was checked by `gate`, and its tensor.
+def read_cartridge(config: dict[str, object], file: TensorFile, base: BaseSpec) -> tuple[int, TensorEntry]:
+    """Return the tokens of an open file's cartridge, whose config was checked by `gate`, and its tensor.
 
     Raises:
         BaseMismatch: a base that takes no cartridges, or of other sizes.
@@ -40,12 +43,20 @@ def read_cartridge(config: dict[str, object], file: TensorFile, base: BaseSpec) 
             raise BaseMismatch(f"{base.name}: expected {key} of {expected}, got {got}", field=key)
     tokens = config.get("num_virtual_tokens")
     entry = file.entries.get(EMBEDDINGS)
-    if entry is None or len(file.entries) != 1 or not isinstance(tokens, int):
-        raise CorruptAdapter(f"expected num_virtual_tokens and the one tensor {EMBEDDINGS}")
+    if entry is None or not isinstance(tokens, int):
+        raise CorruptAdapter(f"expected num_virtual_tokens and the tensor {EMBEDDINGS}")
     if entry.shape != (want := (tokens, 2 * base.layers * width)):
         raise ShapeMismatch(f"{EMBEDDINGS}: expected shape {list(want)}, got {list(entry.shape)[:8]}")
     if tokens >= base.context:
         raise ShapeMismatch(f"expected fewer tokens than the base's context of {base.context}, got {tokens}")
+    return tokens, entry
+
+
+def read_alone(config: dict[str, object], file: TensorFile, base: BaseSpec) -> tuple[LoraSettings, TensorEntry]:
+    """Return the settings of an adapter that is a cartridge alone, and its tensor. Raises as `read_cartridge`."""
+    tokens, entry = read_cartridge(config, file, base)
+    if len(file.entries) != 1:
+        raise CorruptAdapter(f"expected the one tensor {EMBEDDINGS}")
     return LoraSettings(r=tokens, cartridge=True), entry
 
 

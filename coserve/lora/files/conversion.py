@@ -23,7 +23,7 @@ from coserve.core.processes import usable_cores
 from coserve.core.schemas.adapters import ConversionReport
 from coserve.core.types import AdapterDigests, BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import ParallelStyle, blocks_at, check_blocks, packed_shapes, parallel_style
-from coserve.lora.files.gate import read_config
+from coserve.lora.files.gate import read_configs
 from coserve.lora.files.peft import FINGERPRINT, PREFIX, AdapterTensors, SiteShape, config_file, read_layout
 from coserve.lora.files.shard_svd import Matrix, SiteShards, lost, shard_update
 from coserve.lora.files.targets import alpha_of, exact, rank_and_scaling
@@ -74,7 +74,7 @@ def convert_adapter(
     """
     if digests.config:
         check_digest(digest_file(source, ADAPTER_CONFIG), digests.config, ADAPTER_CONFIG)
-    config = read_config(source)
+    config = read_configs(source).lora_alone()
     with TensorFile(source, ADAPTER_WEIGHTS) as file:
         check_digest(file.sha256(progress), digests.weights, ADAPTER_WEIGHTS)
         layout = read_layout(config, file, base, digests.alphas)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Final, NamedTuple, cast
 
 from coserve.core.errors import CorruptAdapter, UnsafeAdapter, UnsupportedAdapter
 from coserve.core.names import ADAPTER_CONFIG, PICKLE_SUFFIXES
@@ -27,32 +27,48 @@ _TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|rng_state(_\d+)?|train
 """Files that transformers' Trainer writes next to the adapter in a `checkpoint-500`. They are never opened."""
 
 
-def read_config(folder: Path) -> dict[str, object]:
-    """Return the `adapter_config.json` of a folder with LoRA: see `read_any_config`."""
-    config = read_any_config(folder)
-    if is_cartridge(config):
-        raise UnsupportedAdapter("expected LoRA, got a cartridge", field="peft_type")
-    return config
+BOTH: Final = "LORA_AND_CARTRIDGE"
+"""The `peft_type` of LoRA beside a cartridge. PEFT has none for both and loads neither half of such a folder."""
 
 
-def is_cartridge(config: dict[str, object]) -> bool:
-    """Whether a config is that of a KV prefix."""
-    return config.get("peft_type") == "CARTRIDGE"
+class Configs(NamedTuple):
+    """PEFT's configs of an adapter's parts; None: it has no such part."""
+
+    lora: dict[str, object] | None
+    cartridge: dict[str, object] | None
+
+    def lora_alone(self) -> dict[str, object]:
+        """Return the config of an adapter without a KV prefix. Raises `UnsupportedAdapter` for others."""
+        if self.lora is None or self.cartridge is not None:
+            beside = "" if self.lora is None else " beside it"
+            raise UnsupportedAdapter(f"expected LoRA, got a cartridge{beside}", field="peft_type")
+        return self.lora
 
 
-def read_any_config(folder: Path) -> dict[str, object]:
-    """Return the `adapter_config.json` of a folder, of LoRA or a cartridge, after checking that the folder holds no
-    unsafe file and each key is allowed."""
+def read_configs(folder: Path) -> Configs:
+    """Return the content of a folder's `adapter_config.json`, after checking that the folder holds no unsafe file and
+    each key is allowed."""
     names = _safe_names(folder)
     checkpoints = [name for name in names if re.fullmatch(r"checkpoint-\d+", name)]
     if checkpoints and ADAPTER_CONFIG not in names:
         last = max(checkpoints, key=lambda name: int(name.removeprefix("checkpoint-")))
         raise CorruptAdapter(f"expected a file {ADAPTER_CONFIG}, found checkpoints: import one of them, such as {last}")
     config = read_json(folder, ADAPTER_CONFIG)
-    if config.get("peft_type") not in ("LORA", "CARTRIDGE"):
-        got = _show(config.get("peft_type"))
-        raise UnsupportedAdapter(f"expected peft_type LORA or CARTRIDGE, got {got}", field="peft_type")
-    keys = _OF_CARTRIDGES if is_cartridge(config) else _ALLOWED
+    match config.get("peft_type"):
+        case "LORA":
+            return Configs(_checked(config, _ALLOWED), None)
+        case "CARTRIDGE":
+            return Configs(None, _checked(config, _OF_CARTRIDGES))
+        case "LORA_AND_CARTRIDGE":
+            lora, cartridge = config.get("lora"), config.get("cartridge")
+            if not isinstance(lora, dict) or not isinstance(cartridge, dict) or len(config) != 3:
+                raise CorruptAdapter(f"expected the configs lora and cartridge beside peft_type {BOTH}")
+            return Configs(_checked(lora, _ALLOWED), _checked(cartridge, _OF_CARTRIDGES))
+        case got:
+            raise UnsupportedAdapter(f"expected peft_type LORA or CARTRIDGE, got {_show(got)}", field="peft_type")
+
+
+def _checked(config: dict[str, object], keys: Mapping[str, Callable[[object], bool]]) -> dict[str, object]:
     for key, value in config.items():
         allowed = keys.get(key, _off)
         if not allowed(value):
@@ -181,9 +197,8 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
 }
 _OF_CARTRIDGES: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("num_virtual_tokens", "token_dim", "num_layers", "num_attention_heads"), _rank),
-    **dict.fromkeys(
-        ("peft_type", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"), _any
-    ),
+    **dict.fromkeys(("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"), _any),
+    "peft_type": _is("CARTRIDGE"),
     "task_type": _is("CAUSAL_LM", None),
     "num_transformer_submodules": _is(1, None),
     "num_frozen_tokens": lambda value: type(value) is int and value >= 0,

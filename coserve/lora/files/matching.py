@@ -1,6 +1,6 @@
 """Applies an `adapter_config.json` to each site: whether it is targeted, its rank and its alpha, by PEFT's rules.
 
-The values have been checked by `gate.read_config`. If a pattern cannot be matched in bounded time, ranks and targets
+The values have been checked by `gate`. If a pattern cannot be matched in bounded time, ranks and targets
 are read from the tensors instead; alpha has no other source.
 """
 

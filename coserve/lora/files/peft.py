@@ -16,11 +16,11 @@ from coserve.core.errors import BaseMismatch, CorruptAdapter, ShapeMismatch, Uns
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WHOLE_COPY, end_of
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.lora.files.bdlora import CONV1D_FAMILIES, blocks_at, packed_shapes, peft_blocks, undivided
-from coserve.lora.files.cartridge import EMBEDDINGS, cartridge_config, read_cartridge
+from coserve.lora.files.cartridge import EMBEDDINGS, cartridge_config, read_alone, read_cartridge
 from coserve.lora.files.ends import end_named, ends_config, take_rows, trained_tokens
 from coserve.lora.files.experts import ExpertTensors, expert_tensors, take_experts
 from coserve.lora.files.finite import refuse_non_finite
-from coserve.lora.files.gate import is_cartridge, read_any_config
+from coserve.lora.files.gate import BOTH, read_configs
 from coserve.lora.files.matching import Known, Matching
 from coserve.lora.files.targets import alpha_of, exact, linear_targets, shortest_targets
 from coserve.lora.files.tensorfile import MAX_CONFIG, TensorEntry, TensorFile
@@ -92,11 +92,11 @@ def inspect_adapter(folder: Path, base: BaseSpec, progress: Callable[[], None] =
             dtype.
         BaseMismatch, ShapeMismatch: an adapter of another base.
     """
-    config = read_any_config(folder)
+    configs = read_configs(folder)
     with TensorFile(folder, ADAPTER_WEIGHTS) as file:
-        if is_cartridge(config):
-            return _inspect_cartridge(config, file, base, progress)
-        layout = read_layout(config, file, base)
+        if configs.lora is None:
+            return _inspect_cartridge(configs.cartridge or {}, file, base, progress)
+        layout = read_layout(configs.lora, file, base, cartridge=configs.cartridge)
         trained_on = file.metadata.get(QUANTIZATION, "none")
         if FINGERPRINT in file.metadata and trained_on != base.quantization:
             own = base.quantization
@@ -118,7 +118,7 @@ def _inspect_cartridge(
     config: dict[str, object], file: TensorFile, base: BaseSpec, progress: Callable[[], None]
 ) -> AdapterInfo:
     check_base(file, base)
-    settings, entry = read_cartridge(config, file, base)
+    settings, entry = read_alone(config, file, base)
     refuse_non_finite(file, {EMBEDDINGS: entry}, base.dtype, progress)
     sites = {name: SiteShape(settings.r, 1.0) for name in base.prefixes}
     sha256 = file.sha256(progress)
@@ -134,14 +134,18 @@ def _alphas_in_order(layout: AdapterTensors) -> tuple[float, ...]:
 
 
 def read_layout(
-    config: dict[str, object], file: TensorFile, base: BaseSpec, alphas: tuple[float, ...] | None = None
+    config: dict[str, object],
+    file: TensorFile,
+    base: BaseSpec,
+    alphas: tuple[float, ...] | None = None,
+    cartridge: dict[str, object] | None = None,
 ) -> AdapterTensors:
     """Read the settings and sites of an open weights' file. Every tensor must be one of a site's two matrices, or its
     DoRA magnitude, of the right shape. A multimodal base takes files of its language model, and the other way round
     (`wrapped`).
 
     `alphas`: those found when these files were registered (`AdapterDigests.alphas`). The config's patterns are matched
-    only if they are None.
+    only if they are None. `cartridge`: config of the cartridge beside LoRA, whose tensor is not in the result.
     """
     trained_on = check_base(file, base)
     settings = _settings(config)
@@ -152,6 +156,12 @@ def read_layout(
     matrices: dict[str, dict[str, TensorEntry]] = {"lora_A": {}, "lora_B": {}, _MAGNITUDE: {}}
     names: dict[str, str] = {}
     entries = dict(file.entries)
+    prefix = 0
+    if cartridge is not None:
+        prefix, _ = read_cartridge(cartridge, file, base)
+        del entries[EMBEDDINGS]
+        if settings.use_dora or settings.bd_blocks > 1:
+            raise UnsupportedAdapter("expected plain LoRA beside a cartridge", field="peft_type")
     found = take_experts(entries, PREFIX, base)
     experts = expert_tensors(found, base, config, ours=trained_on is not None)
     rows = take_rows(entries, PREFIX, base)
@@ -194,7 +204,9 @@ def read_layout(
     settings = _resolved(settings, config, base, sites, own_alphas, named=matching.named and same)
     saved = tuple(end_of(name) for name in rows if name.endswith(WHOLE_COPY) and end_of(name) not in a)
     tokens = trained_tokens(config, rows, base)
-    settings = msgspec.structs.replace(settings, trainable_token_indices=tokens, modules_to_save=saved or None)
+    settings = msgspec.structs.replace(
+        settings, trainable_token_indices=tokens, modules_to_save=saved or None, prefix_tokens=prefix
+    )
     return AdapterTensors(settings, sites, own_alphas, a, b, magnitudes, experts, rows)
 
 
@@ -281,7 +293,10 @@ def adapter_config(settings: LoraSettings, base: BaseSpec, sites: Collection[str
     parameters = list(shortest_targets(settings.target_parameters, base.experts, experts)) or None
     variants: dict[str, object] = {"use_bdlora": blocks, "use_dora": settings.use_dora or None}
     variants |= {"target_parameters": parameters, **ends_config(settings)}
-    return config | {key: value for key, value in variants.items() if value is not None}
+    config |= {key: value for key, value in variants.items() if value is not None}
+    if not settings.prefix:
+        return config
+    return {"peft_type": BOTH, "lora": config, "cartridge": cartridge_config(settings.prefix, base)}
 
 
 def _plain(number: float) -> int | float:
@@ -289,7 +304,7 @@ def _plain(number: float) -> int | float:
 
 
 def _settings(config: dict[str, object]) -> LoraSettings:
-    """Convert the config to settings; missing keys get PEFT's defaults. `read_config` has checked the types.
+    """Convert the config to settings; missing keys get PEFT's defaults. `gate` has checked the types.
 
     Targets are taken only from a list of names, and patterns are left out: `_resolved` expresses both by sites.
     """

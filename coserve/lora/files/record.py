@@ -43,4 +43,5 @@ def record_adapter(
         alphas=info.alphas,
         bd_blocks=info.settings.bd_blocks,
         cartridge=info.settings.cartridge,
+        prefix_tokens=info.settings.prefix_tokens,
     )

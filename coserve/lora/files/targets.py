@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ import msgspec
 
 from coserve.core.errors import CorruptAdapter, InvalidRequest
 from coserve.core.limits import MAX_NAMES, MAX_RANK, below_one
+from coserve.core.names import DECODER, is_prefix
 from coserve.core.types import BaseSpec, LoraSettings
 from coserve.core.validation import check_normal
 from coserve.lora.files.bdlora import check_blocks
@@ -117,7 +118,11 @@ def with_alpha(settings: LoraSettings) -> LoraSettings:
 
 
 def rank_and_scaling(settings: LoraSettings, site: str) -> tuple[int, float]:
-    """Return the rank of a site's pair and its scaling: `alpha / r`, or `alpha / sqrt(r)` with rsLoRA."""
+    """Return the rank of a site's pair and its scaling: `alpha / r`, or `alpha / sqrt(r)` with rsLoRA. The rank of a
+    KV prefix is its tokens."""
+    if is_prefix(site):
+        return settings.prefix, 1.0
+    site = site.removesuffix(DECODER)
     rank = lookup(settings.rank_pattern, site, settings.r)
     alpha = lookup(settings.alpha_pattern, site, alpha_of(settings))
     return rank, alpha / (math.sqrt(rank) if settings.rslora else rank)
@@ -132,12 +137,19 @@ def linear_targets(settings: LoraSettings, base: BaseSpec) -> tuple[str, ...]:
 
 
 def target_sites(settings: LoraSettings, base: BaseSpec) -> list[str]:
-    """Return the sites of an adapter in the base's order: first those of the layers, then embedding and head. Replaced
-    rows are left out, and nothing is checked."""
-    if settings.cartridge:
-        return list(base.prefixes)
+    """Return the sites of an adapter in the base's order: first those of the layers, then embedding and head, then
+    those of a decoder and of a KV prefix. Replaced rows are left out, and nothing is checked."""
+    return _with_others([] if settings.cartridge else _lora_sites(settings, base), settings, base)
+
+
+def _lora_sites(settings: LoraSettings, base: BaseSpec) -> list[str]:
     experts = targeted_sites(settings.target_parameters or (), base.experts)
     return targeted_sites(linear_targets(settings, base), {**base.sites, **base.ends}) + experts
+
+
+def _with_others(sites: Sequence[str], settings: LoraSettings, base: BaseSpec) -> list[str]:
+    decoder = [site + DECODER for site in sites] if settings.decoder else []
+    return [*sites, *decoder, *(base.prefixes if settings.prefix else ())]
 
 
 def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
@@ -166,7 +178,7 @@ def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
             raise InvalidRequest(
                 f"expected targets among {available} (or whole site names), got {target[:80]!r}", field="targets"
             )
-    sites = target_sites(settings, base)
+    sites = _lora_sites(settings, base)
     for field, patterns in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
         if len(patterns) * len(sites) > MAX_TRIES:
             most = MAX_TRIES // len(sites)
@@ -184,7 +196,7 @@ def resolve_targets(settings: LoraSettings, base: BaseSpec) -> list[str]:
     if settings.init == "orthogonal" and any(rank % 2 for rank in ranks.values()):
         raise InvalidRequest("orthogonal initialisation needs even ranks", field="init")
     check_blocks(settings, base, ranks)
-    return sites
+    return _with_others(sites, settings, base)
 
 
 def check_ends(settings: LoraSettings, base: BaseSpec) -> None:

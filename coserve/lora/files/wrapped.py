@@ -7,6 +7,7 @@ import re
 import struct
 from collections.abc import Container, Iterable, KeysView, Sequence
 from pathlib import Path
+from typing import cast
 
 from coserve.core.errors import InvalidRequest, UnsupportedAdapter
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -87,7 +88,8 @@ def rename_decoder(folder: Path, decoder: str) -> None:
         header: dict[str, object] = {"__metadata__": file.metadata} if file.metadata else {}
         for name, entry in file.entries.items():
             offsets = [entry.start - start, entry.end - start]
-            renamed = _PREFIX + _renamed(name.removeprefix(_PREFIX), old, new)
+            own = name.removeprefix(_PREFIX)
+            renamed = name if own == name else _PREFIX + _renamed(own, old, new)
             header[renamed] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text = text.ljust(-(-len(text) // 8) * 8)
@@ -97,7 +99,8 @@ def rename_decoder(folder: Path, decoder: str) -> None:
             for entry in sorted(file.entries.values(), key=lambda entry: entry.start):
                 out.writelines(file.chunks(entry))
     beside.replace(folder / ADAPTER_WEIGHTS)
-    config = read_json(folder, ADAPTER_CONFIG)
+    whole = read_json(folder, ADAPTER_CONFIG)
+    config = cast("dict[str, object]", whole.get("lora", whole))
     for key in ("rank_pattern", "alpha_pattern", "trainable_token_indices"):
         if isinstance(table := config.get(key), dict):
             config[key] = {_renamed(name, old, new): value for name, value in table.items()}
@@ -111,7 +114,7 @@ def rename_decoder(folder: Path, decoder: str) -> None:
         modules = (name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in header if ".lora_" in name)
         linear = (module for module in modules if not module.endswith((".experts", ".base_layer")))  # PEFT's parameters
         config["target_modules"] = list(dict.fromkeys(linear))
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(whole, indent=2) + "\n")
 
 
 def _decoder_of(names: Iterable[str]) -> str:

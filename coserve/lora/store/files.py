@@ -6,7 +6,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from coserve.core.errors import CorruptAdapter, UnsupportedAdapter
-from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_rows
+from coserve.core.errors import CorruptAdapter
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_prefix, is_rows
 from coserve.core.types import AdapterDigests, BaseSpec, LoraSettings
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.files.bdlora import blocks_at
-from coserve.lora.files.cartridge import EMBEDDINGS, read_cartridge
+from coserve.lora.files.cartridge import EMBEDDINGS, read_alone
 from coserve.lora.files.ends import peft_name
 from coserve.lora.files.experts import peft_module
-from coserve.lora.files.gate import is_cartridge, read_any_config
+from coserve.lora.files.gate import Configs, read_configs
 from coserve.lora.files.peft import FINGERPRINT, PREFIX, QUANTIZATION, check_base, config_file, read_layout
-from coserve.lora.files.tensorfile import TensorFile, check_digest, digest_file
+from coserve.lora.files.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
 from coserve.lora.store.packing import packed
 from coserve.lora.store.reading import DTYPES, read_sites
 from coserve.lora.store.reads import LoadTimes
@@ -53,10 +53,8 @@ def load_adapter(
             files that do not match `digests`.
         StorageError: the machine cannot read the files now.
     """
-    with _opened(folder, digests, LoadTimes()) as (config, file, threads):
-        if is_cartridge(config):
-            raise UnsupportedAdapter("expected LoRA, got a cartridge", field="peft_type")
-        tensors = read_layout(config, file, base, None if digests is None else digests.alphas)
+    with _opened(folder, digests, LoadTimes()) as (configs, file, threads):
+        tensors = read_layout(configs.lora_alone(), file, base, None if digests is None else digests.alphas)
         found = read_sites(file, tensors, base, dtype, threads, for_kernels=False)
     return LoraWeights(tensors.settings, {name: pair.to(device) for name, pair in found.items()})
 
@@ -74,14 +72,17 @@ def load_packed(
     their scales are to be computed (`Base.served`)."""
     times = times or LoadTimes()
     with times.during("pack"):
-        with _opened(folder, digests, times) as (config, file, threads):
-            if is_cartridge(config):
-                prefixes = read_prefixes(config, file, base, dtype)
-                return packed(prefixes, for_kernels=for_kernels)
-            tensors = read_layout(config, file, base, None if digests is None else digests.alphas)
+        with _opened(folder, digests, times) as (configs, file, threads):
+            if configs.lora is None:
+                return packed(read_prefixes(configs.cartridge or {}, file, base, dtype), for_kernels=for_kernels)
+            alphas = None if digests is None else digests.alphas
+            tensors = read_layout(configs.lora, file, base, alphas, configs.cartridge)
             dense = all(max(shape.a_blocks, shape.b_blocks) == 1 for shape in tensors.sites.values())
             dense = dense and not tensors.magnitudes and for_kernels
-            found = read_sites(file, tensors, base, dtype, threads, for_kernels=dense)
+            found: Mapping[str, LoraPair] = read_sites(file, tensors, base, dtype, threads, for_kernels=dense)
+            if configs.cartridge is not None:
+                embeddings_PN = _finite(file, file.entries[EMBEDDINGS], dtype)
+                found = {**found, **prefix_pairs(base, embeddings_PN)}
         weights = LoraWeights(tensors.settings, found)
         return weights if tensors.magnitudes else packed(weights, for_kernels=for_kernels)
 
@@ -89,22 +90,22 @@ def load_packed(
 @contextmanager
 def _opened(
     folder: Path, digests: AdapterDigests | None, times: LoadTimes
-) -> Iterator[tuple[dict[str, object], TensorFile, Executor]]:
-    """Open the weights' file; yield the config, the file, and threads to read it, which meanwhile hash it.
+) -> Iterator[tuple[Configs, TensorFile, Executor]]:
+    """Open the weights' file; yield the configs, the file, and threads to read it, which meanwhile hash it.
 
     If the hash is not the registered one, `CorruptAdapter` about that takes precedence over any other error, and
     nothing that was read is used.
     """
     if digests is not None and digests.config:
         check_digest(digest_file(folder, ADAPTER_CONFIG), digests.config, ADAPTER_CONFIG)
-    config = read_any_config(folder)
+    configs = read_configs(folder)
     with (
         TensorFile(folder, ADAPTER_WEIGHTS) as file,
         ThreadPoolExecutor(1 + FILLERS, "adapter-file") as threads,
     ):
         digest = None if digests is None else threads.submit(_timed_hash, file, times)
         try:
-            yield config, file, threads
+            yield configs, file, threads
         finally:
             if digests is not None and digest is not None:
                 check_digest(digest.result(), digests.weights, ADAPTER_WEIGHTS)
@@ -122,9 +123,11 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
     was quantised. Equal adapters get equal bytes, hence equal digests.
     """
     tensors = {}
-    if weights.settings.cartridge:
+    if weights.prefix:
         tensors[EMBEDDINGS] = embeddings(weights)
-    for site, pair in () if weights.settings.cartridge else weights.sites.items():
+    for site, pair in weights.sites.items():
+        if is_prefix(site):
+            continue
         if is_rows(site):
             tensors[PREFIX + peft_name(site, weights.sites)] = pair.a_RD.detach().float().cpu().contiguous()
             continue
@@ -150,26 +153,33 @@ def read_prefixes(config: dict[str, object], file: TensorFile, base: BaseSpec, d
     """Read the cartridge of an open file: on the CPU, in `dtype`. Raises `BaseMismatch`, `CorruptAdapter`,
     `ShapeMismatch`, `StorageError`."""
     check_base(file, base)
-    settings, entry = read_cartridge(config, file, base)
+    settings, entry = read_alone(config, file, base)
+    return cartridge(settings, base, _finite(file, entry, dtype))
+
+
+def _finite(file: TensorFile, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
+    """Read a cartridge's tensor."""
     found = torch.frombuffer(file.read(entry), dtype=DTYPES[entry.dtype]).reshape(entry.shape).to(dtype)
     if not bool(torch.isfinite(found).all()):
         raise CorruptAdapter(f"the cartridge is not finite in {str(dtype).removeprefix('torch.')}")
-    return cartridge(settings, base, found)
+    return found
 
 
 def cartridge(settings: LoraSettings, base: BaseSpec, embeddings_PN: Tensor) -> LoraWeights:
-    """Return the pairs of a tensor (P, 2 L W)."""
+    """Return the adapter that is a cartridge alone, of a tensor (P, 2 L W)."""
+    return LoraWeights(settings, prefix_pairs(base, embeddings_PN))
+
+
+def prefix_pairs(base: BaseSpec, embeddings_PN: Tensor) -> dict[str, LoraPair]:
+    """Return the pairs of a cartridge's tensor (P, 2 L W)."""
     parts = embeddings_PN.chunk(2 * base.layers, 1)
-    return LoraWeights(
-        settings,
-        {
-            name: LoraPair(keys_PW.contiguous(), values_PW.T.contiguous(), 1.0)
-            for name, keys_PW, values_PW in zip(base.prefixes, parts[::2], parts[1::2], strict=True)
-        },
-    )
+    return {
+        name: LoraPair(keys_PW.contiguous(), values_PW.T.contiguous(), 1.0)
+        for name, keys_PW, values_PW in zip(base.prefixes, parts[::2], parts[1::2], strict=True)
+    }
 
 
 def embeddings(weights: LoraWeights) -> Tensor:
-    """Return the tensor of a cartridge's pairs: fp32 on the CPU, (P, 2 L W)."""
+    """Return the tensor of an adapter's KV prefix: fp32 on the CPU, (P, 2 L W)."""
     parts = [part for pair in weights.prefix for part in (pair.a_RD, pair.b_OR.T)]
     return torch.cat([part.detach().float().cpu() for part in parts], 1)

@@ -310,7 +310,7 @@ class AdapterStore:
         return self._in_pages.activate(entry)
 
     def host_weights(self, ref: AdapterRef) -> LoraWeights:
-        """Return the host copy of an acquired adapter that is never activated: a cartridge."""
+        """Return the host copy of an acquired adapter that is never activated: a KV prefix alone."""
         copy = self._entries[ref].host
         assert copy is not None, f"{ref} has no host copy"
         return copy

@@ -115,10 +115,17 @@ class AdapterRecord(Wire, frozen=True):
     """See `LoraSettings.bd_blocks`; also 1 for versions registered before it was kept."""
     cartridge: bool = False
     """See `LoraSettings.cartridge`; `rank` is then its tokens."""
+    prefix_tokens: int = 0
+    """See `LoraSettings.prefix_tokens`."""
     continues: AdapterRef | None = None
     """The version that the job continued. None: none, or registered before it was kept."""
     corpus_digest: str | None = None
     """`JobSpec.corpus_digest` of the job. None: no job, or registered before it was kept."""
+
+    @property
+    def prefix(self) -> int:
+        """Tokens of its KV prefix, alone or beside LoRA; 0: none."""
+        return self.rank if self.cartridge else self.prefix_tokens
 
     @property
     def parent(self) -> str | None:
