@@ -211,14 +211,16 @@ class Database:
 
     def _refuse_later(self, what: str, records: str, decode: Callable[[bytes], object]) -> None:
         """Raise `StartupError` if a later version of coserve wrote one of the `records`, a statement: it has unknown
-        fields."""
+        fields. So may a damaged one, since records have no version; a start would drop what a later version wrote."""
         for id, record in self._db.execute(records):
             try:
                 decode(record)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a damaged record is left out by its readers
                 if "unknown field" in str(error):
-                    why = f"the registry was written by a later version of coserve, start that: {what}, {id}: {error}"
-                    raise StartupError(why) from error
+                    raise StartupError(
+                        "a later version of coserve wrote the registry (start that), or it is damaged (put a backup "
+                        f"back): {what}, {id}: {error}"
+                    ) from error
 
     # ---- notes
 
