@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from coserve.api.adapters.filters import AdapterFilter
 from coserve.api.http.bodies import BodyReader
 from coserve.api.http.responses import ErrorFormat, error_info, json_response
 from coserve.api.http.route import BODY_ERRORS, Route, Schema
@@ -19,7 +21,7 @@ from coserve.api.service import Service
 from coserve.api.tinker import schemas
 from coserve.api.tinker.calls import decode_call
 from coserve.api.tinker.futures import Futures, Result
-from coserve.api.tinker.paths import check_base, parse_path, run_of
+from coserve.api.tinker.paths import SCHEME, SavedPath, check_base, parse_path, run_of
 from coserve.api.tinker.runs import Run, Runs, SamplerTarget, opened
 from coserve.api.tinker.sampling import request_of, sample
 from coserve.api.tinker.wire import PROTOBUF, expanded
@@ -279,34 +281,41 @@ class TinkerApi:
         state = await asyncio.to_thread(read_state, self._service.folder, *path.state)
         return schemas.WeightsInfo(state.base, state.lora.r)
 
-    @_route("GET", "training_runs/{id}/checkpoints", "List a model's saved states", (410, 422))
+    @_route("GET", "training_runs/{id}/checkpoints", "List a model's saved states and sampler weights", (410, 422))
     async def tinker_list_checkpoints(self, id: str) -> schemas.TinkerCheckpoints:
-        found = await asyncio.to_thread(saved_states, self._service.folder, run_of(id))
-        return schemas.TinkerCheckpoints(
-            [
-                schemas.TinkerCheckpoint(
-                    f"weights/{name}",
-                    "training",
-                    datetime.fromtimestamp(state.saved_at, UTC).isoformat(),
-                    f"tinker://{id}/weights/{name}",
-                )
-                for name, state in found
-            ]
-        )
+        states = await asyncio.to_thread(saved_states, self._service.folder, run_of(id))
+        saved = [(SavedPath(id, False, name), state.saved_at) for name, state in states]
+        start = SavedPath(id, True, "").adapter
+        adapters = await self._service.adapters.list(start, sys.maxsize, AdapterFilter(search=start))
+        own = [each for each in adapters.data if each.id.startswith(start)]
+        saved += [(SavedPath(id, True, each.id.removeprefix(start)), each.created_at) for each in own]
+        return schemas.TinkerCheckpoints([_checkpoint(*one) for one in sorted(saved, key=lambda one: one[1])])
 
     @_route(
         "DELETE",
         "training_runs/{id}",
-        "Delete a saved state, `MODEL/checkpoints/weights/NAME`",
-        (422, 507),
+        "Delete a saved state or sampler weights, `MODEL/checkpoints/[sampler_]weights/NAME`",
+        (409, 422, 507),
         slashes=True,
     )
     async def tinker_delete_checkpoint(self, id: str) -> schemas.Accepted:
         model, _, checkpoint = id.partition("/checkpoints/")
-        path = parse_path(f"tinker://{model}/{checkpoint}", sampler=False)
+        path = parse_path(f"{SCHEME}{model}/{checkpoint}", sampler=checkpoint.startswith("sampler_"))
+        if path.sampler:
+            await self._service.adapters.delete(path.adapter)
+            return schemas.Accepted()
         await asyncio.to_thread(read_state, self._service.folder, *path.state)
         await asyncio.to_thread(remove_dir, self._service.folder.session_state(*path.state))
         return schemas.Accepted()
+
+
+def _checkpoint(path: SavedPath, saved_at: float) -> schemas.TinkerCheckpoint:
+    return schemas.TinkerCheckpoint(
+        str(path).removeprefix(f"{SCHEME}{path.model}/"),
+        "sampler" if path.sampler else "training",
+        datetime.fromtimestamp(saved_at, UTC).isoformat(),
+        str(path),
+    )
 
 
 async def refused(error: CoserveError) -> Result:

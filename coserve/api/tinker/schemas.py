@@ -302,7 +302,7 @@ class WeightsInfo(msgspec.Struct, frozen=True):
 
 class TinkerCheckpoint(msgspec.Struct, frozen=True):
     checkpoint_id: str
-    checkpoint_type: Literal["training"]
+    checkpoint_type: Literal["training", "sampler"]
     time: str
     tinker_path: str
 

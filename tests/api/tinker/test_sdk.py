@@ -304,6 +304,24 @@ def test_states_are_listed_and_deleted(training: tinker.TrainingClient, daemon: 
     assert not folder.exists()
 
 
+def test_weights_for_samplers_are_listed_and_deleted_beside_states(
+    service: tinker.ServiceClient, training: tinker.TrainingClient, daemon: DaemonProcess
+) -> None:
+    steps(training, 1)
+    paths = [training.save_weights_for_sampler("first").result().path, training.save_state("kept").result().path]
+    paths.append(training.save_weights_for_sampler("last").result().path)
+    run, rest = paths[0].split("/")[2], service.create_rest_client()
+    found = rest.list_checkpoints(run).result().checkpoints
+    assert [each.tinker_path for each in found] == paths
+    kinds = [(each.checkpoint_type, each.checkpoint_id) for each in found]
+    sampler, state = "sampler_weights", "weights"
+    assert kinds == [("sampler", f"{sampler}/first"), ("training", f"{state}/kept"), ("sampler", f"{sampler}/last")]
+    rest.delete_checkpoint_from_tinker_path(paths[0]).result()
+    assert [each.tinker_path for each in rest.list_checkpoints(run).result().checkpoints] == paths[1:]
+    assert daemon.call("GET", f"/adapters/{run.replace(':', '.')}-first")[0] == 404
+    assert daemon.call("GET", f"/adapters/{run.replace(':', '.')}-last")[0] == 200
+
+
 def test_an_engine_that_dies_is_told_with_the_last_state(service: tinker.ServiceClient, daemon: DaemonProcess) -> None:
     training = trained(service)
     expected = steps(training, 1)
