@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import urllib.request
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import msgspec
 import torch
@@ -78,13 +80,15 @@ def get(url: str) -> bytes:
     return found
 
 
-def wait_ready(url: str) -> None:
-    while True:
+def wait_ready(url: str, until: float = math.inf) -> None:
+    """Raises `TimeoutError` at a monotonic time, and `URLError` if the daemon has ended."""
+    while time.monotonic() < until:
         try:
             get(f"{url}/health/ready")
             return
-        except OSError:
+        except HTTPError:  # it starts
             time.sleep(0.02)
+    raise TimeoutError(f"the daemon is not ready: {get(f'{url}/health').decode()[:500]}")
 
 
 def load_seconds(url: str) -> dict[str, tuple[float, float]]:

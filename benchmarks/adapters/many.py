@@ -365,8 +365,9 @@ def main() -> None:
     results = Results.of(options, FILE, __file__, settings | real, seed=SEED)
     failed, end = dict[str, str](), time.monotonic() + options.budget
     with tempfile.TemporaryDirectory() as caches:
+        os.environ.setdefault("COSERVE_CACHE_DIR", caches)  # daemons share what they compile
         for without in options.without.split(","):
-            failed |= measure(case, parts, results, options, without, end, caches)
+            failed |= measure(case, parts, results, options, without, end)
     results.put("adapters.failed_parts", len(failed), "parts", about={"errors": failed})
 
 
@@ -377,14 +378,13 @@ def measure(
     options: argparse.Namespace,
     without: str,
     end: float,
-    caches: str,
 ) -> dict[str, str]:
     """Measure the parts with a daemon; return the errors of those that failed. `without`: an ablation, or nothing;
-    `end`: monotonic time after which nothing is begun. `caches`: folder of what daemons have compiled."""
+    `end`: monotonic time after which nothing is begun."""
     failed, began = dict[str, str](), time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        served = daemon_settings(root, model_folder(root / "model", case.size), case) | {"cache_dir": caches}
+        served = daemon_settings(root, model_folder(root / "model", case.size), case)
         if options.host_adapter_bytes is not None:
             served["host_adapter_bytes"] = options.host_adapter_bytes
         environment = {}

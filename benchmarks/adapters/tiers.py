@@ -6,7 +6,8 @@
 The Llama-3.1-8B shape with random weights, adapters of rank 16 on seven sites (84 MB), files in the page cache.
 
 `ratio`: InfiniLoRA's figure 5. The page pool holds the KV cache of `RUNNING` requests and a share of the adapters, all
-of which are in host memory; popularity is a power law of exponent 1.2. A daemon for each share. `reloads`: one request
+of which are in host memory; popularity is a power law of exponent 1.2. A daemon for each share, all of them
+on the GPU, of which those that wait use no time of it. `reloads`: one request
 at a time, each for an adapter that has left the host and the pages since its last one; what the daemon's processes
 take after the reloads, less what they take after a tenth of them. `publish`: one request streams while a new version of
 another adapter is loaded again and again (`/v1/load_lora_adapter`); the longest time between two tokens less the
@@ -23,7 +24,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -79,8 +81,8 @@ class Bench:
     def _daemon(self, name: str, **settings: object) -> Iterator[str]:
         data = self._root / name
         served = {"model": self._model, "data_dir": data, "data_root": self._root, "device": self._case.device}
-        served["cache_dir"] = self._root / "cache"  # a daemon compiles what those before it have not
-        with daemon(served | {"load_format": "dummy", "shed": "off"} | settings, self._root / "log.txt") as url:
+        served |= {"load_format": "dummy", "shed": "off"}
+        with daemon(served | settings, self._root / f"{name}.txt") as url:
             wait_ready(url)
             import_adapter(url, "real")
             self._send(url, ["real"])  # its packed file is written
@@ -90,23 +92,34 @@ class Bench:
 
     def ratio(self) -> None:
         case = self._case
-        cache = RUNNING * 2 * case.length
-        for share in case.shares:
-            adapters = share * case.adapters * case.adapter_bytes / case.token_bytes
-            with self._daemon(f"ratio-{share}", kv_tokens=int(cache + adapters), max_running=RUNNING) as url:
+        few = {"max_running": RUNNING, "micro_batch_tokens": 512, "max_active_jobs": 1}  # all fit on the GPU
+        with ExitStack() as stack:
+
+            def started(share: float) -> str:
+                adapters = share * case.adapters * case.adapter_bytes / case.token_bytes
+                pool = int(RUNNING * 2 * case.length + adapters)
+                url = stack.enter_context(self._daemon(f"ratio-{share}", kv_tokens=pool, **few))
                 warm(url, self._names, "a-")
-                before, chance = load_seconds(url), random.Random(SEED)
-                count = int(case.rate * case.seconds)
-                chosen = choices(Popularity(Shape.POWER_LAW, EXPONENT), case.adapters, chance)
-                at = sorted(chance.uniform(0, case.seconds) for _ in range(count))
-                names = [self._names[next(chosen)] for _ in at]
-                samples = self._send(url, names, at)
-                waits = sorted(each.times[0] - each.due for each in samples if each.times)
-                copies = load_seconds(url)["copy"][0] - before["copy"][0]
-            about = {"p50_ms": round(1e3 * statistics.median(waits), 1), "copies": copies, "requests": count}
-            about |= {"served": len(waits), "within_250_ms": round(sum(wait <= 0.25 for wait in waits) / count, 4)}
-            key = f"adapters.ratio.ttft_p95_ms.{share:.0%}"
-            self._results.put(key, round(1e3 * waits[int(0.95 * len(waits))], 1), "ms", about=about)
+                return url
+
+            urls = [started(case.shares[0])]  # the others load what it compiles
+            with ThreadPoolExecutor() as together:
+                urls += together.map(started, case.shares[1:])
+            for share, url in zip(case.shares, urls, strict=True):
+                self._measure_ratio(share, url)
+
+    def _measure_ratio(self, share: float, url: str) -> None:
+        case, before, chance = self._case, load_seconds(url), random.Random(SEED)
+        count = int(case.rate * case.seconds)
+        chosen = choices(Popularity(Shape.POWER_LAW, EXPONENT), case.adapters, chance)
+        at = sorted(chance.uniform(0, case.seconds) for _ in range(count))
+        samples = self._send(url, [self._names[next(chosen)] for _ in at], at)
+        waits = sorted(each.times[0] - each.due for each in samples if each.times)
+        copies = load_seconds(url)["copy"][0] - before["copy"][0]
+        about = {"p50_ms": round(1e3 * statistics.median(waits), 1), "copies": copies, "requests": count}
+        about |= {"served": len(waits), "within_250_ms": round(sum(wait <= 0.25 for wait in waits) / count, 4)}
+        key = f"adapters.ratio.ttft_p95_ms.{share:.0%}"
+        self._results.put(key, round(1e3 * waits[int(0.95 * len(waits))], 1), "ms", about=about)
 
     def reloads(self) -> None:
         case = self._case
@@ -202,6 +215,7 @@ def main() -> None:
         seed=SEED,
     )
     with tempfile.TemporaryDirectory() as scratch:
+        os.environ.setdefault("COSERVE_CACHE_DIR", f"{scratch}/cache")  # daemons share what they compile
         bench = Bench(case, results, Path(scratch))
         for part in options.only:
             began = time.monotonic()

@@ -61,10 +61,15 @@ def run_on_gpus(script: str, shares: Sequence[Sequence[str]], out: Path, result:
         )
         for number, (share, folder) in enumerate(zip(shares, folders, strict=True))
     ]
-    statuses = [process.wait() for process in processes]
-    for folder in folders:
-        if (folder / result).exists():
-            merge_results(folder / result, out)
+    try:
+        statuses = [process.wait() for process in processes]
+    finally:  # also where this process is ended
+        for process in processes:
+            process.terminate()
+            process.wait()
+        for folder in folders:
+            if (folder / result).exists():
+                merge_results(folder / result, out)
     if any(statuses):
         raise SystemExit(next(status for status in statuses if status))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -10,11 +11,13 @@ RESULTS = Path("benchmarks/results")
 
 
 class Parser(argparse.ArgumentParser):
-    """Exits if the numbers of a tiny shape would go to the committed results."""
+    """Exits if the numbers of a tiny shape would go to the committed results. Once it has parsed, SIGTERM (as `timeout`
+    sends it) ends the program as Ctrl-C does, and with it the servers that it has started."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
         """See the base class."""
         options = super().parse_args(args, namespace)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         if getattr(options, "tiny", False) and options.out.resolve() == RESULTS.resolve():
             self.error("--tiny needs an --out of its own: its numbers say nothing")
         return options

@@ -128,7 +128,9 @@ def _merge(path: Path, runs: dict[str, Any], rows: dict[str, Any]) -> None:
     named = {row["run"] for row in record["rows"].values()}
     record["runs"] = {run: about for run, about in (record["runs"] | runs).items() if run in named}
     record["rows"] = dict(sorted(record["rows"].items()))
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(path)
 
 
 def merge_results(file: Path, out: Path = RESULTS) -> None:

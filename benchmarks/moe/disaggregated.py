@@ -49,12 +49,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.adapters.fleet import get, link, load_seconds, post, resident
+from benchmarks.adapters.fleet import get, link, load_seconds, post, resident, wait_ready
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.serving.http_case import SMALL, model_folder
@@ -202,17 +201,6 @@ def at_once(samples: Sequence[Sample]) -> dict[str, int]:
     }
 
 
-def wait_until_ready(url: str, until: float) -> None:
-    """Raises `TimeoutError`, and `URLError` if the daemon has ended."""
-    while time.monotonic() < until:
-        try:
-            get(f"{url}/health/ready")
-            return
-        except HTTPError:  # it starts
-            time.sleep(0.1)
-    raise TimeoutError(f"the daemon is not ready: {get(f'{url}/health').decode()[:500]}")
-
-
 def wait_until_packed(url: str, data: Path, names: Sequence[str]) -> None:
     """Have adapters read, and wait for the packed files that are written then. Raises `TimeoutError`."""
     for name in names:
@@ -301,15 +289,16 @@ class Run:
             try:
                 began = time.monotonic()
                 with daemon(self.settings(inputs, data), log, **self.environment()) as url:
-                    wait_until_ready(url, self.until)
+                    wait_ready(url, self.until)
                     self._rates(url, data, {"ready_s": round(time.monotonic() - began, 1)})
             except (Exception, SystemExit) as error:  # noqa: BLE001 - rows that are measured stay, and others follow
                 traceback.print_exc()
                 tail = log.read_text(errors="replace")[-3000:] if log.exists() else ""
                 failed = {"error": f"{error!r}"[:1000], "log": tail}
                 self.results.put(f"infini.failed.{self.name}", 1, "failures", None, about=failed)
-        if self.measured:
-            self.results.put(f"infini.rate.{self.name}", max(self.kept, default=0.0), "requests/s", None)
+            finally:  # also where this process is ended
+                if self.measured:
+                    self.results.put(f"infini.rate.{self.name}", max(self.kept, default=0.0), "requests/s", None)
 
     def _rates(self, url: str, data: Path, about: dict[str, object]) -> None:
         case, missed = self.case, 0

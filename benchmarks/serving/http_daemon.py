@@ -62,9 +62,9 @@ def serving(options: Sequence[str], log: Path, environment: Mapping[str, str] = 
             text=True,
             env=os.environ | environment,
         )
-        assert process.stdout is not None
-        line = next((line for line in process.stdout if "listens on" in line), None)
         try:
+            assert process.stdout is not None
+            line = next((line for line in process.stdout if "listens on" in line), None)
             if line is None:
                 raise SystemExit(f"the daemon did not start:\n{log.read_text()[-3000:]}")
             yield line.split()[-1]
