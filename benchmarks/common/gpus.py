@@ -37,7 +37,7 @@ def measure(
     """Measure in this process with `here`, which is given a folder, or on several GPUs, each with a hand's options."""
     warnings.filterwarnings("ignore", message=".* too long and lost a part")  # rows are cut to their length there
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder) if options.scratch is None else options.scratch
+        scratch = Path(folder) if options.scratch is None else options.scratch.resolve()
         scratch.mkdir(parents=True, exist_ok=True)
         if options.gpus == 1:
             here(scratch)

@@ -174,6 +174,14 @@ def main() -> None:
     reader, people = Reader("coserve/assets/tiny" if options.tiny else "smollm2"), 2 if options.tiny else options.people
     size = (2, 1024, 16) if options.tiny else (ROWS, TOKENS, KEPT)
     asked = list(documents(1 if options.tiny else 4, people, 24, 2 * SEEDS))
+    shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "save")}
+    results = Results.of(options, FILE, __file__, shown)
+
+    def put(share: float, **about: object) -> None:
+        seconds = round(time.monotonic() - began, 1)
+        about |= {"before": round(curve[0][2], 4), "steps": step, "seconds": seconds, "curve": curve}
+        results.put("documents.reader.in_context", round(share, 4), "fraction", Target(AIM), about=about)
+
     kept, began = reader.kept(size[2]), time.monotonic()
     optimizer = torch.optim.AdamW(
         reader.model.parameters(), RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=reader.cuda or None
@@ -202,17 +210,13 @@ def main() -> None:
             curve.append((step, round(now, 1), *reader.share("template", asked)))
             evaluated = time.monotonic() - began
             print(*curve[-1], "loss", *(round(each, 3) for each in losses), flush=True)
-    seconds = time.monotonic() - began
+            put(curve[-1][2])
     reader.save(options.save)
     share, refused = reader.share("template", asked)
     kinds: tuple[Kind, ...] = ("reversed", "two_facts", "unanswerable")
     others = {kind: round(reader.share(kind, asked)[0], 4) for kind in kinds}
     bare = reader.share("template", asked, read=False)
-    shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "save")}
-    results = Results.of(options, FILE, __file__, shown)
-    about = {"before": round(curve[0][2], 4), "steps": step, "seconds": round(seconds, 1), "others": others}
-    about |= {"refused": refused, "without": {"right": bare[0], "refused": bare[1]}, "curve": curve}
-    results.put("documents.reader.in_context", round(share, 4), "fraction", Target(AIM), about=about)
+    put(share, others=others, refused=refused, without={"right": bare[0], "refused": bare[1]})
     summarize(FILE, options.out)
 
 

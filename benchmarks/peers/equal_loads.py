@@ -33,9 +33,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -61,6 +60,7 @@ from coserve.workloads.bundled import bundled_rows
 from coserve.workloads.metrics import Limits, attainment, attains
 from coserve.workloads.opening import open_workload
 from coserve.workloads.replay import ReplayResult
+from coserve.workloads.scenario import Scenario
 from coserve.workloads.summary import summarise
 from coserve.workloads.trace import load_trace, save_trace
 
@@ -117,6 +117,9 @@ class EqualLoads:
             if f"{cell.name}.{system}" not in self._known and (not self._only_cells or cell.name in self._only_cells)
         ]
 
+    def _has_time(self, cell: Cell) -> bool:
+        return time.monotonic() + cell.expected <= self._deadline
+
     async def run_coserve(self, parts: Sequence[str], policy: str) -> None:
         scenario = open_workload(scenario_of(TRAINING, tiny=self._tiny)).scenario
         system = system_of(policy)
@@ -143,16 +146,15 @@ class EqualLoads:
         """vLLM alone, with all of the memory."""
         cells, scenario = self.cells("vllm"), load_trace(self._training_trace()).scenario
         memory = self._place.vllm_memory
-        async with vllm(self._place, scenario, memory=memory) as url:
-            self.log("vLLM answers")
-            await warm_up(url, "base", scenario)
+        async with AsyncExitStack() as stack:
+            url = await self._warm_vllm(stack.enter_async_context(vllm(self._place, scenario, memory=memory)), scenario)
             for cell in cells:
                 await self._measure(url, "base", cell, "vllm", about=peer_about(self._place, scenario, memory=memory))
 
     async def run_vllm_beside_peft(
-        self, duties: Sequence[float], share: int | None, url: str, base: Mapping[str, str]
+        self, duties: Sequence[float], share: int | None, starting: asyncio.Task[str], base: Mapping[str, str]
     ) -> None:
-        """PEFT with a share of the threads, at each duty cycle, beside a warm vLLM."""
+        """PEFT with a share of the threads, at each duty cycle, beside a warm vLLM. `starting`: returns its URL."""
         whole = self._training_trace()
         options = ["--trace", str(whole), "--model", str(self._place.model)] + ["--plain"] * self._tiny
         environment = {**base} | ({} if share is None else {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)})
@@ -162,6 +164,7 @@ class EqualLoads:
         log = self._place.scratch / "trainer.log"
         async with training(module("benchmarks.peers.trainer", *options), log, environment) as trainer:
             self.log("PEFT trains")
+            url = await starting
             peak = await self._peak(trainer, peer_system(share, 1.0))
             for duty in duties:
                 trainer.set_duty(duty)
@@ -176,13 +179,20 @@ class EqualLoads:
             environment = await stack.enter_async_context(mps(self._place.scratch / "mps")) if shares else {}
             own = environment | ({"CUDA_VISIBLE_DEVICES": "0"} if self._place.apart else {})
             server = vllm(self._place, scenario, memory=self._place.beside_memory, environment=own)
-            url = await stack.enter_async_context(server)
-            self.log("vLLM answers")
-            await warm_up(url, "base", scenario)
+            starting = asyncio.create_task(self._warm_vllm(stack.enter_async_context(server), scenario))
+            if not self._place.apart:  # where PEFT had memory already, vLLM would not find its share
+                await starting
             for share in shares or (None,):
-                if not any(self.cells(peer_system(share, duty)) for duty in duties):
-                    continue
-                await self.run_vllm_beside_peft(duties, share, url, environment)
+                left = [cell for duty in duties for cell in self.cells(peer_system(share, duty))]
+                if any(map(self._has_time, left)):
+                    await self.run_vllm_beside_peft(duties, share, starting, environment)
+
+    async def _warm_vllm(self, started: Awaitable[str], scenario: Scenario) -> str:
+        """Return the URL of a server once it has warmed up."""
+        url = await started
+        self.log("vLLM answers")
+        await warm_up(url, "base", scenario)
+        return url
 
     async def _peak(self, trainer: Trainer, system: str) -> float:
         """Tokens a second without requests."""
@@ -216,7 +226,7 @@ class EqualLoads:
         about: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         """`about`: further fields of the row."""
-        if time.monotonic() + cell.expected > self._deadline:
+        if not self._has_time(cell):
             self.log(f"no time is left for {cell.name}.{system}")
             return
         peer = system.startswith("vllm")
@@ -310,34 +320,31 @@ def measure_here(options: argparse.Namespace, scratch: Path) -> None:
     settings = {name: value for name, value in vars(size).items() if name != "config"}
     settings |= {"rank": RANK, "clients": CLIENTS}
     results = Results.of(options, file_of(options.tiny, options.apart), __file__, settings, seed=SEED)
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        root = Path(folder)
-        scenario = open_workload(scenario_of(Cell("adapters", 5.0, 1.0, LOOSE), tiny=options.tiny)).scenario
-        adapters = make_adapters(root / "adapters", size.config, scenario)
-        model = model_folder(root / "model", size)
-        place = Place(
-            size, model, adapters, scratch, options.vllm_site, strong=options.vllm_strong, apart=options.apart
-        )
-        known = gpus.known_keys(options, results)
-        benchmark = EqualLoads(
-            place,
-            results,
-            known,
-            tiny=options.tiny,
-            budget=options.budget,
-            only_cells=options.cells,
-            seconds=options.seconds,
-        )
-        ours = [part for part in options.only if not part.startswith("vllm")]
-        for policy in options.policies if ours else ():
-            asyncio.run(benchmark.run_coserve(ours, policy))
-            ours = [part for part in ours if part != "alone"]  # without training all policies are alike
-            if not ours:
-                break
-        if "vllm" in options.only:
-            asyncio.run(benchmark.run_vllm())
-        if "vllm+peft" in options.only:
-            asyncio.run(benchmark.run_peers(options.duties, options.mps_shares))
+    scenario = open_workload(scenario_of(Cell("adapters", 5.0, 1.0, LOOSE), tiny=options.tiny)).scenario
+    adapters, model = scratch / "adapters", scratch / "model"
+    if not model.exists():  # vLLM finds what it has compiled by the path of its model
+        make_adapters(adapters, size.config, scenario)
+        model_folder(model, size)
+    place = Place(size, model, adapters, scratch, options.vllm_site, strong=options.vllm_strong, apart=options.apart)
+    benchmark = EqualLoads(
+        place,
+        results,
+        gpus.known_keys(options, results),
+        tiny=options.tiny,
+        budget=options.budget,
+        only_cells=options.cells,
+        seconds=options.seconds,
+    )
+    ours = [part for part in options.only if not part.startswith("vllm")]
+    for policy in options.policies if ours else ():
+        asyncio.run(benchmark.run_coserve(ours, policy))
+        ours = [part for part in ours if part != "alone"]  # without training all policies are alike
+        if not ours:
+            break
+    if "vllm" in options.only:
+        asyncio.run(benchmark.run_vllm())
+    if "vllm+peft" in options.only:
+        asyncio.run(benchmark.run_peers(options.duties, options.mps_shares))
 
 
 def main() -> None:
