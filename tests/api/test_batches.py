@@ -12,7 +12,7 @@ import pytest
 
 from coserve.api.access.quotas import Quotas
 from coserve.api.openai.batches.runner import Answer, BatchRunner
-from coserve.api.openai.batches.store import BatchRecord, BatchStore
+from coserve.api.openai.batches.store import OUTPUT, BatchRecord, BatchStore
 from coserve.core.access.schemas import Quota
 from coserve.core.errors import QueueFull, QuotaExceeded
 from coserve.core.link.generation import Generate
@@ -239,9 +239,13 @@ async def run_alone(
 
 
 async def test_a_batch_that_ends_by_an_internal_error_keeps_its_answers(tmp_path: Path) -> None:
+    def answered_one() -> bool:
+        return any(b"good" in path.read_bytes() for path in tmp_path.rglob(OUTPUT))
+
     async def answer(content: bytes) -> bytes:
         if b"bad" in content:
-            await asyncio.sleep(0.5)  # until the other answer is written
+            while not answered_one():  # noqa: ASYNC110 - files send no event
+                await asyncio.sleep(0.01)
             raise RuntimeError("no")
         return b"{}"
 

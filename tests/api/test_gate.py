@@ -194,7 +194,7 @@ EXPECT = b"Expect: 100-continue\r\n"
 ASKED = "100 Continue\r\n\r\n"
 
 
-async def slowly(api: Api, *parts: bytes | str | float) -> bytes:
+async def slowly(api: Api, patch: pytest.MonkeyPatch, *parts: bytes | str | float) -> bytes:
     """Send bytes, wait until a text comes, let seconds pass; all that comes until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     found = b""
@@ -205,7 +205,7 @@ async def slowly(api: Api, *parts: bytes | str | float) -> bytes:
             found += await reader.readuntil(part.encode())
         else:
             await asyncio.sleep(0.01)  # the server has the bytes by then, or waits in earnest
-            leap(part)
+            leap(patch, part)
     found += await reader.read()
     writer.close()
     return found
@@ -222,26 +222,32 @@ async def slowly(api: Api, *parts: bytes | str | float) -> bytes:
     ],
     ids=["silence", "half a line", "half the headers", "dripping headers", "half of a second request"],
 )
-async def test_headers_have_a_deadline(locked: Api, parts: tuple[bytes | str | float, ...]) -> None:
-    answer = await slowly(locked, *parts, 31.0)
+async def test_headers_have_a_deadline(
+    locked: Api, parts: tuple[bytes | str | float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = await slowly(locked, monkeypatch, *parts, 31.0)
     assert answer.count(b"HTTP/1.1") == (HEALTH in parts)
     await locked.works()
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: 1000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n5\r\n"])
 @pytest.mark.parametrize("drip", [(), (20.0, b"a", 9.0, b"b")], ids=["silence", "drip"])
-async def test_bodies_have_a_deadline(locked: Api, length: bytes, drip: tuple[bytes | float, ...]) -> None:
-    answer = await slowly(locked, HEAD + EXPECT + length, ASKED, b'{"p', *drip, 2.0 if drip else 31.0, "408", 3.0)
+async def test_bodies_have_a_deadline(
+    locked: Api, length: bytes, drip: tuple[bytes | float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = (HEAD + EXPECT + length, ASKED, b'{"p', *drip, 2.0 if drip else 31.0)
+    answer = await slowly(locked, monkeypatch, *parts, "408", 3.0)
     assert answer.partition(ASKED.encode())[2].startswith(b"HTTP/1.1 408")
     assert b'"request_timeout"' in answer
     await locked.works()
 
 
-async def test_uploads_have_a_deadline(locked: Api) -> None:
+async def test_uploads_have_a_deadline(locked: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     head = HEAD.replace(b"/generate", b"/finetune") + b"Content-Type: multipart/form-data; boundary=b\r\n"
     part = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{"text'
     for body in (b"", b"--b\r\n", part):
-        answer = await slowly(locked, head + EXPECT + b"Content-Length: 10000\r\n\r\n", ASKED, body, 31.0, "408", 3.0)
+        parts = (head + EXPECT + b"Content-Length: 10000\r\n\r\n", ASKED, body, 31.0)
+        answer = await slowly(locked, monkeypatch, *parts, "408", 3.0)
         assert answer.partition(ASKED.encode())[2].startswith(b"HTTP/1.1 408"), body
     assert list(locked.folder.staging.iterdir()) == []
     await locked.works()

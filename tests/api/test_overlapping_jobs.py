@@ -111,7 +111,7 @@ async def test_a_job_whose_source_cannot_be_read_keeps_nobody_else_waiting(api: 
     first, second = await two_jobs(api)
     with armed("adapter.read=EIO"):
         await cancel_until_its_source_is_tried_again(api, first, second)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             other = await api.submit(adapter="other")
             for order, state in (("pause", "paused"), ("resume", "queued"), ("cancel", "cancelled")):
                 _, found = await api.call("POST", f"/finetune/{other['id']}/{order}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from coserve.api.sessions import handlers
 from coserve.client import AsyncClient
 from coserve.core.errors import InvalidRequest, NotFound
 from coserve.data.corpus.batch import examples_out
-from tests.support.api_server import Api
+from tests.support.api_server import Api, leap
 from tests.support.real_server import serve_real
 
 EXAMPLES = [{"tokens": [5, 6, 7, 8], "labels": [6, 7, 8, 9], "weights": [1, 1, 1, 1]}]
@@ -86,12 +85,15 @@ async def test_numbers_that_are_not_finite_are_the_clients_errors(tmp_path: Path
         await refused(api, 404, "not_found", "POST", "/sessions", "state", json={"state": f"{session[10:]}/mine"})
 
 
-async def test_a_session_ends_without_a_sign_of_its_client(tmp_path: Path) -> None:
-    async with serve_real(tmp_path, session_timeout=0.5, max_sessions=1) as api:
+async def test_a_session_ends_without_a_sign_of_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve_real(tmp_path, session_timeout=200.0, max_sessions=1) as api:
         session = await opened(api)
         await refused(api, 429, "queue_full", "POST", "/sessions", json={})
+        leap(monkeypatch, 150.0)
+        assert (await api.call("GET", session))[0] == 200
+        leap(monkeypatch, 60.0)
         while (await api.call("GET", session))[0] == 200:
-            await asyncio.to_thread(time.sleep, 0.05)
+            pass
         await opened(api)
 
 

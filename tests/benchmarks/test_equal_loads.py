@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from benchmarks.peers.client import merged
 from benchmarks.peers.device_time import Window, counters_of, device_time, read_counters
 from benchmarks.peers.equal_report import FILE, TARGETS, keys, peer_system, publish, target_of
 from benchmarks.peers.loads import chosen_cells, only_prompts, scenario_of
+from coserve.api.http.security import Handler
 from coserve.workloads.opening import open_workload
 from coserve.workloads.replay import ReplayResult, Sample
-from tests.support.api_server import serve_api
+from tests.support.api_server import leap, serve_api
 
 
 def row(rate: float, in_slo: float, goodput: float, share: float = 0.0) -> dict[str, Any]:
@@ -131,17 +133,31 @@ def test_where_the_time_of_the_device_goes() -> None:
     assert found == {"train_share": 0.8, "decode.beside": {"per_s": 20.0, "ms": 20.0, "share": 0.4}}
 
 
-async def test_the_window_is_that_of_the_arrivals(tmp_path: Path) -> None:
-    async with serve_api(tmp_path / "data") as api:
-        window = Window(api.url, 0.3)
-        window.begins(time.monotonic() + 0.1)
-        await asyncio.sleep(0.2)
+async def test_the_window_is_that_of_the_arrivals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = asyncio.Event()
+
+    @web.middleware
+    async def watch(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await handler(request)
+        if request.path == "/metrics":
+            read.set()
+        return response
+
+    async with serve_api(tmp_path / "data", middlewares=[watch]) as api:
+        window = Window(api.url, 200.0)
+        window.begins(time.monotonic() + 100.0)
+        await asyncio.sleep(0.01)
+        assert not read.is_set()
+        leap(monkeypatch, 100.0)
+        await read.wait()
         api.engine.stats()
+        await api.works()
+        leap(monkeypatch, 200.0)
         found = await window.found()
     assert found["decode.beside"] == {
-        "per_s": pytest.approx(66, rel=0.3),
+        "per_s": pytest.approx(0.1, rel=0.3),
         "ms": 25.0,
-        "share": pytest.approx(1.66, rel=0.3),
+        "share": pytest.approx(0.0025, rel=0.3),
     }
 
 

@@ -67,7 +67,7 @@ async def test_no_request_waits_for_another() -> None:
         await all_here.wait()
         return web.Response()
 
-    async with served(handler) as transport, asyncio.timeout(20):
+    async with served(handler) as transport, asyncio.timeout(120):
         responses = await asyncio.gather(*(transport.send(Request("GET", "/")) for _ in range(count)))
         assert {response.status for response in responses} == {200}
         for response in responses:
@@ -124,7 +124,7 @@ async def test_upload(tmp_path: Path) -> None:
 async def test_nobody_listens() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        transport = HttpTransport(f"http://127.0.0.1:{taken.getsockname()[1]}", read_timeout=1)
+        transport = HttpTransport(f"http://127.0.0.1:{taken.getsockname()[1]}", read_timeout=60)
         with pytest.raises(Unreachable, match="no daemon answers") as caught:
             await transport.send(Request("GET", "/"))
         assert not caught.value.sent
@@ -137,7 +137,7 @@ async def test_a_daemon_without_tls() -> None:
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        transport = HttpTransport(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", read_timeout=1)
+        transport = HttpTransport(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", read_timeout=60)
         with pytest.raises(Unreachable, match=r"no TLS with .*SSL: .*; SSL_CERT_FILE names"):
             await transport.send(Request("GET", "/"))
         await transport.close()
@@ -177,7 +177,7 @@ async def test_closing_ends_a_stream_under_way() -> None:
         await client.close()
         await transport.close()
         with pytest.raises(InvalidRequest, match="the client is closed"):
-            await asyncio.wait_for(rest, 20)
+            await asyncio.wait_for(rest, 120)
 
 
 async def test_a_connection_that_breaks_within_the_answer() -> None:

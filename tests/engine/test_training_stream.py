@@ -81,6 +81,8 @@ async def test_the_end_of_a_slice_wakes_the_engine(device: HeldDevice) -> None:
     """Nothing else does: there are no requests, and no timers."""
     async with scene(kind=Launching, mark=device.mark) as at:
         await begin(at, device, "one", "two")
+        while len(device.marks) < 2:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         assert len(device.marks) == 2
         device.release()

@@ -36,13 +36,14 @@ def fail(context: TaskContext) -> None:
     raise KeyError("/secret/path")
 
 
-def sleep(context: TaskContext) -> None:
+def sleep(context: TaskContext, began: str) -> None:
+    Path(began).touch()
     time.sleep(600)
 
 
 def work(context: TaskContext) -> str:
-    """Three seconds in all, with heartbeats."""
-    for _ in range(300):
+    """Five seconds in all, with heartbeats."""
+    for _ in range(500):
         time.sleep(0.01)
         context.progress()
     return "done"

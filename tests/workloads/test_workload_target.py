@@ -234,7 +234,7 @@ class SlowDaemon(FakeDaemon):
 async def interrupted(daemon: SlowDaemon, *, answered: bool = True) -> list[str]:
     """Cancel `prepare` while its submissions are under way; what `clean_up` could not delete."""
     async with AsyncClient(transport=MockTransport(daemon), retry=NO_RETRIES) as client:
-        target = DaemonTarget(client, SCENARIO, prefix="bench-", submission_wait=5.0 if answered else 0.05)
+        target = DaemonTarget(client, SCENARIO, prefix="bench-", submission_wait=120.0 if answered else 0.05)
         preparing = asyncio.create_task(target.prepare())
         await daemon.asked.wait()
         await asyncio.sleep(0.01)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from coserve.core.processes import is_stopped
 from tests.support.daemon_process import DaemonProcess
 
 MODULE = "tests.cli.daemon.test_orphans"
@@ -56,7 +57,7 @@ def test_a_child_whose_parent_was_killed_at_its_start_does_nothing(start: str, k
     ) as parent:
         assert parent.stdout is not None
         child = eventually(lambda: child_of(parent.pid, "test_orphans"))
-        os.kill(child, signal.SIGSTOP)
+        eventually(lambda: child if is_stopped(child) else None)
         if killed:
             parent.kill()
             parent.wait()
@@ -85,7 +86,7 @@ def test_an_engine_whose_api_process_was_killed_while_it_started_loads_nothing(m
 if __name__ == "__main__":
     from coserve.core.processes import obey_parent
 
-    time.sleep(0.2)  # its imports
+    os.kill(os.getpid(), signal.SIGSTOP)
     obey_parent()
     print(OBEYED, flush=True)
     time.sleep(600)

@@ -84,20 +84,20 @@ async def test_a_parent_with_much_memory_costs_no_process(pool: HelperPool) -> N
     del held
 
 
-async def test_a_call_that_is_cancelled_takes_its_process_with_it(pool: HelperPool) -> None:
+async def test_a_call_that_is_cancelled_takes_its_process_with_it(pool: HelperPool, tmp_path: Path) -> None:
     first = await helper_pid(pool)
-    call = asyncio.create_task(pool.run(tasks.sleep))
-    await asyncio.sleep(0.05)
+    call = asyncio.create_task(pool.run(tasks.sleep, str(began := tmp_path / "began")))
+    await until(began.exists)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     assert not lives(first)
     assert await helper_pid(pool) != first
 
 
-async def test_a_process_that_is_killed_is_replaced(pool: HelperPool) -> None:
+async def test_a_process_that_is_killed_is_replaced(pool: HelperPool, tmp_path: Path) -> None:
     first = await helper_pid(pool)
-    call = asyncio.create_task(pool.run(tasks.sleep))
-    await asyncio.sleep(0.05)
+    call = asyncio.create_task(pool.run(tasks.sleep, str(began := tmp_path / "began")))
+    await until(began.exists)  # one that had not begun would be run by another process
     os.kill(first, signal.SIGKILL)
     with pytest.raises(HelperLost):
         await call
@@ -130,16 +130,14 @@ async def test_a_task_that_killed_its_process_is_not_run_again(pool: HelperPool,
     assert runs.read_text() == "ran\n"
 
 
-async def test_a_stuck_process_is_killed_and_one_that_works_is_not(
-    pool: HelperPool,
-) -> None:
+async def test_a_stuck_process_is_killed_and_one_that_works_is_not(pool: HelperPool, tmp_path: Path) -> None:
     first = await helper_pid(pool)
-    pool.silence = 2.0
+    pool.silence = 4.0
     assert await pool.run(tasks.work) == "done"
     assert await helper_pid(pool) == first
     pool.silence = 0.1
     with pytest.raises(InvalidRequest, match="within 0 s"):
-        await pool.run(tasks.sleep)
+        await pool.run(tasks.sleep, str(tmp_path / "began"))
     assert not lives(first)
 
 

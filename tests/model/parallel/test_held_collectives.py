@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,20 +12,35 @@ import torch.distributed as dist
 
 from coserve.core.errors import EngineFault
 from coserve.model.agreement import FailedTogether, on_all_ranks
+from coserve.model.parallel.lockstep import PeerFailed
 from coserve.model.parallel.mesh import GroupMesh, Mesh
 from tests.support.ranks import Ranks
 
 CPU = torch.device("cpu")
 
 
-def _launched(mesh: Mesh, fails_first: bool) -> tuple[dict[str, int], bool]:
+def _until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        time.sleep(0.001)
+
+
+def _other_has_failed(mesh: Mesh) -> bool:
+    try:
+        mesh.guard.check()
+    except PeerFailed:
+        return True
+    return False
+
+
+def _launched(mesh: Mesh, fails_first: bool, launched: Path) -> tuple[dict[str, int], bool]:
     """Rank 1 fails before or after rank 0 launches a graph of two collectives, played here by the collectives
-    themselves. What was counted, and whether ranks are together after it."""
+    themselves; then there is a file `launched`. What was counted, and whether ranks are together after it."""
     assert isinstance(mesh, GroupMesh)
     own, parts = torch.ones(5), torch.ones(2, 7)
 
     def work() -> None:
         def graph() -> None:
+            launched.touch()
             dist.all_reduce(own, group=mesh.group)
             dist.all_gather_into_tensor(parts.view(-1), torch.ones(7), group=mesh.group)
 
@@ -32,9 +49,9 @@ def _launched(mesh: Mesh, fails_first: bool) -> tuple[dict[str, int], bool]:
             mesh.traffic.add("all_gather", parts[0])
         assert not mesh.traffic.calls, "nothing has begun"
         if mesh.rank == 1:
-            time.sleep(0.0 if fails_first else 0.3)
+            _until(lambda: fails_first or launched.exists())
             raise ValueError("no graph")
-        time.sleep(0.3 if fails_first else 0.0)
+        _until(lambda: not fails_first or _other_has_failed(mesh))
         launch(graph)
 
     with pytest.raises(FailedTogether):
@@ -44,8 +61,10 @@ def _launched(mesh: Mesh, fails_first: bool) -> tuple[dict[str, int], bool]:
 
 
 @pytest.mark.parametrize("fails_first", [True, False])
-def test_a_rank_that_fails_takes_part_in_all_that_another_has_launched(two: Ranks, fails_first: bool) -> None:
-    own, other = two.run(_launched, fails_first)
+def test_a_rank_that_fails_takes_part_in_all_that_another_has_launched(
+    two: Ranks, fails_first: bool, tmp_path: Path
+) -> None:
+    own, other = two.run(_launched, fails_first, tmp_path / "launched")
     assert own[1] and other[1]
     # The reports of ranks, and what rank 0 had launched, which rank 1 then runs with zeros.
     launched = {"all_gather": 1} if fails_first else {"all_reduce": 1, "all_gather": 2}
