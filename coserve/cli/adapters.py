@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from coserve.cli import merging
-from coserve.cli.app import PLAIN, CommandGroup
+from coserve.cli.app import command_group
 from coserve.cli.common import (
     AsJson,
     Limit,
@@ -39,11 +39,7 @@ from coserve.core.limits import PAGE_SIZE
 from coserve.core.schemas import Adapter, ConvertedAdapter
 from coserve.lora.files.wrapped import check_decoder, rename_decoder
 
-adapters_app = typer.Typer(
-    cls=CommandGroup,
-    rich_markup_mode=PLAIN,
-    help="List, import, download, read ahead, roll back, convert and delete adapters.",
-)
+adapters_app = command_group("List, import, download, read ahead, roll back, convert and delete adapters.")
 HEADERS = ("ADAPTER", "RANK", "SIZE", "AGE", "SOURCE", "NEWER", "ALIASES", "TAGS", "KEPT")
 
 

@@ -6,16 +6,12 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli.app import PLAIN, CommandGroup
+from coserve.cli.app import command_group
 from coserve.cli.common import AsJson, client_command, json_text, print_list
 from coserve.client import Client
 from coserve.core.schemas import Alias
 
-aliases_app = typer.Typer(
-    cls=CommandGroup,
-    rich_markup_mode=PLAIN,
-    help="Let names mean versions of adapters: move, split, promote and roll back.",
-)
+aliases_app = command_group("Let names mean versions of adapters: move, split, promote and roll back.")
 
 
 @client_command(aliases_app, "list")

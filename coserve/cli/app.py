@@ -71,6 +71,11 @@ def _first_sentence(text: str) -> str:
     return sentence + dot.rstrip()
 
 
+def command_group(help: str) -> typer.Typer:
+    """Return an empty group of commands."""
+    return typer.Typer(cls=CommandGroup, rich_markup_mode=PLAIN, help=help)
+
+
 class _Commands(CommandGroup):
     """Imports a command when it is asked for."""
 

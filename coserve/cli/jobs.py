@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli.app import PLAIN, CommandGroup
+from coserve.cli.app import command_group
 from coserve.cli.common import (
     AsJson,
     Limit,
@@ -30,11 +30,7 @@ from coserve.core.limits import PAGE_SIZE
 from coserve.core.schemas import Job, JobEvent, Sample
 from coserve.core.training.jobs import JobState
 
-jobs_app = typer.Typer(
-    cls=CommandGroup,
-    rich_markup_mode=PLAIN,
-    help="List, watch, plot, pause, resume, cancel and delete fine-tuning jobs.",
-)
+jobs_app = command_group("List, watch, plot, pause, resume, cancel and delete fine-tuning jobs.")
 
 
 def follow_job(job: JobHandle, as_json: bool) -> Job:

@@ -46,7 +46,7 @@ class Reports:
         if backlog >= LOGGED_BACKLOG:
             self._unread.warn(f": {backlog >> 20} MiB wait")
         generator, adapters, jobs, views, stalls = self._parts
-        allocator, scheduler = generator.allocator(), generator.scheduler
+        scheduler = generator.scheduler
         first, running = scheduler.queue.first_arrival, scheduler.started
         stats = EngineStats(
             waiting=len(scheduler.requests) - running,
@@ -56,12 +56,8 @@ class Reports:
             pages_total=generator.pages_total,
             pages_adapters=generator.adapter_pages,
             memory_planned=0 if self._memory is None else self._memory.planned,
-            memory_peak=allocator.peak,
-            cuda_allocs=allocator.allocs,
+            allocator=generator.allocator(),
             graphs_missing=generator.graphs_missing,
-            cuda_frees=allocator.frees,
-            cuda_alloc_retries=allocator.retries,
-            pinned_allocs=allocator.pinned,
             preemptions=scheduler.preemptions,
             step_adapters=scheduler.step_adapters,
             prefix_queries=scheduler.active.prefix_queries,

@@ -12,14 +12,13 @@ from coserve.core.health import LoraServerInfo
 from coserve.core.link.generation import RequestFailed
 from coserve.core.link.jobs import JobCheckpoint, JobNote, JobSnapshot, JobStarted, JobSucceeded, JobWaiting
 from coserve.core.link.link import FromEngine
-from coserve.core.link.stats import TrainingBatches
+from coserve.core.link.stats import AllocatorStats, TrainingBatches
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.generate.plan import Ran, Scheduled
 from coserve.generate.schedule import Scheduler
 from coserve.lora.store.reads import LoadTimes
-from coserve.memory.allocator import AllocatorStats
 
 
 class Generates(Protocol):

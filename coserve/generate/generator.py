@@ -19,6 +19,7 @@ from coserve.core.errors import (
     failure_text,
 )
 from coserve.core.link.generation import MAX_PROMPT_LOGPROBS, Generate, RequestFailed, Tokens
+from coserve.core.link.stats import AllocatorStats
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.types import FinishReason
 from coserve.generate.checks import no_token_error
@@ -31,7 +32,7 @@ from coserve.generate.sampling.choices import Choice, NoToken
 from coserve.generate.schedule import SCORED_TOKENS, Scheduler
 from coserve.generate.step_input import step_input
 from coserve.lora.store.store import AdapterStore
-from coserve.memory.allocator import AllocatorStats, allocator_stats
+from coserve.memory.allocator import allocator_stats
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base
 from coserve.model.faults import contained, memory_numbers, out_of_memory

@@ -6,21 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class AllocatorStats:
-    """Counts since the process started; all 0 on a CPU."""
-
-    peak: int = 0
-    """Peak bytes of GPU memory in tensors."""
-    allocs: int = 0
-    """Calls of cudaMalloc."""
-    frees: int = 0
-    """Calls of cudaFree, which wait for the GPU."""
-    retries: int = 0
-    """Allocations for which cached memory had to be freed first."""
-    pinned: int = 0
-    """Calls of cudaHostAlloc."""
+from coserve.core.link.stats import AllocatorStats
 
 
 def allocator_stats(device: torch.device) -> AllocatorStats:

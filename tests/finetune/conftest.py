@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from coserve.data.pretrained.tokenizer import Tokenizer
+
 if TYPE_CHECKING:
     from coserve.model.base import Base
 
@@ -16,3 +18,8 @@ def base() -> Base:
     from tests.support.finetuning import tiny_base  # not before Triton's setting
 
     return tiny_base("llama")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load("bundled")

@@ -32,11 +32,6 @@ IMPLICIT: dict[str, Any] = {name: MESSAGES["prompt"] + MESSAGES[name] for name i
 """As TRL's datasets have it: the prompt is what both begin with."""
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load("bundled")
-
-
 def shown(tokenizer: Tokenizer, corpus: Corpus, row: int = 0) -> list[tuple[str, str]]:
     """Of both sequences: the whole text, and what of it is a target."""
     return [

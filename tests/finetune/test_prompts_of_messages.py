@@ -28,11 +28,6 @@ ROW: dict[str, Any] = {
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load("bundled")
-
-
 def shown(tokenizer: Tokenizer, row: dict[str, Any], train_on: TrainOn | None = None) -> tuple[str, str]:
     """The whole text, and what of it is a target."""
     tokens, target = tokenize_rows([parse_row(row, 3)], tokenizer, 1000, train_on).row(0)

@@ -38,11 +38,6 @@ CHAT = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load("bundled")
-
-
 def test_parquet_and_a_saved_dataset_hold_the_rows_of_jsonl(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from coserve.memory.allocator import AllocatorStats, allocator_stats
+from coserve.core.link.stats import AllocatorStats
+from coserve.memory.allocator import allocator_stats
 from coserve.memory.graph_bytes import DRIVER, Captures, GraphBytes
 
 

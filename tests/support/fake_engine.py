@@ -31,7 +31,7 @@ from coserve.core.link.jobs import (
     StartJob,
 )
 from coserve.core.link.link import FromEngine, PeerLost, ToEngine
-from coserve.core.link.stats import EngineStats, StepCounts
+from coserve.core.link.stats import AllocatorStats, EngineStats, StepCounts
 from coserve.core.logprobs import PackedLogprobs, TokenLogprob
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.step_metrics import StepMetrics
@@ -86,9 +86,8 @@ def make_stats(**changes: Any) -> EngineStats:
         pages_total=4,
         pages_adapters=3,
         memory_planned=1000,
-        memory_peak=900,
         graphs_missing=4,
-        cuda_allocs=4,
+        allocator=AllocatorStats(peak=900, allocs=4),
         preemptions=2,
         step_adapters=7,
         prefix_queries=50,

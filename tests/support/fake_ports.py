@@ -30,7 +30,7 @@ from coserve.core.link.jobs import (
     JobWaiting,
 )
 from coserve.core.link.link import FromEngine
-from coserve.core.link.stats import TrainingBatches
+from coserve.core.link.stats import AllocatorStats, TrainingBatches
 from coserve.core.training.jobs import JobSpec
 from coserve.core.training.micro_step import MicroStep
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
@@ -40,7 +40,6 @@ from coserve.generate.schedule import Scheduler
 from coserve.lora.store.pages import Activated
 from coserve.lora.store.reads import LoadTimes
 from coserve.lora.store.store import AdapterStore
-from coserve.memory.allocator import AllocatorStats
 from coserve.model.lora import LoraWeights
 from coserve.queues.request import Request, State
 from coserve.queues.shapes import StepShape

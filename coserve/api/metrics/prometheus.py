@@ -38,14 +38,18 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
     ("serve_seconds", "Time in generation steps", lambda s: s.serve_seconds),
     ("train_seconds", "Time in fine-tuning slices", lambda s: s.train_seconds),
-    ("engine_cuda_alloc", "Calls of cudaMalloc: none is expected once the engine is warm", lambda s: s.cuda_allocs),
-    ("engine_cuda_free", "Calls of cudaFree, which wait for the GPU", lambda s: s.cuda_frees),
+    (
+        "engine_cuda_alloc",
+        "Calls of cudaMalloc: none is expected once the engine is warm",
+        lambda s: s.allocator.allocs,
+    ),
+    ("engine_cuda_free", "Calls of cudaFree, which wait for the GPU", lambda s: s.allocator.frees),
     (
         "engine_cuda_alloc_retries",
         "Allocations for which cached memory was freed first: the memory plan was too small",
-        lambda s: s.cuda_alloc_retries,
+        lambda s: s.allocator.retries,
     ),
-    ("engine_pinned_alloc", "Calls of cudaHostAlloc, for pinned host memory", lambda s: s.pinned_allocs),
+    ("engine_pinned_alloc", "Calls of cudaHostAlloc, for pinned host memory", lambda s: s.allocator.pinned),
     (
         "train_batches",
         "Forwards and backwards of fine-tuning rows, of one job or of several together",
@@ -325,7 +329,7 @@ class EngineGauges(Collector):
                 s.graphs_missing if s else 0,
             ),
             ("memory_planned_bytes", "GPU memory planned for torch", s.memory_planned if s else 0),
-            ("memory_peak_bytes", "Peak GPU memory allocated by torch", s.memory_peak if s else 0),
+            ("memory_peak_bytes", "Peak GPU memory allocated by torch", s.allocator.peak if s else 0),
             (
                 "engine_backlog_bytes",
                 "Messages of the engine that the API process has not read; more than 8 MiB is logged",

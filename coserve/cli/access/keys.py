@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from coserve.cli.access.call import call
-from coserve.cli.app import PLAIN, CommandGroup
+from coserve.cli.app import command_group
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, json_text, print_list
 from coserve.cli.job_table import age
 from coserve.core.access.principal import DEFAULT_PROJECT, Scope
 from coserve.core.access.schemas import ApiKey, CreateKey, KeyList, NewKey
 
-keys_app = typer.Typer(cls=CommandGroup, rich_markup_mode=PLAIN, help="Create, list and revoke API keys of projects.")
+keys_app = command_group("Create, list and revoke API keys of projects.")
 HEADERS = ("ID", "PROJECT", "SCOPES", "STATE", "AGE", "NAME")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 

@@ -8,12 +8,12 @@ import msgspec
 import typer
 
 from coserve.cli.access.call import call
-from coserve.cli.app import PLAIN, CommandGroup
+from coserve.cli.app import command_group
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, print_json
 from coserve.cli.job_table import columns
 from coserve.core.access.schemas import LogLevel, Quota, QuotaList
 
-quotas_app = typer.Typer(cls=CommandGroup, rich_markup_mode=PLAIN, help="Show and set the quotas of projects.")
+quotas_app = command_group("Show and set the quotas of projects.")
 FIELDS = tuple(field.name for field in msgspec.structs.fields(Quota))
 
 

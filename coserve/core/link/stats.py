@@ -49,6 +49,21 @@ class StepCounts(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class AllocatorStats(msgspec.Struct, frozen=True):
+    """Counts of torch's allocators since the process started; all 0 on a CPU."""
+
+    peak: int = 0
+    """Peak bytes of GPU memory in tensors."""
+    allocs: int = 0
+    """Calls of cudaMalloc."""
+    frees: int = 0
+    """Calls of cudaFree, which wait for the GPU."""
+    retries: int = 0
+    """Allocations for which cached memory had to be freed first."""
+    pinned: int = 0
+    """Calls of cudaHostAlloc."""
+
+
 class EngineStats(Message, frozen=True):
     """Gauges, sent about once a second and after every change of state."""
 
@@ -60,8 +75,7 @@ class EngineStats(Message, frozen=True):
     pages_adapters: int
     """Pages that hold adapters, in use or not."""
     memory_planned: int
-    """Bytes of GPU memory that the plan gives to torch, and torch's peak; 0 without a plan."""
-    memory_peak: int
+    """Bytes of GPU memory that the plan gives to torch; 0 without a plan."""
     preemptions: int
     step_adapters: int
     """Number of adapters in each generation step, summed over the steps so far."""
@@ -90,11 +104,7 @@ class EngineStats(Message, frozen=True):
     stalls: tuple[StallCounts, ...] = ()
     graphs_missing: int = 0
     """CUDA graphs still to be captured; 0 if none is captured at all."""
-    cuda_allocs: int = 0
-    cuda_frees: int = 0
-    cuda_alloc_retries: int = 0
-    pinned_allocs: int = 0
-    """See `memory.allocator`."""
+    allocator: AllocatorStats = AllocatorStats()
     host_adapter_bytes: int = 0
     """Host memory that adapters take."""
     loads: tuple[LoadSeconds, ...] = ()
