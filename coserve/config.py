@@ -100,6 +100,10 @@ class Config:
         "out the layers",
         bounds=Bounds(1),
     )
+    lora_server_at: Path | None = option(
+        None,
+        "folder of LoRA servers that `coserve lora-server` runs and several daemons use; default: processes of its own",
+    )
     lora_server_timeout: float = option(
         30.0,
         "seconds that a LoRA server may take for one layer of a step; then it counts as lost",
@@ -324,6 +328,8 @@ class Config:
         if self.lora_server % self.lora_server_ep:
             wanted = f"a divisor of lora_server, {self.lora_server}"
             raise ConfigError(f"lora_server_ep: expected {wanted}, got {self.lora_server_ep}")
+        if self.lora_server_at is not None and not self.lora_server:
+            raise ConfigError("lora_server_at: expected lora_server, too: how many of the servers to use")
         if self.lora_server and self.tp > 1:
             raise ConfigError(f"lora_server: expected 0 with tp {self.tp}, got {self.lora_server}")
         if self.tp > 1 and self.quantization != "none":

@@ -96,7 +96,7 @@ def test_what_a_guide_shows_runs_from_top_to_bottom(guide: str, daemon: DaemonPr
             (tmp_path / name).write_text(code)
             continue
         script = code.replace("http://localhost:8000", daemon.url)
-        script = re.sub(r"^\$ coserve serve .*$", "", script, flags=re.MULTILINE)
+        script = re.sub(r"^\$ (\w+=\S+ )?coserve (serve|lora-server) .*$", "", script, flags=re.MULTILINE)
         shell = ["bash", "-e", "-c", re.sub(r"^\$ ", "", script, flags=re.MULTILINE)]
         command = shell if language == "console" else [sys.executable, "-P", "-c", script]
         done = subprocess.run(

@@ -33,6 +33,7 @@ COMMANDS = {
     "memory": ("node.memory", "memory"),
     "doctor": ("node.doctor", "doctor"),
     "plan": ("node.plan", "plan"),
+    "lora-server": ("node.lora_server", "run_lora_servers"),
     "demo": ("demo", "demo"),
     "config": ("settings", "show_config"),
     "jobs": ("jobs", "jobs_app"),

@@ -67,13 +67,17 @@ class LoraServerInfo(Wire, frozen=True):
 
     server: int
     state: Literal["starting", "ready"]
-    """`starting`: at the first start, or after the loss of a server, when all are started again."""
+    """`starting`: at the first start, or after the loss of a server, when all are started or connected again."""
     starts: int
-    """Starts so far."""
+    """Starts so far, or attempts to connect to one that others use."""
     adapters: int
     """Adapters of which it holds pairs."""
     bytes: int
-    """Bytes of these pairs."""
+    """Bytes of these pairs. Engines that share the server have equal ones in memory once."""
+    at: str = ""
+    """Path of its socket, if several engines use it (`--lora-server-at`)."""
+    engines: int = 1
+    """Engines that it has, this one included; 0 while it is `starting`."""
 
 
 class EngineRanks(Protocol):

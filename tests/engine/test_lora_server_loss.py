@@ -192,6 +192,8 @@ class Unreachable:
     def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
         raise AssertionError
 
+    def leave(self) -> None: ...
+
     def release(self) -> None: ...
 
 

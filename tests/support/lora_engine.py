@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from coserve.core.health import LoraServerInfo
 from coserve.core.link.generation import RequestFailed, Tokens
@@ -11,14 +14,18 @@ from coserve.core.link.jobs import JobFailed, JobProgress, JobSucceeded
 from coserve.core.link.link import FromEngine, Link, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.types import AdapterRef
+from coserve.state.folder import DataFolder
 from tests.support.finetuning import metrics_of
 from tests.support.generation import prompt, request
+from tests.support.lora_servers import digests_of
 
 
 class Engine:
     """The API process's end of an engine."""
 
-    def __init__(self, link: Link[ToEngine, FromEngine], running: asyncio.Task[None]) -> None:
+    def __init__(self, link: Link[ToEngine, FromEngine], running: asyncio.Task[None], data: Path | None = None) -> None:
+        """`data`: the engine's data folder; its requests then have the digests of the adapters' files."""
+        self._data = data
         self._link, self._running, self._requests = link, running, 0
         self._jobs = list[FromEngine]()
         """What jobs have told."""
@@ -47,7 +54,10 @@ class Engine:
     async def tokens(self, ref: AdapterRef | None, at: Callable[[int], None] = lambda _: None) -> list[int]:
         """The tokens of a request; `at` is called with the number of tokens so far."""
         self._requests += 1
-        self._link.send(request(str(self._requests), prompt(6), ref=ref))
+        digests = None
+        if self._data is not None and ref is not None:
+            digests = digests_of(DataFolder(self._data).adapter(ref))
+        self._link.send(replace(request(str(self._requests), prompt(6), ref=ref), digests=digests))
         found = list[int]()
         while True:
             message = await self._receive()

@@ -15,7 +15,8 @@ import torch
 
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
-from coserve.core.types import AdapterRef
+from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.ipc import mailbox_sizes
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer
 from coserve.engine.lora_server.placement import part_of
@@ -25,6 +26,7 @@ from coserve.engine.lora_server.server import LoraServer, ReadPairs
 from coserve.engine.lora_server.terms import HeldPairs
 from coserve.engine.lora_server.transport import GlooTransport, Transport, gloo_group
 from coserve.kernels.lora.segments import Segments
+from coserve.lora.files.tensorfile import digest_file
 from coserve.lora.store.files import load_adapter
 from coserve.model.base import Base
 from coserve.model.lora import LoraBatch, LoraWeights
@@ -110,6 +112,10 @@ def save_adapters(family: str, base: Base, folder: Path) -> list[LoraWeights]:
         save_peft(tiny_family(family), path, seed=rank, r=rank, target_modules=modules, target_parameters=parameters)
         found.append(load_adapter(path, base.spec, device="cpu", dtype=torch.float32))
     return found
+
+
+def digests_of(folder: Path) -> AdapterDigests:
+    return AdapterDigests(digest_file(folder, ADAPTER_WEIGHTS), digest_file(folder, ADAPTER_CONFIG))
 
 
 def logits_below(base: Base, weights: LoraWeights, prompt: Sequence[int], tokens: Sequence[int]) -> float:

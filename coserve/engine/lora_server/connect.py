@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-from coserve.core.ranks import JOIN_SECONDS
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
 from coserve.engine.lora_server.ipc import TRIAL_SPEC, IpcTransport, open_mailbox
 from coserve.engine.lora_server.messages import StartServer
@@ -23,10 +22,15 @@ TRIAL = 1
 
 
 def connect(settings: StartServer) -> Transport:
-    """Connect a server to its engine, which may still wait for other servers. Raises `IpcUnavailable`."""
+    """Connect a server to its engine. Raises `IpcUnavailable`, or another `ConnectionError` if the engine or one of its
+    servers does not connect within `settings.deadline` seconds."""
     device = torch.device(settings.device)
     if settings.mailbox is None:
-        group = gloo_group(settings.rendezvous, settings.index + 1, settings.servers + 1, JOIN_SECONDS)
+        ranks = settings.servers + 1
+        try:
+            group = gloo_group(settings.rendezvous, settings.index + 1, ranks, settings.deadline)
+        except RuntimeError as error:
+            raise ConnectionError(str(error)) from error
         return GlooTransport(group, ENGINE, device, settings.deadline)
     transport = open_mailbox(settings.mailbox, device)
     trial = transport.for_trial()

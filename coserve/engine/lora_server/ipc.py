@@ -130,6 +130,9 @@ class IpcTransport:
         steps, answered, sent = self._steps, self._page.read(self._receives.word), self._page.read(self._sends.word)
         return (steps, sent) if sent > answered else None
 
+    def leave(self) -> None:
+        self._page.write(self._sends.word, BEYOND)
+
     def release(self) -> None:
         self._page.write(self._receives.word, BEYOND)
 

@@ -45,10 +45,15 @@ class StartServer(ToServer, frozen=True, kw_only=True):
     spec: BaseSpec
     data_dir: str
     device: str
+    """A server that several engines use has one of its own."""
     threads: int
     logs: LogSettings
     mailbox: Mailbox | None = None
     """None: messages go over gloo."""
+
+
+class ConnectTransport(ToServer, frozen=True, kw_only=True):
+    """All servers of the engine are ready: connect to it now."""
 
 
 class LoadPairs(ToServer, frozen=True, kw_only=True):
@@ -89,7 +94,7 @@ class FromServer(Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ServerReady(FromServer, frozen=True, kw_only=True):
-    """The server is about to connect, and can load adapters then."""
+    """The server can connect, and load adapters then."""
 
 
 class ServerConnected(FromServer, frozen=True, kw_only=True):
@@ -97,6 +102,12 @@ class ServerConnected(FromServer, frozen=True, kw_only=True):
 
     refused: str = ""
     """Why it cannot use its mailbox; it ends then."""
+
+
+class EnginesConnected(FromServer, frozen=True, kw_only=True):
+    """How many engines a server that several may use has now, this one included."""
+
+    engines: int
 
 
 class PairsLoaded(FromServer, frozen=True, kw_only=True):
@@ -114,5 +125,5 @@ class PairsRefused(FromServer, frozen=True, kw_only=True):
     message: str
 
 
-AnyToServer = StartServer | LoadPairs | DropPairs | BeginStep
-AnyFromServer = ServerReady | ServerConnected | PairsLoaded | PairsRefused
+AnyToServer = StartServer | ConnectTransport | LoadPairs | DropPairs | BeginStep
+AnyFromServer = ServerReady | ServerConnected | EnginesConnected | PairsLoaded | PairsRefused

@@ -6,7 +6,7 @@ files are read whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -35,6 +35,12 @@ class PairsRuns:
     runs: Iterator[Mapping[str, LoraPair]]
     """Pairs by parameter, on the device, in the order of their layers: each run has one layer or several. Raises
     `StorageError` where a file cannot be read."""
+    kept: object = None
+    """To be kept as long as the pairs are: other readers share them meanwhile."""
+
+
+ReadPairs = Callable[[AdapterRef, AdapterDigests | None], PairsRuns]
+"""Reads a server's part of an adapter."""
 
 
 class PairsReader:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NoReturn, Protocol
 
 import msgspec
@@ -28,6 +29,8 @@ from coserve.engine.lora_server.messages import (
     AnyFromServer,
     AnyToServer,
     BeginStep,
+    ConnectTransport,
+    EnginesConnected,
     PairsLoaded,
     PairsRefused,
     ServerConnected,
@@ -42,7 +45,8 @@ from coserve.kernels.lora.segments import Segments
 log = logging.getLogger(__name__)
 
 EngineChannel = Channel[AnyToServer, AnyFromServer]
-Answered = Callable[[int, PairsLoaded | PairsRefused], None]
+Told = PairsLoaded | PairsRefused | EnginesConnected
+Answered = Callable[[int, Told], None]
 
 
 class Ends(Protocol):
@@ -61,6 +65,8 @@ class Server:
     part: ServerPart
     version: int = 0
     """Latest version of its adapter table that it has reported."""
+    engines: int = 1
+    """Engines that it has, this one included."""
 
 
 class RunningServers:
@@ -76,7 +82,7 @@ class RunningServers:
         note: str = "",
     ) -> None:
         """`start`: number of the start; `transports`: one to each server. `answered` is called with a server's index
-        and its answer, on other threads. `patience`: seconds that a GPU may wait for a server; `note`: for the
+        and what it tells, on other threads. `patience`: seconds that a GPU may wait for a server; `note`: for the
         operator, on how they are connected."""
         self.servers, self.start, self._answered, self.note = servers, start, answered, note
         ends = enumerate(zip(servers, transports, strict=True))
@@ -119,8 +125,10 @@ class RunningServers:
             self.lose(f"LoRA server {index} ended, or takes no messages")
 
     def end(self) -> None:
-        """Kill the processes, and wait for their ends. What waits for them goes on, with garbage: the servers must be
-        lost."""
+        """End the processes, or this engine's share in them, and wait for it. What waits for them goes on, with
+        garbage: the servers must be lost."""
+        for connection in self.connections:
+            connection.transport.leave()
         _kill(self.servers)
         for connection in self.connections:
             connection.transport.release()
@@ -177,7 +185,9 @@ class RunningServers:
                 message = server.channel.receive()
                 if isinstance(message, PairsLoaded):
                     server.version = max(server.version, message.version)
-                if isinstance(message, PairsLoaded | PairsRefused):
+                if isinstance(message, EnginesConnected):
+                    server.engines = message.engines
+                if isinstance(message, Told):
                     self._answered(index, message)
         self.lose(f"LoRA server {index} ended")
 
@@ -198,23 +208,29 @@ def start_servers(
     mailboxes: Mailboxes | None = None,
     note: str = "",
     starting: float = START_SILENCE,
+    launch: Callable[[StartServer], Server] | None = None,
+    meeting: Path | None = None,
 ) -> RunningServers:
     """Start servers and connect to them, over `mailboxes` or by gloo; blocks. `note`: see `RunningServers`; `starting`:
-    seconds that they may take until they are about to connect. The calling thread must live as long as they do. Raises
+    seconds that they may take until they are about to connect; `launch`: starts a server, or connects to one that runs;
+    None: as a child process; `meeting`: a folder that all these processes can write to; None: the system's for
+    temporary files. The calling thread must live as long as they do. Raises
     `RuntimeError` or `PeerLost` if one does not come up, and `IpcUnavailable`."""
     servers, ends = list[Server](), list[IpcTransport]()
     device, deadline = torch.device(settings[0].spec.device), settings[0].deadline
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=meeting) as folder:
             for own in settings:
                 own = msgspec.structs.replace(own, rendezvous=f"{folder}/servers")
                 if mailboxes is not None:
                     end, mailbox = mailboxes.offer(own.index)
                     ends.append(end)
                     own = msgspec.structs.replace(own, mailbox=mailbox)
-                servers.append(_spawn(own))
+                servers.append((launch or _spawn)(own))
             with within(starting, partial(_kill, servers)):
                 _expect(servers, ServerReady)
+            for server in servers:
+                server.channel.send(ConnectTransport())
             transports: Sequence[Transport] = ends
             if mailboxes is None:
                 transports = connect_all(f"{folder}/servers", len(servers), device, deadline)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
-from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.connect import SLOTS, connect
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
 from coserve.engine.lora_server.messages import (
     AnyFromServer,
     AnyToServer,
     BeginStep,
+    ConnectTransport,
     DropPairs,
     LoadPairs,
     PairsLoaded,
@@ -30,7 +31,7 @@ from coserve.engine.lora_server.messages import (
     StartServer,
 )
 from coserve.engine.lora_server.placement import part_of
-from coserve.engine.lora_server.reading import PairsReader, PairsRuns
+from coserve.engine.lora_server.reading import PairsReader, ReadPairs
 from coserve.engine.lora_server.terms import HeldPairs, StepTerms
 from coserve.engine.lora_server.transport import TensorSpec, Transport
 from coserve.kernels.gpu.device import use_device
@@ -40,33 +41,56 @@ from coserve.state.folder import DataFolder
 log = logging.getLogger(__name__)
 
 ServerChannel = Channel[AnyFromServer, AnyToServer]
-ReadPairs = Callable[[AdapterRef, AdapterDigests | None], PairsRuns]
-"""Reads the server's part of an adapter."""
+Share = Callable[[ReadPairs, Hashable], ReadPairs]
+"""Wraps how an engine's adapters are read; its second argument is what their pairs depend on besides the files."""
 
 
 def serve(channel: ServerChannel) -> None:
-    """Serve until the engine is gone."""
+    """Serve one engine, which has started this process, until it is gone."""
     try:
-        message = channel.receive()
-        assert isinstance(message, StartServer), f"expected the settings first, got {message}"
+        message = start_message(channel)
         set_up_logging(f"lora-server-{message.index}", message.logs)
-        torch.set_num_threads(message.threads)
-        part, device = part_of(message.spec, message.index, message.servers, message.ep), torch.device(message.device)
-        use = partial(use_device, device)
-        use()
-        pairs = HeldPairs(part.sites, SLOTS, device)
-        read = PairsReader(part, message.spec, DataFolder(Path(message.data_dir)), device)
-        channel.send(ServerReady())
-        try:
-            transport = connect(message)
-        except IpcUnavailable as error:
-            channel.send(ServerConnected(refused=str(error)))
-            return
-        channel.send(ServerConnected())
-        server = LoraServer(channel, transport, pairs, read, message.start, use)
-        server.run(getattr(torch, message.spec.dtype))
-    except PeerLost:
+        serve_engine(channel, message)
+    except ConnectionError:
         log_event(log, "LoRA server stops")
+
+
+def start_message(channel: ServerChannel) -> StartServer:
+    """Receive an engine's settings. Raises `PeerLost`."""
+    message = channel.receive()
+    assert isinstance(message, StartServer), f"expected the settings first, got {message}"
+    return message
+
+
+def serve_engine(
+    channel: ServerChannel,
+    message: StartServer,
+    share: Share = lambda read, _: read,
+    connected: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve an engine until it is gone, which raises `ConnectionError`. `connected` is called when it is connected.
+    Raises as `LoraServer.run` does."""
+    torch.set_num_threads(message.threads)
+    spec, device = message.spec, torch.device(message.device)
+    part = part_of(spec, message.index, message.servers, message.ep)
+    use = partial(use_device, device)
+    use()
+    pairs = HeldPairs(part.sites, SLOTS, device)
+    read = PairsReader(part, spec, DataFolder(Path(message.data_dir)), device)
+    channel.send(ServerReady())
+    ready = channel.receive()
+    assert isinstance(ready, ConnectTransport), f"expected to connect now, got {ready}"
+    try:
+        transport = connect(message)
+    except IpcUnavailable as error:
+        channel.send(ServerConnected(refused=str(error)))
+        return
+    channel.send(ServerConnected())
+    connected()
+    form = spec.fingerprint, spec.dtype, message.index, message.servers, message.ep
+    server = LoraServer(channel, transport, pairs, share(read, form), message.start, use)
+    with closing(server):
+        server.run(getattr(torch, spec.dtype))
 
 
 class LoraServer:
@@ -84,6 +108,11 @@ class LoraServer:
         """`start`: number of the servers' start; `start_thread` is called first on each thread that reads adapters."""
         self._channel, self._transport, self._pairs, self._read, self._start = channel, transport, pairs, read, start
         self._threads = ThreadPoolExecutor(READERS, "adapters", start_thread)
+
+    def close(self) -> None:
+        """Drop all adapters; reads that are not at their end are given up."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pairs.close()
 
     @torch.no_grad()
     def run(self, dtype: torch.dtype) -> None:
@@ -127,7 +156,7 @@ class LoraServer:
                 if not told:
                     self._tell(PairsLoaded(number=load.number, bytes=found.bytes, version=version))
                     told = True
-            self._pairs.end(load.slot, load.number)
+            self._pairs.end(load.slot, load.number, kept=found.kept)
         except Exception as error:
             self._pairs.end(load.slot, load.number, error)
             if told:  # a step that waits for the other layers ends the server

@@ -8,16 +8,18 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from coserve.core.errors import LoraServerLost, StartupError
 from coserve.core.health import LoraServerInfo
+from coserve.core.link.lora_servers import socket_path
 from coserve.core.logs.format import log_event
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.connect import SLOTS
-from coserve.engine.lora_server.messages import DropPairs, LoadPairs, PairsLoaded, PairsRefused
+from coserve.engine.lora_server.messages import DropPairs, EnginesConnected, LoadPairs, PairsLoaded
 from coserve.engine.lora_server.recorded_step import RecordedStep
 from coserve.engine.lora_server.remote_step import RemoteStep, ServerConnection, step_slots
-from coserve.engine.lora_server.running import Answered, RunningServers
+from coserve.engine.lora_server.running import Answered, RunningServers, Told
 from coserve.kernels.lora.segments import Segments
 
 log = logging.getLogger(__name__)
@@ -53,11 +55,13 @@ class LoraServers:
         start: Callable[[int, Answered], RunningServers],
         patience: float,
         ended: Callable[[], None] = lambda: None,
+        at: Path | None = None,
     ) -> None:
         """`start`: starts `count` servers; its first argument is the number of the start, from 1. `patience`: seconds
         that `load` waits for servers once the engine has read an adapter. `ended` is called, on the thread of `start`,
-        when none will be started any more and the last ones have ended."""
-        self._count, self._start, self._patience = count, start, patience
+        when none will be started any more and the last ones have ended. `at`: folder of servers that other engines use,
+        too."""
+        self._at, self._count, self._start, self._patience = at, count, start, patience
         self._changed, self._starts, self._losses = threading.Condition(), 0, 0
         self._running: RunningServers | None = None
         self._connections: Sequence[ServerConnection] = ()
@@ -123,7 +127,7 @@ class LoraServers:
                 self._forget()
                 running.end()
                 if not self._ended.is_set():
-                    log.warning("%s: all LoRA servers are started again", running.why)
+                    log.warning("%s: all LoRA servers are started or connected again", running.why)
             self._ended.wait(pause)
             pause = min(2 * pause, longest)
 
@@ -206,7 +210,8 @@ class LoraServers:
         if (running := self._running) is not None:
             notes += [running.note] if running.note else []
         else:
-            notes.append("the LoRA servers are started again; until then the engine computes experts' adapters itself")
+            how = "connected" if self._at is not None else "started"
+            notes.append(f"the LoRA servers are {how} again; until then the engine computes experts' adapters itself")
         return tuple(notes)
 
     def states(self) -> tuple[LoraServerInfo, ...]:
@@ -221,6 +226,8 @@ class LoraServers:
                     starts=self._starts,
                     adapters=sum(bool(held.bytes.get(index)) for held in self._held.values()),
                     bytes=sum(held.bytes.get(index, 0) for held in self._held.values()),
+                    at="" if self._at is None else str(socket_path(self._at, index)),
+                    engines=running.servers[index].engines if running is not None and up else 0,
                 )
                 for index in range(self._count)
             )
@@ -232,7 +239,10 @@ class LoraServers:
         for index in range(self._count):
             running.send(index, LoadPairs(number=number, slot=held.slot, ref=ref, digests=held.digests))
 
-    def _answered(self, index: int, message: PairsLoaded | PairsRefused) -> None:
+    def _answered(self, index: int, message: Told) -> None:
+        if isinstance(message, EnginesConnected):
+            self._tell()
+            return
         with self._changed:
             self._answers[index] += 1
             held = self._loads.get(message.number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from coserve.engine.lora_server.ipc import Mailboxes
 from coserve.engine.lora_server.messages import StartServer
 from coserve.engine.lora_server.running import Answered, RunningServers, start_servers
 from coserve.engine.lora_server.servers import LoraServers
+from coserve.engine.lora_server.shared import connect_to_server
 from coserve.lora.store.host_memory import Unread
 from coserve.lora.store.interfaces import CopyMirror
 from coserve.lora.store.packing import layout_of
@@ -43,17 +45,22 @@ def make_servers(base: Base, config: Config, step_tokens: int, *, by_mailboxes: 
         raise ConfigError(f"lora_server: expected at most {most}, got {count}")
     if ep > experts:
         raise ConfigError(f"lora_server_ep: expected at most {experts}, the experts of a layer, got {ep}")
-    cuda, found = base.device.type == "cuda", torch.cuda.device_count()
-    if cuda and found <= count:
+    cuda, found, at = base.device.type == "cuda", torch.cuda.device_count(), config.lora_server_at
+    if cuda and at is None and found <= count:
         raise ConfigError(f"lora_server: expected {count + 1} GPUs, one of them for the base, found {found}")
+    if at is not None and not at.is_dir():
+        raise ConfigError(f"lora_server_at: expected a folder of LoRA servers (coserve lora-server), got {at}")
     threads = max(1, torch.get_num_threads())
 
     mailboxes, note = None, ""
-    if cuda and by_mailboxes:
+    if cuda and at is not None:
+        note = _note("several engines use them")
+    elif cuda and by_mailboxes:
         mailboxes, note = _mailboxes(base, count, step_tokens)
     elif cuda:
         note = _note("mailboxes between GPUs are off")
     usable = mailboxes is not None
+    begin = start_servers if at is None else partial(start_servers, launch=partial(connect_to_server, at), meeting=at)
 
     def start(number: int, answered: Answered) -> RunningServers:
         nonlocal usable, note
@@ -66,7 +73,7 @@ def make_servers(base: Base, config: Config, step_tokens: int, *, by_mailboxes: 
                 rendezvous="",
                 deadline=config.lora_server_timeout,
                 spec=base.spec,
-                data_dir=str(config.data_dir),
+                data_dir=str(config.data_dir.absolute()),
                 device=f"cuda:{found - count + index}" if cuda else "cpu",
                 threads=threads,
                 logs=config.logs,
@@ -74,14 +81,15 @@ def make_servers(base: Base, config: Config, step_tokens: int, *, by_mailboxes: 
             for index in range(count)
         ]
         try:
-            return start_servers(settings, answered, mailboxes if usable else None, note)
+            return begin(settings, answered, mailboxes if usable else None, note)
         except (IpcUnavailable, PeerLost) as error:
             if not usable or number > 1:  # mailboxes have worked before: try again
                 raise
             usable, note = False, _note(error)
-            return start_servers(settings, answered, note=note)
+            return begin(settings, answered, note=note)
 
-    return LoraServers(count, start, config.lora_server_timeout, mailboxes.close if mailboxes else lambda: None)
+    ended = mailboxes.close if mailboxes else lambda: None
+    return LoraServers(count, start, config.lora_server_timeout, ended, at)
 
 
 def _mailboxes(base: Base, servers: int, tokens: int) -> tuple[Mailboxes | None, str]:

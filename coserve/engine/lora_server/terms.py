@@ -48,6 +48,12 @@ class HeldPairs:
         with self._changed:
             self._clear(slot)
 
+    def close(self) -> None:
+        """Empty all slots; all loads are void."""
+        with self._changed:
+            for slot in [*self._slots]:
+                self._clear(slot)
+
     def add(self, slot: int, load: int, pairs: Mapping[str, LoraPair], rank: int) -> int:
         """Add the next layers' pairs, which are on the device; return the table's version when the slot had its first
         ones. `rank`: at least that of any pair of the adapter. Raises `AdapterNotFound` if the load is void."""
@@ -67,12 +73,12 @@ class HeldPairs:
             self._changed.notify_all()
             return own.since
 
-    def end(self, slot: int, load: int, error: Exception | None = None) -> None:
-        """Note that a load has ended, and with what error; nothing if it is void."""
+    def end(self, slot: int, load: int, error: Exception | None = None, *, kept: object = None) -> None:
+        """Note that a load has ended, and with what error; nothing if it is void. `kept`: see `PairsRuns`."""
         with self._changed:
             own = self._slots.get(slot)
             if own is not None and own.load == load:
-                own.through, own.error = math.inf, error
+                own.through, own.error, own.kept = math.inf, error, kept
                 self._changed.notify_all()
 
     def step(self, bounds: tuple[int, ...], slots: tuple[int, ...], version: int) -> StepTerms:
@@ -124,6 +130,7 @@ class _Slot:
     through: float = -1
     """Layer up to which all its pairs are loaded; infinite: the load has ended."""
     error: Exception | None = None
+    kept: object = None
 
 
 class StepTerms:

@@ -59,6 +59,10 @@ class Transport(Protocol):
         soon will; None: the answer is there, or `receive` waits itself."""
         ...
 
+    def leave(self) -> None:
+        """Let the peer go on, at the engine's end: no message of the step will come."""
+        ...
+
     def release(self) -> None:
         """Let the GPU go on, although answers are missing: it reads garbage. The peer's process must have ended."""
         ...
@@ -72,7 +76,8 @@ class GlooTransport:
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device, deadline: float) -> None:
         """`device`: of tensors that are received; `deadline`: timeout of a message in seconds."""
-        self._group, self._peer, self._device = group, peer, device
+        self._group: dist.ProcessGroup | None = group
+        self._peer, self._device = peer, device
         self._deadline = timedelta(seconds=deadline)
         self._sent = deque[tuple[dist.Work, Tensor]]()
         """Messages that may still be on their way."""
@@ -89,22 +94,31 @@ class GlooTransport:
         for place, tensor in enumerate(tensors):
             own = tensor.cpu().contiguous()
             with _connection():
-                work = self._group.send([own], self._peer, 2 * number + place)
+                work = self._joined().send([own], self._peer, 2 * number + place)
             self._sent.append((work, own))
 
     def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
         found = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
         for place, tensor in enumerate(found):
             with _connection():
-                self._group.recv([tensor], self._peer, 2 * number + place).wait(self._deadline)
+                self._joined().recv([tensor], self._peer, 2 * number + place).wait(self._deadline)
         return [tensor.to(self._device) for tensor in found]
 
     @property
     def waiting(self) -> None:
         return None
 
+    def leave(self) -> None:
+        """See `Transport`: the last transport to leave a group closes its connections."""
+        self._group = None
+
     def release(self) -> None:
         """See `Transport`: no GPU waits."""
+
+    def _joined(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise ConnectionError("the engine has left")
+        return self._group
 
 
 @contextmanager

@@ -1,0 +1,100 @@
+"""A LoRA server that several engines use.
+
+Each connection is an engine's, and has a thread, slots and a transport of its own: an engine that hangs or dies leaves
+the others alone. Only pairs are shared.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from contextlib import closing, suppress
+from functools import partial
+
+import msgspec
+import torch
+
+from coserve.core.link.channel import Channel
+from coserve.core.link.link import PeerLost
+from coserve.core.link.lora_servers import REFUSED, ListenerSettings
+from coserve.core.logs.format import log_event
+from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, EnginesConnected
+from coserve.engine.lora_server.server import ServerChannel, serve_engine, start_message
+from coserve.engine.lora_server.shared_pairs import SharedPairs
+
+log = logging.getLogger(__name__)
+
+ENGINES_ERRORS = ConnectionError, LookupError, torch.OutOfMemoryError
+"""Errors that end the session of one engine, and not the server."""
+
+
+def serve_engines(sock: socket.socket, settings: ListenerSettings) -> None:
+    """Serve every engine that connects. Raises `SystemExit` with the status `REFUSED` for a device that this machine
+    lacks."""
+    try:
+        sessions = Sessions(device := device_of(settings))
+    except ValueError as error:
+        log.error("%s", error)
+        raise SystemExit(REFUSED) from error
+    log_event(log, "LoRA server listens", at=sock.getsockname(), device=str(device))
+    while True:
+        connection, _ = sock.accept()
+        threading.Thread(target=sessions.serve, args=(connection,), name="engine", daemon=True).start()
+
+
+def device_of(settings: ListenerSettings) -> torch.device:
+    """Return a server's device: one of the last GPUs, or the CPU. Raises `ValueError` if there are too few GPUs."""
+    gpus = torch.cuda.device_count()
+    if settings.device == "cpu" or (settings.device == "auto" and not gpus):
+        return torch.device("cpu")
+    if settings.servers > gpus:
+        raise ValueError(f"servers: expected at most {gpus}, the GPUs of this machine, got {settings.servers}")
+    return torch.device("cuda", gpus - settings.servers + settings.index)
+
+
+class Sessions:
+    """The engines of a server, and the adapters that they share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pairs = device, SharedPairs()
+        self._lock, self._channels = threading.Lock(), list[ServerChannel]()
+
+    def serve(self, connection: socket.socket) -> None:
+        """Serve an engine until it is gone. Errors that are not its own end the process, which is started again."""
+        channel = Channel[AnyFromServer, AnyToServer](connection, msgspec.msgpack.Decoder(AnyToServer))
+        try:
+            with closing(channel):
+                self._serve(channel)
+        except ENGINES_ERRORS as error:
+            log_event(log, "an engine has left", reason=str(error) or "it has closed the connection")
+        except BaseException:
+            log.critical("the LoRA server ends by a fault", exc_info=True)
+            logging.shutdown()
+            os._exit(1)
+
+    def _serve(self, channel: ServerChannel) -> None:
+        message = msgspec.structs.replace(start_message(channel), device=str(self._device))
+        channel.limit_sends(message.deadline)
+        try:
+            serve_engine(channel, message, self._pairs.reader, partial(self._join, channel))
+        finally:
+            self._leave(channel)
+
+    def _join(self, channel: ServerChannel) -> None:
+        with self._lock:
+            self._channels.append(channel)
+            self._tell()
+
+    def _leave(self, channel: ServerChannel) -> None:
+        with self._lock:
+            if channel in self._channels:
+                self._channels.remove(channel)
+                self._tell()
+
+    def _tell(self) -> None:
+        """Tell all engines how many they are."""
+        for channel in self._channels:
+            with suppress(PeerLost):
+                channel.send(EnginesConnected(engines=len(self._channels)))

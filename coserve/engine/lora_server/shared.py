@@ -1,0 +1,73 @@
+"""LoRA servers that run by themselves (`coserve lora-server`), as an engine uses them beside others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+from pathlib import Path
+
+import msgspec
+
+from coserve.core.link.lora_servers import socket_path
+from coserve.engine.lora_server.messages import AnyFromServer, StartServer
+from coserve.engine.lora_server.placement import part_of
+from coserve.engine.lora_server.running import EngineChannel, Server
+
+log = logging.getLogger(__name__)
+
+CREDENTIALS = struct.Struct("3i")
+"""`struct ucred`: pid, uid and gid."""
+
+
+def connect_to_server(folder: Path, settings: StartServer) -> Server:
+    """Connect to a server of a folder that `coserve lora-server` has. Raises `ConnectionError` if it does not run."""
+    sock, path = socket.socket(socket.AF_UNIX), socket_path(folder, settings.index)
+    try:
+        sock.connect(str(path))
+        process = SharedProcess(sock, 2 * settings.deadline)
+        channel = EngineChannel(sock, msgspec.msgpack.Decoder(AnyFromServer))
+        channel.send(settings)
+    except OSError as error:
+        sock.close()
+        raise ConnectionError(f"no LoRA server listens at {path} (coserve lora-server): {error}") from error
+    part = part_of(settings.spec, settings.index, settings.servers, settings.ep)
+    return Server(process, channel, part)
+
+
+class SharedProcess:
+    """Implements `Ends` for a server that other engines use, too: it ends the connection, and the process only if the
+    server does not end it as well, as it could still write into the engine's memory."""
+
+    def __init__(self, sock: socket.socket, patience: float) -> None:
+        """`sock`: the connection; `patience`: seconds that the server may take. Raises `ConnectionError` if its process
+        cannot be known."""
+        found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        (self._pid, user, _), self._patience = CREDENTIALS.unpack(found), patience
+        if self._pid <= 0 or user != os.getuid():
+            raise ConnectionError("expected a server of this user, in this container")
+        self._end, self._waiting = sock.dup(), threading.Lock()
+
+    def kill(self) -> None:
+        try:
+            self._end.shutdown(socket.SHUT_WR)
+        except OSError:  # the connection has ended
+            return
+
+    def wait(self) -> int:
+        """Wait until the server has closed the connection."""
+        with self._waiting:
+            if self._end.fileno() < 0:
+                return 0
+            ended = select.poll()
+            ended.register(self._end, select.POLLRDHUP)
+            if not ended.poll(1000 * self._patience):
+                log.warning("a LoRA server that other engines use, too, does not answer: it is killed")
+                os.kill(self._pid, signal.SIGKILL)  # it has the connection open, so the pid is its own
+                ended.poll()
+            self._end.close()
+        return 0
