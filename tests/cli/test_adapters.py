@@ -45,8 +45,16 @@ def test_a_conversion_prints_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_what_was_set_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = msgspec.structs.replace(ADAPTER, tags=["a", "b"], pinned=True, expires_at=time.time() + 7210)
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The wall clock stands at this time."""
+    found = time.time()
+    monkeypatch.setattr(time, "time", lambda: found)
+    return found
+
+
+def test_what_was_set_is_printed(monkeypatch: pytest.MonkeyPatch, now: float) -> None:
+    kept = msgspec.structs.replace(ADAPTER, tags=["a", "b"], pinned=True, expires_at=now + 7210)
     daemon = SimpleNamespace(update_adapter=lambda *_, **__: kept)
     monkeypatch.setattr(common, "connect", lambda *_: nullcontext(daemon))
     shown = CliRunner().invoke(app, ["adapters", "set", "poet-bd4", "--tag", "a", "--tag", "b"]).output
@@ -63,11 +71,11 @@ def test_help_shows_defaults_that_the_daemon_chooses(command: str, shown: str) -
     assert "".join(shown.split()) in "".join(output.split()), "wherever lines break"
 
 
-def test_a_list_has_columns_with_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_has_columns_with_headers(monkeypatch: pytest.MonkeyPatch, now: float) -> None:
     plain = msgspec.structs.replace(
-        ADAPTER, id="po", version=2, newest=3, ref="po@2", rank=8, bd_blocks=1, source="import", created_at=time.time()
+        ADAPTER, id="po", version=2, newest=3, ref="po@2", rank=8, bd_blocks=1, source="import", created_at=now
     )
-    kept = msgspec.structs.replace(plain, aliases=["prod"], tags=["a", "b"], pinned=True, expires_at=time.time() + 7210)
+    kept = msgspec.structs.replace(plain, aliases=["prod"], tags=["a", "b"], pinned=True, expires_at=now + 7210)
     listed = AdapterList(data=[plain, ADAPTER, kept], has_more=False)
     client = SimpleNamespace(adapters=lambda **_: listed, health=lambda: SimpleNamespace(status="ready"))
     monkeypatch.setattr(common, "connect", lambda *_: nullcontext(client))
