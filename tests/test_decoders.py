@@ -34,5 +34,5 @@ for each in threads:
 def test_threads_may_decode_a_type_for_the_first_time_at_once() -> None:
     """Without `decoder_of` one process of five ended by SIGSEGV."""
     for _ in range(8):
-        done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False, timeout=240)
         assert (done.returncode, done.stderr) == (0, "")

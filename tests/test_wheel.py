@@ -32,7 +32,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pip = [sys.executable, "-P", "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = [*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, source]
     subprocess.run(build, check=True, timeout=300)
-    subprocess.run([sys.executable, "-P", "-m", "venv", "--without-pip", environment], check=True, timeout=60)
+    subprocess.run([sys.executable, "-P", "-m", "venv", "--without-pip", environment], check=True, timeout=300)
     (wheel,) = folder.glob("*.whl")
     install = [
         *pip,

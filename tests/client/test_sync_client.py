@@ -139,7 +139,7 @@ def ask():
 
 def test_a_client_that_nobody_closed_closes_its_connections() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", UNCLOSED + "ask()"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-P", "-c", UNCLOSED + "ask()"], capture_output=True, text=True, timeout=240, check=True
     )
     assert (done.stdout, done.stderr) == ("a 1\n", "")
 
@@ -149,7 +149,7 @@ def test_a_client_that_was_never_closed_ends_with_the_program() -> None:
     body = msgspec.json.encode(job())
     script = f"JOB = {body!r}\n{UNCLOSED}\nclient = coserve.Client(f'http://127.0.0.1:{{server.server_port}}')\n"
     script += "print(client.finetune('a', [{'text': 'x'}]).id)"
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert (done.stdout, done.stderr) == ("job-1\n", "")
 
 
