@@ -116,7 +116,7 @@ class GatheredCopy(HostCopy):
             [host_row(size, size, row_N.dtype, pinned=self._stream is not None)[0] for size in sizes]
             for row_N in source
         ]
-        """What was gathered of each chunk of each row, in host memory."""
+        """Gathered values of each chunk of each row, in host memory."""
         self._downloaded = 0
         """Rows of the last download that are not in `rows` yet."""
 
