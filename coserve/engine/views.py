@@ -10,7 +10,7 @@ from typing import Protocol
 from coserve.core.link.stats import StepCounts
 from coserve.core.training.micro_step import MicroStep
 from coserve.generate.plan import Plan
-from coserve.queues.costs import ATTAINMENT, Predictors
+from coserve.queues.costs import ATTAINMENT, UNKNOWN, Prediction, Predictors
 from coserve.queues.overlap_speed import OverlapSpeed, Trials
 from coserve.queues.policy import Alternation, Costs, InFlight, View
 from coserve.queues.shapes import STEP_FEATURES, STEP_KINDS, StepKind, StepShape
@@ -149,18 +149,18 @@ class Views:
 
     def _costs(self, plan: Plan, jobs: tuple[str, ...], *, overlapped: bool) -> Costs:
         """Predict costs. `overlapped`: the next step overlaps training."""
-        micro_step = 0.0
+        micro_step = UNKNOWN
         if jobs:
             job = jobs[0]
             tokens = self._jobs.micro_batch_tokens(job)
-            micro_step = self.slices.predict(job, self._jobs.next_micro_step(job), tokens).most
+            micro_step = self.slices.predict(job, self._jobs.next_micro_step(job), tokens)
         nobody = None
         if plan.waiting and self._overlaps:
             nobody = self._step_costs(plan.admitting_nobody, micro_step, overlapped=overlapped)
         return self._step_costs(plan.admitting_all, micro_step, overlapped=overlapped, nobody=nobody)
 
     def _step_costs(
-        self, step: StepShape, micro_step: float, *, overlapped: bool, nobody: Costs | None = None
+        self, step: StepShape, micro_step: Prediction, *, overlapped: bool, nobody: Costs | None = None
     ) -> Costs:
         step = step._replace(alone=1)  # steps in flight are collected before a slice
         decode, kind, predict = step._replace(prefill=0, pairs=0, alone=0), step.kind, self._steps.predict
@@ -172,7 +172,8 @@ class Views:
         return Costs(
             serve=alone.most,
             serve_expected=alone.expected if measured else math.inf,
-            micro_step=micro_step,
+            micro_step=micro_step.most,
+            micro_step_expected=micro_step.expected or math.inf,
             decode=self.decode_seconds,
             overlapped=max(alone.most, both.most),
             overlapped_expected=max(alone.expected, both.expected),

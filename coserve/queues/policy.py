@@ -45,6 +45,8 @@ class Costs:
     """Expected value for `serve`; infinite if no such step was measured lately."""
     overlapped_expected: float = math.inf
     """Expected value for `overlapped`; infinite if no such step was measured lately."""
+    micro_step_expected: float = math.inf
+    """Expected value for `micro_step`; infinite if unknown."""
     train_overlap_speed: float = 1.0
     """Training's speed while overlapped with a step, as a fraction of its speed without."""
     admitting_nobody: Costs | None = None

@@ -220,6 +220,16 @@ class TestSlack:
             assert self.policy.decide(due, 0.5) == decision
         assert self.policy.decide(replace(seen, running=(Due(1.0, window=1.0),)), 5 / 8) == Serve(0), "that quarter"
 
+    def test_a_margin_for_slower_micro_steps_takes_no_more_than_a_quarter_of_a_tokens_time(self) -> None:
+        """Of 5 ms as expected, 9 s at most. The slack is 44 ms, then 24 ms."""
+        costs = Costs(serve=1 / 8, micro_step=9.0, micro_step_expected=0.005)
+        seen = replace(view(running=[1.0], jobs=("j",)), costs=costs)
+        for window, now, decision in [(0.1, 0.83, Train("j", 3)), (0.1, 0.85, Serve(0)), (0.2, 0.83, Serve(0))]:
+            due = replace(seen, running=(Due(1.0, window=window), Due(9.0, window=9.0)))
+            assert self.policy.decide(due, now) == decision
+        exact = replace(seen, running=(Due(1.0, window=0.1),), costs=replace(costs, micro_step=0.006))
+        assert self.policy.decide(exact, 0.83) == Train("j", 7), "without that margin"
+
     def test_several_micro_steps_where_they_fit_but_no_slice_longer_than_the_longest(self) -> None:
         seen = view([], [9.0], jobs=("j",), micro_step=MAX_SLICE / 8, train_waiting_since=0.0)
         assert self.policy.decide(seen, 0.0) == Train("j", 8)

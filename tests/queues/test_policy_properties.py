@@ -44,8 +44,9 @@ def step_costs(draw: st.DrawFn) -> Costs:
     found = Costs(
         serve,
         micro_step,
-        decode,
-        overlapped,
+        decode=decode,
+        overlapped=overlapped,
+        micro_step_expected=draw(st.floats(0, micro_step) | st.just(math.inf)),
         overlapped_expected=draw(st.floats(0, overlapped)),
         serve_expected=draw(st.floats(0, serve) | st.just(math.inf)),
         train_overlap_speed=draw(st.floats(0, 1)),

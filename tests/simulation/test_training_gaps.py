@@ -6,6 +6,7 @@ A steady stream of tokens 46 ms apart, which may be 200 ms apart: a third of eac
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -14,6 +15,7 @@ from itertools import pairwise
 import pytest
 
 from coserve.core.link.engine import EngineStopped, Shutdown
+from coserve.core.link.generation import Tokens
 from coserve.core.link.jobs import JobProgress, StartJob
 from coserve.core.link.link import FromEngine
 from coserve.core.link.stats import EngineStats
@@ -138,6 +140,21 @@ def test_the_optimizer_step_has_a_cost_of_its_own() -> None:
     said = live(lambda kind, number: 0.3 if kind is MicroStep.OPTIMIZER else 0.01)
     assert max(gaps(said)) <= 0.3 + PATIENCE + STEP
     assert 0 < last_stats(said).patience_slices <= len(gaps(said)) + 1
+
+
+def test_a_kind_that_is_slow_now_and_then_fits_as_it_usually_does() -> None:
+    """Optimizer steps of 90 ms, every tenth of 260 ms, which is above the slack: tokens of the next gaps make up for
+    it. Each of them waited for its patience, while tokens came far ahead of their time."""
+    optimizer_steps = itertools.count()
+
+    def cost(kind: MicroStep, number: int) -> float:
+        return 0.01 if kind is not MicroStep.OPTIMIZER else 0.09 if next(optimizer_steps) % 10 else 0.26
+
+    said = live(cost)
+    assert max(gaps(said)) <= STEP
+    assert last_stats(said).patience_slices == 0
+    came = [at for at, message in said if isinstance(message, Tokens)]
+    assert 0.17 < (came[-1] - came[0]) / (len(came) - 1) <= STREAM.slo.tpot
 
 
 def test_the_first_slices_of_a_kind_have_one_micro_step() -> None:

@@ -22,9 +22,9 @@ but its prompt must be computed anyway, so holding it back longer gains nothing.
 DELIVERY = 1e-3
 """Seconds by which a token's delivery may take longer than its predecessor's: latency is measured at the client."""
 MOST_MARGIN = 0.25
-"""Largest fraction of TPOT kept in reserve for slow steps. A larger reserve makes tokens so early that some of the time
-gained is lost (`Due.credit` is limited), and more steps run than the targets need. Later tokens make up for a slow
-step."""
+"""Largest fraction of TPOT kept in reserve for slow steps, and as much for slow micro-steps. A larger reserve makes
+tokens so early that some of the time gained is lost (`Due.credit` is limited), and more steps run than the targets
+need; a micro-step that it does not let fit waits for its patience. Later tokens make up for a slow one."""
 
 DECODE_MARGIN = 1.1
 """Margin on the mean decode time over all steps to a last token: over many steps most errors cancel out."""
@@ -70,8 +70,8 @@ class Slack(NamedPolicy):
             return self._train(view, micro_steps_within(MAX_SLICE, micro_step))
         full = view.queued > admit
         slack = 0.0 if full else self._slack(view, now)
-        if slack > 0 and slack >= micro_step:
-            return self._train(view, micro_steps_within(min(slack, MAX_SLICE), micro_step))
+        if _fits(view, slack):
+            return self._train(view, _micro_steps_before_token(view, min(slack, MAX_SLICE)))
         if overdue(view, now, self._patience, self._floor):
             return self._train(view, 1, Overdue(micro_step, slack))
         return Serve(admit)
@@ -127,6 +127,23 @@ def overdue(view: View, now: float, patience: float, floor: float) -> bool:
         return False
     longest = min(patience, micro_step * (1 / floor - 1)) if floor and micro_step else patience
     return now - since >= longest
+
+
+def _fits(view: View, slack: float) -> bool:
+    """Whether a micro-step fits. At least one request waits or runs."""
+    costs = view.costs
+    return slack > 0 and slack >= min(costs.micro_step, costs.micro_step_expected + _reserve(view))
+
+
+def _micro_steps_before_token(view: View, seconds: float) -> int:
+    """Number of micro-steps that fit, at least 1. At least one request waits or runs."""
+    costs, usual = view.costs, max(0.0, seconds - _reserve(view))
+    return max(micro_steps_within(seconds, costs.micro_step), micro_steps_within(usual, costs.micro_step_expected))
+
+
+def _reserve(view: View) -> float:
+    """Most seconds kept in reserve for slow micro-steps."""
+    return MOST_MARGIN * min([due.window for due in view.running], default=math.inf)
 
 
 def micro_steps_within(seconds: float, micro_step: float) -> int:
