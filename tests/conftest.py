@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.support.ranks import Ranks
@@ -27,7 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("TEST_TURN", str(datetime.now(UTC).timetuple().tm_yday))
 from tests.support.examples import marks_on_days  # which reads it
 
-settings.register_profile("coserve", deadline=None, max_examples=20)
+settings.register_profile("coserve", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", settings.get_profile("coserve"), max_examples=10)
 settings.register_profile("long", settings.get_profile("coserve"), max_examples=100)
 settings.load_profile("coserve")
