@@ -67,7 +67,7 @@ def play(server: FakeOpenAI, scenario: Scenario = SCENARIO) -> ReplayResult:
                 make_trace(scenario, ["one two three"], []),
                 target,
                 rest=Rest.LEAVE,
-                request_timeout=20.0,
+                request_timeout=120.0,
                 probe=target.probe,
                 probe_interval=0.05,
             )
