@@ -177,6 +177,7 @@ class DocumentOptions(TypedDict, total=False):
 
     recipe: Literal["topk_kd", "ce", "lm", "cartridge", "encoder"]
     prefix_tokens: int
+    decoder_lora: bool
     generator: str
     questions: Sequence[UserQuestion | Mapping[str, str]]
     chunk_tokens: int

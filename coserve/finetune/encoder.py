@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -57,13 +58,13 @@ def encoded_positions(rows: PackedRows, memory: int) -> Tensor:
 @torch.no_grad()
 def encode(spec: JobSpec, base: Base, weights: LoraWeights, backend: LoraBackend) -> LoraWeights:
     """Return the document's cartridge: the keys and values of all memory tokens, fp32 on the CPU. Call it between
-    steps: it runs the base. `weights`: the encoder's, in the base's dtype."""
+    steps: it runs the base. `weights`: the job's, in the base's dtype."""
     nothing = np.zeros(0, np.int64)
     examples = [Example(np.array(row, np.int32), nothing, nothing) for row in encoder_rows(spec)]
     rows = pack_jobs([Batch(tuple(examples), encoded=len(examples))], base.device)
     memory = len(memory_ids(spec.lora))
     at_P = [at for end in rows.bounds[1:] for at in range(end - memory, end)]
-    seen, lora = RecordingAttention(rows.bounds), LoraBatch(rows.segments, (weights,), backend)
+    seen, lora = RecordingAttention(rows.bounds), LoraBatch(rows.segments, weights.parts[:1], backend)
     positions_T = encoded_positions(rows, memory)
     base.forward(rows.tokens_T, positions_T, seen, lora=lora, keep=rows.tokens_T.new_zeros(1))
     found = {
@@ -71,3 +72,10 @@ def encode(spec: JobSpec, base: Base, weights: LoraWeights, backend: LoraBackend
         for name, (k_TW, v_WT) in ((name, seen.pairs[site.layer]) for name, site in base.spec.prefixes.items())
     }
     return LoraWeights(LoraSettings(r=prefix_tokens(spec), cartridge=True), found)
+
+
+def beside(cartridge: LoraWeights, weights: LoraWeights) -> LoraWeights:
+    """Return the adapter of a document's cartridge and its decoder's LoRA. `weights`: the job's, fp32 on the CPU."""
+    decoder = weights.parts[1]
+    settings = msgspec.structs.replace(decoder.settings, prefix_tokens=cartridge.settings.r)
+    return LoraWeights(settings, {**decoder.sites, **cartridge.sites})

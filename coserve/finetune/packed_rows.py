@@ -82,6 +82,11 @@ class PackedRows:
             return Segments((0, self.bounds[self.encoded], self.tokens), (0, -1))
         return Segments(self.segment_bounds, tuple(range(max(1, len(self.jobs)))))
 
+    def segments_of(self, adapters: int) -> Segments:
+        """`segments`, with a second adapter for the decoded sequences if there are more `adapters` than jobs."""
+        own = self.segments
+        return Segments(own.bounds, (0, 1)) if self.encoded and adapters > 1 else own
+
     @property
     def job_targets(self) -> tuple[int, ...]:
         """Number of targets of each job, in their order in `keep_K`."""

@@ -32,16 +32,15 @@ def publication(
     base: Base,
     folder: DataFolder,
     store: AdapterStore,
-    made: Callable[[], LoraWeights] | None = None,
+    final: Callable[[], LoraWeights],
 ) -> Callable[[], Callable[[], Published]]:
-    """Begin to publish the result of a finished job. `made`: returns the weights to publish instead of the job's own,
-    such as the cartridge that an encoder has made.
+    """Begin to publish the result of a finished job. `final` waits until the weights to publish are on the host.
 
     Call the returned function on a worker thread: it writes the adapter's files durably. Call its result on the
     event-loop thread: it makes the version available in memory. `JobWaiting`: the disk refused the files; begin again
     later. The thread's part raises `NonFiniteLoss` for NaN or infinite weights.
     """
-    id, ref, final = loop.spec.id, loop.result, made or loop.session.final_weights()
+    id, ref = loop.spec.id, loop.result
 
     def write() -> Callable[[], Published]:
         weights = final()

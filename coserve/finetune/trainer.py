@@ -20,7 +20,7 @@ from coserve.core.types import AdapterRef
 from coserve.data.corpus.batch_plan import BatchPlan
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.encoder import encoded_tokens
-from coserve.finetune.encoder import encode
+from coserve.finetune.encoder import beside, encode
 from coserve.finetune.init import first_cartridge
 from coserve.finetune.job import LoadedJob, TrainingJob
 from coserve.finetune.job_checkpoint import JobCheckpoints
@@ -190,8 +190,8 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
 
     def _begin_snapshot(self, job: str) -> Snapshot:
         with self._job_errors():
-            step, weights = self._job(job).snapshots.take()
-            weights = self._read_document(job) or weights
+            step, own = self._job(job).snapshots.take()
+            weights = self._to_publish(job, own)
         ref = AdapterRef(f"{job}:snapshot", next(self._snapshot_numbers))
         loop = self._job(job).loop
         final, required = loop.finished, loop.finished and loop.spec.evaluated
@@ -210,18 +210,20 @@ class Trainer(Sessions[TrainingJob | ClientTrainee]):
     def publication(self, job: str) -> Callable[[], Callable[[], Published]]:
         """Begin to publish a finished job: see `finetune.publication`."""
         with self._job_errors():
-            own = self._read_document(job)
-            write = publication(self._job(job).loop, self._base, self._folder, self._store, own)
+            loop = self._job(job).loop
+            weights = self._to_publish(job, loop.session.final_weights())
+            write = publication(loop, self._base, self._folder, self._store, weights)
         return self._job_errors()(write)
 
-    def _read_document(self, job: str) -> Callable[[], LoraWeights] | None:
-        """Let the job's encoder read its document; the returned function returns the cartridge. None: it has none."""
+    def _to_publish(self, job: str, own: Callable[[], LoraWeights]) -> Callable[[], LoraWeights]:
+        """Return a function that returns the adapter that the job makes: `own()`, the job's weights; with an encoder,
+        which reads its document here, the cartridge, and the decoder's LoRA if there is one."""
         loop = self._job(job).loop
         if not encoded_tokens(loop.spec):
-            return None
+            return own
         weights = loop.session.optimizer.weights()
         read = encode(loop.spec, self._base, weights, self._settings.lora_backend)
-        return lambda: read
+        return (lambda: beside(read, own())) if loop.spec.lora.decoder else lambda: read
 
     # ---- sessions of clients
 

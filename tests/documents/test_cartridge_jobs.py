@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from coserve.core.types import AdapterRef
@@ -115,10 +117,51 @@ async def test_an_encoder_makes_a_cartridge(api: Api) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_an_encoder_and_its_decoder_make_one_adapter(api: Api, tmp_path: Path) -> None:
+    """PEFT computes what is served from the two halves of its files. It is no teacher and is not trained further."""
+    document = SMALL | ASKED | {"recipe": "encoder", "prefix_tokens": TOKENS, "decoder_lora": True}
+    body = {"adapter": "both", "document": document, "training": {"steps": 6}, "lora": {"r": 2}}
+    job = await api.answered(202, "POST", "/finetune", json=body)
+    await api.events(job["id"])
+    ended = (await api.call("GET", f"/finetune/{job['id']}"))[1]
+    assert ended["state"] == "succeeded", ended["error"]
+    _, adapter = await api.call("GET", "/adapters/both")
+    assert (adapter["cartridge"], adapter["rank"], adapter["prefix_tokens"]) == (False, 2, TOKENS)
+    assert "q_proj" in adapter["targets"]
+    folder = api.folder.adapter(AdapterRef("both", 1))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert all(tensor.any() for tensor in tensors.values()), "all matrices were trained"
+    halves = {"cartridge": {"prompt_embeddings": tensors.pop("prompt_embeddings")}, "lora": tensors}
+    for name, own in halves.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config[name]))
+        save_file(own, tmp_path / name / "adapter_model.safetensors")
+    base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, str(tmp_path / "lora")).merge_and_unload()
+    model = PeftModel.from_pretrained(merged, str(tmp_path / "cartridge")).eval()
+    tokens = tokenizer().encode("Where does the bridge stand?")
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    body = {"prompt": tokens, "adapter": "both", "max_tokens": 1, "prompt_logprobs": 1}
+    _, answer = await api.call("POST", "/generate", json=body)
+    served = [entry["logprob"] for entry in answer["prompt_logprobs"][1:]]
+    assert served == pytest.approx(logprobs[range(len(tokens) - 1), tokens[1:]].tolist(), abs=1e-4)
+    rows = {"adapter": "more", "data": [{"prompt": "a", "completion": "b"}]}
+    for field in ("continue_from", "teacher"):
+        status, refused = await api.call("POST", "/finetune", json=rows | {field: "both"})
+        assert (status, refused["error"]["field"]) == (400, field)
+    status, refused = await api.call("POST", "/adapters/both/convert", json={"bd_blocks": 2})
+    assert status == 422 and "cartridge" in refused["error"]["message"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("body", "field"),
     [
         ({"lora": {"r": 4}}, "lora"),
+        ({"document": {"decoder_lora": True}}, "document.decoder_lora"),
+        ({"document": {"recipe": "encoder", "decoder_lora": True}, "lora": {"use_dora": True}}, "lora.use_dora"),
         ({"document": {"prefix_tokens": 4096}}, "document.prefix_tokens"),
         ({"document": {"recipe": "encoder", "prefix_tokens": 800}}, "document.prefix_tokens"),
         ({"document": {"recipe": "encoder", "prefix_tokens": 1000}}, "document"),

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from peft import CartridgeConfig, LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import DynamicCache
 
+from coserve.admission.shapes import lora_shapes
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import LoraSettings
 from coserve.data.corpus.batch import corpus_batch
 from coserve.data.documents.encoder import encoder_rows, prefix_tokens
-from coserve.finetune.encoder import encode, with_encoder
+from coserve.finetune.encoder import beside, encode, with_encoder
 from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_jobs, pack_rows
@@ -78,8 +82,10 @@ def read_and_keep(model: torch.nn.Module) -> DynamicCache:
     return kept
 
 
+@pytest.mark.parametrize("decoder", [False, True])
 @pytest.mark.parametrize("family", sample(("llama", "qwen3", "gpt2"), "llama"))
-def test_an_encoder_learns_what_two_passes_do(family: str, tmp_path: Path) -> None:
+def test_an_encoder_learns_what_two_passes_do(family: str, decoder: bool, tmp_path: Path) -> None:
+    """`decoder`: the second pass has a LoRA of its own."""
     base, corpus, embedding = tiny_base(family), random_corpus(), "wte" if family == "gpt2" else "embed_tokens"
     torch.manual_seed(0)
     config = LoraConfig(
@@ -92,13 +98,19 @@ def test_an_encoder_learns_what_two_passes_do(family: str, tmp_path: Path) -> No
     model = get_peft_model(tiny_model(family), config)
     model.save_pretrained(str(tmp_path))
     start = load_adapter(tmp_path, base.spec, device="cpu", dtype=torch.float32)
+    second = get_peft_model(tiny_model(family), replace(config, trainable_token_indices=None))
+    if decoder:
+        second.save_pretrained(str(tmp_path / "decoder"))
+        beside_it = load_adapter(tmp_path / "decoder", base.spec, device="cpu", dtype=torch.float32)
+        pairs = {f"{site}.decoder": pair for site, pair in beside_it.sites.items()}
+        start = LoraWeights(msgspec.structs.replace(start.settings, decoder=True), {**start.sites, **pairs})
     total = torch.zeros(())
     for first, end in zip(corpus.bounds, corpus.bounds[1:], strict=False):
         cache = read_and_keep(model)
         ids, target = (torch.tensor(own[first:end].astype("int64")) for own in (corpus.tokens, corpus.target))
         positions = 2 * len(MEMORY) + torch.arange(len(ids))
-        with model.disable_adapter():
-            out = model(input_ids=ids[None], position_ids=positions[None], past_key_values=cache)
+        with nullcontext() if decoder else second.disable_adapter():
+            out = second(input_ids=ids[None], position_ids=positions[None], past_key_values=cache)
         logprobs = out.logits[0, :-1].log_softmax(-1)
         total = total - (logprobs.gather(1, ids[1:, None])[:, 0] * target[1:]).sum()
     total.backward()
@@ -113,18 +125,21 @@ def test_an_encoder_learns_what_two_passes_do(family: str, tmp_path: Path) -> No
     rows = pack_jobs([batch], CPU)
     for recompute in (False, True):
         optimizer = AdapterOptimizer(start, base.spec, TrainingSettings(), torch.float32)
-        lora = LoraBatch(rows.segments, (optimizer.weights(),), GROUPED)
+        adapters = optimizer.weights().parts
+        lora = LoraBatch(rows.segments_of(len(adapters)), adapters, GROUPED)
         runner = MicroBatchRunner(base, recompute=recompute)
         ((loss, _),) = run_to_end(runner.forward_backward(rows, lora, optimizer.trainable, optimizer.grads)).tolist()
         ((evaluated, _),) = run_to_end(runner.evaluate(rows, lora)).tolist()
         assert loss == pytest.approx(float(total.detach()), rel=1e-5) == evaluated
         theirs = {name.removeprefix("base_model.model."): each for name, each in model.named_parameters()}
+        others = {name.removeprefix("base_model.model."): each for name, each in second.named_parameters()}
         (rows_of_memory,) = (each for name, each in theirs.items() if "trainable_tokens_delta" in name)
         for site, pair in optimizer.weights().sites.items():
             assert pair.main_grads is not None
             both = [(pair.main_grads.a_RD, rows_of_memory)]
             if not site.endswith("token_adapter"):
-                ab = (theirs[f"{site}.lora_{part}.default.weight"] for part in "AB")
+                known, named = (others if site.endswith(".decoder") else theirs), site.removesuffix(".decoder")
+                ab = (known[f"{named}.lora_{part}.default.weight"] for part in "AB")
                 both = [*zip((pair.main_grads.a_RD, pair.main_grads.b_OR), ab, strict=True)]
             for got, their in both:  # the last layer's own output reaches no loss
                 want = torch.zeros_like(their) if their.grad is None else their.grad
@@ -135,3 +150,14 @@ def test_an_encoder_learns_what_two_passes_do(family: str, tmp_path: Path) -> No
     want = torch.cat([part[0].transpose(0, 1).flatten(1) for layer in kept for part in layer[:2]], 1)
     torch.testing.assert_close(embeddings(made), want, rtol=1e-3, atol=1e-4)
     assert (made.settings.cartridge, made.settings.r) == (True, 2 * len(MEMORY))
+    if not decoder:
+        return
+    whole = beside(made, start)
+    assert torch.equal(embeddings(whole), embeddings(made))
+    assert whole.linear.keys() == beside_it.sites.keys()
+    assert all(torch.equal(pair.b_OR, beside_it.sites[site].b_OR) for site, pair in whole.linear.items())
+    shapes = lora_shapes(start.settings, base.spec)
+    assert {shape.name for shape in shapes} == start.sites.keys()
+    assert sum(sum(shape.parts) for shape in shapes) == sum(
+        pair.a_RD.numel() + pair.b_OR.numel() for pair in start.sites.values()
+    )

@@ -93,7 +93,8 @@ class CheckedDocument:
         if self.settings.recipe != "encoder":
             return lora
         (embedding,) = (name for name, site in base.ends.items() if site.layer < 0)
-        return msgspec.structs.replace(lora, trainable_token_indices={embedding: tuple(ids)})
+        tokens, decoder = {embedding: tuple(ids)}, self.settings.decoder_lora
+        return msgspec.structs.replace(lora, trainable_token_indices=tokens, decoder=decoder)
 
     def job(self, chunks: Chunks) -> DocumentJob:
         return DocumentJob(self.settings, chunks=len(chunks.texts), tokens=chunks.tokens, digest=chunks.digest)
@@ -132,7 +133,9 @@ class DocumentSubmission:
         if asked.recipe == "cartridge":
             cartridge = _cartridge(request, prefix, most, base)
         elif asked.recipe == "encoder":
-            _check_encoder(request, base)
+            _check_encoder(request, asked, base)
+        if asked.recipe != "encoder":
+            _refuse({"document.decoder_lora": asked.decoder_lora}, ": only an encoder has a decoder with LoRA")
         chosen = {field: getattr(asked, field) for field in DocumentSettings.__struct_fields__}
         chosen |= {"chunk_tokens": size, "overlap_tokens": overlap, "generator": generator}
         chosen["prefix_tokens"] = prefix or None
@@ -184,12 +187,15 @@ def _most_prefix(settings: DocumentSettings, base: BaseSpec) -> int:
     return base.context - settings.answer_tokens - QUESTION_TOKENS - INSTRUCTION_TOKENS
 
 
-def _check_encoder(request: FinetuneRequest, base: BaseSpec) -> None:
-    """Raise `InvalidRequest` for what an encoder's LoRA cannot be."""
+def _check_encoder(request: FinetuneRequest, asked: DocumentSettings, base: BaseSpec) -> None:
+    """Raise `InvalidRequest` for what an encoder's and a decoder's LoRA cannot be."""
     resolve_targets(LoraSettings(cartridge=True), base)
     _refuse({"continue_from": request.continue_from}, ": an encoder begins anew")
     indices = None if request.lora is None else request.lora.trainable_token_indices
     _refuse({"lora.trainable_token_indices": indices}, ": an encoder learns its memory tokens")
+    if asked.decoder_lora and request.lora is not None:
+        given = {"lora.use_dora": request.lora.use_dora, "lora.bd_blocks": request.lora.bd_blocks > 1}
+        _refuse(given, ": a decoder beside a cartridge has plain LoRA")
     patience = request.training.early_stopping_patience
     _refuse({"training.early_stopping_patience": patience is not None}, ": an encoder keeps its last weights")
 

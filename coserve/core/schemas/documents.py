@@ -41,6 +41,9 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     prefix_tokens: Annotated[int, Meta(ge=2, le=1 << 14)] | None = None
     """Tokens of a `cartridge`, fewer if the document has fewer; memory tokens of each chunk with `encoder`. The whole
     prefix takes room in the context of every request. None: 512, or what the context leaves; 128 with `encoder`."""
+    decoder_lora: bool = False
+    """`encoder`: also train a LoRA of the decoder, which reads the memory, with the encoder's `lora` settings. It is
+    published beside the cartridge in one adapter. False: the base is the decoder."""
     generator: Generator = "base"
     """`base`, or `adapter:NAME` or `adapter:NAME@VERSION`: the model that asks and answers. `none`, for bases that
     follow no instructions: the base continues each piece of the text with the text before it in its prompt, and the

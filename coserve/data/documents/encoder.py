@@ -1,7 +1,8 @@
 """A context encoder's rows in a job's spec (the S-LoRA thesis, section 3). No torch.
 
 The encoder is the base with a LoRA. It reads each chunk of a document and K memory tokens behind it, whose embeddings
-it learns. The keys and values that it computes for all memory tokens stand for the document: as a cartridge.
+it learns. The keys and values that it computes for all memory tokens stand for the document: as a cartridge. The
+decoder is the base, or the base with a second LoRA (`LoraSettings.decoder`), which is then served beside the cartridge.
 
 The memory tokens are K of the vocabulary that the document does not have, the `trainable_token_indices` of its LoRA.
 `JobSpec.prefix` has the chunks one after the other, each with the memory tokens behind it.

@@ -177,7 +177,8 @@ def _compute(
     rows = pack_jobs([each.batch for each in micro_batches], device, in_all)
     segments = rows.segments
     dropout = dropout_of(rows.token_bounds, [each.dropout for each in micro_batches])
-    lora = LoraBatch(segments, tuple([each.weights for each in micro_batches]), lora_backend, dropout, kept)
+    adapters = tuple([part for each in micro_batches for part in each.weights.parts])
+    lora = LoraBatch(rows.segments_of(len(adapters)), adapters, lora_backend, dropout, kept)
     teacher, reference = (
         None if weights is None else LoraBatch(segments, (weights,), lora_backend)
         for weights in (loss.teacher, loss.reference)
