@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 
 import msgspec
 import pytest
@@ -36,7 +35,7 @@ from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.local_link import local_pair
 from tests.support.lora_engine import Engine
-from tests.support.lora_servers import REFS, save_adapters
+from tests.support.lora_servers import REFS, save_adapters, shared_servers
 
 NAME = REFS[0]
 FILES, OTHERS = AdapterDigests("weights", "config"), AdapterDigests("other weights", "config")
@@ -93,25 +92,6 @@ def test_an_adapter_that_could_not_be_read_is_read_again() -> None:
     assert len([*read(NAME, FILES).runs]) == 2
 
 
-@contextmanager
-def servers(folder: Path, count: int = 1) -> Iterator[list[str]]:
-    """`coserve lora-server` on the CPU, which listens; its log from then on."""
-    command = ["lora-server", str(folder), "--servers", str(count), "--device", "cpu"]
-    keeper = subprocess.Popen([sys.executable, "-m", "coserve", *command], stderr=subprocess.PIPE, text=True)
-    assert keeper.stderr is not None
-    log, listening = list[str](), 0
-    with keeper:
-        try:
-            while listening < count:
-                log.append(keeper.stderr.readline())
-                assert log[-1], log
-                listening += "listens" in log[-1]
-            Thread(target=log.extend, args=(keeper.stderr,)).start()
-            yield log
-        finally:
-            keeper.terminate()
-
-
 def listener(folder: Path, index: int = 0) -> int:
     """The process that listens for a server's engines."""
     with socket.socket(socket.AF_UNIX) as sock:
@@ -158,7 +138,7 @@ async def test_two_engines_use_one_server_and_outlive_a_third_and_the_server(tmp
         expected = [await alone.tokens(ref) for ref in REFS]
     assert expected[0] != expected[1]
     shared = {"lora_server": 1, "lora_server_at": at, "lora_server_timeout": 10.0}
-    with servers(at) as log:
+    with shared_servers(at) as log:
         async with engine(base, one, **shared) as first, engine(other, two, **shared) as second:
 
             async def answers() -> list[list[int]]:
@@ -196,7 +176,7 @@ async def test_a_server_that_hangs_is_ended_by_an_engine_that_waits_for_it(tmp_p
     """It could write into the engine's memory later. The other server goes on."""
     base, data, at = wrap_base(tiny_family("mixtral"), name="mixtral"), tmp_path / "data", tmp_path / "servers"
     save_adapters("mixtral", base, data)
-    with servers(at, 2):
+    with shared_servers(at, 2):
         shared = {"lora_server": 2, "lora_server_at": at, "lora_server_timeout": 5.0}
         async with engine(base, data, **shared) as own:
             expected, pids = await own.tokens(NAME), [listener(at, index) for index in range(2)]

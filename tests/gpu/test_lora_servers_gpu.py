@@ -40,7 +40,7 @@ from tests.support.families import tiny_family
 from tests.support.generation import prompt, request
 from tests.support.local_link import local_pair
 from tests.support.lora_engine import Engine
-from tests.support.lora_servers import REFS, logits_below, save_adapters, server_pid
+from tests.support.lora_servers import REFS, digests_of, logits_below, save_adapters, server_pid, shared_servers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,12 +88,14 @@ def served(
     timeout: float = COLD,
     stop: Callable[[int], None] | None = None,
     mailboxes: bool = True,
+    shared: Path | None = None,
 ) -> Found:
     """The tokens of each adapter's request and one without, in fp32; the servers hold both adapters. `stop` is called
-    with the number of tokens of the first request so far; it has the servers started again."""
+    with the number of tokens of the first request so far; it has the servers started again. `shared`:
+    the folder of servers that others use, too."""
 
     async def run() -> Found:
-        config = configured(folder, servers, ep, timeout)
+        config = replace(configured(folder, servers, ep, timeout), lora_server_at=shared)
         with timed(f"{servers} servers: an engine starts"):
             base = load_base(str(folder / "base"), device=DEVICE, dtype="float32")
             ours, theirs = local_pair()
@@ -101,7 +103,7 @@ def served(
                 patch.setattr("coserve.engine.parts.make_servers", partial(make_servers, by_mailboxes=mailboxes))
                 engine, _ = build_engine(base, config, theirs)
         running = asyncio.create_task(engine.run())
-        own, found = Engine(ours, running), Found()
+        own, found = Engine(ours, running, config.data_dir), Found()
         try:
             for ref, at in zip([*REFS, None], [stop, None, None], strict=True):
                 with timed(f"request of {ref}"):
@@ -357,6 +359,19 @@ def test_servers_on_other_gpus_compute_the_coupled_tokens(servers: int, ep: int,
     if torch.cuda.device_count() <= servers:
         pytest.skip(f"needs {servers + 1} GPUs")
     assert served(folder, servers, ep) == expected
+
+
+def test_an_engine_beside_another_one_has_the_coupled_tokens(folder: Path, expected: Found, tmp_path: Path) -> None:
+    """The other engine has read the first adapter, whose pairs they share."""
+    base, at = load_base(str(folder / "base"), device=DEVICE, dtype="float32"), tmp_path / "servers"
+    with shared_servers(at, device="cuda"):
+        other = make_servers(base, replace(configured(folder, 1, 1, COLD), lora_server_at=at), 64)
+        assert other is not None
+        with closing(other):
+            other.wait()
+            other.load(REFS[0], digests_of(DataFolder(folder / "data").adapter(REFS[0])))()
+            assert served(folder, 1, mailboxes=False, shared=at) == expected
+            assert not other.losses
 
 
 @pytest.mark.parametrize("killed", [True, False])

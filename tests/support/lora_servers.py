@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
@@ -125,6 +127,25 @@ def logits_below(base: Base, weights: LoraWeights, prompt: Sequence[int], tokens
     batch = LoraBatch(Segments((0, len(given)), (0,)), (weights,), GROUPED)
     logits_TV = packed(base, [given], batch)[0][len(prompt) - 1 :]
     return float((logits_TV.max(1).values - logits_TV[torch.arange(len(tokens)), torch.tensor(tokens)]).max())
+
+
+@contextmanager
+def shared_servers(folder: Path, count: int = 1, device: str = "cpu") -> Iterator[list[str]]:
+    """`coserve lora-server`, which listens: its log, to the end."""
+    command = ["lora-server", str(folder), "--servers", str(count), "--device", device]
+    keeper = subprocess.Popen([sys.executable, "-m", "coserve", *command], stderr=subprocess.PIPE, text=True)
+    assert keeper.stderr is not None
+    log, listening = list[str](), 0
+    with keeper:
+        try:
+            while listening < count:
+                log.append(keeper.stderr.readline())
+                assert log[-1], log
+                listening += "listens" in log[-1]
+            Thread(target=log.extend, args=(keeper.stderr,)).start()
+            yield log
+        finally:
+            keeper.terminate()
 
 
 def server_pid() -> int:

@@ -16,6 +16,7 @@ import torch
 from coserve.core.errors import AdapterNotFound
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec
 from coserve.engine.lora_server.placement import ServerPart
+from coserve.kernels.lora.experts.slot_terms import kernel_layout
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.files import load_adapter
 from coserve.lora.store.packed_files import PackedFile, PackedFiles, PackedForm
@@ -64,8 +65,13 @@ class PairsReader:
         weights = load_adapter(path, self._spec, device="cpu", dtype=self._dtype, digests=digests)
         own = {name: self._share(pair) for name, pair in weights.experts.items() if name in self._part.sites}
         size = sum(matrix.nbytes for pair in own.values() for matrix in (pair.a_RD, pair.b_OR))
-        runs = ({name: own[name].to(self._device) for name in run} for run in self._runs([*own]))
+        runs = ({name: self._placed(own[name]) for name in run} for run in self._runs([*own]))
         return PairsRuns(size, max((pair.rank for pair in own.values()), default=0), runs)
+
+    def _placed(self, pair: LoraPair) -> LoraPair:
+        """Copy a pair to the device, as its kernels need it."""
+        moved = pair.to(self._device)
+        return kernel_layout(moved) if self._device.type == "cuda" else moved
 
     def _share(self, pair: LoraPair) -> LoraPair:
         """Return the part's experts of a pair; a copy, so that the others' memory is freed."""

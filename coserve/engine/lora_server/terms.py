@@ -19,7 +19,7 @@ from coserve.core.errors import AdapterNotFound
 from coserve.core.types import SiteSpec
 from coserve.kernels.lora.experts.interface import ExpertLora
 from coserve.kernels.lora.experts.rows import ExpertRows, summed
-from coserve.kernels.lora.experts.slot_terms import ExpertSlots, SlotExpertLora, kernel_layout
+from coserve.kernels.lora.experts.slot_terms import ExpertSlots, SlotExpertLora
 from coserve.kernels.lora.experts.terms import GroupedExpertLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
@@ -64,11 +64,9 @@ class HeldPairs:
             if not own.since:
                 self.version += 1
                 own.since, own.rank = self.version, rank
+            own.pairs |= pairs
             if self._table is not None and pairs:
-                own.pairs |= {name: kernel_layout(pair) for name, pair in pairs.items()}
                 self._table.put(slot, own.pairs)
-            else:
-                own.pairs |= pairs
             own.through = max((self.sites[name].layer for name in pairs), default=own.through)
             self._changed.notify_all()
             return own.since
