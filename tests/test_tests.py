@@ -44,6 +44,17 @@ def imported(tree: ast.Module) -> dict[str, str]:
     return found
 
 
+@cache
+def module_names(name: str) -> set[str]:
+    """What a module of the repository binds at its top, and the modules below it; empty if there is no such file."""
+    path = ROOT / name.replace(".", "/")
+    below = {one.stem for one in path.iterdir()} if path.is_dir() else set[str]()
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(file.read_text() if file.exists() else "")
+    bound = {getattr(node, "name", None) or getattr(node, "id", "") for node in ast.walk(tree)}
+    return below | bound | {*imported(tree)}
+
+
 def root(node: ast.expr) -> str:
     """`a` of `a.b.c`, empty if it is no name."""
     while isinstance(node, ast.Attribute):
@@ -123,3 +134,16 @@ def test_what_tests_share_is_in_support() -> None:
 )
 def test_what_is_found(line: str, allowed: bool) -> None:
     assert (offences(line) == []) == allowed
+
+
+def test_names_that_are_imported_where_they_are_used_exist() -> None:
+    """Also in tests that need a GPU, whose functions run nowhere else."""
+    missing = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("coserve", "tests")
+        for alias in node.names
+        if alias.name not in module_names(node.module or "")
+    ]
+    assert not missing, missing

@@ -40,7 +40,7 @@ async def start(settings: str) -> dict[str, object]:
     from coserve.engine.spatial.training_stream import make_training_stream
     from coserve.engine.starting import follow
     from coserve.engine.warming.compilations import watch_compilations
-    from coserve.engine.warming.part_runner import make_part_runner
+    from coserve.engine.warming.part_runner import PartRunner
     from coserve.engine.worker import build_engine
     from coserve.model.base import load_base
     from tests.support.local_link import local_pair
@@ -71,7 +71,7 @@ async def start(settings: str) -> dict[str, object]:
     api.send(Shutdown())
     await running
     serving = compilations.kernels[before:]
-    repeated = make_part_runner(base, config, started.task)
+    repeated = PartRunner(base, config, started.task)
     # Whichever worker compiled them, before or after it compiled layers: the keys are this process's.
     for name in REPEATED:
         for _ in repeated.run(name):
