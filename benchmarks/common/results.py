@@ -101,8 +101,8 @@ class Results:
         row |= {"commit": self._commit, "date": self._date, "run": self._date}
         if self._note is not None:
             row["note"] = self._note
-        print(key, json.dumps({name: row[name] for name in ("value", "unit", "target", "reached")}), flush=True)
         _merge(self._path, {self._date: self._run}, {key: row | dict(about or {})})
+        print(key, json.dumps({name: row[name] for name in ("value", "unit", "target", "reached")}), flush=True)
 
     def keys(self) -> set[str]:
         """Of all rows of the file."""
