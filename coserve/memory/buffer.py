@@ -37,7 +37,7 @@ def page_layout(kv_shapes: Sequence[KvShape], page_tokens: int, dtype: torch.dty
     """The layout of pages of `page_tokens` tokens for layers of these shapes, which may differ."""
     at, keys, values = 0, list[int](), list[int]()
     for shape in kv_shapes:
-        for offsets, width in ((keys, shape.keys), (values, shape.values)):
+        for offsets, width in ((keys, shape.keys), (values, 0 if shape.latent else shape.values)):
             offsets.append(at)
             at += aligned(page_tokens * shape.heads * width * dtype.itemsize)
     return PageLayout(at, tuple(keys), tuple(values))

@@ -94,10 +94,13 @@ class KvCache:
                 found.append(rows[:, first : first + size].view(pages + 1, page_tokens, heads, width))
             return tuple(found)
 
-        self.views = Pages(
-            views(layout.keys, [(shape.heads, shape.keys) for shape in kv_shapes]),
-            views(layout.values, [(shape.heads, shape.values) for shape in kv_shapes]),
-        )
+        keys = views(layout.keys, [(shape.heads, shape.keys) for shape in kv_shapes])
+        if latent := any(shape.latent for shape in kv_shapes):
+            assert all(shape.latent or not shape.heads for shape in kv_shapes), "expected latents in all layers"
+            values = tuple(own[..., : shape.values] for own, shape in zip(keys, kv_shapes, strict=True))
+        else:
+            values = views(layout.values, [(shape.heads, shape.values) for shape in kv_shapes])
+        self.views = Pages(keys, values, latent)
         """Keys and values of each layer."""
 
     @classmethod

@@ -37,6 +37,7 @@ from coserve.model.formats.interface import Format
 from coserve.model.formats.load import DenseModel, from_files
 from coserve.model.formats.source import eos_of, loadable, read_config, set_generation
 from coserve.model.forward_context import ForwardContext, running
+from coserve.model.latent.absorbed import cache_latents
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights, default_targets, prefix_sites, site_shape, site_weight
 from coserve.model.packed import CHECKED_ROWS, choose_rows, pack_weights
 from coserve.model.parallel.adapter import AdapterPartition
@@ -362,23 +363,24 @@ def wrap_base(
         setattr(module, seam.CHUNK, chunk)
     path, layers = probe.decoder_layers(model, seen)
     model.set_attn_implementation(seam.NAME)
+    if shard is None or shard.sharding.strategy is not Strategy.SLORA:  # which splits an adapter's A
+        seen.kv_shapes = cache_latents(seen.attention, seen.kv_shapes)
     modules = {n: m for n, m in linears.items() if n.startswith(f"{path}.") and not isinstance(m, nn.Embedding)}
-    device, dtype = model.device, model.dtype
     if shard is not None:
         expected = replace(expected, logits=shard.sharding.vocabulary.gather(expected.logits))
     identity = fingerprint(model) if shard is None else shard.fingerprint
-    packed = device.type == "cpu" and shard is None and quantization_of(model) == "none" and pack_weights(model)
+    packed = model.device.type == "cpu" and shard is None and quantization_of(model) == "none" and pack_weights(model)
     ends = EndSites() if shard is not None else EndSites.hook(model, len(layers), linears)
     spec = _spec(model, name, hub_name, identity, context, path, modules, eos_token_ids, seen)
     base = Base(
         model=model,
         spec=msgspec.structs.replace(spec, ends=dict(ends.specs), tied=ends.tied),
-        device=device,
-        dtype=dtype,
+        device=model.device,
+        dtype=model.dtype,
         layers=layers,
         kv_shapes=seen.kv_shapes,
         sites=LoraSites(modules),
-        tuned=seam.take_over_tuning([module for module, _ in seen.layers]),
+        tuned=seam.take_over_tuning(seen.attention),
         states=seen.states,
         sharding=None if shard is None else shard.sharding,
         ends=ends,
@@ -394,12 +396,16 @@ def _check_forward(base: Base, expected: probe.Forward) -> None:
     """Check that packed sequences give the logits that each sequence gave by itself, in any order of rows."""
     ids_T = torch.cat([probe.tokens(base.model, length) for length in probe.SEQUENCES])
     positions_T = torch.cat([torch.arange(length, device=base.device) for length in probe.SEQUENCES])
-    attention = ReferenceAttention((0, probe.SEQUENCES[0], sum(probe.SEQUENCES)))
-    packed = partial(base.forward, ids_T, positions_T, attention, lora=None, keep=None)
+    bounds = 0, probe.SEQUENCES[0], sum(probe.SEQUENCES)
+    attention = ReferenceAttention(bounds)
+    packed = partial(base.forward, ids_T, positions_T, attention=attention, lora=None, keep=None)
     turned = partial(base.forward, ids_T.flip(0), positions_T.flip(0), probe.Reversed(attention), lora=None, keep=None)
     family, layers = base.spec.family, base.layers
     with torch.no_grad():
         probe.check_forward(f"{family}, packed sequences", packed, layers, expected)
+        if any(one.latent for one in base.kv_shapes):
+            absorbed = partial(packed, attention=ReferenceAttention(bounds, reads_pages=True))
+            probe.check_forward(f"{family}, over a cache of latents", absorbed, layers, expected)
         probe.check_forward(f"{family}, tokens that meet in attention only", turned, layers, expected.flip())
 
 

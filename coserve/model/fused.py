@@ -128,6 +128,7 @@ class RunningAttention:
     any_layer = True
     """Tells that the layer's index need not be passed. A compiled layer stands for all of its kind, so it must not
     depend on its index."""
+    reads_pages = True
     recurrence = RUNNING_RECURRENCE
 
     def attend(

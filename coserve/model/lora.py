@@ -291,6 +291,11 @@ def shared_of(module: nn.Module) -> SharedInput | None:
     return site.shared if isinstance(site, _Site) else None
 
 
+def group_of(module: nn.Module) -> SiteGroup:
+    """Return the group with only this wrapped module."""
+    return cast(_Site, getattr(module, SITE)).group
+
+
 def _forward(module: nn.Module, x: Tensor) -> Tensor:
     """The `forward` of every wrapped module."""
     site = cast(_Site, module.coserve_site)

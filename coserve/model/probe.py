@@ -73,6 +73,10 @@ class Observed:
     states: dict[int, StateShape] = field(default_factory=dict)
     """The state's sizes of each layer that has a recurrent one."""
 
+    @property
+    def attention(self) -> list[nn.Module]:
+        return [module for module, _ in self.layers]
+
 
 @dataclass(frozen=True)
 class _Mask:

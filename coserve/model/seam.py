@@ -17,6 +17,7 @@ from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.recurrent.interface import Recurrence
 from coserve.kernels.recurrent.packed import PackedRecurrence
 from coserve.kernels.recurrent.wrappers import PaddedRecurrence, recurrence_of
+from coserve.model.latent import absorbed
 
 NAME = "coserve"
 ARGUMENT = "coserve_attention"
@@ -50,6 +51,7 @@ class PaddedAttention:
     def __init__(self, inner: Attention, tokens: int) -> None:
         self._inner = inner
         self._tokens = tokens
+        self.reads_pages = reads_pages(inner)
 
     def attend(
         self,
@@ -107,26 +109,39 @@ def _attention(
         raise UnsupportedBase(f"{family} asks for attention that is not causal")
     if dropout:
         raise UnsupportedBase(f"{family} asks for attention dropout")
-    if key_1KTD.shape[-1] != query_1HTD.shape[-1]:
-        sizes = f"{query_1HTD.shape[-1]} and {key_1KTD.shape[-1]}"
-        raise UnsupportedBase(f"{family}: expected heads of one size for queries and keys, got {sizes}")
     if coserve_positions is not None and hasattr(module, TUNED):
         query_1HTD = _tuned(module, query_1HTD, coserve_positions)
+    scaling = query_1HTD.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    q_HTD, k_KTD, v_KTD = query_1HTD[0], key_1KTD[0], value_1KTD[0]
+    latent = hasattr(module, absorbed.SIZES)
+    absorb = latent and reads_pages(coserve_attention)
+    if latent:
+        q_HTD, k_KTD, v_KTD = absorbed.entering(module, q_HTD, k_KTD, v_KTD, absorb=absorb)
+    if k_KTD.shape[-1] != q_HTD.shape[-1]:
+        sizes = f"{q_HTD.shape[-1]} and {k_KTD.shape[-1]}"
+        raise UnsupportedBase(f"{family}: expected heads of one size for queries and keys, got {sizes}")
     chunk: int | None = getattr(module, CHUNK, None)
     out_THD = coserve_attention.attend(
         -1 if getattr(coserve_attention, "any_layer", False) else layer_of(module),
-        query_1HTD[0],
-        key_1KTD[0],
-        value_1KTD[0],
+        q_HTD,
+        k_KTD,
+        v_KTD,
         AttentionParams(
-            scaling=query_1HTD.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            scaling=scaling,
             window=sliding_window if chunk is None else chunk,
             softcap=softcap,
             sinks=s_aux,
             chunked=chunk is not None,
         ),
     )
+    if absorb:
+        out_THD = absorbed.leaving(module, out_THD)
     return out_THD.contiguous()[None], None  # some families take a view of it
+
+
+def reads_pages(attention: Attention) -> bool:
+    """Whether an attention keeps keys and values in a cache. It then gets latents where a layer has them."""
+    return getattr(attention, "reads_pages", False)
 
 
 def take_over_tuning(modules: Iterable[nn.Module]) -> bool:
@@ -162,8 +177,9 @@ class ReferenceAttention:
     `bounds` (B+1) ascends from 0 to T.
     """
 
-    def __init__(self, bounds: tuple[int, ...]) -> None:
-        self._bounds = bounds
+    def __init__(self, bounds: tuple[int, ...], *, reads_pages: bool = False) -> None:
+        """`reads_pages`: get what attention over a cache gets."""
+        self._bounds, self.reads_pages = bounds, reads_pages
         self.recurrence = PackedRecurrence(bounds)
 
     def attend(

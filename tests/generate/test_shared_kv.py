@@ -1,5 +1,5 @@
-"""Generation on bases whose last layers read the keys and values of earlier ones: the tokens of whole forwards, without
-a cache."""
+"""Generation on bases whose last layers read the keys and values of earlier ones, or that cache latents: the tokens of
+whole forwards, without a cache."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.support.lora_backends import GROUPED
 from tests.support.shelf import Shelf, named
 
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.0)
+FAMILIES = ["gemma3n_text", "gemma4_text", "deepseek_v3", "youtu", "glm4_moe_lite"]
 
 
 def whole(base: Base, weights: LoraWeights | None, tokens: tuple[int, ...]) -> list[int]:
@@ -45,7 +46,7 @@ def whole(base: Base, weights: LoraWeights | None, tokens: tuple[int, ...]) -> l
     return found[len(tokens) :]
 
 
-@pytest.mark.parametrize("family", in_turns(["gemma3n_text", "gemma4_text"], ["gemma3n_text"], days=2))
+@pytest.mark.parametrize("family", in_turns(FAMILIES, ["gemma3n_text", "deepseek_v3"], days=3))
 def test_tokens_are_those_of_whole_forwards(family: str) -> None:
     """Of the base and of adapters in one batch: prompts longer than a step and the window, pages found in the prefix
     cache, sequences that are preempted, and steps as graphs run them."""

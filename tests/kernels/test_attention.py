@@ -36,6 +36,8 @@ class Kind:
     values: int = 0
     """Width of a value; 0: that of a key."""
     chunked: bool = False
+    latent: bool = False
+    """Whether a value is the beginning of its key."""
 
     def sink_logits(self) -> Tensor | None:
         return torch.linspace(-1, 2, self.heads) if self.sinks else None
@@ -45,7 +47,7 @@ class Kind:
         q = torch.randn(tokens, self.heads, self.width, generator=g).transpose(0, 1)
         k = torch.randn(tokens, self.kv_heads, self.width, generator=g).transpose(0, 1)
         v = torch.randn(tokens, self.kv_heads, self.values or self.width, generator=g).transpose(0, 1)
-        return q, k, v
+        return q, k, k[..., : self.values] if self.latent else v
 
 
 KINDS = {
@@ -60,6 +62,7 @@ KINDS = {
     "chunks": Kind(window=7, chunked=True),
     "narrow_values": Kind(kv_heads=4, width=12, values=8),
     "wide_values": Kind(values=20, window=9, sinks=True),
+    "latents": Kind(kv_heads=1, width=20, values=12, latent=True),
     "pages_apart": Kind(apart=40),
     "pages_apart_by_half_keys": Kind(width=12, apart=6),
 }
@@ -97,7 +100,8 @@ class Cache:
         widths = kind.width, kind.values or kind.width
         caches = [torch.zeros(pages + 1, page_tokens, kind.kv_heads, width, dtype=dtype) for width in widths]
         apart = [kind.apart + page_tokens * kind.kv_heads * (max(widths) - width) for width in widths]
-        self.pages = Pages(*((spread(x, a),) for x, a in zip(caches, apart, strict=True)))
+        keys, values = (spread(x, a) for x, a in zip(caches, apart, strict=True))
+        self.pages = Pages((keys,), (keys[..., : kind.values] if kind.latent else values,), kind.latent)
         self.page_tokens = page_tokens
         self.free = list(torch.randperm(pages, generator=torch.Generator().manual_seed(5)).tolist())
 

@@ -22,13 +22,19 @@ PROCESSORS = H200.multiprocessors
 
 RUNS = {"decodes": DECODES, "chunks": CHUNKS, "far": FAR}
 STEPS = {f"{kind}-{runs}": (KINDS[kind], RUNS[runs]) for kind in KINDS for runs in RUNS}
-QUICK = {step: (*STEPS[step], torch.float32) for step in ("all-decodes", "all-chunks", "all-far", "wide_values-chunks")}
+QUICK = {
+    step: (*STEPS[step], torch.float32)
+    for step in ("all-decodes", "all-chunks", "all-far", "wide_values-chunks", "latents-chunks")
+}
 SLOW = {
     f"{kind}-{runs}-{dtype}": (KINDS[kind], RUNS[runs], dtype)
     for kind, runs, dtype in (
         ("one_for_all", "decodes", torch.float32),
         ("group_of_3", "chunks", torch.float32),
         ("wide", "far", torch.float16),
+        ("latents_of_groups", "decodes", torch.float32),
+        ("latents_of_groups", "far", torch.float16),
+        ("latents_of_deepseek", "chunks", torch.float16),
         ("window", "chunks", torch.float16),
         ("pages_apart_unaligned", "far", torch.float32),
     )
@@ -82,6 +88,7 @@ def test_keys_and_values_are_rounded_to_fp8_as_torch_rounds(runs: str) -> None:
 
 
 BUFFERS = {"all": (KINDS["all"], torch.float32), "pages_apart": (KINDS["pages_apart"], torch.float16)}
+BUFFERS["latents"] = (KINDS["latents"], torch.float32)
 
 
 @pytest.mark.parametrize("buffers", [*by_day(BUFFERS, "all"), *on_gpu({name: (kind,) for name, kind in KINDS.items()})])

@@ -71,6 +71,7 @@ OF_EACH_KIND = (
     "granite",
     "qwen2_moe",
     "modernbert-decoder",
+    "minicpm3",
 )
 """With `QUICK`: norms, positions, activations, windows, sinks, stacked weights and experts of all kinds."""
 ATTENTION = (

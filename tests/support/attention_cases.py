@@ -27,6 +27,8 @@ class Kind:
     values: int = 0
     """Width of a value; 0: that of a key."""
     chunked: bool = False
+    latent: bool = False
+    """Whether a value is the beginning of its key."""
 
     @property
     def value_width(self) -> int:
@@ -64,6 +66,7 @@ class Case:
             total = position + tokens
             q = torch.randn(tokens, kind.heads, kind.width, generator=g).to(dtype)
             k, v = (torch.randn(total, kind.kv_heads, width, generator=g).to(stored).to(dtype) for width in widths)
+            v = k[..., : kind.values] if kind.latent else v
             slots = self._slots(held, position)
             keys[slots], values[slots] = k[:position].to(stored), v[:position].to(stored)
             self.runs.append(TokenRun(tokens, position, held))
@@ -71,7 +74,9 @@ class Case:
             new.append((q, k[position:], v[position:]))
         # Keys and values have the same stride from page to page, as in one buffer.
         apart = [kind.apart + kind.page_tokens * kind.kv_heads * (max(widths) - width) for width in widths]
-        self.pages = Pages(*((spread(x.to(device), a),) for x, a in zip((keys, values), apart, strict=True)))
+        caches = [spread(x.to(device), a) for x, a in zip((keys, values), apart, strict=True)]
+        own_values = caches[0][..., : kind.values] if kind.latent else caches[1]
+        self.pages = Pages((caches[0],), (own_values,), kind.latent)
         packed = (torch.cat(parts).transpose(0, 1).to(device) for parts in zip(*new, strict=True))
         self.q_HTD, self.k_KTD, self.v_KTD = packed
 
@@ -102,7 +107,7 @@ class Case:
 
     def put_into(self, pages: Pages) -> None:
         """`pages`, which are at least as many, hold what is in the case's own, and NaN elsewhere."""
-        for to, own in ((pages.keys[0], self.pages.keys[0]), (pages.values[0], self.pages.values[0])):
+        for to, own in _stored(pages, self.pages):
             _whole(to).fill_(float("nan"))
             to[: len(own)] = own
 
@@ -117,8 +122,14 @@ class Case:
             assert torch.equal(keys[slots], k)
             assert torch.equal(values[slots], v)
         slots = sum(len(k) for _, k, _ in self.sequences) * self.kind.kv_heads
-        for x in (pages.keys[0], pages.values[0]):
+        for x, _ in _stored(pages, pages):
             assert int(_whole(x).float().isfinite().sum()) == slots * x.shape[3]
+
+
+def _stored(*both: Pages) -> list[tuple[Tensor, ...]]:
+    """The keys of two caches, and the values that are stored besides."""
+    kinds = [tuple(pages.keys[0] for pages in both), tuple(pages.values[0] for pages in both)]
+    return kinds[:1] if both[0].latent else kinds
 
 
 def _whole(cache: Tensor) -> Tensor:
@@ -158,6 +169,9 @@ KINDS = {
     "chunks": Kind(8, 2, 64, window=48, chunked=True, page_tokens=24),
     "narrow_values": Kind(4, 4, 192, values=128),
     "wide_values": Kind(4, 2, 24, values=40, window=40, sinks=True, page_tokens=5),
+    "latents": Kind(20, 1, 40, values=32, latent=True, page_tokens=5),
+    "latents_of_groups": Kind(66, 1, 24, values=20, latent=True),
+    "latents_of_deepseek": Kind(16, 1, 576, values=512, latent=True),
     "pages_apart": Kind(4, 2, 80, apart=1536),
     "pages_apart_unaligned": Kind(4, 2, 32, window=40, page_tokens=5, apart=3),
 }

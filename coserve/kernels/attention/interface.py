@@ -28,18 +28,27 @@ class KvShape(NamedTuple):
     """E: head size of values; usually D."""
     source: int | None = None
     """The layer whose keys and values this one reads, having none of its own, so that its sizes are 0."""
+    latent: bool = False
+    """Whether a value is the first E numbers of its key, and is not stored again: the latents of multi-head latent
+    attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1)."""
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that a cache stores for a token."""
+        return self.heads * (self.keys if self.latent else self.keys + self.values)
 
 
 @dataclass(frozen=True)
 class Pages:
     """A paged KV cache: for each layer keys `(P + 1, page_tokens, K, D)` and values `(P + 1, page_tokens, K, E)`. The
-    last page is never written and holds zeros.
+    last page is never written and holds zeros. If `latent`, values are a view of the keys' first E numbers.
 
     A page of a layer is contiguous. Other memory, such as pages of other layers, may lie between two pages.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    latent: bool = False
 
 
 def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coserve.kernels.lora.interface import Adapters, PreparedLora
+from coserve.kernels.lora.latent import HeadSizes
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import FrozenWeight, LoraPair, SiteGroup
 
@@ -81,6 +82,16 @@ class ScaledLora(PreparedLora):
 
     def scales(self, group: SiteGroup) -> bool:
         return any(self._scaled(name) for name in group.names)
+
+    def scale_(self, group: SiteGroup, ys: Sequence[Tensor]) -> None:
+        for name, y in zip(group.names, ys, strict=True):
+            _scale_(y, self._scaled(name), self._biases[name])
+
+    def add_query_terms(self, group: SiteGroup, y_HTD: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
+        self._inner.add_query_terms(group, y_HTD, q_HTN, sizes)
+
+    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTD: Tensor, sizes: HeadSizes) -> None:
+        self._inner.add_output_terms(group, y_HTE, x_HTD, sizes)
 
     def for_batch(self, segments: Segments) -> ScaledLora | None:
         inner = self._inner.for_batch(segments)

@@ -11,6 +11,7 @@ from torch import Tensor
 from coserve.core.errors import ConfigError
 from coserve.kernels.gpu.device import interpreted
 from coserve.kernels.lora.experts.interface import ExpertLora, RemoteTerms
+from coserve.kernels.lora.latent import HeadSizes, add_output_terms, add_query_terms
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import FrozenWeight, LoraPair, SiteGroup
 
@@ -61,6 +62,23 @@ class PreparedLora(ABC):
         for y, added in zip(ys, self.add(group, ys, x_TD), strict=True):
             if added is not y:
                 y.copy_(added)
+
+    def add_query_terms(self, group: SiteGroup, y_HTD: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
+        """Add the terms of latent attention's absorbed queries in place (`kernels.lora.latent`), without gradients.
+        Only for a group of one site that an adapter changes."""
+        raise NotImplementedError(f"{type(self).__name__} has no terms of latent attention")
+
+    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTD: Tensor, sizes: HeadSizes) -> None:
+        """Add the terms of latent attention's outputs, as `add_query_terms`."""
+        raise NotImplementedError(f"{type(self).__name__} has no terms of latent attention")
+
+    def scales(self, group: SiteGroup) -> bool:
+        """Whether some adapters of the step may be DoRA at the group's sites."""
+        return False
+
+    def scale_(self, group: SiteGroup, ys: Sequence[Tensor]) -> None:
+        """Multiply the rows of DoRA adapters by their factors in place, as after the terms: (T, O_i) each."""
+        raise NotImplementedError(f"{type(self).__name__} has no factors of DoRA")
 
     def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: FrozenWeight) -> tuple[Tensor, ...]:
         """Return each site's `x Wᵀ + bias` plus its terms: (T, O_i) each. Differentiable as `add` is, not in the
@@ -229,6 +247,12 @@ class SitewiseLora(PreparedLora):
         expected = self.segments.tokens
         assert x_TD.shape[0] == expected, f"{group.names} saw {x_TD.shape[0]} rows, expected the step's {expected}"
         return [self.add_site(name, y, x_TD) for name, y in zip(group.names, ys, strict=True)]
+
+    def add_query_terms(self, group: SiteGroup, y_HTD: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
+        add_query_terms(y_HTD, q_HTN, sizes, self.segments, self.pairs(group.names[0]))
+
+    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTD: Tensor, sizes: HeadSizes) -> None:
+        add_output_terms(y_HTE, x_HTD, sizes, self.segments, self.pairs(group.names[0]))
 
     @abstractmethod
     def add_site(self, site: str, y_TO: Tensor, x_TD: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class WithRecurrence:
     def __init__(self, attention: Attention, recurrence: Recurrence) -> None:
         self.attend = attention.attend
         self.recurrence = recurrence
+        self.reads_pages = True
 
 
 class _LoadedWithRecurrence(WithRecurrence):

@@ -19,6 +19,7 @@ from coserve.model import probe
 from coserve.model.context import context_of
 from coserve.model.formats.gguf import read_config as gguf_config
 from coserve.model.formats.source import loadable, read_config
+from coserve.model.latent.absorbed import latent_shapes
 from coserve.model.lora import default_targets, site_weight
 from coserve.model.parallel.build import empty_model
 from coserve.model.quantized.modules import quantizable, weight_bytes
@@ -71,6 +72,7 @@ def config_sizes(
                 saved += dense - weight_bytes(inputs, outputs, quantization)
                 expanded = max(expanded, STACKED * dense)
     text = config.get_text_config()
+    shapes = latent_shapes(seen.attention, seen.kv_shapes)
     spec = BaseSpec(
         name=name,
         fingerprint="",
@@ -90,7 +92,7 @@ def config_sizes(
     return BaseSizes(
         spec=spec,
         weights=sum(one.numel() for one in (*model.parameters(), *model.buffers())) * kind.itemsize - saved,
-        kv=sum(one.heads * (one.keys + one.values) for one in seen.kv_shapes) * kind.itemsize,
+        kv=sum(one.numbers for one in shapes) * kind.itemsize,
         states=state_bytes(seen.states, kind),
         experts=_experts(text),
         expanded=expanded,

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coserve.core.types import SiteSpec
-from coserve.kernels.attention.interface import KvShape
+from coserve.kernels.attention.interface import KvShape, TokenRun
+from coserve.memory.kv import KvCache
 from coserve.memory.state_pool import state_bytes
 from coserve.model.base import Base, load_base
 from coserve.model.experts.shards import EXPERTS
@@ -20,12 +21,14 @@ from coserve.model.parallel.adapter import Matrices
 from coserve.model.parallel.families.plans import PLANS
 from coserve.model.parallel.mesh import LoneRank, Mesh
 from coserve.model.parallel.modules import MEAN
+from coserve.model.seam import ReferenceAttention
 from tests.support import quantised
 from tests.support.examples import in_turns
 from tests.support.families import tiny_family
+from tests.support.lora_backends import lora_of
 from tests.support.lora_reference import packed, tokens_of
 from tests.support.ranks import Ranks
-from tests.support.sharded import Kind, gradients_of
+from tests.support.sharded import Kind, gradients_of, whole_adapter
 
 LENGTHS = (9, 4)
 ADAPTER = Kind(4, uneven=("q_proj", "v_proj", "up_proj", "shared_expert_gate", "dense", "fc2", "q_a_proj"))
@@ -61,8 +64,8 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
 """What a family's models may have, and `tiny_family` has not."""
 
 
-def _computed(mesh: Mesh | None, folder: str, ep: int = 1) -> Computed:
-    base = load_base(folder, device="cpu", dtype="auto", mesh=mesh, strategy="slora", ep=ep)
+def _computed(mesh: Mesh | None, folder: str, ep: int = 1, strategy: str = "slora") -> Computed:
+    base = load_base(folder, device="cpu", dtype="auto", mesh=mesh, strategy=strategy, ep=ep)
     traffic = Mesh().traffic if mesh is None else mesh.traffic
     traffic.clear()
     logits = torch.cat(packed(base, [tokens_of(length, seed) for seed, length in enumerate(LENGTHS)]))
@@ -104,6 +107,36 @@ def test_experts_in_mxfp4_are_divided_as_dense_ones(ep: int, two: Ranks, tmp_pat
     _check(two, *quantised.mxfp4_experts(tmp_path, tmp_path), ep)
 
 
+def _over_pages(mesh: Mesh, folder: str, kind: Kind) -> tuple[Tensor, Tensor]:
+    """Logits of one sequence with an adapter, with and without a cache."""
+    base = load_base(folder, device="cpu", dtype="auto", mesh=mesh)
+    assert base.kv_shapes[0].latent
+    kv, tokens_T = KvCache.for_base(base, 64, 4), tokens_of(9)
+    lora = lora_of(base.shard(whole_adapter(base.spec, kind)), 9)
+    with torch.no_grad():
+        over_pages, plain = (
+            base.forward(tokens_T, torch.arange(9), attention, lora=lora, keep=None)
+            for attention in (kv.attention([TokenRun(9, 0, tuple(kv.allocate(3) or ()))]), ReferenceAttention((0, 9)))
+        )
+    return over_pages, plain
+
+
+@pytest.mark.parametrize("kind", [Kind(4), Kind(4, blocks=4)], ids=["nfs", "bd"])
+def test_each_rank_absorbs_its_heads_of_a_latent_projection(kind: Kind, two: Ranks, tmp_path: Path) -> None:
+    tiny_family("deepseek_v3").save_pretrained(tmp_path)
+    for over_pages, plain in two.run(_over_pages, str(tmp_path), kind):
+        torch.testing.assert_close(over_pages, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_heads_are_cached_whole_where_the_ranks_divide_an_adapters_a(two: Ranks, tmp_path: Path) -> None:
+    tiny_family("deepseek_v3").save_pretrained(tmp_path)
+    whole = _computed(None, str(tmp_path))
+    for found in two.run(_computed, str(tmp_path)):
+        assert not any(one.latent for one in found.kv_shapes)
+        torch.testing.assert_close(found.logits, whole.logits, rtol=1e-4, atol=1e-4)
+
+
 def _compare(model: PreTrainedModel, two: Ranks, folder: Path, ep: int = 1) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "layer_scalar")):
@@ -116,7 +149,8 @@ def _check(two: Ranks, folder: Path, dense: Path, ep: int) -> None:
     """`dense`: the same model as one process loads it."""
     whole = _computed(None, str(dense))
     loss, gradients, norm = whole.gradients
-    for found in two.run(_computed, str(folder), ep):
+    strategy = "nfs" if whole.kv_shapes[0].latent else "slora"
+    for found in two.run(_computed, str(folder), ep, strategy):
         torch.testing.assert_close(found.logits, whole.logits, rtol=1e-4, atol=1e-4)
         assert (found.fingerprint, found.sites) == (whole.fingerprint, whole.sites)
         assert found.kv_shapes == [((heads + 1) // 2, *sizes) for heads, *sizes in whole.kv_shapes]

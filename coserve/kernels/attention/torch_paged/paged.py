@@ -32,6 +32,8 @@ class PagedAttention:
     are added in order, and a masked key adds exactly 0.
     """
 
+    reads_pages = True
+
     def __init__(self, pages: Pages, runs: Sequence[TokenRun]) -> None:
         self._pages, self._runs = pages, tuple(runs)
         self._device = pages.keys[0].device
@@ -56,8 +58,8 @@ class PagedAttention:
     ) -> Tensor:
         """See `Attention.attend`. T new tokens over each sequence's whole context."""
         softcap, sinks = params.softcap, params.sinks
-        keys, values = self._pages.keys[layer], self._pages.values[layer]
-        for cache, new_KTD in ((keys, k_KTD), (values, v_KTD)):
+        keys, values, latent = self._pages.keys[layer], self._pages.values[layer], self._pages.latent
+        for cache, new_KTD in ((keys, k_KTD),) if latent else ((keys, k_KTD), (values, v_KTD)):
             cache.index_put_(self._new_at, as_cached(new_KTD.transpose(0, 1), cache.dtype))
         heads, rows, width = q_HTD.shape
         unit = gcd(keys.stride(0), width, values.shape[3])
@@ -74,7 +76,8 @@ class PagedAttention:
         outputs = []
         for tile in tiles.batches:
             q_BKRD = _rows(q_rows, tile.queries)
-            k_BKLD, v_BKLD = _keys(keys, tile.keys, unit), _keys(values, tile.values, unit)
+            k_BKLD = _keys(keys, tile.keys, unit)
+            v_BKLD = k_BKLD[..., : values.shape[3]] if latent else _keys(values, tile.values, unit)
             if self._exact:
                 q_BKRD, k_BKLD, v_BKLD = (_widen(x.float()) for x in (q_BKRD, k_BKLD, v_BKLD))
             else:
@@ -164,6 +167,8 @@ def _blockwise(weights_BKSL: Tensor, v_BKLD: Tensor, padding: int) -> tuple[Tens
 
 class _Gathered:
     """Attention of a step's real rows in plain torch, and zeros for padding. For devices without CUDA graphs."""
+
+    reads_pages = True
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages

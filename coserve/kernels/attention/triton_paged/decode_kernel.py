@@ -1,5 +1,8 @@
 """Paged attention of decode: one new token per sequence. The time goes into reading keys and values.
 
+With LATENT (multi-head latent attention) the cache has one head, whose values are the first E numbers of its keys, read
+once; the query heads are in K groups of G all the same, as many as a program can compute.
+
 A program computes one item, a range of one sequence's keys, for one key-value head and all query heads of its group.
 The host cuts sequences into items of similar size (`plan.decode_items`), so that one long sequence does not delay the
 step (flash-decoding, with the plan of FlashInfer, §3.3.1). The last program to finish for a sequence and head joins
@@ -57,6 +60,7 @@ def decode(
     D: tl.constexpr,
     E: tl.constexpr,
     PAGE: tl.constexpr,
+    LATENT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -90,8 +94,12 @@ def decode(
     new_page = tl.load(table_at + tl.maximum(end - 1, 0) // PAGE * table_stride)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    SHARED: tl.constexpr = E if LATENT else 0  # numbers of a key that are its value
+    VALUE: tl.constexpr = D if LATENT else E  # numbers from one value to the next
+    STORED: tl.constexpr = 1 if LATENT else K  # heads in the cache
+    kv = head % STORED
     g = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
+    d = SHARED + tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_E)
     in_d = d < D
     in_e = e < E
@@ -103,17 +111,19 @@ def decode(
         return
     q_mask = (g < G)[:, None] & in_d[None, :]
     q = tl.load(q_ptr + at * q_row + heads[:, None] * q_head + d[None, :], mask=q_mask, other=0.0)
-    k_new = as_cached(tl.load(k_ptr + at * k_row + head * k_head + d, mask=in_d, other=0.0), keys_ptr)
-    v_new = as_cached(tl.load(v_ptr + at * v_row + head * v_head + e, mask=in_e, other=0.0), values_ptr)
+    if LATENT:
+        latent_q = tl.load(q_ptr + at * q_row + heads[:, None] * q_head + e[None, :], mask=mask, other=0.0)
+    k_new = as_cached(tl.load(k_ptr + at * k_row + kv * k_head + d, mask=in_d, other=0.0), keys_ptr)
+    v_new = as_cached(tl.load(v_ptr + at * v_row + kv * v_head + e, mask=in_e, other=0.0), values_ptr)
     top = tl.full([BLOCK_M], LOWEST, dtype=tl.float32)
     totals = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
     for start in range(begin, old, BLOCK_N):
-        key_at = offsets(page, page_stride, n, K, head, D, PAGE)[:, None] + d[None, :]
-        value_at = offsets(page, page_stride, n, K, head, E, PAGE)[:, None] + e[None, :]
+        key_at = offsets(page, page_stride, n, STORED, kv, D, PAGE)[:, None] + d[None, :]
+        value_at = offsets(page, page_stride, n, STORED, kv, VALUE, PAGE)[:, None] + e[None, :]
         n = tl.minimum(start + BLOCK_N + r, last)
         page = tl.load(table_at + n // PAGE * table_stride)
-        if D == BLOCK_D:
+        if D - SHARED == BLOCK_D:
             k = tl.load(keys_ptr + key_at).to(q.dtype)
         else:
             k = tl.load(keys_ptr + key_at, mask=in_d[None, :], other=0.0).to(q.dtype)
@@ -121,7 +131,10 @@ def decode(
             v = tl.load(values_ptr + value_at).to(q.dtype)
         else:
             v = tl.load(values_ptr + value_at, mask=in_e[None, :], other=0.0).to(q.dtype)
-        scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if LATENT:
+            products = tl.dot(latent_q, tl.trans(v), products, input_precision="ieee")
+        scores = score(products, scale, cap, SOFTCAP)
         scores = tl.where((start + r < old)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -131,11 +144,14 @@ def decode(
         top = new_top
     total = tl.sum(totals, 1)
     if newest:
-        new_key = offsets(new_page, page_stride, old, K, head, D, PAGE) + d
-        new_value = offsets(new_page, page_stride, old, K, head, E, PAGE) + e
+        new_key = offsets(new_page, page_stride, old, STORED, kv, D, PAGE) + d
+        new_value = offsets(new_page, page_stride, old, STORED, kv, VALUE, PAGE) + e
         tl.store(keys_ptr + new_key, k_new, mask=in_d)
         tl.store(values_ptr + new_value, v_new, mask=in_e)
-        new_score = score(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, cap, SOFTCAP)
+        product = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1)
+        if LATENT:
+            product += tl.sum(latent_q.to(tl.float32) * v_new.to(tl.float32)[None, :], 1)
+        new_score = score(product, scale, cap, SOFTCAP)
         new_top = tl.maximum(top, new_score)
         faded = tl.exp2(top - new_top)
         weight = tl.exp2(new_score - new_top)

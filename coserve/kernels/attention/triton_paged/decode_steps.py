@@ -21,6 +21,8 @@ KINDS = 4
 class FusedStaticAttention:
     """`StaticPagedAttention` by the decode kernel; `attend` can be captured, and never waits for the device."""
 
+    reads_pages = True
+
     def __init__(self, pages: Pages, *, batch: int, max_tokens: int) -> None:
         """`max_tokens`: longest context, the new token included."""
         device, page_tokens = pages.keys[0].device, pages.keys[0].shape[1]
@@ -70,11 +72,11 @@ class FusedStaticAttention:
         """See `Attention.attend`. T = `batch` new tokens over each sequence's whole context."""
         heads, rows, _ = q_HTD.shape
         assert rows == self.batch, f"expected {self.batch} rows, got {rows}"
-        cache = launch.LayerCache(self._pages.keys[layer], self._pages.values[layer], self._table)
-        kv_heads, width = cache.values.shape[2:]
+        cache = launch.LayerCache(self._pages.keys[layer], self._pages.values[layer], self._table, self._pages.latent)
+        kv_heads, width = cache.groups(heads), cache.values.shape[3]
         items, scratch = self._items(kv_heads, params.seen), self._scratch_of(heads, width, kv_heads)
         out_THD = torch.empty(rows, heads, width, dtype=q_HTD.dtype, device=q_HTD.device)
-        blocks = launch.decode_blocks_for(q_HTD, cache.values, self.batch)
+        blocks = launch.decode_blocks_for(q_HTD, cache, self.batch)
         launch.decode(out_THD, q_HTD, k_KTD, v_KTD, cache, items, scratch, params, blocks)
         return out_THD
 

@@ -18,6 +18,10 @@ from coserve.kernels.gpu.launcher import launch
 LOG2E = log2(e)
 JOINED = 8
 """Partial results (of items) that the joining program loads at once."""
+WIDE = 256
+"""Width of heads above which blocks are smaller: latents, of some 576 numbers."""
+LATENT_HEADS = 32
+"""Most query heads of a program over latents: a row's 512 sums in fp32 take 16 registers of each of 32 threads."""
 FULL_WAVES = 2
 """Waves of programs from which on a prefill uses larger blocks."""
 
@@ -45,6 +49,10 @@ def decode_blocks(width: int, dtype: torch.dtype, group: int, each: int, device:
 
     `each`: programs that must fit on a multiprocessor (`plan.programs_each`); the fewer, the larger their steps.
     """
+    if width > WIDE:
+        if dtype == torch.float32 or not _large_shared(device):
+            return Blocks(16, 16, 4, 1)
+        return Blocks(16, 32, 8 if group > 16 else 4, 2)
     if dtype == torch.float32:
         return Blocks(16, 32, 4, 2)
     if not _large_shared(device):
@@ -63,11 +71,10 @@ def decode_blocks(width: int, dtype: torch.dtype, group: int, each: int, device:
     }[each]
 
 
-def decode_blocks_for(q_HTD: Tensor, values: Tensor, sequences: int) -> Blocks:
-    """Choose the blocks of a decode step whose items were cut for so many sequences. `values`: a layer's values, as in
-    `LayerCache`."""
+def decode_blocks_for(q_HTD: Tensor, cache: LayerCache, sequences: int) -> Blocks:
+    """Choose the blocks of a decode step whose items were cut for so many sequences."""
     heads, _, width = q_HTD.shape
-    kv_heads, width = values.shape[2], max(width, values.shape[3])
+    kv_heads, width = cache.groups(heads), max(width, cache.values.shape[3])
     each = programs_each(sequences, kv_heads, device_info(q_HTD.device).multiprocessors)
     return decode_blocks(width, q_HTD.dtype, heads // kv_heads, each, q_HTD.device)
 
@@ -75,6 +82,10 @@ def decode_blocks_for(q_HTD: Tensor, values: Tensor, sequences: int) -> Blocks:
 def prefill_blocks(width: int, dtype: torch.dtype, rows: int, device: torch.device) -> Blocks:
     """Choose the blocks of a prefill. `rows`: total over all tiles and key-value heads. Few rows are cut finer, so that
     more programs share the work."""
+    if width > WIDE:
+        if dtype == torch.float32 or not _large_shared(device):
+            return Blocks(16, 16, 4, 1)
+        return Blocks(64, 32, 8, 2)
     if dtype == torch.float32:
         return Blocks(32, 32, 4, 2)
     if not _large_shared(device):
@@ -106,10 +117,23 @@ class LayerCache:
     keys: Tensor
     values: Tensor
     table: Tensor
+    latent: bool = False
+    """Whether values are the first E numbers of the keys (`KvShape.latent`)."""
+
+    def groups(self, heads: int) -> int:
+        """Return K for `heads` query heads: the key-value heads, or as many groups as keep a program's heads few."""
+        if not self.latent:
+            return self.keys.shape[2]
+        return next(groups for groups in range(1, heads + 1) if heads % groups == 0 and heads // groups <= LATENT_HEADS)
+
+    @property
+    def key_block(self) -> int:
+        """Columns of a block that holds the part of a key that is not its value."""
+        return _block(self.keys.shape[3] - (self.values.shape[3] if self.latent else 0))
 
     def page_stride(self) -> int:
         """Elements from one page to the next."""
-        for x in (self.keys, self.values):
+        for x in (self.keys,) if self.latent else (self.keys, self.values):
             _, _, kv_heads, width = x.shape
             assert x.stride()[1:] == (kv_heads * width, width, 1), "expected pages in one piece"
         assert self.keys.stride(0) == self.values.stride(0), "expected keys and values laid out alike"
@@ -160,7 +184,7 @@ def decode(
 ) -> None:
     """Write the items' new keys and values into their pages, and their rows of attention into `out_THD`."""
     heads, _, width = q_HTD.shape
-    _, page_tokens, kv_heads, values = cache.values.shape
+    page_tokens, values, kv_heads = cache.keys.shape[1], cache.values.shape[3], cache.groups(heads)
     group = heads // kv_heads
     q, k, v = _unit(q_HTD, k_KTD, v_KTD)
     pdl = blocks.pdl and device_info(q.device).early_launch
@@ -194,10 +218,11 @@ def decode(
         D=width,
         E=values,
         PAGE=page_tokens,
+        LATENT=cache.latent,
         SOFTCAP=params.softcap is not None,
         SINKS=params.sinks is not None,
         BLOCK_M=max(16, groups),
-        BLOCK_D=_block(width),
+        BLOCK_D=cache.key_block,
         BLOCK_E=_block(values),
         BLOCK_N=blocks.keys,
         BLOCK_G=groups,
@@ -251,16 +276,15 @@ def prefill(
     A tile has at most `tile_tokens` tokens. `scratch`: from `prefill_scratch`, or None if each tile is one item.
     """
     heads, _, width = q_HTD.shape
-    _, page_tokens, kv_heads, values = cache.values.shape
+    page_tokens, values, kv_heads = cache.keys.shape[1], cache.values.shape[3], cache.groups(heads)
     group = heads // kv_heads
     q, k, v = _unit(q_HTD, k_KTD, v_KTD)
-    grid = kv_heads, tiles.shape[0]
     where = cache.keys, cache.values, cache.table
     tokens = tile_tokens(group, blocks)
     strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
     launch(
         prefill_kernel.store,
-        grid,
+        (k.shape[0], tiles.shape[0]),
         k,
         v,
         *where,
@@ -268,18 +292,19 @@ def prefill(
         *strides,
         cache.table.stride(0),
         cache.page_stride(),
-        kv_heads,
+        k.shape[0],
         D=width,
         E=values,
         PAGE=page_tokens,
+        LATENT=cache.latent,
         BLOCK_T=triton.next_power_of_2(tokens),
-        BLOCK_D=_block(width),
+        BLOCK_D=cache.key_block,
         BLOCK_E=_block(values),
         num_warps=8 if tokens > 64 else 4,
     )
     launch(
         prefill_kernel.prefill,
-        grid,
+        (kv_heads, tiles.shape[0]),
         q,
         out_THD,
         *where,
@@ -297,13 +322,14 @@ def prefill(
         D=width,
         E=values,
         PAGE=page_tokens,
+        LATENT=cache.latent,
         WINDOW=params.window is not None,
         CHUNKED=params.chunked,
         SOFTCAP=params.softcap is not None,
         SINKS=params.sinks is not None,
         SPLIT=scratch is not None,
         BLOCK_M=_tile_rows(group, blocks),
-        BLOCK_D=_block(width),
+        BLOCK_D=cache.key_block,
         BLOCK_E=_block(values),
         BLOCK_N=blocks.keys,
         num_warps=blocks.warps,

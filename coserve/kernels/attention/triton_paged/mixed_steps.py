@@ -98,6 +98,8 @@ def plan_layers(
 class FusedMixedAttention:
     """`MixedAttention` by the fused kernels; `attend` can be captured, and never waits for the device."""
 
+    reads_pages = True
+
     def __init__(self, pages: Pages, capacity: MixedCapacity) -> None:
         self.capacity = capacity
         self._pages, self._device = pages, pages.keys[0].device
@@ -130,10 +132,9 @@ class FusedMixedAttention:
         """See `Attention.attend`. T new tokens over each sequence's whole context, zeros for padding."""
         heads, rows, width = q_HTD.shape
         assert rows == self.capacity.tokens, f"expected {self.capacity.tokens} rows, got {rows}"
-        keys, values = self._pages.keys[layer], self._pages.values[layer]
-        values_width = values.shape[3]
-        plan = self._of(heads, keys.shape[2], max(width, values_width), params.seen, q_HTD)
-        cache, qkv = launch.LayerCache(keys, values, self._table), (q_HTD, k_KTD, v_KTD)
+        cache = launch.LayerCache(self._pages.keys[layer], self._pages.values[layer], self._table, self._pages.latent)
+        values_width, qkv = cache.values.shape[3], (q_HTD, k_KTD, v_KTD)
+        plan = self._of(heads, cache.groups(heads), max(width, values_width), params.seen, q_HTD)
         out_THD = torch.zeros(rows, heads, values_width, dtype=q_HTD.dtype, device=q_HTD.device)
         items, tiles = plan.table[: plan.most_items], plan.table[plan.most_items :]
         # Allocated per call: inside the graph's pool, later kernels reuse the memory of each call.

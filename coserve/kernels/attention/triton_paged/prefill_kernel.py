@@ -41,6 +41,7 @@ def store(
     D: tl.constexpr,
     E: tl.constexpr,
     PAGE: tl.constexpr,
+    LATENT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -54,14 +55,16 @@ def store(
     first = tl.load(tile_ptr + 1)
     tokens = tl.load(tile_ptr + 2)
     position = tl.load(tile_ptr + 3)
+    SHARED: tl.constexpr = E if LATENT else 0  # as in decode
+    VALUE: tl.constexpr = D if LATENT else E
     t = tl.arange(0, BLOCK_T)
-    d = tl.arange(0, BLOCK_D)
+    d = SHARED + tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_E)
     k_mask = (t < tokens)[:, None] & (d < D)[None, :]
     v_mask = (t < tokens)[:, None] & (e < E)[None, :]
     page = tl.load(table_ptr + row + (position + t) // PAGE * table_stride, mask=t < tokens, other=0)
     key_at = offsets(page, page_stride, position + t, K, head, D, PAGE)[:, None] + d[None, :]
-    value_at = offsets(page, page_stride, position + t, K, head, E, PAGE)[:, None] + e[None, :]
+    value_at = offsets(page, page_stride, position + t, K, head, VALUE, PAGE)[:, None] + e[None, :]
     k = tl.load(k_ptr + (first + t)[:, None] * k_row + head * k_head + d[None, :], mask=k_mask)
     v = tl.load(v_ptr + (first + t)[:, None] * v_row + head * v_head + e[None, :], mask=v_mask)
     tl.store(keys_ptr + key_at, as_cached(k, keys_ptr), mask=k_mask)
@@ -92,6 +95,7 @@ def prefill(
     D: tl.constexpr,
     E: tl.constexpr,
     PAGE: tl.constexpr,
+    LATENT: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -112,8 +116,12 @@ def prefill(
     if SPLIT:  # noqa: SIM102 - a constant at compile time
         if tokens == 0:
             return
+    SHARED: tl.constexpr = E if LATENT else 0  # as in decode
+    VALUE: tl.constexpr = D if LATENT else E
+    STORED: tl.constexpr = 1 if LATENT else K
+    kv = head % STORED
     m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
+    d = SHARED + tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_E)
     r = tl.arange(0, BLOCK_N)
     token = m // G
@@ -121,8 +129,10 @@ def prefill(
     in_d = (d < D)[None, :]
     in_e = (e < E)[None, :]
     mask = (token < tokens)[:, None] & in_e
-    q_at = q_ptr + (first + token)[:, None] * q_row + heads[:, None] * q_head + d[None, :]
-    q = tl.load(q_at, mask=(token < tokens)[:, None] & in_d, other=0.0)
+    q_at = q_ptr + (first + token)[:, None] * q_row + heads[:, None] * q_head
+    q = tl.load(q_at + d[None, :], mask=(token < tokens)[:, None] & in_d, other=0.0)
+    if LATENT:
+        latent_q = tl.load(q_at + e[None, :], mask=mask, other=0.0)
     at = position + token
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -141,10 +151,10 @@ def prefill(
     # Page ids are loaded a step before their keys, so that loads of keys can be issued one step earlier.
     page = tl.load(table_at + tl.minimum(begin + r, end - 1) // PAGE * table_stride)
     for start in range(begin, seen, BLOCK_N):
-        key_at = offsets(page, page_stride, start + r, K, head, D, PAGE)[:, None] + d[None, :]
-        value_at = offsets(page, page_stride, start + r, K, head, E, PAGE)[:, None] + e[None, :]
+        key_at = offsets(page, page_stride, start + r, STORED, kv, D, PAGE)[:, None] + d[None, :]
+        value_at = offsets(page, page_stride, start + r, STORED, kv, VALUE, PAGE)[:, None] + e[None, :]
         page = tl.load(table_at + tl.minimum(start + BLOCK_N + r, end - 1) // PAGE * table_stride)
-        if D == BLOCK_D:
+        if D - SHARED == BLOCK_D:
             k = tl.load(keys_ptr + key_at).to(q.dtype)
         else:
             k = tl.load(keys_ptr + key_at, mask=in_d, other=0.0).to(q.dtype)
@@ -153,6 +163,8 @@ def prefill(
         else:
             v = tl.load(values_ptr + value_at, mask=in_e, other=0.0).to(q.dtype)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if LATENT:
+            products = tl.dot(latent_q, tl.trans(v), products, input_precision="ieee")
         if SOFTCAP:
             scores = score(products, scale, cap, SOFTCAP)
             top, total, acc = accumulate(scores, v, top, total, acc, False)
@@ -165,13 +177,16 @@ def prefill(
             top = new_top
     for start in range(seen, end, BLOCK_N):
         n = start + r
-        key_at = offsets(page, page_stride, n, K, head, D, PAGE)[:, None] + d[None, :]
-        value_at = offsets(page, page_stride, n, K, head, E, PAGE)[:, None] + e[None, :]
+        key_at = offsets(page, page_stride, n, STORED, kv, D, PAGE)[:, None] + d[None, :]
+        value_at = offsets(page, page_stride, n, STORED, kv, VALUE, PAGE)[:, None] + e[None, :]
         page = tl.load(table_at + tl.minimum(n + BLOCK_N, end - 1) // PAGE * table_stride)
         real = (n < end)[:, None]
         k = tl.load(keys_ptr + key_at, mask=real & in_d, other=0.0).to(q.dtype)
         v = tl.load(values_ptr + value_at, mask=real & in_e, other=0.0).to(q.dtype)
-        scores = score(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFTCAP)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if LATENT:
+            products = tl.dot(latent_q, tl.trans(v), products, input_precision="ieee")
+        scores = score(products, scale, cap, SOFTCAP)
         visible = n[None, :] <= at[:, None]
         if WINDOW:
             visible = visible & (n[None, :] >= _first(at, window, CHUNKED)[:, None])

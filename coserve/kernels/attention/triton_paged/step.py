@@ -35,6 +35,8 @@ class FusedPagedAttention:
     the plan without waiting for the device.
     """
 
+    reads_pages = True
+
     def __init__(self, pages: Pages, runs: Sequence[TokenRun]) -> None:
         self._pages = pages
         self._device = pages.keys[0].device
@@ -58,8 +60,8 @@ class FusedPagedAttention:
         """See `Attention.attend`. T new tokens over each sequence's whole context."""
         heads, rows, _ = q_HTD.shape
         assert rows == self._rows, f"expected {self._rows} rows, got {rows}"
-        cache = launch.LayerCache(self._pages.keys[layer], self._pages.values[layer], self._table)
-        kv_heads, width = cache.values.shape[2:]
+        cache = launch.LayerCache(self._pages.keys[layer], self._pages.values[layer], self._table, self._pages.latent)
+        kv_heads, width = cache.groups(heads), cache.values.shape[3]
         out_THD = torch.empty(rows, heads, width, dtype=q_HTD.dtype, device=q_HTD.device)
         qkv = q_HTD, k_KTD, v_KTD
         if self._chunks:
@@ -69,7 +71,7 @@ class FusedPagedAttention:
             launch.prefill(out_THD, *qkv, cache, tiles, scratch, params, blocks)
         if self._decodes:
             items, scratch = self._items_of(kv_heads, params.seen), self._scratch_of(heads, width, kv_heads)
-            blocks = launch.decode_blocks_for(q_HTD, cache.values, len(self._decodes))
+            blocks = launch.decode_blocks_for(q_HTD, cache, len(self._decodes))
             launch.decode(out_THD, *qkv, cache, items, scratch, params, blocks)
         return out_THD
 

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.lora.interface import Adapters, FixedLora, PreparedLora, TritonBackend
+from coserve.kernels.lora.latent import HeadSizes
 from coserve.kernels.lora.segmented import launch_prefill, linear_group, plan, terms
 from coserve.kernels.lora.segmented.adapter_table import table_on
 from coserve.kernels.lora.segmented.block_sizes import MAX_SITES
 from coserve.kernels.lora.segmented.gradients import dense, gradients
+from coserve.kernels.lora.segmented.launch_latent import add_terms
 from coserve.kernels.lora.segmented.plan import CUTTING, Cutting, GroupTable, TilePlan
 from coserve.kernels.lora.segmented.tiles import TrainingTiles
 from coserve.kernels.lora.segments import Segments
@@ -124,6 +126,17 @@ class SegmentedLora(PreparedLora):
         for launch in self._launches.get(group, ()):
             cut = self._plan(launch.table, train=False)
             terms.add_([ys[i] for i in launch.live], x_TD, cut, launch.table.table, overlapped=overlapped)
+
+    def add_query_terms(self, group: SiteGroup, y_HTD: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
+        self._add_latent(group, y_HTD, q_HTN, sizes, queries=True)
+
+    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTD: Tensor, sizes: HeadSizes) -> None:
+        self._add_latent(group, y_HTE, x_HTD, sizes, queries=False)
+
+    def _add_latent(self, group: SiteGroup, y: Tensor, x: Tensor, sizes: HeadSizes, *, queries: bool) -> None:
+        for launch in self._launches.get(group, ()):
+            cut = self._plan(launch.table, train=False)
+            add_terms(y, x, sizes, cut.tiles, launch.table.table, queries=queries)
 
     def linear_group(self, group: SiteGroup, x_TD: Tensor, stacked: FrozenWeight) -> tuple[Tensor, ...]:
         launches = self._launches.get(group)

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.interface import PreparedLora
+from coserve.kernels.lora.latent import HeadSizes
 from coserve.kernels.lora.segmented import terms
 from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
 from coserve.kernels.lora.segmented.launch_decode import decode
+from coserve.kernels.lora.segmented.launch_latent import add_terms
 from coserve.kernels.lora.segmented.launch_prefill import prefill_expand, prefill_shrink
 from coserve.kernels.lora.segmented.launch_scale import scale_rows
 from coserve.kernels.lora.segmented.plan import TilePlan
@@ -50,8 +52,21 @@ class SlotLora(PreparedLora):
 
     def add_(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool = False) -> None:
         self._add(group, ys, x_TD, overlapped=overlapped)
-        if self._biases is not None:
-            scale_rows(ys, self.plan.tiles, self._tables[group], self._biases[group])
+        if self.scales(group):
+            self.scale_(group, ys)
+
+    def scales(self, group: SiteGroup) -> bool:
+        return self._biases is not None
+
+    def scale_(self, group: SiteGroup, ys: Sequence[Tensor]) -> None:
+        assert self._biases is not None, "expected DoRA adapters"
+        scale_rows(ys, self.plan.tiles, self._tables[group], self._biases[group])
+
+    def add_query_terms(self, group: SiteGroup, y_HTD: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
+        add_terms(y_HTD, q_HTN, sizes, self.plan.tiles, self._tables[group], queries=True)
+
+    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTD: Tensor, sizes: HeadSizes) -> None:
+        add_terms(y_HTE, x_HTD, sizes, self.plan.tiles, self._tables[group], queries=False)
 
     def _add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool) -> None:
         """Add the terms; DoRA's scaling follows later."""

@@ -1,0 +1,39 @@
+"""Launches of the terms of latent attention."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from coserve.kernels.gpu.launcher import Launcher
+from coserve.kernels.lora.latent import HeadSizes
+from coserve.kernels.lora.segmented import latent_kernel
+from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
+from coserve.kernels.lora.segmented.tiles import Tiles
+
+TERMS = Launcher(latent_kernel.terms)
+BLOCK_D = 128
+"""Numbers of a latent that a program multiplies at once."""
+
+
+def add_terms(y: Tensor, x: Tensor, sizes: HeadSizes, tiles: Tiles, table: SiteTable, *, queries: bool) -> None:
+    """Add the terms of queries or of outputs in place (`kernels.lora.latent`), for the tiles' rows. Can be captured:
+    the contents of `tiles` and `table` may change between replays."""
+    if not tiles.tiles.shape[0]:
+        return
+    width = sizes.keys if queries else sizes.values
+    TERMS(
+        (y.shape[0], tiles.tiles.shape[0], 1),
+        (x, y, tiles.tiles, table.addresses, table.ranks, table.scalings),
+        (x.stride(0), x.stride(1), y.stride(0), y.stride(1), table.ranks.stride(0)),
+        D=(y if queries else x).shape[2],
+        N=sizes.keys,
+        E=sizes.values,
+        QUERIES=queries,
+        BLOCK_T=max(16, tiles.rows),
+        BLOCK_R=RANK_BLOCK,
+        BLOCK_D=BLOCK_D,
+        BLOCK_O=max(16, triton.next_power_of_2(width)),
+        BLOCKED=table.blocked,
+        num_warps=4,
+    )
