@@ -28,6 +28,9 @@ from coserve.model.lora import group_of, shared_of, site_weight
 
 SIZES, WEIGHT = "coserve_latent_sizes", "coserve_latent_weight"
 """Attributes of a layer that caches latents: its `HeadSizes`, and the weight of a quantised projection."""
+NAMES = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Attributes of an attention module by which it is told to have latents; whether it computes with them as expected is
+checked by a forward (`base.wrap_base`)."""
 
 
 class LatentAttention(Protocol):
@@ -66,8 +69,7 @@ def cache_latents(attention: Sequence[nn.Module], shapes: Sequence[KvShape]) -> 
 
 
 def _is_latent(module: nn.Module) -> bool:
-    projection = getattr(module, "kv_b_proj", None)
-    return hasattr(module, "expand_kv") and projection is not None and getattr(projection, "bias", None) is None
+    return all(hasattr(module, name) for name in NAMES) and cast(LatentAttention, module).kv_b_proj.bias is None
 
 
 def _shape(module: nn.Module) -> KvShape:
