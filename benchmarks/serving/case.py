@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -40,6 +40,8 @@ from tests.support.local_link import local_pair
 
 SEED = 7
 GREEDY = SamplingParams(temperature=0.0)
+SHORT = 16
+"""Tokens of an answer that warms up."""
 ADAPTERS = 32
 RANKS = {"a": (16,), "m": (8, 16, 32, 64)}
 """Ranks of the two sets of adapters, in turn: `a0` to `a31` are alike, `m0` to `m31` are mixed."""
@@ -207,10 +209,12 @@ class Bench:
         return seconds
 
     async def speeds(self, load: Load, name: str, repeats: int, warm: int = 1) -> list[float]:
-        """Output tokens a second of runs of a load, after `warm` that are not timed. `name`: of the prompts."""
-        vocab = self.shape.vocab
+        """Output tokens a second of runs of a load, after `warm` that are not timed: the last with whole answers, those
+        before it with short ones, as graphs of prompts are captured after some of them. `name`: of the prompts."""
+        vocab, short = self.shape.vocab, replace(load, output=min(load.output, SHORT))
         for i in range(warm):
-            await self.serve(load.make_requests(f"{name}/warm{i or ''}", vocab))
+            one = load if i + 1 == warm else short
+            await self.serve(one.make_requests(f"{name}/warm{i or ''}", vocab))
         runs = (load.make_requests(f"{name}/{i}", vocab) for i in range(repeats))
         return [load.requests * load.output / await self.serve(asked) for asked in runs]
 
