@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -167,12 +167,13 @@ def members(info: Type) -> tuple[Type, ...]:
     return info.types if isinstance(info, UnionType) else (info,)
 
 
-def above_vocabulary(ids: Iterable[int], vocab: int) -> str | None:
-    """Return what is wrong with the first id that is not below `vocab`; None if all are."""
+def above_vocabulary(ids: Collection[int], vocab: int) -> str | None:
+    """Return what is wrong with the first id that is not below `vocab`, and where in a list; None if all are."""
     if max(ids, default=0) < vocab:
         return None
     place, id = next((place, id) for place, id in enumerate(ids) if id >= vocab)
-    return f"expected token ids below {vocab} (0 to {vocab - 1}), got {id} at position {place}"
+    at = f" at position {place}" if isinstance(ids, Sequence) else ""
+    return f"expected token ids below {vocab} (0 to {vocab - 1}), got {id}{at}"
 
 
 def check_normal(value: float, *, field: str) -> None:

@@ -74,6 +74,26 @@ def test_items_of_deleted_responses_take_room_until_none_continues_them() -> Non
     assert kept(store, "cde") == "cde"
 
 
+def test_items_are_found_by_their_ids_while_a_response_has_them(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: act_as(DAEMON))
+    store, (item,) = ResponseStore(), stored_items("hello")
+    as_project("mine")
+    add(store, "a", [item])
+    add(store, "b", previous="a")
+    add(store, "c", [item])  # sent again
+    store.remove("a")
+    assert store.item(item.id, "id") == item
+    as_project("other")
+    with pytest.raises(NotFound, match="no item"):
+        store.item(item.id, "id")
+    as_project("mine")
+    store.remove("c")
+    assert store.item(item.id, "id") == item, "of the conversation that goes on"
+    store.remove("b")
+    with pytest.raises(NotFound, match="no item"):
+        store.item(item.id, "id")
+
+
 def test_a_response_whose_parent_was_dropped_meanwhile_has_its_items() -> None:
     store = ResponseStore(most_bytes=20_000)
     add(store, "a")

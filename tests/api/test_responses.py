@@ -146,7 +146,7 @@ async def test_what_is_not_supported_is_refused_by_name(client: AsyncOpenAI) -> 
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
             "input[0].content[0]",
         ),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": 5}]}, "input[0].id"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format.schema"),
         ({"input": []}, "input"),
         ({"input": "word " * 2000}, "input"),
@@ -282,6 +282,32 @@ async def test_a_conversation_goes_on_from_a_stored_response(api: Api, client: A
     assert newest.data[0].content[0].to_dict() == {"type": "input_text", "text": "And now?"}  # type: ignore[union-attr]
     await client.responses.delete(first.id)
     await client.responses.create(model="fake", input="x", previous_response_id=second.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_items_of_stored_responses_are_sent_as_references(api: Api, client: AsyncOpenAI, stream: bool) -> None:
+    """As Vercel's AI SDK sends them; the prompt is that of the items themselves."""
+    api.reply = tokenizer().encode(CALLED, add_special=False)
+    tools: Any = {"model": "fake", "tools": [WEATHER]}
+    first = await client.responses.create(**tools, input="Rain?")
+    calls = [item for item in first.output if item.type == "function_call"]
+    outputs = [{"type": "function_call_output", "call_id": call.call_id, "output": "dry"} for call in calls]
+    question: Any = {"role": "user", "content": "Rain?"}
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    asked: Any = tools | {"input": [question, *references, *outputs]}
+    second = await (streamed(client, **asked) if stream else client.responses.create(**asked))
+    referred = await prompt(api)
+    await client.responses.create(**tools, input=[question, *first.output, *outputs], store=False)
+    assert await prompt(api) == referred
+    await client.responses.delete(first.id)
+    listed = [item.id async for item in client.responses.input_items.list(second.id, order="asc")]
+    assert listed[1:-2] == [item.id for item in first.output]
+    again = await client.responses.create(**tools, input=[{"type": "item_reference", "id": listed[1]}, question])
+    await client.responses.delete(second.id)
+    await client.responses.delete(again.id)
+    with pytest.raises(openai.NotFoundError, match="no item") as caught:
+        await client.responses.create(**asked)
+    assert caught.value.param == "input[1].id"
 
 
 async def test_responses_that_are_not_stored(client: AsyncOpenAI) -> None:

@@ -77,6 +77,7 @@ class ResponsesApi:
     async def create_response(self, request: web.Request, body: ResponseRequest) -> web.StreamResponse:
         if not body.stream:
             return json_response(await self.answer(body))
+        body = self._referred(body)
         before, chat = await self._chat(body)
         stream = EventStream(request, write_timeout=self._write_timeout)
         events = self._stored(body, before, ResponseEvents(body).of(self._api.chat_chunks(chat)))
@@ -85,10 +86,24 @@ class ResponsesApi:
 
     async def answer(self, body: ResponseRequest) -> Response:
         """Return the whole response, and store it if `body` says so. Raises as `InFlightRequests.stream`."""
+        body = self._referred(body)
         before, chat = await self._chat(body)
         found = response(body, await self._api.answer_chat(chat))
         self._keep(body, before, found)
         return found
+
+    def _referred(self, body: ResponseRequest) -> ResponseRequest:
+        """Return the request with the items that its input refers to. Raises `InvalidRequest`, `NotFound`."""
+        if isinstance(body.input, str):
+            return body
+        items = list(body.input)
+        for index, item in enumerate(items):
+            if item.type == "item_reference":
+                field = f"input[{index}].id"
+                if not isinstance(item.id, str):
+                    raise InvalidRequest("expected the id of an item of a stored response", field=field)
+                items[index] = self._store.item(item.id, field)
+        return msgspec.structs.replace(body, input=items)
 
     async def _chat(self, body: ResponseRequest) -> tuple[list[StoredItem], ChatRequest]:
         """Return the items of the previous responses, and the chat."""

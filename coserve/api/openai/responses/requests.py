@@ -86,6 +86,8 @@ def _messages(body: ResponseRequest, before: Sequence[InputItem]) -> list[ChatMe
 
 def _message(item: InputItem, field: str) -> ChatMessage:
     match item.type:
+        case "item_reference":
+            raise AssertionError("references are replaced by their items first")
         case "function_call":
             if item.name is None or item.call_id is None:
                 raise InvalidRequest("expected a name and a call_id", field=field)

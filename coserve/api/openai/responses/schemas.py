@@ -24,9 +24,9 @@ LOGPROBS = "message.output_text.logprobs"
 
 class InputItem(Wire, frozen=True, omit_defaults=True):
     """One item of `input`: a message, a call or its output, or reasoning; OpenAI's field names. Items of answers can be
-    sent back as they came."""
+    sent back as they came, or, while they are stored, as an `item_reference` with their `id`."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     role: Role | None = None
     content: Text | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
     """A text, or parts of type `input_text`, `output_text` or `text`, of reasoning `reasoning_text`."""

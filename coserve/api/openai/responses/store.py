@@ -24,19 +24,32 @@ from coserve.core.errors import NotFound
 MAX_BYTES = 256 << 20
 """Most bytes of stored responses, of all projects together."""
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_ENTRY_BYTES = 300
+"""Memory that an item's entry in the index takes."""
+_GONE = "it was not stored, was deleted or dropped for later ones, or the daemon was restarted"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Stored:
     response: bytes
     items: bytes
     """JSON of its own items, the output last. Those before them are its parents'."""
+    ids: tuple[str, ...]
+    """Ids of its own items."""
     inputs: int
     """Number of its own items before the output."""
     parent: _Stored | None
     """The previous response of the same project."""
     holders: int = 1
     """Stored responses that continue it, and 1 if it is stored itself. Its items are forgotten at 0."""
+
+    @property
+    def size(self) -> int:
+        """Memory of its own items, bytes."""
+        return len(self.items) + len(self.ids) * _ENTRY_BYTES
+
+    def own(self) -> list[StoredItem]:
+        return msgspec.json.decode(self.items, type=list[StoredItem])
 
     def chain(self) -> Iterator[_Stored]:
         """Yield the responses of its conversation, newest first."""
@@ -46,19 +59,22 @@ class _Stored:
             each = each.parent
 
     def conversation(self) -> list[StoredItem]:
-        parts = (msgspec.json.decode(each.items, type=list[StoredItem]) for each in reversed(list(self.chain())))
-        return [item for part in parts for item in part]
+        return [item for each in reversed(list(self.chain())) for item in each.own()]
 
 
 @dataclass
 class _Project:
     stored: OrderedDict[str, _Stored] = field(default_factory=OrderedDict)
     """By id, least recently used first."""
+    items: defaultdict[str, list[_Stored]] = field(default_factory=lambda: defaultdict(list))
+    """Responses that have an item, by its id."""
     bytes: int = 0
 
     def add(self, id: str, new: _Stored) -> None:
         self.stored[id] = new
-        self.bytes += len(new.response) + len(new.items)
+        self.bytes += len(new.response) + new.size
+        for item in new.ids:
+            self.items[item].append(new)
         if new.parent is not None:
             new.parent.holders += 1
 
@@ -69,7 +85,11 @@ class _Project:
             each.holders -= 1
             if each.holders:
                 break
-            self.bytes -= len(each.items)
+            self.bytes -= each.size
+            for item in each.ids:
+                self.items[item].remove(each)
+                if not self.items[item]:
+                    del self.items[item]
 
 
 class ResponseStore:
@@ -92,9 +112,10 @@ class ResponseStore:
         own = self._projects[principal().project]
         parent = own.stored.get(response.previous_response_id or "")
         given = inputs if parent else [*before, *inputs]
-        items = msgspec.json.encode([*given, *map(_of_output, response.output)])
-        new = _Stored(b"".join(encode_json(response)), items, len(given), parent)
-        if len(new.response) + sum(len(each.items) for each in new.chain()) > self._most_bytes:
+        items = [*given, *map(_of_output, response.output)]
+        ids = tuple({item.id: None for item in items})
+        new = _Stored(b"".join(encode_json(response)), msgspec.json.encode(items), ids, len(given), parent)
+        if len(new.response) + sum(each.size for each in new.chain()) > self._most_bytes:
             return
         own.add(response.id, new)
         while sum(project.bytes for project in self._projects.values()) > self._most_bytes:
@@ -109,11 +130,18 @@ class ResponseStore:
         """Return the items before a response's output, oldest first. Raises `NotFound`."""
         found = self._find(id)[1]
         before = [] if found.parent is None else found.parent.conversation()
-        return before + msgspec.json.decode(found.items, type=list[StoredItem])[: found.inputs]
+        return before + found.own()[: found.inputs]
 
     def conversation(self, id: str) -> list[StoredItem]:
         """Return the items that come before the input of the next response. Raises `NotFound`."""
         return self._find(id, "previous_response_id")[1].conversation()
+
+    def item(self, id: str, field: str) -> StoredItem:
+        """Return an item of a stored response or its conversation. Raises `NotFound`, for `field`."""
+        for name, project in self._projects.items():
+            if id in project.items and principal().sees(name):
+                return next(item for item in project.items[id][0].own() if item.id == id)
+        raise NotFound(f"no item {id[:80]!r}: {_GONE}", field=field)
 
     def remove(self, id: str) -> None:
         """Raises `NotFound`."""
@@ -124,8 +152,7 @@ class ResponseStore:
             if id in project.stored and principal().sees(name):
                 project.stored.move_to_end(id)
                 return project, project.stored[id]
-        why = "it was not stored, was deleted or dropped for later ones, or the daemon was restarted"
-        raise NotFound(f"no response {id[:80]!r}: {why}", field=field)
+        raise NotFound(f"no response {id[:80]!r}: {_GONE}", field=field)
 
 
 def stored_items(given: str | Sequence[InputItem]) -> list[StoredItem]:
