@@ -128,6 +128,11 @@ class GatheredCopy(HostCopy):
             for sites, gathered in zip(self._chunks, chunks, strict=True):
                 self._partition.put(gathered, {site: wholes[site] for site in sites})
 
+    def upload(self, rows: int) -> None:
+        super().upload(rows)
+        # Memory that nobody writes to takes none: most ranks never read a download.
+        self.rows = [[torch.empty_like(block) for block in blocks] for blocks in self.rows]
+
     @torch.no_grad()
     def _download(self, rows: int) -> None:
         """Gather some sites at a time, on all ranks together; the copies to the host run on the side stream."""
