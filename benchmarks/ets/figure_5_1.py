@@ -35,6 +35,7 @@ from benchmarks.common.llama import random_model
 from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results, merge_results
 from benchmarks.common.timing import synchronize
+from benchmarks.common.traces import busy, by_kernel, traced
 from benchmarks.ets.figure_5_1_report import flatness, publish
 from benchmarks.ets.figure_5_1_shape import (
     AS_SEGMENTED,
@@ -241,6 +242,13 @@ def calls(
         yield finetuning(base, shape, method, batch, adapters), None
 
 
+def kernels_of_batch(base: Base, call: Callable[[int], int]) -> dict[str, object]:
+    """The kernels of one batch, and the milliseconds in which the device computes them; the rest it waits."""
+    kernels = traced(lambda: call(0), base.device, host=False)
+    named = [" ".join(map(str, one)) for one in by_kernel(kernels, 1)]
+    return {"busy_ms": round(busy(kernels) / 1e3, 3), "kernels": named}
+
+
 def measure_all(
     base: Base,
     shape: Shape,
@@ -249,6 +257,8 @@ def measure_all(
     tasks: Sequence[str],
     results: Results,
     deadline: float,
+    *,
+    profile: bool = False,
 ) -> None:
     for group in points(shape, methods, axes, tasks):
         generator = None
@@ -269,10 +279,11 @@ def measure_all(
             try:
                 with calls(base, shape, method, batch, adapters, generator) as (call, prepare):
                     speeds = measure(base, call, batches, repeats, warm_ups, prepare)
+                    about = kernels_of_batch(base, call) if profile else {}
             except torch.OutOfMemoryError as error:
                 print(f"{name} does not fit: {str(error).splitlines()[0]}", flush=True)
                 continue
-            about = {"task": task, "way": method, "batch": batch, "adapters": adapters}
+            about |= {"task": task, "way": method, "batch": batch, "adapters": adapters}
             results.put(name, round(statistics.median(speeds), 1), "tok/s", None, speeds, about)
 
 
@@ -286,6 +297,7 @@ def main() -> None:
     )
     for option, known in (("--ways", METHODS), ("--axes", AXES), ("--tasks", TASKS)):
         add_names(parser, option, known, what=option[2:])
+    parser.add_argument("--profile", action="store_true", help="list the kernels of a batch in each row")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no point is begun")
     given = parser.parse_args()
     if given.plot is not None:
@@ -296,7 +308,7 @@ def main() -> None:
     deadline, shape = time.monotonic() + given.budget, TINY if given.tiny else PAPER
     results = Results.of(given, "figure_5_1.json", __file__, vars(shape) | {"ranks": RANKS}, seed=SEED)
     base = make_base(shape)
-    measure_all(base, shape, given.ways, given.axes, given.tasks, results, deadline)
+    measure_all(base, shape, given.ways, given.axes, given.tasks, results, deadline, profile=given.profile)
     print(json.dumps({key: value for key, (value, _) in flatness(results.rows(), shape).items()}, indent=1))
 
 
