@@ -91,6 +91,12 @@ def wait_ready(url: str, until: float = math.inf) -> None:
     raise TimeoutError(f"the daemon is not ready: {get(f'{url}/health').decode()[:500]}")
 
 
+def ablation(script: str, part: str) -> dict[str, str]:
+    """Variables of a daemon in which `ablation/` beside the script turns a part off; empty: none."""
+    path = [str(Path(script).parent / "ablation"), os.environ.get("PYTHONPATH", "")]
+    return {"ABLATION": part, "PYTHONPATH": os.pathsep.join(filter(None, path))} if part else {}
+
+
 def load_seconds(url: str) -> dict[str, tuple[float, float]]:
     """Loads of adapters and their seconds so far, by cause, from `/metrics`."""
     page = get(f"{url}/metrics").decode()

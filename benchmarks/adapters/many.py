@@ -41,6 +41,7 @@ from typing import Any
 from benchmarks.adapters.cases import COLD_RANK, FULL, FULL_13B, REAL, SMALL, SMALL_13B, Case
 from benchmarks.adapters.figures import draw_many
 from benchmarks.adapters.fleet import (
+    ablation,
     get,
     in_page_cache,
     link,
@@ -387,12 +388,8 @@ def measure(
         served = daemon_settings(root, model_folder(root / "model", case.size), case)
         if options.host_adapter_bytes is not None:
             served["host_adapter_bytes"] = options.host_adapter_bytes
-        environment = {}
-        if without:
-            path = [str(Path(__file__).parent / "ablation"), os.environ.get("PYTHONPATH", "")]
-            environment = {"ABLATION": without, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-        with daemon(served, root / "log.txt", **environment) as url:
-            wait_ready(url)
+        with daemon(served, root / "log.txt", **ablation(__file__, without)) as url:
+            wait_ready(url, end)
             print(f"{time.monotonic() - began:.0f} s: the daemon is ready", flush=True)
             fleet, warm_host = Fleet(case, root / "data", root, url), options.host == "warm"
             suffix = (".warm" if warm_host else "") + (f".no_{without}" if without else "")

@@ -44,7 +44,8 @@ from coserve.workloads.popularity import Popularity, Shape, choices
 
 RANK, RUNNING, LENGTH = 16, 64, 256
 """Requests that the KV cache has room for, and tokens of a prompt and of an answer."""
-EXPONENT = 1.2
+EXPONENT, START = 1.2, 240.0
+"""Of the popularity; seconds after which a daemon that is not ready is given up."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Bench:
         served = {"model": self._model, "data_dir": data, "data_root": self._root, "device": self._case.device}
         served |= {"load_format": "dummy", "shed": "off"}
         with daemon(served | settings, self._root / f"{name}.txt") as url:
-            wait_ready(url)
+            wait_ready(url, time.monotonic() + START)
             import_adapter(url, "real")
             self._send(url, ["real"])  # its packed file is written
             time.sleep(2.0)
@@ -95,18 +96,23 @@ class Bench:
         few = {"max_running": RUNNING, "micro_batch_tokens": 512, "max_active_jobs": 1}  # all fit on the GPU
         with ExitStack() as stack:
 
-            def started(share: float) -> str:
+            def started(share: float) -> str | None:
                 adapters = share * case.adapters * case.adapter_bytes / case.token_bytes
                 pool = int(RUNNING * 2 * case.length + adapters)
-                url = stack.enter_context(self._daemon(f"ratio-{share}", kv_tokens=pool, **few))
-                warm(url, self._names, "a-")
+                try:
+                    url = stack.enter_context(self._daemon(f"ratio-{share}", kv_tokens=pool, **few))
+                    warm(url, self._names, "a-")
+                except (OSError, SystemExit) as error:  # the others are measured
+                    print(f"{share:.0%}: {error!r}", flush=True)
+                    return None
                 return url
 
             urls = [started(case.shares[0])]  # the others load what it compiles
             with ThreadPoolExecutor() as together:
                 urls += together.map(started, case.shares[1:])
             for share, url in zip(case.shares, urls, strict=True):
-                self._measure_ratio(share, url)
+                if url is not None:
+                    self._measure_ratio(share, url)
 
     def _measure_ratio(self, share: float, url: str) -> None:
         case, before, chance = self._case, load_seconds(url), random.Random(SEED)

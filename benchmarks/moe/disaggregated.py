@@ -39,7 +39,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import random
 import statistics
 import tempfile
@@ -53,7 +52,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.adapters.fleet import get, link, load_seconds, post, resident, wait_ready
+from benchmarks.adapters.fleet import ablation, get, link, load_seconds, post, resident, wait_ready
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results, Target
 from benchmarks.serving.http_case import SMALL, model_folder
@@ -275,20 +274,13 @@ class Run:
             found |= {"tp": self.gpus, "ep": self.gpus}
         return found | {"kv_tokens": case.kv_tokens(0 if self.system == "servers" else held)}
 
-    def environment(self) -> dict[str, str]:
-        """Variables of the daemon's processes."""
-        if not self.without:
-            return {}
-        path = [str(Path(__file__).parent / "ablation"), os.environ.get("PYTHONPATH", "")]
-        return {"ABLATION": self.without, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-
     def measure(self, inputs: Inputs) -> None:
         """Write the rows; errors too, whatever they are."""
         with tempfile.TemporaryDirectory() as scratch:
             log, data = Path(scratch) / "log.txt", Path(scratch) / "data"
             try:
                 began = time.monotonic()
-                with daemon(self.settings(inputs, data), log, **self.environment()) as url:
+                with daemon(self.settings(inputs, data), log, **ablation(__file__, self.without)) as url:
                     wait_ready(url, self.until)
                     self._rates(url, data, {"ready_s": round(time.monotonic() - began, 1)})
             except (Exception, SystemExit) as error:  # noqa: BLE001 - rows that are measured stay, and others follow

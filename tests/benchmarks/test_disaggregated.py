@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.adapters.fleet import ablation
 from benchmarks.common.results import Results
 from benchmarks.moe import disaggregated
 from benchmarks.moe.disaggregated import FULL, TINY, Inputs, Run, at_once, compare, latencies, planned_ep
@@ -99,5 +100,6 @@ def test_what_is_turned_off_is_replaced(tmp_path: Path) -> None:
     assert run.name.endswith(".no_overlap")
     code = "import coserve.engine.lora_server.running as own; print(own.RemoteStep.gate_up.__module__)"
     command = [sys.executable, "-c", code, "coserve.engine.process"]
-    ended = subprocess.run(command, env=os.environ | run.environment(), capture_output=True, text=True, check=True)
+    own = os.environ | ablation(disaggregated.__file__, run.without)
+    ended = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "sitecustomize"
