@@ -114,7 +114,7 @@ async def engine(base: Base, data: Path, **settings: object) -> AsyncIterator[En
 
 @contextmanager
 def engine_in_a_step(data: Path, folder: Path) -> Iterator[int]:
-    """A further engine's process, in the middle of a step: its pid."""
+    """A further engine's process, of another base, in the middle of a step: its pid."""
     command = [sys.executable, "-m", "tests.support.lora_engine_process", str(data), str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -137,7 +137,7 @@ async def test_two_engines_use_one_server_and_outlive_a_third_and_the_server(tmp
     async with engine(base, one) as alone:
         expected = [await alone.tokens(ref) for ref in REFS]
     assert expected[0] != expected[1]
-    shared = {"lora_server": 1, "lora_server_at": at, "lora_server_timeout": 10.0}
+    shared = {"lora_server": 1, "lora_server_at": at, "lora_server_timeout": 60.0}
     with shared_servers(at) as log:
         async with engine(base, one, **shared) as first, engine(other, two, **shared) as second:
 
@@ -148,7 +148,7 @@ async def test_two_engines_use_one_server_and_outlive_a_third_and_the_server(tmp
             for each in (first, second):
                 info = await each.server(lambda info: info.adapters == 2 and info.engines == 2)
                 assert info.at == str(at / "0") and info.starts == 1 and info.bytes > 0
-            with engine_in_a_step(one, at) as pid:
+            with engine_in_a_step(tmp_path / "three", at) as pid:
                 await second.server(lambda info: info.engines == 3)
                 os.kill(pid, signal.SIGSTOP)
                 assert await answers() == [*expected, *reversed(expected)]
@@ -177,7 +177,7 @@ async def test_a_server_that_hangs_is_ended_by_an_engine_that_waits_for_it(tmp_p
     base, data, at = wrap_base(tiny_family("mixtral"), name="mixtral"), tmp_path / "data", tmp_path / "servers"
     save_adapters("mixtral", base, data)
     with shared_servers(at, 2):
-        shared = {"lora_server": 2, "lora_server_at": at, "lora_server_timeout": 5.0}
+        shared = {"lora_server": 2, "lora_server_at": at, "lora_server_timeout": 8.0}
         async with engine(base, data, **shared) as own:
             expected, pids = await own.tokens(NAME), [listener(at, index) for index in range(2)]
             stop = lambda tokens: os.kill(pids[1], signal.SIGSTOP) if tokens == 3 else None

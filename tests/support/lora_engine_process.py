@@ -1,5 +1,6 @@
-"""An engine's process that begins a step with a LoRA server that others use, too, and stays in it: `python -m
-tests.support.lora_engine_process DATA SERVERS`, the data folder and the servers'. It prints a line when it is there."""
+"""An engine's process, of another base than the tests', that begins a step with a LoRA server which others use, too,
+and stays in it: `python -m tests.support.lora_engine_process DATA SERVERS`, the data folder, which it fills, and the
+servers'. It prints a line when it is there."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from coserve.kernels.lora.segments import Segments
 from coserve.model.base import wrap_base
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
-from tests.support.lora_servers import REFS, digests_of
+from tests.support.lora_servers import REFS, digests_of, save_adapters
 
 
 def main() -> None:
     data, servers = map(Path, sys.argv[1:])
-    base = wrap_base(tiny_family("mixtral"), name="mixtral")
+    base = wrap_base(tiny_family("qwen3_moe"), name="qwen3_moe")
+    save_adapters("qwen3_moe", base, data)
     config = Config(data_dir=data, device="cpu", lora_server=1, lora_server_at=servers, lora_server_timeout=60.0)
     own = make_servers(base, config, 64)
     assert own is not None

@@ -113,7 +113,8 @@ class LoraServers:
             try:
                 running = self._start(self._starts, self._answered)
             except Exception as error:
-                log.warning("the LoRA servers did not start", exc_info=error)
+                known = isinstance(error, ConnectionError)
+                log.warning("the LoRA servers did not start: %s", error, exc_info=None if known else error)
                 if self._starts == 1:
                     with self._changed:
                         self._failure = error
