@@ -310,6 +310,23 @@ async def test_items_of_stored_responses_are_sent_as_references(api: Api, client
     assert caught.value.param == "input[1].id"
 
 
+async def test_tokens_of_a_prompt_are_counted_before_it_is_answered(client: AsyncOpenAI) -> None:
+    asked: Any = {"model": "fake", "tools": [WEATHER], "instructions": "Be kind."}
+    first = await client.responses.create(**asked, input="Rain?")
+    assert first.usage is not None
+    counted = await client.responses.input_tokens.count(**asked, input="Rain?")
+    assert (counted.input_tokens, counted.object) == (first.usage.input_tokens, "response.input_tokens")
+    second = await client.responses.create(**asked, input="And now?", previous_response_id=first.id)
+    counted = await client.responses.input_tokens.count(**asked, input="And now?", previous_response_id=first.id)
+    assert second.usage is not None and counted.input_tokens == second.usage.input_tokens
+    long = (await client.responses.input_tokens.count(model="fake", input="word " * 2000)).input_tokens
+    assert long > 2000, "more than the context"
+    short = await client.responses.input_tokens.count(model="fake", input="word " * 2000, truncation="auto")
+    assert short.input_tokens == long, "one message cannot be left out"
+    with pytest.raises(openai.NotFoundError, match="no response"):
+        await client.responses.input_tokens.count(model="fake", input="x", previous_response_id="resp_1")
+
+
 async def test_responses_that_are_not_stored(client: AsyncOpenAI) -> None:
     kept = await client.responses.create(model="fake", input="x")
     left = await client.responses.create(model="fake", input="x", store=False)

@@ -118,12 +118,21 @@ class OpenAIApi:
 
     async def fits(self, body: ChatRequest) -> bool:
         """Return whether the context has room for the prompt. Raises `InvalidRequest`, also from the chat template."""
-        _, native, _ = await self._prepare_chat(body)
         try:
-            await encode_prompt(native, self._service.engine.spec, self._service.texts)
+            return await self.prompt_tokens(body) < self._service.engine.spec.context
         except PromptTooLong:
             return False
-        return True
+
+    async def prompt_tokens(self, body: ChatRequest) -> int:
+        """Return the tokens of the prompt, which may be more than the context. Raises `InvalidRequest`, also from the
+        chat template, and `PromptTooLong` for a prompt too long to count."""
+        _, native, _ = await self._prepare_chat(body)
+        try:
+            return len(await encode_prompt(native, self._service.engine.spec, self._service.texts))
+        except PromptTooLong as error:
+            if error.length is None:
+                raise
+            return error.length
 
     async def _prepare_completion(
         self, body: CompletionRequest

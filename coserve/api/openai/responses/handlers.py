@@ -19,6 +19,7 @@ from coserve.api.openai.responses.requests import chat_of, shortened
 from coserve.api.openai.responses.schemas import (
     DeletedResponse,
     InputItemList,
+    InputTokens,
     Response,
     ResponseEvent,
     ResponseRequest,
@@ -83,6 +84,17 @@ class ResponsesApi:
         events = self._stored(body, before, ResponseEvents(body).of(self._api.chat_chunks(chat)))
         await stream.send_all(events, _error, event_of=lambda event: event.type)
         return await stream.close()
+
+    @openai_route(
+        "POST",
+        "/v1/responses/input_tokens",
+        "Count the tokens of a response's prompt",
+        errors=(404, 422),
+        error_formats=(ErrorFormat(OpenAIError, _error),),
+    )
+    async def count_input_tokens(self, body: ResponseRequest) -> InputTokens:
+        _, chat = await self._chat(self._referred(body))
+        return InputTokens(input_tokens=await self._api.prompt_tokens(chat))
 
     async def answer(self, body: ResponseRequest) -> Response:
         """Return the whole response, and store it if `body` says so. Raises as `InFlightRequests.stream`."""

@@ -196,6 +196,12 @@ class Response(Wire, frozen=True, kw_only=True):
     previous_response_id: str | None = None
 
 
+class InputTokens(Wire, frozen=True, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+    """Tokens of the prompt, those of previous responses and tools included; it may be more than the context."""
+
+
 class DeletedResponse(Wire, frozen=True, kw_only=True):
     id: str
     object: Literal["response"] = "response"
