@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import msgspec
 import pytest
 
@@ -35,6 +37,15 @@ def test_a_pool_needs_one_page_more_than_the_adapter() -> None:
             check()
         assert caught.value.field == "lora"
     assert BY_CODE["adapter_too_large"] is AdapterTooLarge
+
+
+def test_a_prefix_beside_lora_needs_pages_of_the_request_too() -> None:
+    settings = LoraSettings(r=16, prefix_tokens=33)
+    pages = -(-size(settings) // PAGE)
+    for more, fits in ((3, False), (4, True)):
+        pool = PoolShape(pages + more, PAGE, 16)
+        with nullcontext() if fits else pytest.raises(AdapterTooLarge):
+            check_can_be_served("both", settings, BASE, pool, ranks=1, fully_sharded=False, field=None)
 
 
 def test_sizes_follow_ranks_targets_and_shards() -> None:

@@ -20,7 +20,7 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.attention.prefixed import PrefixedAttention
 from coserve.kernels.lora.types import LoraPair
 from coserve.model.seam import ReferenceAttention
-from tests.support.api_server import Api, tokenizer
+from tests.support.api_server import Api, form, tokenizer
 from tests.support.documents import ASKED, SMALL, TEXT
 from tests.support.real_server import serve_real
 
@@ -153,6 +153,13 @@ async def test_an_encoder_and_its_decoder_make_one_adapter(api: Api, tmp_path: P
         assert (status, refused["error"]["field"]) == (400, field)
     status, refused = await api.call("POST", "/adapters/both/convert", json={"bd_blocks": 2})
     assert status == 422 and "cartridge" in refused["error"]["message"]
+    async with api.http.get("/adapters/both/download") as response:
+        (tmp_path / "both.tar").write_bytes(await response.read())
+    files = form({"name": "copy"}, tmp_path / "both.tar")
+    copy = await api.answered(201, "POST", "/adapters", data=files)
+    assert (copy["prefix_tokens"], copy["sha256"]) == (TOKENS, adapter["sha256"])
+    _, again = await api.call("POST", "/generate", json=body | {"adapter": "copy"})
+    assert again["prompt_logprobs"] == answer["prompt_logprobs"]
 
 
 @pytest.mark.asyncio(loop_scope="module")

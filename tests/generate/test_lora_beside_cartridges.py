@@ -17,10 +17,11 @@ from coserve.core.errors import CorruptAdapter, PromptTooLong, UnsupportedAdapte
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.lora.files.peft import inspect_adapter
 from coserve.lora.files.wrapped import rename_decoder
-from coserve.lora.store.files import load_adapter, save_adapter
+from coserve.lora.store.files import load_adapter, load_packed, save_adapter
 from coserve.lora.store.packing import packed_bytes
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
+from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraWeights
 from tests.support.cartridges import CARTRIDGE, TOKENS, base_of, make, read, request, run, save_cartridge
 from tests.support.examples import sample
@@ -105,8 +106,8 @@ def test_merged_lora_and_pefts_cartridge_are_the_same_model(tmp_path: Path) -> N
 
 
 def test_a_batch_mixes_all_kinds_of_adapters(tmp_path: Path) -> None:
-    """Each request gets what it gets alone, also where preemption makes it begin again, and its adapter's pages go to
-    others meanwhile."""
+    """Each request gets what it gets alone, also where preemption makes it begin again and its adapter's pages go to
+    others meanwhile, and in steps that are launched ahead of their tokens."""
     base = base_of("llama")
     save_both(tmp_path, "llama")
     both, cartridge = (read(tmp_path / name, base) for name in ("both", "cartridge"))
@@ -118,7 +119,8 @@ def test_a_batch_mixes_all_kinds_of_adapters(tmp_path: Path) -> None:
     roomy = make(base, shelf)
     pages = sum(KvCache.for_base(base, 4, 4).buffer.pages_for(packed_bytes(own)) for own in shelf.weights.values())
     tight = make(base, shelf, tokens=4 * (pages + 4))
-    for gen in (roomy, tight):
+    ahead = make(base, shelf, fused=FusedBase(base, compiled=False))
+    for gen in (roomy, tight, ahead):
         for id, (tokens, logprobs, _) in run(gen, *asked).items():
             assert tokens == alone[id][0]
             assert logprobs == pytest.approx(alone[id][1], abs=1e-5)
@@ -161,11 +163,14 @@ def test_files_go_out_as_they_came_in(tmp_path: Path) -> None:
     """PEFT refuses them, as it would leave out a half."""
     base = base_of("llama")
     save_both(tmp_path, "llama", target_modules=["q_proj", "down_proj"])
-    (tmp_path / "out").mkdir()
-    save_adapter(tmp_path / "out", read(tmp_path / "both", base), base.spec)
-    first, second = (load_file(tmp_path / name / WEIGHTS) for name in ("both", "out"))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(own, second[name]) for name, own in first.items())
+    first = load_file(tmp_path / "both" / WEIGHTS)
+    for name, for_kernels in (("padded", True), ("out", False)):
+        (tmp_path / name).mkdir()
+        weights = load_packed(tmp_path / "both", base.spec, dtype=torch.float32, for_kernels=for_kernels)
+        save_adapter(tmp_path / name, weights, base.spec)
+        second = load_file(tmp_path / name / WEIGHTS)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(own, second[name]) for name, own in first.items())
     info = inspect_adapter(tmp_path / "out", base.spec)
     assert (info.settings.cartridge, info.settings.prefix_tokens, info.rank) == (False, TOKENS, 4)
     assert {*info.targets} == {"q_proj", "down_proj"}

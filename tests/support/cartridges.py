@@ -40,7 +40,7 @@ def read(folder: Path, base: Base) -> LoraWeights:
     return load_packed(folder, base.spec, dtype=torch.float32, for_kernels=False)
 
 
-def make(base: Base, shelf: Shelf, *, cached: bool = True, **sizes: int) -> Generator:
+def make(base: Base, shelf: Shelf, *, cached: bool = True, **sizes: Any) -> Generator:
     return make_generator(base, shelf, page_tokens=4, prefix_cache=cached, **sizes)
 
 
