@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -152,7 +153,10 @@ def test_the_command_plans_from_a_config_and_a_trace(tmp_path: Path) -> None:
     shown = runner.invoke(app, ["plan", str(tmp_path), "--adapters", "512", "--rank", "4", "--batch", "128"])
     assert shown.exit_code == 0 and "coserve serve --lora-server 1 --lora-server-ep 1" in shown.stdout
     shared = runner.invoke(app, ["plan", str(tmp_path), "--engines", "2"])
-    assert "engines share are not built" in shared.stdout and "coserve serve" not in shared.stdout
+    assert re.search(
+        r": coserve lora-server FOLDER --servers (\d+), and coserve serve --lora-server \1 ", shared.stdout
+    )
+    assert "--lora-server-at FOLDER" in shared.stdout
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "hidden_size": 8}))
     refused = runner.invoke(app, ["plan", str(tmp_path)])
     assert isinstance(refused.exception, InvalidRequest)

@@ -74,12 +74,14 @@ def plan(
         view.add_row(str(size), f"{size * shape.adapter_bytes(rank) / GB:,.1f}", f"{share:.1%}", style=bold)
     Console().print(view)
     gpus = "1 GPU" if server.gpus == 1 else f"{server.gpus} GPUs"
-    command = f": coserve serve --lora-server {server.gpus} --lora-server-ep {server.ep}"
-    command = command if engines == 1 else "; servers that several engines share are not built"
+    command = f"coserve serve --lora-server {server.gpus} --lora-server-ep {server.ep}"
+    if engines > 1:
+        command = f"coserve lora-server FOLDER --servers {server.gpus}, and {command} --lora-server-at FOLDER"
+        command += "; messages go through host memory then, which is slower than this counts"
     parts = " + ".join(f"{1e6 * one:.0f}" for one in (server.receive, server.compute, server.send))
     print(
         f"{capacity} adapters must fit. Apart from the engines: {gpus} (experts among {server.ep}, layers "
-        f"among {server.pp}), {parts} microseconds a layer to receive, compute and send; bound by {server.bound}"
+        f"among {server.pp}), {parts} microseconds a layer to receive, compute and send; bound by {server.bound}: "
         f"{command}"
     )
 
