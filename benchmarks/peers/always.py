@@ -13,6 +13,7 @@ import msgspec
 
 from benchmarks.peers.processes import Trainer
 from coserve.client import AsyncClient
+from coserve.core.errors import WrongJobState
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
 from coserve.workloads.scenario import Scenario
@@ -42,7 +43,8 @@ class Jobs(Trainer):
                         self.steps.append((clock(), event.metrics.tokens))
                         self.changed.set()
         except asyncio.CancelledError:
-            await job.cancel()
+            with contextlib.suppress(WrongJobState):  # it has just ended
+                await job.cancel()
             raise
         if state is not JobState.SUCCEEDED:
             raise RuntimeError(f"a job ended as {state}")

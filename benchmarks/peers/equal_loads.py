@@ -34,7 +34,8 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+import traceback
+from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -336,15 +337,25 @@ def measure_here(options: argparse.Namespace, scratch: Path) -> None:
         seconds=options.seconds,
     )
     ours = [part for part in options.only if not part.startswith("vllm")]
+    runs = list[Coroutine[Any, Any, None]]()
     for policy in options.policies if ours else ():
-        asyncio.run(benchmark.run_coserve(ours, policy))
+        runs.append(benchmark.run_coserve(ours, policy))
         ours = [part for part in ours if part != "alone"]  # without training all policies are alike
         if not ours:
             break
     if "vllm" in options.only:
-        asyncio.run(benchmark.run_vllm())
+        runs.append(benchmark.run_vllm())
     if "vllm+peft" in options.only:
-        asyncio.run(benchmark.run_peers(options.duties, options.mps_shares))
+        runs.append(benchmark.run_peers(options.duties, options.mps_shares))
+    failed = 0
+    for run in runs:
+        try:
+            asyncio.run(run)
+        except (Exception, SystemExit):  # noqa: BLE001 - the others are still to be measured
+            failed += 1
+            traceback.print_exc()
+    if failed:
+        raise SystemExit(f"{failed} of {len(runs)} servers failed")
 
 
 def main() -> None:

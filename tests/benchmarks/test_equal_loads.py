@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from benchmarks.peers.always import Jobs
 from benchmarks.peers.client import merged
 from benchmarks.peers.device_time import Window, counters_of, device_time, read_counters
 from benchmarks.peers.equal_report import FILE, TARGETS, keys, peer_system, publish, target_of
 from benchmarks.peers.loads import chosen_cells, only_prompts, scenario_of
 from coserve.api.http.security import Handler
+from coserve.core.errors import WrongJobState
+from coserve.core.training.settings import TrainingSettings
 from coserve.workloads.opening import open_workload
 from coserve.workloads.replay import ReplayResult, Sample
 from tests.support.api_server import leap, serve_api
@@ -171,3 +175,30 @@ async def test_a_daemons_counters_are_read(tmp_path: Path) -> None:
         "prefill": 0.25,
     }
     assert found.slices == 2.5
+
+
+class EndedJob:
+    """A job that ends while it is cancelled; also the client that submits it."""
+
+    def __init__(self) -> None:
+        self.followed = asyncio.Event()
+
+    async def finetune(self, *_: object, **__: object) -> EndedJob:
+        return self
+
+    async def events(self) -> AsyncGenerator[object, None]:
+        self.followed.set()
+        await asyncio.Event().wait()
+        yield
+
+    async def cancel(self) -> None:
+        raise WrongJobState("the job is succeeded: it cannot become cancelled")
+
+
+async def test_a_job_that_ends_meanwhile_is_no_failure() -> None:
+    job = EndedJob()
+    training = asyncio.create_task(Jobs().train(job, "a", [], TrainingSettings()))
+    await job.followed.wait()
+    training.cancel()
+    await asyncio.wait([training])
+    assert training.cancelled()
