@@ -154,6 +154,8 @@ async def test_variables_of_the_template(api: Api, path: str) -> None:
     assert await prompt_of(api, path, body | {"chat_template_kwargs": {"enable_thinking": True}}) == plain
     without = await prompt_of(api, path, body | {"chat_template_kwargs": {"enable_thinking": False}})
     assert without == plain + "<think>\n\n</think>\n\n"
+    assert await prompt_of(api, path, body | {"chat_template_kwargs": {"thinking": False}}) == plain
+    await api.answered(400, "POST", path, json=body | {"chat_template_kwargs": {"thinking": True}})
     status, answer = await api.call("POST", path, json=body | {"chat_template_kwargs": {"enable_thinkin": False}})
     assert status == 400 and "got 'enable_thinkin'" in answer["error"]["message"], answer
     answer = await api.answered(400, "POST", path, json={"prompt": "x", "chat_template_kwargs": {"enable_thinking": 1}})

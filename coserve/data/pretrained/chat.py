@@ -33,6 +33,8 @@ _SPLIT = (
     "makes a row of each"
 )
 _OTHER_TARGETS = 'set training.train_on to "all", or give prompt and completion as texts'
+THINKING = ("enable_thinking", "thinking")
+"""Variables by which clients turn thinking off for any model."""
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     TypeError,
@@ -138,8 +140,10 @@ class ChatTemplate:
         try:
             with self._limits():
                 template, variables = self._compiled
-                for name in options or {}:
-                    _check_option(name, {each for each in variables - values.keys() if not each.endswith("_token")})
+                known = {each for each in variables - values.keys() if not each.endswith("_token")}
+                for name, value in (options or {}).items():
+                    if name not in THINKING or value is not False:  # a template that does not read it never thinks
+                        _check_option(name, known)
                 for part in sandbox.render(template, {**(options or {}), **values}):
                     parts.append(part)
                     marks.length += len(part)
