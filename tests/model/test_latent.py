@@ -20,9 +20,10 @@ from coserve.lora.store.files import load_adapter
 from coserve.memory.buffer import page_layout
 from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
+from coserve.model.formats.sizes import config_sizes
 from coserve.model.fused import FusedBase
 from coserve.model.lora import LoraBatch, LoraWeights
-from coserve.model.quantized.modules import quantize_layers
+from coserve.model.quantized.modules import QuantizedLinear, quantize_layers
 from tests.support.families import tiny_family
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED
 from tests.support.lora_reference import alone, save_peft, tokens_of
@@ -95,17 +96,26 @@ def test_a_compiled_layer_absorbs_too() -> None:
         torch.testing.assert_close(got, expected, **CLOSE)
 
 
-def test_a_quantised_projection_is_absorbed_as_it_is_served() -> None:
-    model = tiny_family("minicpm3", kv_lora_rank=32, q_lora_rank=32)
-    quantize_layers(model, "fp8")
+@pytest.mark.parametrize("kind", ["fp8", "nf4"])
+def test_a_quantised_projection_is_absorbed_as_it_is_served(kind: str) -> None:
+    """Also by compiled layers; the dequantised weight is there once, and counted."""
+    model = tiny_family("minicpm3", kv_lora_rank=64, v_head_dim=12)
+    quantize_layers(model, kind)
     base = wrap_base(model, name="minicpm3")
-    assert base.kv_shapes[0].latent
+    projection = base.layers[0].get_submodule("self_attn.kv_b_proj")
+    assert base.kv_shapes[0].latent and isinstance(projection, QuantizedLinear)
     with torch.no_grad():
         got, expected = (
             base.forward(torch.cat(SEQUENCES), POSITIONS, attention, lora=None, keep=None)
             for attention in (pages_of(base), PackedAttention(BOUNDS))
         )
     torch.testing.assert_close(got, expected, **CLOSE)
+    sizes = config_sizes(model.config, "float32", name="minicpm3", quantization=kind)
+    assert abs(sizes.weights - sum(one.nbytes for one in (*model.parameters(), *model.buffers()))) < 16  # its scalars
+    compiled = FusedBase(base, backend=lambda graph, inputs: graph.forward)
+    for _ in range(3):
+        got = compiled.forward(torch.cat(SEQUENCES), POSITIONS, pages_of(base), lora=None, keep=None)
+        torch.testing.assert_close(got, expected, **CLOSE)
 
 
 def test_a_rows_bits_do_not_depend_on_the_batch(tmp_path: Path) -> None:

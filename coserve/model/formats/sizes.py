@@ -58,6 +58,8 @@ def config_sizes(
     model = empty_model(config, torch.bfloat16, trust_remote_code=trust_remote_code).eval()  # experts need bf16
     seen = probe.observe_shapes(model)
     path, _ = probe.decoder_layers(model, seen)
+    shapes = latent_shapes(seen.attention, seen.kv_shapes)
+    absorbed = [module.kv_b_proj for module in seen.attention] if shapes != list(seen.kv_shapes) else []
     sites, saved, expanded = {}, 0, 0
     for site, module in model.get_submodule(path).named_modules():
         if isinstance(module, nn.Linear | Conv1D):
@@ -69,10 +71,9 @@ def config_sizes(
                 and quantizable(site, inputs, outputs, quantization)
             ):
                 dense = inputs * outputs * kind.itemsize
-                saved += dense - weight_bytes(inputs, outputs, quantization)
+                saved += (0 if module in absorbed else dense) - weight_bytes(inputs, outputs, quantization)
                 expanded = max(expanded, STACKED * dense)
     text = config.get_text_config()
-    shapes = latent_shapes(seen.attention, seen.kv_shapes)
     spec = BaseSpec(
         name=name,
         fingerprint="",

@@ -24,10 +24,12 @@ from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.latent import HeadSizes, product
 from coserve.kernels.lora.types import SiteGroup
 from coserve.model.forward_context import current, register_ops, running_fused
-from coserve.model.lora import group_of, shared_of, site_weight
+from coserve.model.lora import group_of, shared_of
+from coserve.model.quantized.modules import QuantizedLinear
 
 SIZES, WEIGHT = "coserve_latent_sizes", "coserve_latent_weight"
-"""Attributes of a layer that caches latents: its `HeadSizes`, and the weight of a quantised projection."""
+"""Attributes of a layer that caches latents: its `HeadSizes`, and a quantised projection's dequantised weight, which
+steps need not make again then."""
 NAMES = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Attributes of an attention module by which it is told to have latents; whether it computes with them as expected is
 checked by a forward (`base.wrap_base`)."""
@@ -63,8 +65,8 @@ def cache_latents(attention: Sequence[nn.Module], shapes: Sequence[KvShape]) -> 
         layer = cast(LatentAttention, module)
         setattr(module, SIZES, HeadSizes(layer.qk_nope_head_dim, layer.v_head_dim))
         vars(module)["expand_kv"] = MethodType(_not_expanded, module)
-        if not isinstance(layer.kv_b_proj, nn.Linear):
-            module.register_buffer(WEIGHT, site_weight(layer.kv_b_proj), persistent=False)
+        if isinstance(layer.kv_b_proj, QuantizedLinear):
+            module.register_buffer(WEIGHT, layer.kv_b_proj.weight, persistent=False)
     return found
 
 
@@ -113,7 +115,7 @@ def leaving(module: nn.Module, out_THL: Tensor) -> Tensor:
 
 def _given(module: nn.Module) -> tuple[HeadSizes, Tensor]:
     projection = cast(LatentAttention, module).kv_b_proj
-    weight = projection.weight if isinstance(projection, nn.Linear) else getattr(module, WEIGHT)
+    weight = getattr(module, WEIGHT) if isinstance(projection, QuantizedLinear) else projection.weight
     return cast(HeadSizes, getattr(module, SIZES)), cast(Tensor, weight)
 
 
