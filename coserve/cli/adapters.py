@@ -21,6 +21,7 @@ from coserve.cli.common import (
     print_list,
     say_if_starting,
     say_more,
+    seconds,
 )
 from coserve.cli.distillation import (
     LOSSLESS,
@@ -163,7 +164,8 @@ def update_adapter(
     ] = None,
     clear_tags: Annotated[bool, typer.Option("--clear-tags", help="take all tags off NAME")] = False,
     ttl: Annotated[
-        float | None, typer.Option(help="seconds from now after which NAME is deleted; 0: never", min=0)
+        float | None,
+        typer.Option(parser=seconds, metavar="TIME", help="time until NAME is deleted: 90d, 12h, 30m; 0: never"),
     ] = None,
     pinned: Annotated[
         bool | None, typer.Option("--pin/--unpin", help="keep this version in host memory, or no longer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -34,6 +35,8 @@ CONNECTION = (
 """The options of a command that calls the daemon."""
 Limit = Annotated[int, typer.Option(help="most to list", min=1, max=PAGE_LIMIT)]
 
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+"""Seconds of each unit of a duration."""
 RETRY = RetryPolicy(attempts=3, first=0.2)
 """Retry policy for interactive use: a missing daemon is reported within a second."""
 retry = ContextVar("retry", default=RETRY)
@@ -55,6 +58,13 @@ def retry_policy() -> RetryPolicy:
             print(f"{error}; trying again in {math.ceil(seconds)} s", file=sys.stderr, flush=True)
 
     return replace(retry.get(), on_wait=say)
+
+
+def seconds(text: str) -> float:
+    """Return a duration in seconds, as a parser of options: `90d`, `12h`, `30m`, `5s`, or seconds without a unit."""
+    if (found := re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd]?)", text, re.ASCII)) is None:
+        raise typer.BadParameter(f"expected a number and s, m, h or d, such as 90d, got {text!r}")
+    return float(found[1]) * UNITS[found[2]]
 
 
 def say_more(command: str, limit: int, last: str) -> None:

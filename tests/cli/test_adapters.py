@@ -55,11 +55,20 @@ def now(monkeypatch: pytest.MonkeyPatch) -> float:
 
 def test_what_was_set_is_printed(monkeypatch: pytest.MonkeyPatch, now: float) -> None:
     kept = msgspec.structs.replace(ADAPTER, tags=["a", "b"], pinned=True, expires_at=now + 7210)
-    daemon = SimpleNamespace(update_adapter=lambda *_, **__: kept)
+    asked: list[dict[str, object]] = []
+
+    def update_adapter(_: str, **given: object) -> Adapter:
+        asked.append(given)
+        return kept
+
+    daemon = SimpleNamespace(update_adapter=update_adapter)
     monkeypatch.setattr(common, "connect", lambda *_: nullcontext(daemon))
     shown = CliRunner().invoke(app, ["adapters", "set", "poet-bd4", "--tag", "a", "--tag", "b"]).output
     assert shown.endswith("convert:poet@2  tags a, b  pinned  deleted in 2h\n")
-    for nothing in ((), ("--tag", "a", "--clear-tags")):
+    for text, seconds in {"2h": 7200, "90.5": 90.5, "0": 0}.items():
+        assert CliRunner().invoke(app, ["adapters", "set", "poet-bd4", "--ttl", text]).exit_code == 0
+        assert asked[-1]["ttl"] == seconds
+    for nothing in ((), ("--tag", "a", "--clear-tags"), ("--ttl", "soon")):
         assert CliRunner().invoke(app, ["adapters", "set", "poet-bd4", *nothing]).exit_code == 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Annotated
 
@@ -10,14 +9,13 @@ import typer
 
 from coserve.cli.access.call import call
 from coserve.cli.app import command_group
-from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, json_text, print_list
+from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, json_text, print_list, seconds
 from coserve.cli.job_table import age
 from coserve.core.access.principal import DEFAULT_PROJECT, Scope
 from coserve.core.access.schemas import ApiKey, CreateKey, KeyList, NewKey
 
 keys_app = command_group("Create, list and revoke API keys of projects.")
 HEADERS = ("ID", "PROJECT", "SCOPES", "STATE", "AGE", "NAME")
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @keys_app.command("create")
@@ -25,13 +23,16 @@ def create_key(
     scope: Annotated[list[Scope], typer.Option(help="what the key allows; may be repeated")],
     project: Annotated[str, typer.Option(help="whose files, jobs and adapters it sees")] = DEFAULT_PROJECT,
     name: Annotated[str, typer.Option(help="what it is for")] = "",
-    expires: Annotated[str | None, typer.Option(help="time until it expires: 90d, 12h, 30m; default: never")] = None,
+    expires: Annotated[
+        float | None,
+        typer.Option(parser=seconds, metavar="TIME", help="time until it expires: 90d, 12h, 30m; default: never"),
+    ] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """Create an API key and print it. It is shown this once; the daemon keeps its hash only."""
-    wanted = CreateKey(scopes=scope, project=project, name=name, expires_in=_seconds(expires))
+    wanted = CreateKey(scopes=scope, project=project, name=name, expires_in=expires)
     made = call(url, key, "POST", "keys", NewKey, wanted)
     print(json_text(made) if as_json else made.secret)
 
@@ -60,11 +61,3 @@ def _state(key: ApiKey, now: float) -> str:
     if key.expires_at is None:
         return "valid"
     return "expired" if key.expires_at <= now else f"valid for {age(key.expires_at - now)}"
-
-
-def _seconds(text: str | None) -> float | None:
-    if text is None:
-        return None
-    if (found := re.fullmatch(r"([1-9]\d{0,8})([smhd])", text)) is None:
-        raise typer.BadParameter(f"--expires: expected a number and s, m, h or d, such as 90d, got {text!r}")
-    return float(found[1]) * UNITS[found[2]]

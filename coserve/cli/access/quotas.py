@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -21,14 +22,7 @@ FIELDS = tuple(field.name for field in msgspec.structs.fields(Quota))
 def list_quotas(as_json: AsJson = False, url: Url = DEFAULT_URL, key: Key = None) -> None:
     """List the quotas of projects that have one."""
     found = call(url, key, "GET", "quotas", QuotaList).data
-    if as_json:
-        print_json(found)
-        return
-    rows = [
-        (project, *("-" if getattr(quota, name) is None else str(getattr(quota, name)) for name in FIELDS))
-        for project, quota in sorted(found.items())
-    ]
-    print("\n".join(columns([("PROJECT", *(name.upper() for name in FIELDS)), *rows])))
+    _show({project: quota for project, quota in found.items() if quota != Quota()}, as_json)
 
 
 @quotas_app.command("set")
@@ -38,12 +32,24 @@ def set_quota(
     tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="prompt and generated tokens a minute")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="jobs that wait, run or are paused")] = None,
     bytes: Annotated[int | None, typer.Option(min=1, help="bytes of files and adapters")] = None,
+    as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """Replace a project's quota, at once; what is not given has no limit."""
     quota = Quota(requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute, jobs=jobs, bytes=bytes)
-    print_json(call(url, key, "PUT", f"quotas/{project}", Quota, quota))
+    _show({project: call(url, key, "PUT", f"quotas/{project}", Quota, quota)}, as_json)
+
+
+def _show(quotas: Mapping[str, Quota], as_json: bool) -> None:
+    if as_json:
+        print_json(quotas)
+        return
+    rows = [
+        (project, *("-" if getattr(quota, name) is None else str(getattr(quota, name)) for name in FIELDS))
+        for project, quota in sorted(quotas.items())
+    ]
+    print("\n".join(columns([("PROJECT", *(name.upper() for name in FIELDS)), *rows])))
 
 
 def set_log_level(

@@ -13,7 +13,7 @@ import typer
 from coserve.cli.common import AsJson, print_list
 from coserve.cli.job_table import age
 from coserve.core.errors import StartupError
-from coserve.state.running import running, wait_for_end
+from coserve.state.running import RunningDaemon, running, wait_for_end
 
 
 def list_daemons(as_json: AsJson = False) -> None:
@@ -24,16 +24,28 @@ def list_daemons(as_json: AsJson = False) -> None:
 
 
 def stop(
-    pid: Annotated[int | None, typer.Argument(help="which daemon (coserve ps); default: the only one")] = None,
+    pid: Annotated[
+        int | None, typer.Argument(help="process id of a daemon (coserve ps); default: the only one")
+    ] = None,
     now: Annotated[bool, typer.Option("--now", help="let no request finish, as a second SIGTERM does")] = False,
 ) -> None:
     """Stop a daemon and wait for its end: requests in flight finish (--drain-seconds), jobs are checkpointed."""
-    found = [daemon for daemon in running() if pid in (None, daemon.pid)]
-    if len(found) != 1:
-        raise StartupError(f"expected one daemon that runs, found {len(found)}; see coserve ps")
-    daemon = found[0]
+    daemon = _chosen(pid)
     for _ in range(2 if now else 1):
         with suppress(ProcessLookupError):
             os.kill(daemon.pid, signal.SIGTERM)
     wait_for_end(daemon)
     print(f"stopped {daemon.pid}")
+
+
+def _chosen(pid: int | None) -> RunningDaemon:
+    """Return the daemon with this process id, or the only one. Raises `StartupError` if there is none."""
+    found = running()
+    if not found:
+        raise StartupError("no daemon of this user runs on this machine")
+    if pid is None and len(found) > 1:
+        raise StartupError(f"expected a process id, as {len(found)} daemons run; coserve ps lists them")
+    for daemon in found:
+        if pid in (None, daemon.pid):
+            return daemon
+    raise StartupError(f"expected the process id of a daemon that coserve ps lists, got {pid}")

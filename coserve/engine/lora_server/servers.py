@@ -212,7 +212,8 @@ class LoraServers:
             notes += [running.note] if running.note else []
         else:
             how = "connected" if self._at is not None else "started"
-            notes.append(f"the LoRA servers are {how} again; until then the engine computes experts' adapters itself")
+            doing = f"the LoRA servers were lost and are being {how} again"
+            notes.append(f"{doing}; until then the engine computes adapters of experts itself")
         return tuple(notes)
 
     def states(self) -> tuple[LoraServerInfo, ...]:

@@ -35,16 +35,20 @@ async def test_keys_quotas_and_the_log_level(tmp_path: Path, monkeypatch: pytest
         scopes = ("--scope", "train", "--scope", "generate")
         status, made = await run("keys", "create", *scopes, "--project", "acme", "--expires", "90d", "--json")
         id = json.loads(made)["key"]["id"]
-        assert (await run("keys", "create", "--scope", "train", "--expires", "soon"))[0] == 2
+        for wrong in ("soon", "0d"):
+            assert (await run("keys", "create", "--scope", "train", "--expires", wrong))[0] != 0
         status, listed = await run("keys", "list")
         lines = [line.split() for line in listed.splitlines()]
         assert lines[0][:2] == ["ID", "PROJECT"] and lines[1][1:4] == ["default", "admin", "valid"]
         assert lines[2][:3] == [id, "acme", "generate,train"] and "valid for 89d" in listed
         assert await run("keys", "revoke", id) == (0, f"revoked {id} of project acme\n")
         assert "revoked" in (await run("keys", "list"))[1]
-        assert (await run("quotas", "set", "acme", "--jobs", "2", "--bytes", "1000"))[0] == 0
-        status, listed = await run("quotas", "list")
-        assert [line.split() for line in listed.splitlines()][1] == ["acme", "-", "-", "2", "1000"]
+        status, said = await run("quotas", "set", "acme", "--jobs", "2", "--bytes", "1000")
+        assert [line.split() for line in said.splitlines()][1] == ["acme", "-", "-", "2", "1000"]
+        assert await run("quotas", "list") == (0, said)
+        status, said = await run("quotas", "set", "acme", "--json")
+        assert json.loads(said) == {"acme": {}}
+        assert len((await run("quotas", "list"))[1].splitlines()) == 1
         try:
             assert await run("log-level", "error") == (0, "error\n")
             assert logging.getLogger().level == logging.ERROR

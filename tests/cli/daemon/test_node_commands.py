@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli.app import app
-from coserve.core.errors import ConfigError
+from coserve.core.errors import ConfigError, StartupError
 from coserve.state import backup as copies
 from coserve.state.files import FileStore
 from coserve.state.folder import DataFolder
@@ -121,3 +121,19 @@ def test_a_folder_of_another_user_lists_nothing(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "coserve").symlink_to(tmp_path)
     with announced(daemon):
         assert running() == []
+
+
+def test_stop_says_which_daemons_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = RunningDaemon(pid=os.getpid(), url="http://x:8000", model="m", data_dir="d", started_at=1.0)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    def refusal(*arguments: str) -> str:
+        error = CliRunner().invoke(app, ["stop", *arguments]).exception
+        assert isinstance(error, StartupError)
+        return str(error)
+
+    assert refusal() == "no daemon of this user runs on this machine"
+    with announced(daemon):
+        assert refusal("8000") == "expected the process id of a daemon that coserve ps lists, got 8000"
+    monkeypatch.setattr("coserve.cli.node.running.running", lambda: [daemon, daemon])
+    assert refusal() == "expected a process id, as 2 daemons run; coserve ps lists them"
