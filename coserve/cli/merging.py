@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import warnings
 from importlib import import_module, resources
@@ -40,6 +41,8 @@ def merge_adapter(client: Client, name: str, base: str, folder: Path, *, trust_r
 
 
 def _merge(base: str, tokenizer: Tokenizer, adapter: Path, merged: Path, *, trust_remote_code: bool) -> None:
+    # PEFT imports it; on some CPUs it warns of a kernel for 4-bit bases, which nothing here needs.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import PeftModel
     from transformers import PreTrainedTokenizerFast
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from contextlib import nullcontext
 from importlib import resources
@@ -51,9 +52,11 @@ def test_a_merged_base_answers_as_the_base_with_its_adapter(
         tokenizer = Path(TINY, "tokenizer.json")
         write_llama(Path(source), plain, GGMLQuantizationType.F16, tokenizer=tokenizer, architecture="mistral3")
     monkeypatch.setattr(common, "connect", lambda *_: nullcontext(SimpleNamespace(download_adapter=download)))
+    monkeypatch.setattr(logging.getLogger("bitsandbytes"), "level", logging.NOTSET)
     command = ["adapters", "merge", "poet@2", str(tmp_path / "poet"), "--base", source]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.exception
+    assert not logging.getLogger("bitsandbytes.backends").isEnabledFor(logging.WARNING)  # of kernels not used here
     assert "quantization_config" not in (tmp_path / "poet" / "config.json").read_text()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "poet", dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(tmp_path / "poet")("The with statement", return_tensors="pt").input_ids
