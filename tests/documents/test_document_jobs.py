@@ -112,7 +112,7 @@ async def test_what_has_learned_nothing_is_not_published(api: Api, caplog: pytes
     await api.settled()
     assert not api.folder.job(job["id"]).exists()
     _, told = await learn(api, "told", steps=1, **ASKED)
-    assert any("no better than" in note for note in told["notes"]) is not told["document"]["evaluation"]["learned"]
+    assert any("do not show" in note for note in told["notes"]) is not told["document"]["evaluation"]["learned"]
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert not [text for text in warnings if job["id"] in text]
 

@@ -188,9 +188,10 @@ class DocumentJobs:
             if found.other is None:
                 self._recorder.deliver(JobNote(id=id, message=NO_RIVAL, kept=True))
             return True
-        rivals = "the base does without the document"
-        rivals += f", or than {found.other_adapter} of another document" if found.other is not None else ""
-        why = f"the adapter answers {found.questions} held-out questions no better than {rivals}, beyond chance"
+        rivals = "the base without the document"
+        rivals += f" and than {found.other_adapter} of another document" if found.other is not None else ""
+        why = f"{found.questions} held-out questions do not show, with 95% confidence, that the adapter is better than"
+        why += f" {rivals}"
         return await self._unproved(id, document, why)
 
     async def _unproved(self, id: str, document: DocumentJob, why: str) -> bool:
