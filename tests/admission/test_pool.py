@@ -10,7 +10,7 @@ import pytest
 from coserve.admission.pool import check_can_be_served, served_bytes
 from coserve.core.errors import BY_CODE, AdapterTooLarge
 from coserve.core.gpu_memory import PoolShape
-from coserve.core.types import LoraSettings
+from coserve.core.types import LoraSettings, SiteSpec
 from tests.support.gpu_memory import BASE
 
 PAGE = 1 << 12
@@ -40,12 +40,18 @@ def test_a_pool_needs_one_page_more_than_the_adapter() -> None:
 
 
 def test_a_prefix_beside_lora_needs_pages_of_the_request_too() -> None:
-    settings = LoraSettings(r=16, prefix_tokens=33)
-    pages = -(-size(settings) // PAGE)
+    prefixes = {f"layers.{layer}.prefix": SiteSpec(1024, 1024, layer) for layer in range(BASE.layers)}
+    base, settings = msgspec.structs.replace(BASE, prefixes=prefixes), LoraSettings(r=16, prefix_tokens=33)
+    both, lora, prefix = (
+        served_bytes(one, base, ranks=1, fully_sharded=False)
+        for one in (settings, LoraSettings(r=16), LoraSettings(r=33, cartridge=True))
+    )
+    assert both == lora + prefix and prefix > 0
+    pages = -(-both // PAGE)
     for more, fits in ((3, False), (4, True)):
         pool = PoolShape(pages + more, PAGE, 16)
         with nullcontext() if fits else pytest.raises(AdapterTooLarge):
-            check_can_be_served("both", settings, BASE, pool, ranks=1, fully_sharded=False, field=None)
+            check_can_be_served("both", settings, base, pool, ranks=1, fully_sharded=False, field=None)
 
 
 def test_sizes_follow_ranks_targets_and_shards() -> None:

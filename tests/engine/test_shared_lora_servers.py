@@ -25,7 +25,8 @@ from coserve.core.link.engine import Shutdown
 from coserve.core.link.lora_servers import ListenerSettings
 from coserve.core.logs.setup import LogSettings
 from coserve.core.types import AdapterDigests, AdapterRef
-from coserve.engine.lora_server.reading import PairsRuns
+from coserve.engine.lora_server.placement import part_of
+from coserve.engine.lora_server.reading import PairsReader, PairsRuns
 from coserve.engine.lora_server.shared_pairs import SharedPairs
 from coserve.engine.lora_server.start import make_servers
 from coserve.engine.worker import build_engine
@@ -90,6 +91,19 @@ def test_an_adapter_that_could_not_be_read_is_read_again() -> None:
             list(one.runs)
     files.broken = False
     assert len([*read(NAME, FILES).runs]) == 2
+
+
+def test_readers_of_other_parts_or_dtypes_share_nothing(tmp_path: Path) -> None:
+    """Engines may have other numbers of servers: server 0 of one has all layers, that of the other every second one."""
+    spec, folder, cpu = (
+        wrap_base(tiny_family("mixtral"), name="mixtral").spec,
+        DataFolder(tmp_path),
+        torch.device("cpu"),
+    )
+    parts = [part_of(spec, 0, servers, ep) for servers, ep in ((1, 1), (1, 1), (2, 1), (2, 2))]
+    forms = [PairsReader(part, spec, folder, cpu).form for part in parts]
+    forms.append(PairsReader(parts[0], msgspec.structs.replace(spec, dtype="bfloat16"), folder, cpu).form)
+    assert forms[0] == forms[1] and len({*forms}) == 4
 
 
 def listener(folder: Path, index: int = 0) -> int:

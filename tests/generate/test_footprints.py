@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from coserve.generate.generator import Generator
 from coserve.kernels.lora.segmented.slot_lora import SlotLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
+from coserve.lora.store.files import prefix_pairs
 from coserve.lora.store.packing import PackedSites, PartedSites, packed
 from coserve.memory.kv import KvCache
 from coserve.model.base import wrap_base
@@ -141,12 +143,15 @@ class OnlyLaidOut(PartedSites):
 
 
 def test_graphs_are_expected_by_the_layout_alone(fused: FusedBase) -> None:
-    """Copying the pairs would hold up the engine for as long as reading the adapter."""
+    """Copying the pairs would hold up the engine for as long as reading the adapter. A KV prefix beside them plays no
+    part, however long it is."""
     kv = KvCache.for_base(fused.base, 1024, 16)
     executor = graphs(fused, kv, max_running=4)
     executor.warm_up()
     warm = executor.decode_graphs
-    copy = packed(part(fused, "qv", 40), for_kernels=False)
+    lora, width = part(fused, "qv", 40), sum(2 * site.in_features for site in fused.base.spec.prefixes.values())
+    sites = {**lora.sites, **prefix_pairs(fused.base.spec, torch.zeros(300, width))}
+    copy = packed(LoraWeights(lora.settings, sites), for_kernels=False)
     assert isinstance(copy.sites, PackedSites)
     executor.kept(LoraWeights(copy.settings, OnlyLaidOut([copy.sites.memory_N], copy.sites.layout)))
     while executor.prepare():

@@ -6,7 +6,7 @@ files are read whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -52,6 +52,8 @@ class PairsReader:
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         form = PackedForm(spec.fingerprint, self._dtype, for_kernels=device.type == "cuda")
         self._packed = PackedFiles(form, LoadTimes())
+        self.form: Hashable = spec.fingerprint, spec.dtype, (*part.sites,), part.first, part.experts
+        """What the pairs depend on besides an adapter's files."""
 
     def __call__(self, ref: AdapterRef, digests: AdapterDigests | None) -> PairsRuns:
         """Return the server's part of an adapter. Raises as `load_adapter` does, and `AdapterNotFound`."""

@@ -87,8 +87,7 @@ def serve_engine(
         return
     channel.send(ServerConnected())
     connected()
-    form = spec.fingerprint, spec.dtype, message.index, message.servers, message.ep
-    server = LoraServer(channel, transport, pairs, share(read, form), message.start, use)
+    server = LoraServer(channel, transport, pairs, share(read, read.form), message.start, use)
     with closing(server):
         server.run(getattr(torch, spec.dtype))
 
