@@ -209,8 +209,8 @@ def default_targets(family: str, sites: Iterable[str]) -> tuple[str, ...]:
 
 
 def prefix_sites(shapes: Sequence[KvShape]) -> dict[str, SiteSpec]:
-    """Return `BaseSpec.prefixes`; empty if layers differ, or keys from values."""
-    if len({*shapes}) > 1 or shapes[0].keys != shapes[0].values:
+    """Return `BaseSpec.prefixes`; empty if layers differ, or keys from values, and for latents."""
+    if len({*shapes}) > 1 or shapes[0].keys != shapes[0].values or shapes[0].latent:
         return {}
     width = shapes[0].heads * shapes[0].keys
     return {f"layers.{layer}.prefix": SiteSpec(width, width, layer) for layer in range(len(shapes))}

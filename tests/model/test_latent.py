@@ -22,7 +22,7 @@ from coserve.memory.kv import KvCache
 from coserve.model.base import Base, wrap_base
 from coserve.model.formats.sizes import config_sizes
 from coserve.model.fused import FusedBase
-from coserve.model.lora import LoraBatch, LoraWeights
+from coserve.model.lora import LoraBatch, LoraWeights, prefix_sites
 from coserve.model.quantized.modules import QuantizedLinear, quantize_layers
 from tests.support.families import tiny_family
 from tests.support.lora_backends import BLOCK_SPARSE, GROUPED, NAIVE, REFERENCE, SEGMENTED
@@ -136,7 +136,7 @@ def test_a_page_holds_latents_once() -> None:
     width = config.kv_lora_rank + config.qk_rope_head_dim
     assert base.kv_shapes == [KvShape(1, width, config.kv_lora_rank, latent=True)] * 2
     assert page_layout(base.kv_shapes, 32, torch.float32).page_bytes == 2 * 32 * width * 4
-    assert base.spec.prefixes == {}, "a cartridge has keys and values of heads"
+    assert base.spec.prefixes == prefix_sites([KvShape(1, 8, 8, latent=True)]) == {}, "which have no heads"
 
 
 def test_a_projection_with_a_bias_is_not_absorbed() -> None:
