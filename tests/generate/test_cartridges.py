@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from coserve.core.errors import BaseMismatch, PromptTooLong, UnsupportedAdapter
+from coserve.core.errors import AdapterError, BaseMismatch, PromptTooLong, UnsupportedAdapter
+from coserve.core.names import ADAPTER_CONFIG
 from coserve.core.types import AdapterRef
 from coserve.lora.files.peft import inspect_adapter
 from coserve.lora.store.files import load_adapter, save_adapter
@@ -113,6 +115,24 @@ def test_files_go_out_as_they_came_in(tmp_path: Path) -> None:
     assert by_peft(model, prompt)[0] == by_peft(save_cartridge(tmp_path / "again", "llama"), prompt)[0]
     info = inspect_adapter(tmp_path / "out", base.spec)
     assert (info.settings.cartridge, info.rank, info.targets) == (True, TOKENS, ())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("num_virtual_tokens", 0, "expected a whole number of at least 1"),
+        ("num_virtual_tokens", str(TOKENS), "expected a whole number of at least 1"),
+        ("num_frozen_tokens", -1, "expected a whole number"),
+        ("num_frozen_tokens", TOKENS + 1, f"expected at most num_virtual_tokens, {TOKENS}"),
+    ],
+)
+def test_sizes_that_peft_refuses_are_refused_by_name(tmp_path: Path, key: str, value: object, expected: str) -> None:
+    save_cartridge(tmp_path, "llama")
+    config = tmp_path / ADAPTER_CONFIG
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: value}))
+    with pytest.raises(AdapterError, match=expected) as refused:
+        inspect_adapter(tmp_path, base_of("llama").spec)
+    assert refused.value.field == key
 
 
 def test_other_bases_and_other_uses_are_refused(tmp_path: Path) -> None:

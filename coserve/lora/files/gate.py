@@ -195,8 +195,9 @@ _ALLOWED: dict[str, Callable[[object], bool]] = {
     "lorap_lr_ratio": _any,
     "lorap_emb_lr": _any,
 }
+_SIZES = "num_virtual_tokens", "token_dim", "num_layers", "num_attention_heads"
 _OF_CARTRIDGES: dict[str, Callable[[object], bool]] = {
-    **dict.fromkeys(("num_virtual_tokens", "token_dim", "num_layers", "num_attention_heads"), _rank),
+    **dict.fromkeys(_SIZES, _rank),
     **dict.fromkeys(("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"), _any),
     "peft_type": _is("CARTRIDGE"),
     "task_type": _is("CAUSAL_LM", None),
@@ -209,7 +210,8 @@ _CHANGES_BASE = (
 )
 _RANKS = "expected a whole number of at least 1"
 _REASONS = {
-    "r": _RANKS,
+    **dict.fromkeys(("r", *_SIZES), _RANKS),
+    "num_frozen_tokens": "expected a whole number of at least 0",
     "rank_pattern": f"names with ranks: {_RANKS}",
     "use_rslora": "expected true, false or null",
     "lora_alpha": f"expected a number of at most {MAX_ALPHA:.0e}",
