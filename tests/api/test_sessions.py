@@ -56,6 +56,7 @@ async def test_a_session_is_trained_saved_published_and_closed(tmp_path: Path) -
         await refused(api, 400, "invalid_request", "POST", f"{session}/save", "name", json={"name": "kept"})
         await refused(api, 400, "invalid_request", "POST", f"{session}/publish", "adapter", json={"adapter": "bundled"})
         await refused(api, 400, "invalid_request", "POST", "/sessions", "r", json={"r": 0})
+        await refused(api, 400, "invalid_request", "POST", "/sessions", "targets", json={"targets": ["k"]})
         settings = {"examples": EXAMPLES, "loss": "ppo", "config": {"x": 1}}
         await refused(api, 400, "invalid_request", "POST", f"{session}/forward", "config", json=settings)
         large = {"examples": [EXAMPLES[0] | {"labels": [6, 7, 8, 9999]}]}

@@ -33,6 +33,7 @@ from coserve.core.training.calls import Call, SaveAdapter, SaveState, SessionSpe
 from coserve.core.training.settings import TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.lora.files.record import record_adapter
+from coserve.lora.files.targets import resolve_targets
 from coserve.state.durable import remove_dir
 from coserve.state.folder import DataFolder
 from coserve.state.session_states import read_state
@@ -110,6 +111,7 @@ class TrainingSessions:
             raise InvalidRequest(f"expected 1 to {MAX_RANK}, got {lora.r}", field="rank")
         if learns_ends(lora, base):
             raise InvalidRequest(NO_SESSIONS, field="targets")
+        await asyncio.to_thread(resolve_targets, lora, base)
         tokens = min(self._config.micro_batch_tokens, base.context)
         spec = session_spec(id, lora, seed, tokens, state, with_optimizer=with_optimizer)
         await refuse_too_large(id, lora, base, self._engine.pool, self._config, field="rank")
