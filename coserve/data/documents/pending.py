@@ -12,6 +12,8 @@ from coserve.data.documents.reading import Chunks
 from coserve.state.durable import read_errors, write_file
 from coserve.state.folder import DOCUMENT
 
+_DECODER = msgspec.msgpack.Decoder(Chunks)  # created now: chunks are read on several threads (`decoder_of`)
+
 
 @dataclass(frozen=True)
 class PendingDocument:
@@ -31,6 +33,6 @@ def read_chunks(path: Path) -> Chunks:
     """Return the chunks in a job's file. Raises `CheckpointUnreadable`, `StorageError`."""
     try:
         with read_errors():
-            return msgspec.msgpack.decode(path.read_bytes(), type=Chunks)
+            return _DECODER.decode(path.read_bytes())
     except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointUnreadable("the job's document cannot be read") from error

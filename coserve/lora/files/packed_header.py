@@ -62,6 +62,9 @@ class PackedHeader(msgspec.Struct, frozen=True):
     """SHA-256 (hex) of the bytes."""
 
 
+_DECODER = msgspec.msgpack.Decoder(PackedHeader)  # created now: headers are read on several threads (`decoder_of`)
+
+
 def stamps(folder: Path) -> tuple[Stamp, ...]:
     """Return the stamps of PEFT's files. Raises `OSError`."""
     found = ((folder / name).stat(follow_symlinks=False) for name in ADAPTER_FILES)
@@ -82,7 +85,7 @@ def read_header(file: BinaryIO) -> tuple[PackedHeader, int] | None:
     if not start.startswith(MAGIC) or size > MAX_HEADER:
         return None
     try:
-        header = msgspec.msgpack.decode(file.read(size), type=PackedHeader)
+        header = _DECODER.decode(file.read(size))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     end = len(start) + size
