@@ -46,8 +46,7 @@ def read_cartridge(config: dict[str, object], file: TensorFile, base: BaseSpec) 
     if entry is None or not isinstance(tokens, int):
         raise CorruptAdapter(f"expected num_virtual_tokens and the tensor {EMBEDDINGS}")
     if (frozen := config.get("num_frozen_tokens", 0)) > tokens:  # type: ignore[operator]
-        expected = f"expected at most num_virtual_tokens, {tokens}, got {frozen}"
-        raise CorruptAdapter(f"num_frozen_tokens: {expected}", field="num_frozen_tokens")
+        raise CorruptAdapter(f"expected at most num_virtual_tokens, {tokens}, got {frozen}", field="num_frozen_tokens")
     if entry.shape != (want := (tokens, 2 * base.layers * width)):
         raise ShapeMismatch(f"{EMBEDDINGS}: expected shape {list(want)}, got {list(entry.shape)[:8]}")
     if tokens >= base.context:
