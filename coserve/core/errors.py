@@ -104,7 +104,7 @@ class AdapterNotFound(RequestError, code="adapter_not_found", status=404):
 
 
 class JobNotFound(RequestError, code="job_not_found", status=404):
-    """There is no such job (`coserve jobs list` shows those there are), or its record is damaged: delete it."""
+    """There is no such job, or its record is damaged. `coserve jobs list` shows the others; delete a damaged one."""
 
 
 class MethodNotAllowed(RequestError, code="method_not_allowed", status=405):
@@ -343,6 +343,11 @@ class StartupError(CoserveError, code="startup_error"):
 
 class ConfigError(StartupError, code="config_error"):
     """A setting is wrong. The message names it; `coserve config` shows each value and where it comes from."""
+
+
+class LoraServersMissing(StartupError, code="lora_servers_missing"):
+    """LoRA servers did not start. Start those of `--lora-server-at` first (`coserve lora-server`). An engine that is
+    started again tries it several times."""
 
 
 class UnsupportedBase(StartupError, code="unsupported_base"):

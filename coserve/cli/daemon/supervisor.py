@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coserve.cli.daemon.engine_process import EngineDied, EngineProcess
-from coserve.core.errors import StartupError
+from coserve.core.errors import LoraServersMissing, StartupError
 from coserve.core.processes import how_ended
 
 if TYPE_CHECKING:
@@ -77,6 +77,10 @@ class Supervisor:
             engine = await self._start()
         except EngineDied as died:
             return _EngineExit(died.status, loss=died.loss)
+        except LoraServersMissing as error:
+            if not self.attached.is_set():
+                raise
+            return _EngineExit(0, loss=error.message)
         ended = asyncio.create_task(engine.wait())
         tasks: list[asyncio.Task[object]] = [ended]
         try:

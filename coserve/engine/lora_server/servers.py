@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coserve.core.errors import LoraServerLost, StartupError
+from coserve.core.errors import LoraServerLost, LoraServersMissing
 from coserve.core.health import LoraServerInfo
 from coserve.core.link.lora_servers import socket_path
 from coserve.core.logs.format import log_event
@@ -85,11 +85,11 @@ class LoraServers:
     # ---- processes
 
     def wait(self) -> None:
-        """Wait until the servers have started for the first time. Raises `StartupError` if they do not."""
+        """Wait until the servers have started for the first time. Raises `LoraServersMissing` if they do not."""
         with self._changed:
             self._changed.wait_for(lambda: self._connections or self._failure is not None)
         if self._failure is not None:
-            raise StartupError(f"the LoRA servers did not start: {self._failure}")
+            raise LoraServersMissing(f"the LoRA servers did not start: {self._failure}")
 
     def close(self) -> None:
         """End the servers, and wait for their ends; servers that are still starting end by themselves."""

@@ -17,7 +17,7 @@ from coserve.cli.daemon.engine_process import EngineDied, EngineProcess
 from coserve.cli.daemon.engine_starts import EngineStarts
 from coserve.cli.daemon.supervisor import Restarts, Supervisor
 from coserve.config import Config
-from coserve.core.errors import StartupError, UnsupportedBase
+from coserve.core.errors import LoraServersMissing, StartupError, UnsupportedBase
 from coserve.core.gpu_memory import PoolShape
 from coserve.core.health import EngineRanks
 from coserve.core.link.engine import EngineReady, EngineWarming
@@ -204,6 +204,16 @@ def test_a_refusal_ends_at_once() -> None:
     assert said == REFUSAL.message
     assert len(world.started) == 1
     assert world.notes == []
+
+
+def test_servers_that_several_engines_use_may_start_later_than_an_engine_that_died() -> None:
+    """Without them the first engine refuses the start; a later one is started again."""
+    missing = LoraServersMissing("the LoRA servers did not start")
+    world, said = live([missing])
+    assert (said, len(world.started)) == (missing.message, 1)
+    world, said = live([Dies(25.0), missing, Dies(25.0), REFUSAL])
+    assert said == REFUSAL.message and world.attached == 2
+    assert world.notes[1][0].startswith("the engine was stopped while it started: the LoRA servers did not start")
 
 
 @dataclass(frozen=True)
