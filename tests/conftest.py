@@ -23,6 +23,9 @@ gc.disable()
 # A shell starts what runs behind an & deaf to Ctrl-C, and so the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# As in the engine's process (`engine.parts`): a row of a product has the same bits whatever the other rows are.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
 # Which cases of those that take turns are run by `make test-all`: the same in every worker.
 os.environ.setdefault("TEST_TURN", str(datetime.now(UTC).timetuple().tm_yday))
 from tests.support.examples import marks_on_days  # which reads it

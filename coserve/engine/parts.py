@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -63,6 +64,9 @@ AnySessions = TypeVar("AnySessions")
 
 EXACT_THREADS = 2
 """Most CPU threads with which torch's kernels give a row the same bits in every batch."""
+MKL_MODE = ("MKL_CBWR", "AUTO,STRICT")
+"""Variable that MKL reads at its first product: a row has the same bits whatever the other rows are. Otherwise that
+holds for some shapes only, and for fewer on processors without AVX-512."""
 PROBES = 3
 """Forwards timed for each number of threads in `choose_threads`."""
 SMALL_STEP = 0.03
@@ -78,7 +82,9 @@ times."""
 
 
 def set_up_threads(config: Config) -> None:
-    """Set this process's thread count and switch interval; ranks share the cores."""
+    """Set this process's thread count and switch interval; ranks share the cores. Call it before anything is
+    computed."""
+    os.environ.setdefault(*MKL_MODE)
     torch.set_num_threads(config.threads or max(1, default_threads() // config.tp))
     sys.setswitchinterval(SWITCH_INTERVAL)
 
