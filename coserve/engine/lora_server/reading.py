@@ -53,7 +53,7 @@ class PairsReader:
         form = PackedForm(spec.fingerprint, self._dtype, for_kernels=device.type == "cuda")
         self._packed = PackedFiles(form, LoadTimes())
         self.form: Hashable = spec.fingerprint, spec.dtype, (*part.sites,), part.first, part.experts
-        """What the pairs depend on besides an adapter's files."""
+        """All that the pairs depend on besides an adapter's files."""
 
     def __call__(self, ref: AdapterRef, digests: AdapterDigests | None) -> PairsRuns:
         """Return the server's part of an adapter. Raises as `load_adapter` does, and `AdapterNotFound`."""
