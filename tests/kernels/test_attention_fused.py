@@ -24,7 +24,7 @@ RUNS = {"decodes": DECODES, "chunks": CHUNKS, "far": FAR}
 STEPS = {f"{kind}-{runs}": (KINDS[kind], RUNS[runs]) for kind in KINDS for runs in RUNS}
 QUICK = {
     step: (*STEPS[step], torch.float32)
-    for step in ("all-decodes", "all-chunks", "all-far", "wide_values-chunks", "latents-chunks")
+    for step in ("all-decodes", "all-chunks", "all-far", "wide_values-chunks", "latents-chunks", "latents-decodes")
 }
 SLOW = {
     f"{kind}-{runs}-{dtype}": (KINDS[kind], RUNS[runs], dtype)
@@ -32,8 +32,7 @@ SLOW = {
         ("one_for_all", "decodes", torch.float32),
         ("group_of_3", "chunks", torch.float32),
         ("wide", "far", torch.float16),
-        ("latents_of_groups", "decodes", torch.float32),
-        ("latents_of_groups", "far", torch.float16),
+        ("latents", "far", torch.float16),
         ("latents_of_deepseek", "chunks", torch.float16),
         ("window", "chunks", torch.float16),
         ("pages_apart_unaligned", "far", torch.float32),

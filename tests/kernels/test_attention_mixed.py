@@ -40,9 +40,7 @@ def check(attention: FusedMixedAttention, pages: Pages, case: Case, runs: int, l
         case.check_written(pages)
 
 
-INTERPRETED = {
-    name: (KINDS[name], torch.float32) for name in ("all", "group_of_3", "pages_apart_unaligned", "latents_of_groups")
-}
+INTERPRETED = {name: (KINDS[name], torch.float32) for name in ("all", "group_of_3", "pages_apart_unaligned", "latents")}
 
 
 @pytest.mark.parametrize(
