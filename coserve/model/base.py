@@ -37,7 +37,7 @@ from coserve.model.formats.interface import Format
 from coserve.model.formats.load import DenseModel, from_files
 from coserve.model.formats.source import eos_of, loadable, read_config, set_generation
 from coserve.model.forward_context import ForwardContext, running
-from coserve.model.latent.absorbed import cache_latents
+from coserve.model.latent.absorbed import cache_latents, heads_note
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights, default_targets, prefix_sites, site_shape, site_weight
 from coserve.model.packed import CHECKED_ROWS, choose_rows, pack_weights
 from coserve.model.parallel.adapter import AdapterPartition
@@ -384,7 +384,7 @@ def wrap_base(
         states=seen.states,
         sharding=None if shard is None else shard.sharding,
         ends=ends,
-        note="; ".join(filter(None, (note, TEXTS.get(quantization_of(model))))),
+        note="; ".join(filter(None, (note, TEXTS.get(quantization_of(model)), heads_note(seen.attention)))),
     )
     _check_forward(base, expected)
     if packed:

@@ -133,6 +133,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 def test_a_page_holds_latents_once() -> None:
     base = wrap_base(tiny_family("deepseek_v3"), name="deepseek_v3")
     config = base.model.config
+    assert base.note == ""
     width = config.kv_lora_rank + config.qk_rope_head_dim
     assert base.kv_shapes == [KvShape(1, width, config.kv_lora_rank, latent=True)] * 2
     assert page_layout(base.kv_shapes, 32, torch.float32).page_bytes == 2 * 32 * width * 4
@@ -145,3 +146,4 @@ def test_a_projection_with_a_bias_is_not_absorbed() -> None:
         layer.self_attn.kv_b_proj.bias = torch.nn.Parameter(torch.randn(layer.self_attn.kv_b_proj.out_features))
     base = wrap_base(model, name="minicpm3")
     assert not any(one.latent for one in base.kv_shapes)
+    assert "not latents" in base.note

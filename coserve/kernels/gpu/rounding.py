@@ -1,7 +1,10 @@
-"""Integer arithmetic for sizes of grids and blocks. Triton's own functions also work in kernels, but cost the host
-microseconds a call."""
+"""Sizes of products, and integer arithmetic for those of grids and blocks. Triton's own functions also work in kernels,
+but cost the host microseconds a call."""
 
 from __future__ import annotations
+
+CPU_MIN_ROWS = 16
+"""Fewest rows of a product on a CPU: in smaller ones a row's bits depend on the number of rows."""
 
 
 def cdiv(a: int, b: int) -> int:

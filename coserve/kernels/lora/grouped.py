@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from coserve.kernels.gpu.rounding import CPU_MIN_ROWS
 from coserve.kernels.lora.interface import Adapters, LoraBackend, SitewiseLora
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair, SiteGroup
-
-CPU_MIN_ROWS = 16
-"""From 8 rows on, torch's CPU GEMM gives a row the same bits whatever the other rows are; smaller products are
-padded."""
 
 
 class GroupedBackend(LoraBackend):

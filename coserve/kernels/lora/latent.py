@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from coserve.kernels.gpu.rounding import CPU_MIN_ROWS
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
-
-CPU_ROWS = 16
-"""Fewest rows of a product on a CPU: those of smaller ones have bits that depend on the number of rows."""
 
 
 class HeadSizes(NamedTuple):
@@ -35,7 +33,7 @@ class HeadSizes(NamedTuple):
 
 def product(x_HTI: Tensor, weight_HIO: Tensor) -> Tensor:
     """Return each head's `x W`: (H, T, O). On CPU a row's bits do not depend on the others."""
-    few = CPU_ROWS - x_HTI.shape[1]
+    few = CPU_MIN_ROWS - x_HTI.shape[1]
     if x_HTI.device.type == "cpu" and few > 0:
         return torch.bmm(pad(x_HTI, (0, 0, 0, few)), weight_HIO)[:, :-few]
     return torch.bmm(x_HTI, weight_HIO)

@@ -51,10 +51,16 @@ class LatentAttention(Protocol):
 def latent_shapes(attention: Sequence[nn.Module], shapes: Sequence[KvShape]) -> list[KvShape]:
     """Return the shapes of a cache of latents, or `shapes` if not every attention module has some. `shapes`: of all
     layers, with zeros for those without attention."""
-    found = iter([_shape(module) for module in attention])
     if not attention or not all(map(_is_latent, attention)):
         return list(shapes)
+    found = map(_shape, attention)
     return [next(found) if one.heads else one for one in shapes]
+
+
+def heads_note(attention: Sequence[nn.Module]) -> str:
+    """Say for an operator that modules with latents cache keys and values of all heads; empty if none does."""
+    kept = any(_has_latents(module) and not hasattr(module, SIZES) for module in attention)
+    return "heads' keys and values are cached, not latents" if kept else ""
 
 
 def cache_latents(attention: Sequence[nn.Module], shapes: Sequence[KvShape]) -> list[KvShape]:
@@ -70,13 +76,15 @@ def cache_latents(attention: Sequence[nn.Module], shapes: Sequence[KvShape]) -> 
     return found
 
 
+def _has_latents(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in NAMES)
+
+
 def _is_latent(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in NAMES) and cast(LatentAttention, module).kv_b_proj.bias is None
+    return _has_latents(module) and cast(LatentAttention, module).kv_b_proj.bias is None
 
 
 def _shape(module: nn.Module) -> KvShape:
-    if not _is_latent(module):
-        return KvShape(0, 0, 0)
     layer = cast(LatentAttention, module)
     rank = layer.kv_lora_rank
     return KvShape(1, rank + layer.qk_rope_head_dim, rank, latent=True)

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from coserve.kernels.attention.interface import TokenRun, Window
+from coserve.kernels.gpu.rounding import CPU_MIN_ROWS
 
 KEY_BLOCK = 64
 """Keys of a block. Block b of a sequence always holds the positions from 64 b on."""
-MIN_ROWS = 16
-"""Fewest rows of a product. From 8 rows on, torch's CPU GEMM gives a row the same bits whatever the other rows are."""
 TILE_TOKENS = (1, 16, 64)
 """Allowed numbers of tokens in a tile. Longer runs are cut into tiles of the last size."""
 MAX_SCORES = 1 << 24
@@ -109,7 +108,7 @@ def plan_tiles(
 ) -> Tiles:
     """Build the tiles of `runs`. `blank` is the page that holds zeros.
 
-    `exact` pads each tile's rows to a multiple of `MIN_ROWS`, so that a row's bits do not depend on its tile.
+    `exact` pads each tile's rows to a multiple of `CPU_MIN_ROWS`, so that a row's bits do not depend on its tile.
     """
     group = layout.heads // layout.kv_heads
     back = torch.zeros(sum(run.tokens for run in runs), layout.heads, dtype=torch.long)
@@ -117,7 +116,7 @@ def plan_tiles(
     done = 0
     for (size, blocks), tiles in _cut(runs, layout.window).items():
         tile_rows = size * group
-        padding = -tile_rows % MIN_ROWS if exact else 0
+        padding = -tile_rows % CPU_MIN_ROWS if exact else 0
         fit = max(1, MAX_SCORES // (layout.kv_heads * (tile_rows + padding) * blocks * KEY_BLOCK))
         for i in range(0, len(tiles), fit):
             some = tiles[i : i + fit]
