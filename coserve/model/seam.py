@@ -115,8 +115,10 @@ def _attention(
     q_HTD, k_KTD, v_KTD = query_1HTD[0], key_1KTD[0], value_1KTD[0]
     latent = hasattr(module, absorbed.SIZES)
     absorb = latent and reads_pages(coserve_attention)
-    if latent:
-        q_HTD, k_KTD, v_KTD = absorbed.entering(module, q_HTD, k_KTD, v_KTD, absorb=absorb)
+    if absorb:
+        q_HTD, k_KTD, v_KTD = absorbed.absorb(module, q_HTD, k_KTD, v_KTD)
+    elif latent:
+        k_KTD, v_KTD = absorbed.expand(module, k_KTD, v_KTD)
     if k_KTD.shape[-1] != q_HTD.shape[-1]:
         sizes = f"{q_HTD.shape[-1]} and {k_KTD.shape[-1]}"
         raise UnsupportedBase(f"{family}: expected heads of one size for queries and keys, got {sizes}")
@@ -135,7 +137,7 @@ def _attention(
         ),
     )
     if absorb:
-        out_THD = absorbed.leaving(module, out_THD)
+        out_THD = absorbed.project_values(module, out_THD)
     return out_THD.contiguous()[None], None  # some families take a view of it
 
 

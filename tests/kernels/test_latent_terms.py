@@ -55,6 +55,7 @@ SHAPES = {
     "odd": Shape(3, 21, HeadSizes(6, 10)),
     "a_run_of_a_prompt": Shape(2, 40, HeadSizes(16, 8), bounds=(0, 100, 101), adapters=(1, 0)),
     "blocks": Shape(4, 48, HeadSizes(8, 8), ranks=(8, 32, 12), a_blocks=(1, 4, 1), b_blocks=(4, 1, 2)),
+    "blocks_that_end_within_heads": Shape(3, 24, HeadSizes(6, 10), ranks=(8, 12, 16), b_blocks=(2, 4, 8)),
     "several_blocks": Shape(2, 300, HeadSizes(40, 24)),
 }
 DEEPSEEK = Shape(16, 512, HeadSizes(128, 128), ranks=(16, 64, 8))

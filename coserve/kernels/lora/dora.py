@@ -87,11 +87,11 @@ class ScaledLora(PreparedLora):
         for name, y in zip(group.names, ys, strict=True):
             _scale_(y, self._scaled(name), self._biases[name])
 
-    def add_query_terms(self, group: SiteGroup, y_HTD: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
-        self._inner.add_query_terms(group, y_HTD, q_HTN, sizes)
+    def add_query_terms(self, group: SiteGroup, y_HTL: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
+        self._inner.add_query_terms(group, y_HTL, q_HTN, sizes)
 
-    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTD: Tensor, sizes: HeadSizes) -> None:
-        self._inner.add_output_terms(group, y_HTE, x_HTD, sizes)
+    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTL: Tensor, sizes: HeadSizes) -> None:
+        self._inner.add_output_terms(group, y_HTE, x_HTL, sizes)
 
     def for_batch(self, segments: Segments) -> ScaledLora | None:
         inner = self._inner.for_batch(segments)

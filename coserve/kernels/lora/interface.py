@@ -63,12 +63,12 @@ class PreparedLora(ABC):
             if added is not y:
                 y.copy_(added)
 
-    def add_query_terms(self, group: SiteGroup, y_HTD: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
+    def add_query_terms(self, group: SiteGroup, y_HTL: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
         """Add the terms of latent attention's absorbed queries in place (`kernels.lora.latent`), without gradients.
         Only for a group of one site that an adapter changes."""
         raise NotImplementedError(f"{type(self).__name__} has no terms of latent attention")
 
-    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTD: Tensor, sizes: HeadSizes) -> None:
+    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTL: Tensor, sizes: HeadSizes) -> None:
         """Add the terms of latent attention's outputs, as `add_query_terms`."""
         raise NotImplementedError(f"{type(self).__name__} has no terms of latent attention")
 
@@ -248,11 +248,11 @@ class SitewiseLora(PreparedLora):
         assert x_TD.shape[0] == expected, f"{group.names} saw {x_TD.shape[0]} rows, expected the step's {expected}"
         return [self.add_site(name, y, x_TD) for name, y in zip(group.names, ys, strict=True)]
 
-    def add_query_terms(self, group: SiteGroup, y_HTD: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
-        add_query_terms(y_HTD, q_HTN, sizes, self.segments, self.pairs(group.names[0]))
+    def add_query_terms(self, group: SiteGroup, y_HTL: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
+        add_query_terms(y_HTL, q_HTN, sizes, self.segments, self.pairs(group.names[0]))
 
-    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTD: Tensor, sizes: HeadSizes) -> None:
-        add_output_terms(y_HTE, x_HTD, sizes, self.segments, self.pairs(group.names[0]))
+    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTL: Tensor, sizes: HeadSizes) -> None:
+        add_output_terms(y_HTE, x_HTL, sizes, self.segments, self.pairs(group.names[0]))
 
     @abstractmethod
     def add_site(self, site: str, y_TO: Tensor, x_TD: Tensor) -> Tensor:

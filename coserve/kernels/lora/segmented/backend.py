@@ -127,11 +127,11 @@ class SegmentedLora(PreparedLora):
             cut = self._plan(launch.table, train=False)
             terms.add_([ys[i] for i in launch.live], x_TD, cut, launch.table.table, overlapped=overlapped)
 
-    def add_query_terms(self, group: SiteGroup, y_HTD: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
-        self._add_latent(group, y_HTD, q_HTN, sizes, queries=True)
+    def add_query_terms(self, group: SiteGroup, y_HTL: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
+        self._add_latent(group, y_HTL, q_HTN, sizes, queries=True)
 
-    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTD: Tensor, sizes: HeadSizes) -> None:
-        self._add_latent(group, y_HTE, x_HTD, sizes, queries=False)
+    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTL: Tensor, sizes: HeadSizes) -> None:
+        self._add_latent(group, y_HTE, x_HTL, sizes, queries=False)
 
     def _add_latent(self, group: SiteGroup, y: Tensor, x: Tensor, sizes: HeadSizes, *, queries: bool) -> None:
         for launch in self._launches.get(group, ()):

@@ -1,11 +1,12 @@
-"""LoRA terms of the absorbed products of multi-head latent attention (`kernels.lora.latent`), by tiles of rows of one
-adapter. A program computes one tile for one head: both products, as neither reads much.
+"""LoRA terms of the absorbed products of multi-head latent attention, by tiles of rows of one adapter; letters as in
+`kernels.lora.latent`. A program computes one tile for one head: both products, as neither reads much.
 
-    queries  y[h, t, k] += scaling Σ_r (Σ_n q[h, t, n] B[h (N + E) + n, r]) A[r, k]
+    queries  y[h, t, k] += scaling Σ_r (Σ_n x[h, t, n] B[h (N + E) + n, r]) A[r, k]
     outputs  y[h, t, e] += scaling Σ_r (Σ_k x[h, t, k] A[r, k]) B[h (N + E) + N + e, r]
 
-q (H, T, N), x (H, T, D), y (H, T, D or E): any strides but 1 for the last dimension. tiles (N, 4) int32: first row,
-rows (0: inactive), slot (-1: no adapter). The table and `row`: see the decode kernels.
+x (H, T, N) and y (H, T, L) with QUERIES, else x (H, T, L) and y (H, T, E): any strides, but 1 for the last dimension.
+tiles (tiles, 4) int32: first row, rows (0: inactive), slot (-1: no adapter), unused here. The table and `row`: see the decode
+kernels.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
@@ -45,13 +46,13 @@ def terms(
     y_head,
     y_row,
     row,
-    D: tl.constexpr,
+    L: tl.constexpr,
     N: tl.constexpr,
     E: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_L: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCKED: tl.constexpr,
 ):
@@ -79,15 +80,15 @@ def terms(
     b_own = tl.zeros([BLOCK_O], dtype=tl.int32)
     if BLOCKED and b_blocks(shape) > 1:
         b_length, b_own, _, _ = b_rows(shape, o, begin, BLOCK_O, tl.num_programs(0) * (N + E))
-    x_at = x_ptr + head * x_head + (first + t)[:, None] * x_row
-    y_at = y_ptr + head * y_head + (first + t)[:, None] * y_row
+    x_at = x_ptr + head.to(tl.int64) * x_head + (first + t)[:, None] * x_row
+    y_at = y_ptr + head.to(tl.int64) * y_head + (first + t)[:, None] * y_row
     real = (t < rows)[:, None]
     for start in range(0, rank, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
-        a_length = D
+        a_length = L
         a_own = tl.zeros([BLOCK_R], dtype=tl.int32)
         if BLOCKED and a_blocks(shape) > 1:
-            a_length, a_own = a_rows(shape, r, D)
+            a_length, a_own = a_rows(shape, r, L)
         b = load_b_rows(b_ptr, o, r, end, b_own, b_length, True)
         b = tl.where((r < rank)[None, :], b, 0.0)
         if QUERIES:
@@ -95,11 +96,11 @@ def terms(
             h = tl.dot(q, b, input_precision="ieee") * scaling
         else:
             h = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
-        for k0 in range(0, D, BLOCK_D):
-            k = k0 + tl.arange(0, BLOCK_D)
-            a_mask = (r < rank)[:, None] & (k < D)[None, :] & within(k[None, :], a_own[:, None], a_length, True)
+        for k0 in range(0, L, BLOCK_L):
+            k = k0 + tl.arange(0, BLOCK_L)
+            a_mask = (r < rank)[:, None] & (k < L)[None, :] & within(k[None, :], a_own[:, None], a_length, True)
             a = tl.load(a_ptr + (r * a_length - a_own)[:, None] + k[None, :], mask=a_mask, other=0.0)
-            mask = real & (k < D)[None, :]
+            mask = real & (k < L)[None, :]
             if QUERIES:
                 y = tl.load(y_at + k[None, :], mask=mask, other=0.0)
                 y = y.to(tl.float32) + tl.dot(h.to(a.dtype), a, input_precision="ieee")

@@ -12,7 +12,7 @@ from coserve.kernels.lora.segmented.adapter_table import RANK_BLOCK, SiteTable
 from coserve.kernels.lora.segmented.tiles import Tiles
 
 TERMS = Launcher(latent_kernel.terms)
-BLOCK_D = 128
+BLOCK_L = 128
 """Numbers of a latent that a program multiplies at once."""
 
 
@@ -21,18 +21,18 @@ def add_terms(y: Tensor, x: Tensor, sizes: HeadSizes, tiles: Tiles, table: SiteT
     the contents of `tiles` and `table` may change between replays."""
     if not tiles.tiles.shape[0]:
         return
-    width = sizes.keys if queries else sizes.values
+    width = sizes.nope if queries else sizes.value
     TERMS(
         (y.shape[0], tiles.tiles.shape[0], 1),
         (x, y, tiles.tiles, table.addresses, table.ranks, table.scalings),
         (x.stride(0), x.stride(1), y.stride(0), y.stride(1), table.ranks.stride(0)),
-        D=(y if queries else x).shape[2],
-        N=sizes.keys,
-        E=sizes.values,
+        L=(y if queries else x).shape[2],
+        N=sizes.nope,
+        E=sizes.value,
         QUERIES=queries,
         BLOCK_T=max(16, tiles.rows),
         BLOCK_R=RANK_BLOCK,
-        BLOCK_D=BLOCK_D,
+        BLOCK_L=BLOCK_L,
         BLOCK_O=max(16, triton.next_power_of_2(width)),
         BLOCKED=table.blocked,
         num_warps=4,

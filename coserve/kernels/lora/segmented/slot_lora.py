@@ -62,11 +62,11 @@ class SlotLora(PreparedLora):
         assert self._biases is not None, "expected DoRA adapters"
         scale_rows(ys, self.plan.tiles, self._tables[group], self._biases[group])
 
-    def add_query_terms(self, group: SiteGroup, y_HTD: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
-        add_terms(y_HTD, q_HTN, sizes, self.plan.tiles, self._tables[group], queries=True)
+    def add_query_terms(self, group: SiteGroup, y_HTL: Tensor, q_HTN: Tensor, sizes: HeadSizes) -> None:
+        add_terms(y_HTL, q_HTN, sizes, self.plan.tiles, self._tables[group], queries=True)
 
-    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTD: Tensor, sizes: HeadSizes) -> None:
-        add_terms(y_HTE, x_HTD, sizes, self.plan.tiles, self._tables[group], queries=False)
+    def add_output_terms(self, group: SiteGroup, y_HTE: Tensor, x_HTL: Tensor, sizes: HeadSizes) -> None:
+        add_terms(y_HTE, x_HTL, sizes, self.plan.tiles, self._tables[group], queries=False)
 
     def _add(self, group: SiteGroup, ys: Sequence[Tensor], x_TD: Tensor, *, overlapped: bool) -> None:
         """Add the terms; DoRA's scaling follows later."""
