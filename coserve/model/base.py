@@ -37,7 +37,7 @@ from coserve.model.formats.interface import Format
 from coserve.model.formats.load import DenseModel, from_files
 from coserve.model.formats.source import eos_of, loadable, read_config, set_generation
 from coserve.model.forward_context import ForwardContext, running
-from coserve.model.latent.absorbed import cache_latents, heads_note
+from coserve.model.latent.absorbed import cache_latents, heads_note, restore
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights, default_targets, prefix_sites, site_shape, site_weight
 from coserve.model.packed import CHECKED_ROWS, choose_rows, pack_weights
 from coserve.model.parallel.adapter import AdapterPartition
@@ -354,6 +354,7 @@ def wrap_base(
     model.eval().requires_grad_(False)
     hook(model)
     without_images(model)
+    restore(model)
     model.config.return_dict = True
     context = context_of(model.config, least=2 * max(probe.SEQUENCES))
     fix_frequencies(model, model.device)

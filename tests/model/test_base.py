@@ -84,8 +84,9 @@ def test_the_base_is_frozen_and_keeps_its_parameter_names() -> None:
     assert not any(parameter.requires_grad for parameter in base.model.parameters())
 
 
-def test_wrapping_twice_leaves_one_wrapper() -> None:
-    model = tiny_model("llama")
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_wrapping_twice_leaves_one_wrapper(family: str) -> None:
+    model = tiny_family(family)
     want = packed(wrap_base(model, name="tiny"), [tokens_of(9)])[0]
     assert torch.equal(packed(wrap_base(model, name="tiny"), [tokens_of(9)])[0], want)
 

@@ -5,8 +5,8 @@ The weight of `kv_b_proj` (H (N + E), L) has N rows W_UK and E rows W_UV for eac
 `W_UKᵀ q`, and weighted latents o become the output `W_UV o`. An adapter's pair changes both, by `scaling Aᵀ (B_UKᵀ q)`
 and `scaling B_UV (A o)` with the same rows of B.
 
-Letters: T tokens, H heads, L numbers of a latent, N of a head's key without a position, E of its value, R LoRA rank; O =
-N + E.
+Letters: T tokens, H heads, L numbers of a latent, N of a head's key without a position, E of its value, R LoRA rank;
+O = N + E.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 
 MLA compresses a token to a latent, from which `kv_b_proj` makes the keys and values of all heads; besides, all heads
 share one small key that carries the rotary position. Pages hold the latent and that key, as of one key/value head: the
-queries absorb `W_UK`, the key rows of `kv_b_proj`, and attention's outputs are projected by `W_UV`, its value rows, LoRA
-terms included (`kernels.lora.latent`). Without a cache (training, checks) `expand_kv`, transformers' method, makes the
-keys and values of all heads.
+queries absorb `W_UK`, the key rows of `kv_b_proj`, and attention's outputs are projected by `W_UV`, its value rows,
+LoRA terms included (`kernels.lora.latent`). Without a cache (training, checks) `expand_kv`, transformers' method, makes
+the keys and values of all heads.
 
-Letters, with the config's names: T tokens, H heads, L numbers of a latent (`kv_lora_rank`), P of the key with a position
-(`qk_rope_head_dim`), N of the other part of a head's key (`qk_nope_head_dim`), E of a head's value (`v_head_dim`); O =
-N + E.
+Letters, with the config's names: T tokens, H heads, L numbers of a latent (`kv_lora_rank`), P of the key with a
+position (`qk_rope_head_dim`), N of the other part of a head's key (`qk_nope_head_dim`), E of a head's value
+(`v_head_dim`); O = N + E.
 """
 
 from __future__ import annotations
@@ -78,6 +78,15 @@ def cache_latents(attention: Sequence[nn.Module], shapes: Sequence[KvShape]) -> 
         if isinstance(layer.kv_b_proj, QuantizedLinear):
             module.register_buffer(WEIGHT, layer.kv_b_proj.weight, persistent=False)
     return found
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `cache_latents` in all modules."""
+    for module in model.modules():
+        if hasattr(module, SIZES):
+            delattr(module, SIZES)
+            del vars(module)["expand_kv"]
+            module._buffers.pop(WEIGHT, None)
 
 
 def _has_latents(module: nn.Module) -> bool:

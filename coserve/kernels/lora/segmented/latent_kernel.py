@@ -5,8 +5,8 @@
     outputs  y[h, t, e] += scaling Σ_r (Σ_k x[h, t, k] A[r, k]) B[h (N + E) + N + e, r]
 
 x (H, T, N) and y (H, T, L) with QUERIES, else x (H, T, L) and y (H, T, E): any strides, but 1 for the last dimension.
-tiles (tiles, 4) int32: first row, rows (0: inactive), slot (-1: no adapter), unused here. The table and `row`: see the decode
-kernels.
+tiles (tiles, 4) int32: first row, rows (0: inactive), slot (-1: no adapter), unused here. The table and `row`: see the
+decode kernels.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, no-untyped-call, untyped-decorator"
