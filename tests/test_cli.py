@@ -196,7 +196,7 @@ def test_a_kubernetes_service_called_coserve_does_not_set_the_port() -> None:
 @pytest.mark.parametrize(
     ("given", "environ", "message"),
     [
-        ({}, {"COSERVE_PORT": "many"}, "port: expected int, got 'many'"),
+        ({}, {"COSERVE_PORT": "many"}, "port: expected an integer, got 'many'"),
         ({}, {"COSERVE_RECOMPUTE": "maybe"}, "recompute: expected true or false"),
         ({"policy": "luck"}, {}, "policy: expected one of auto, slack, ets, ts"),
         ({"load_format": "gguf"}, {}, "^load_format: expected one of auto, dummy, got 'gguf'; auto reads .*GGUF file"),

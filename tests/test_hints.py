@@ -233,9 +233,9 @@ def test_every_alias_leads_to_a_field() -> None:
 def test_the_sdk_hints_too_and_every_error_shows_its_field() -> None:
     with pytest.raises(InvalidRequest, match=r"lora\.lora_r.*did you mean 'r'"):
         as_struct({"lora_r": 1}, LoraSettings, "lora")
-    with pytest.raises(InvalidRequest, match=r"^temperature: expected float >= 0.0, got -1.0$"):
+    with pytest.raises(InvalidRequest, match=r"^temperature: expected a number >= 0.0, got -1.0$"):
         decode_json(b'{"prompt": "x", "temperature": -1.0}', GenerateRequest)
-    with pytest.raises(InvalidRequest, match=r"^lora\.r: expected int, got str$"):
+    with pytest.raises(InvalidRequest, match=r"^lora\.r: expected an integer, got a string$"):
         decode_json(b'{"adapter": "a", "lora": {"r": "x"}}', FinetuneRequest)
     assert str(InvalidRequest("lora.r: wrong", field="lora.r")) == "lora.r: wrong"
 

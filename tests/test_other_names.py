@@ -100,7 +100,7 @@ def test_what_would_be_learned_otherwise_is_refused(place: str, given: dict[str,
 @pytest.mark.parametrize(
     ("place", "given", "says"),
     [
-        ("lora", {"target_modules": 5}, "targets: expected str or array or null, got int"),
+        ("lora", {"target_modules": 5}, "targets: expected a string or an array or null, got an integer"),
         ("training", {"optim": "sgd"}, "paged_lion_8bit, got 'sgd'"),
     ],
 )

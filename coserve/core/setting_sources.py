@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from coserve.core.errors import ConfigError
 from coserve.core.hints import option_hint
 from coserve.core.options import item_type, plain_type
+from coserve.core.validation import type_word
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -55,7 +56,7 @@ def _parse(name: str, kind: Any, text: str) -> object:  # noqa: ANN401 - a type
     try:
         return kind(text)
     except ValueError as error:
-        expected = f"one of {', '.join(kind)}" if issubclass(kind, Enum) else kind.__name__
+        expected = f"one of {', '.join(kind)}" if issubclass(kind, Enum) else type_word(kind.__name__)
         raise ConfigError(f"{name}: expected {expected}, got {text!r}") from error
 
 
@@ -102,10 +103,10 @@ def _setting_text(name: str, hint: object, value: object) -> str:
         return str(value)
     if isinstance(value, str):
         return value
-    expected = getattr(hint, "__name__", str(hint))
+    expected = type_word(getattr(hint, "__name__", str(hint)))
     if item is not None:
         expected = "a list of texts" if item is str else "a list of numbers"
-    raise ConfigError(f"{name}: expected {expected}, got {type(value).__name__}")
+    raise ConfigError(f"{name}: expected {expected}, got {type_word(type(value).__name__)}")
 
 
 def _is_a(value: object, item: object) -> bool:

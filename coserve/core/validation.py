@@ -38,6 +38,18 @@ _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 MAX_FIELD = 200
 """Maximum characters of a field's path in an error."""
 
+_TYPE_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "an array",
+    "list": "an array",
+    "object": "an object",
+    "dict": "an object",
+}
+"""Words of JSON for msgspec's and Python's names of types."""
+_QUOTED = re.compile(r"`([^`]*)`")
 _PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 _ENTRY = "[...]"
@@ -49,7 +61,8 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
     text = str(error)
     found = _PATH.search(text)
     of_key, path = (found[1] is not None, found[2]) if found else (False, "")
-    message = (text[: found.start()] if found else text).replace("`", "").replace(" | ", " or ")
+    raw = text[: found.start()] if found else text
+    message = raw.replace("`", "")
     for start, missing in (("Object contains unknown field ", False), ("Object missing required field ", True)):
         if message.startswith(start):
             name = message.removeprefix(start)
@@ -71,6 +84,8 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
     if "matching regex" in message:
         other = "base, none or adapter:NAME, with NAME " if "adapter:" in message else ""
         message = f"expected {other}{NAME_RULE}" + (" (or name@version)" if "@" in message else "")
+    else:
+        message = _QUOTED.sub(lambda types: " or ".join(map(type_word, types[1].split(" | "))), raw)
     in_dict = of_key or path.endswith(_ENTRY)
     path = path.removesuffix(_ENTRY)
     key = _wrong_key(text, value, type, path) if in_dict else None
@@ -79,6 +94,16 @@ def explain(error: msgspec.ValidationError, value: object, type: type) -> Invali
     message = message[:1].lower() + message[1:]
     field = path if key is None else f"{path}.{key}"
     return InvalidRequest(f"key: {message}" if of_key else message, field=field[:MAX_FIELD] or None)
+
+
+def type_word(name: str) -> str:
+    """Return what a user reads for a type's name, such as `an integer` for `int`; another name as it is."""
+    return _TYPE_WORDS.get(name, name)
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: booleans as in JSON, anything else as in Python."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _wrong_key(text: str, value: object, type: type, path: str) -> str | None:
@@ -130,8 +155,8 @@ def _got(value: object) -> str:
         return ""
     if isinstance(value, dict | list):
         return f", got {len(value)} entries"
-    shown = repr(value)
-    return f", got {shown}" if len(shown) <= 80 else f", got {len(str(value))} characters"
+    text = shown(value)
+    return f", got {text}" if len(text) <= 80 else f", got {len(str(value))} characters"
 
 
 def alternatives(type: type, path: str) -> list[str]:

@@ -161,12 +161,12 @@ async def test_finetune(api: Api, body: dict[str, Any], status: int, code: str, 
 
 async def test_messages_say_what_was_expected_and_what_came(api: Api) -> None:
     for body, message in (
-        (PROMPT | {"n": 129}, "expected int <= 128, got 129"),
-        (PROMPT | {"top_k": "x"}, "expected int, got str"),
-        (PROMPT | {"stop": ["x"] * 17}, "expected array of length <= 16, got 17 entries"),
-        (PROMPT | {"cache_salt": "x" * 257}, "expected str of length <= 256, got 257 characters"),
-        (PROMPT | {"logit_bias": {"1": 1, "2": -101}}, "expected float >= -100.0, got -101"),
-        (PROMPT | {"logit_bias": {"x": 1}}, "key: expected int, got str"),
+        (PROMPT | {"n": 129}, "expected an integer <= 128, got 129"),
+        (PROMPT | {"top_k": "x"}, "expected an integer, got a string"),
+        (PROMPT | {"stop": ["x"] * 17}, "expected an array of length <= 16, got 17 entries"),
+        (PROMPT | {"cache_salt": "x" * 257}, "expected a string of length <= 256, got 257 characters"),
+        (PROMPT | {"logit_bias": {"1": 1, "2": -101}}, "expected a number >= -100.0, got -101"),
+        (PROMPT | {"logit_bias": {"x": 1}}, "key: expected an integer, got a string"),
         (PROMPT | {"max_tokens": CONTEXT + 1}, f"expected at most the context, {CONTEXT}, got {CONTEXT + 1}"),
     ):
         assert (await api.refused(400, BAD, "POST", "/generate", json=body))["message"] == message

@@ -106,8 +106,8 @@ async def test_other_errors(api: Api) -> None:
     for body, said in (
         ({"inputs": ""}, "inputs: expected a prompt"),
         ({"inputs": "word " * 1000}, "inputs: expected at most"),
-        ({"inputs": 5}, "inputs: expected str"),
-        ({"inputs": "x", "parameters": {"seed": -1}}, "seed: expected int >= 0"),
+        ({"inputs": 5}, "inputs: expected a string"),
+        ({"inputs": "x", "parameters": {"seed": -1}}, "seed: expected an integer >= 0"),
         ({"inputs": "x", "parameters": {"max_new_tokens": 1000}}, "max_new_tokens: expected at most the context"),
     ):
         for path in ("/", "/generate", "/generate_stream"):

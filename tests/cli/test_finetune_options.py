@@ -111,7 +111,7 @@ def test_fields_become_those_of_the_request(
         (["--set", "schedule=cosine"], "schedule: unknown field 'schedule'; did you mean 'training.schedule'? (see"),
         (["--set", "training.lora_dropout=1"], "did you mean 'lora.dropout'?"),
         (["--set", "training.gradient_accumulation_steps=8"], "one batch size for all devices and micro-batches"),
-        (["--set", "training.seed=x"], "training.seed: expected int, got str"),
+        (["--set", "training.seed=x"], "training.seed: expected an integer, got a string"),
         (["--set", "training.schedule=step"], "training.schedule: expected one of linear, cosine, constant"),
         (["--set", "training.optimizer=adam"], "did you mean 'adamw'?"),
         (["--optimizer", "sgd"], "'--optimizer': expected one of adamw, adamw_8bit, "),
@@ -120,8 +120,8 @@ def test_fields_become_those_of_the_request(
             (["--columns", text], "expected FIELD=COLUMN,...")
             for text in ("prompt", "prompt=", "=question", "prompt=q,,a=b")
         ),
-        (["--set", "training.seed.x=3"], "training.seed: expected int, got object"),
-        (["--set", "training=3"], "training: expected object, got int"),
+        (["--set", "training.seed.x=3"], "training.seed: expected an integer, got an object"),
+        (["--set", "training=3"], "training: expected an object, got an integer"),
         (["--set", "training.seed"], "expected FIELD=VALUE, got 'training.seed'"),
         (["--set", "=3"], "expected FIELD=VALUE, got '=3'"),
         (["--set", "training..seed=3"], "expected FIELD=VALUE, got 'training..seed=3'"),

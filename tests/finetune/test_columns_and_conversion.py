@@ -163,7 +163,7 @@ def test_a_gzip_file_holds_the_rows_of_any_text(tmp_path: Path, content: str) ->
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('{"text": "a"}\n{"text": 1}', "line 2: text: expected str"),
+        ('{"text": "a"}\n{"text": 1}', "line 2: text: expected a string"),
         ('{"text": "a"}\n{"text": "' + "a" * 4000, "line 2: expected at most 4000 bytes a line"),
         ('{"text": "a"}\n' * 1001, "line 1001: expected a corpus of at most 1000 rows"),
     ],

@@ -257,7 +257,7 @@ def test_the_error_of_a_broken_row_is_a_whole_sentence(content: str, says: str) 
 @pytest.mark.parametrize(
     ("row", "says", "field"),
     [
-        ({"text": 5}, "line 1: text: expected str, got int; ", "text"),
+        ({"text": 5}, "line 1: text: expected a string, got an integer; ", "text"),
         ({"prompt": "a"}, "line 1: expected a field 'completion', got none; ", "completion"),
         ({"messages": [], "tool": []}, "line 1: unknown field 'tool'; did you mean 'tools'?", "tool"),
         (
@@ -277,7 +277,7 @@ def test_the_error_of_a_broken_row_is_a_whole_sentence(content: str, says: str) 
         ),
         (
             {"messages": [{"role": "user", "content": 7}]},
-            "line 1: messages[0].content: expected str or array or null, got int; ",
+            "line 1: messages[0].content: expected a string or an array or null, got an integer; ",
             "messages[0].content",
         ),
     ],

@@ -92,7 +92,7 @@ def test_a_completion_without_the_assistant_is_refused(tokenizer: Tokenizer, row
         ),
         (
             {"prompt": [], "completion": [{"role": "assistant", "content": 7}]},
-            "line 1: completion[0].content: expected str or array or null, got int; ",
+            "line 1: completion[0].content: expected a string or an array or null, got an integer; ",
             "completion[0].content",
         ),
         (

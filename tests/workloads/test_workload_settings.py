@@ -234,11 +234,11 @@ def test_order_of_command_line_file_preset_and_default(tmp_path: Path) -> None:
     [
         ("speed = 3", "workload: unknown setting 'speed'"),
         ('process = "tidal"', "process: expected one of constant, poisson, gamma, got 'tidal'"),
-        ("rate = true", "rate: expected float, got bool"),
-        ('rate = "fast"', "rate: expected float, got 'fast'"),
-        ('rank = ["8", "4"]', "rank: expected a list of numbers, got list"),
-        ('rank = "8,x"', "rank: expected int, got 'x'"),
-        ("per_adapter = 1", "per_adapter: expected bool"),
+        ("rate = true", "rate: expected a number, got a boolean"),
+        ('rate = "fast"', "rate: expected a number, got 'fast'"),
+        ('rank = ["8", "4"]', "rank: expected a list of numbers, got an array"),
+        ('rank = "8,x"', "rank: expected an integer, got 'x'"),
+        ("per_adapter = 1", "per_adapter: expected a boolean"),
         ("rate = ", "workload: cannot read"),
     ],
 )

@@ -10,6 +10,7 @@ import msgspec
 
 from coserve.core.errors import InvalidRequest
 from coserve.core.schemas.empty_fields import is_empty
+from coserve.core.validation import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,5 +42,5 @@ def refuse_unless_neutral(name: str, value: object, defaults: tuple[object, ...]
     """Raise `InvalidRequest` for an unsupported field, unless its value is empty or one of `defaults`. `within`: prefix
     of the field's path in the error."""
     if not is_empty(value) and value not in defaults:
-        left = "expected it left out" + "".join(f" or {choice!r}" for choice in defaults[:1])
+        left = "expected it left out" + "".join(f" or {shown(choice)}" for choice in defaults[:1])
         raise InvalidRequest(f"{name} is not supported: {left}", field=within + name)
