@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from coserve.client import AsyncClient, AsyncJobHandle, RetryPolicy
@@ -46,7 +46,7 @@ class DaemonTarget:
     """Sends a trace's arrivals with `client`. Every job continues its adapter, which `prepare` creates first.
 
     `prefix` is put before the adapters' names on the daemon, so that a replay has its own adapters; `clean_up` deletes
-    them. `completions`: send prompts through this target, as to any OpenAI-style server.
+    them and their jobs. `completions`: send prompts through this target, as to any OpenAI-style server.
     """
 
     def __init__(
@@ -187,8 +187,8 @@ class DaemonTarget:
         await self._jobs[job].cancel()
 
     async def clean_up(self) -> list[str]:
-        """Cancel this target's running jobs and delete the adapters that `prepare` created. Return the names of those
-        that could not be deleted, or whose job may still run."""
+        """Cancel this target's running jobs, and delete the adapters that `prepare` created, and their jobs. Return the
+        names of adapters that could not be deleted, or whose job may still run."""
         if self._submissions:
             _, late = await asyncio.wait(set(self._submissions), timeout=self._submission_wait)
             for submission in late:
@@ -198,6 +198,8 @@ class DaemonTarget:
         await asyncio.gather(*(self._end(job, limit) for job in self._jobs.values()))
         gone = await asyncio.gather(*(self._delete(name, limit) for name in self.made))
         kept = {name for name, deleted in zip(self.made, gone, strict=True) if not deleted}
+        useless = (job for job in self._jobs.values() if job.info.adapter in self._touched - kept - self._unsure)
+        await asyncio.gather(*(self._forget(job, limit) for job in useless))
         return sorted(kept | (self._unsure & self._touched))
 
     async def _end(self, job: AsyncJobHandle, limit: asyncio.Semaphore) -> None:
@@ -207,6 +209,10 @@ class DaemonTarget:
             ended = isinstance(error, WrongJobState | JobNotFound)
         if not ended:
             self._unsure.add(job.info.adapter)
+
+    async def _forget(self, job: AsyncJobHandle, limit: asyncio.Semaphore) -> None:
+        with suppress(CoserveError):  # it takes no room but a line of the list
+            await _patiently(job.delete, limit)
 
     async def _delete(self, name: str, limit: asyncio.Semaphore) -> bool:
         try:

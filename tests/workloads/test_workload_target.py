@@ -10,7 +10,7 @@ import pytest
 
 from coserve.client import AsyncClient, MockTransport, Request, Response
 from coserve.core.errors import AdapterNotFound, InvalidRequest, QueueFull, Unreachable
-from coserve.core.schemas import DeletedAdapter, ErrorBody, ErrorInfo, GenerateChunk, JobEvent
+from coserve.core.schemas import DeletedAdapter, DeletedJob, ErrorBody, ErrorInfo, GenerateChunk, JobEvent
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingSettings
 from coserve.workloads.replay import ReplayResult, Rest, replay
@@ -57,6 +57,7 @@ class FakeDaemon:
         self.ranks, self.refuse = ranks, refuse
         self.bodies: list[dict[str, object]] = []
         self.adapters: dict[str, str] = {}
+        self.deleted_jobs: set[str] = set()
 
     def __call__(self, request: Request) -> Response:
         parts = request.path.strip("/").split("/")
@@ -74,6 +75,9 @@ class FakeDaemon:
                 return json(job(JobState.SUCCEEDED, id, adapter=self.adapters[id]))
             case "GET", ["adapters", name]:
                 return self.adapter(name)
+            case "DELETE", ["finetune", id]:
+                self.deleted_jobs.add(id)
+                return json(DeletedJob(id=id, adapter=self.adapters[id], result=None))
         raise AssertionError(request)
 
     def generate(self, request: Request) -> Response:
@@ -310,6 +314,7 @@ async def test_no_adapter_is_left_by_a_daemon_that_refuses_for_now() -> None:
         assert len(target.made) == 12
         assert await target.clean_up() == []
     assert daemon.deleted == set(target.made)
+    assert daemon.deleted_jobs == set(daemon.adapters)
 
 
 async def test_a_name_that_no_adapter_can_have_is_refused() -> None:

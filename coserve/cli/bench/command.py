@@ -86,8 +86,8 @@ def _bench(
 ) -> None:
     """Send a workload to a running server, each request at its time, and report. By default it is the ETS paper's
     synthetic workload (its table 5.1) and the server is coserve, where the run creates adapters with unique names and
-    deletes them at the end, also after Ctrl-C. Settings of the workload also come from the TOML file of --workload and
-    from --preset.
+    deletes them and their jobs at the end, also after Ctrl-C. Settings of the workload also come from the TOML file of
+    --workload and from --preset.
     """
     if not run and save is None:
         raise typer.BadParameter("--no-run needs --save")

@@ -73,7 +73,8 @@ async def run_until_terminated(
 async def run_bench(
     trace: Trace, rest: Rest, server: Server, on_interrupt: OnInterrupt = lambda _: None
 ) -> ReplayResult:
-    """Replay a trace, then delete the adapters that were created for it, unless `rest` leaves everything.
+    """Replay a trace, then delete the adapters that were created for it and their jobs, unless `rest` leaves
+    everything.
 
     Raises what reading the trace raises, before anything is sent.
     """
@@ -188,7 +189,7 @@ async def _replay(
 
 
 async def clean_up(target: DaemonTarget) -> None:
-    print("deleting the adapters of this run", file=sys.stderr)
+    print("deleting the adapters and jobs of this run", file=sys.stderr)
     kept = target.made
     try:
         kept = await target.clean_up()
