@@ -13,7 +13,7 @@ import msgspec
 
 from coserve.client.json_values import check, encode
 from coserve.client.transport import Upload
-from coserve.core.document_files import read_document
+from coserve.core.document_files import read_document, refuse_rows
 from coserve.core.errors import InvalidRequest
 from coserve.core.hints import fields_of, hint
 from coserve.core.names import ADAPTER_FILES
@@ -280,6 +280,7 @@ def document_file(file: Path | str | bytes | Iterable[Path | str]) -> Path | byt
     if not paths:
         raise InvalidRequest("expected a file or a folder, got none", field="file")
     if len(paths) == 1 and not paths[0].is_dir():
+        refuse_rows(paths[0])
         return _content(paths[0], "file")
     return read_document(*paths).encode()
 

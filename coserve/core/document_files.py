@@ -9,6 +9,8 @@ from coserve.core.errors import EmptyCorpus, UnreadableCorpus
 
 SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".pdf")
 """Suffixes of the files that are read from a folder."""
+ROWS = (".jsonl", ".jsonl.gz", ".parquet")
+"""Endings of files that hold rows to train on, not a document."""
 MAX_BYTES = 256 << 20
 
 
@@ -19,8 +21,16 @@ def read_document(*paths: Path) -> str:
     return "\n\n".join(_text(file, "" if alone else f"{file.name}: ") for path in paths for file in _files(path))
 
 
+def refuse_rows(file: Path) -> None:
+    """Raise `UnreadableCorpus` for a file of rows to train on, told by its name."""
+    if file.name.lower().endswith(ROWS):
+        instead = f"coserve finetune NAME {file.name} trains on them, as does finetune() in Python"
+        raise UnreadableCorpus(f"{file.name}: expected a document of text, Markdown or PDF, got rows: {instead}")
+
+
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
+        refuse_rows(path)
         return [path]
     files = (file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file())
     if not (found := [file for file in files if file.resolve().is_relative_to(path.resolve())]):

@@ -177,3 +177,8 @@ def test_learn_takes_its_document_as_an_argument(
     assert run(["learn", "name", rows, "--set", assignment, "--url", "http://127.0.0.1:1"]) == USAGE
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
+
+
+def test_learn_refuses_rows_and_names_finetune(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["learn", "name", rows, "--url", "http://127.0.0.1:1"]) == 1
+    assert f"got rows: coserve finetune NAME {Path(rows).name} trains on them" in capsys.readouterr().err

@@ -33,11 +33,12 @@ async def test_a_command_that_needs_the_engine_says_that_it_starts(
     cold: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n')
+    (tmp_path / "bridge.md").write_text("one two three")
     waits = "; --wait waits for it"
     commands = {
         ("generate", "hi"): waits,
         ("finetune", "a", str(tmp_path / "rows.jsonl")): waits,
-        ("learn", "a", str(tmp_path / "rows.jsonl")): waits,
+        ("learn", "a", str(tmp_path / "bridge.md")): waits,
         ("memory",): "",
     }
     for command, advice in commands.items():

@@ -101,6 +101,8 @@ def test_what_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(UnreadableCorpus, match="regular file"):
         read_document(tmp_path / "pipe.txt")
+    with pytest.raises(UnreadableCorpus, match=r"^rows\.jsonl: .*, got rows: coserve finetune NAME rows\.jsonl trains"):
+        read_document(tmp_path / "rows.jsonl")
     with pytest.raises(EmptyCorpus, match="endings"):
         read_document(tmp_path)
     with pytest.raises(EmptyCorpus, match="no text"):
