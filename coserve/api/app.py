@@ -32,6 +32,7 @@ from coserve.api.openai.errors import OPENAI_ERRORS, is_openai, no_such_path
 from coserve.api.openai.files.handlers import FilesApi
 from coserve.api.openai.finetuning.handlers import FineTuningApi
 from coserve.api.openai.handlers import OpenAIApi
+from coserve.api.openai.invocations import InvocationsApi
 from coserve.api.openai.lora import LoraApi
 from coserve.api.openai.responses.handlers import ResponsesApi
 from coserve.api.page.handlers import PageApi
@@ -76,6 +77,7 @@ def make_app(
             "LoRAX and TGI": (tgi,),
             "OpenAI": (
                 openai,
+                InvocationsApi(openai, bodies),
                 LoraApi(service, config, bodies, uploads),
                 responses,
                 BatchesApi(batches),

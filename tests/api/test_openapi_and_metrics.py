@@ -132,6 +132,7 @@ BODIES = {
         "/adapters/{id}/convert",
         "/v1/completions",
         "/v1/chat/completions",
+        "/invocations",
         "/v1/responses",
         "/v1/responses/input_tokens",
         "/v1/messages",

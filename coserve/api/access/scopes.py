@@ -16,6 +16,7 @@ PREFIXES: Final = {
         "/",
         "/generate",
         "/generate_stream",
+        "/invocations",
         "/v1/completions",
         "/v1/chat",
         "/v1/responses",
