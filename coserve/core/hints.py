@@ -51,8 +51,12 @@ ALIASES = {
     "validation_data": "validation",
     "validation_file": "validation",
 }
-_OF_ADAPTERS = ("adapter", "name", "id", "lora_name", "adapter_name")
-"""Fields of one body or another that name an adapter, ours first."""
+_ALIKE = (
+    ("adapter", "name", "id", "lora_name", "adapter_name", "model"),
+    ("max_tokens", "max_output_tokens", "max_completion_tokens"),
+    ("input", "prompt", "messages"),
+)
+"""Groups of fields of one body or another that mean the same: an adapter, a limit, and what is asked."""
 OTHER_UNITS = {
     **dict.fromkeys(
         ("per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -292,7 +296,7 @@ def hint(name: str, parent: str, known: Iterable[str]) -> str:
         if ours is not None:
             return f"; {difference}: {ours}"
     siblings = [path.removeprefix(here) for path in paths if path.startswith(here) and "." not in path[len(here) :]]
-    others = _OF_ADAPTERS if not parent and name in _OF_ADAPTERS else ()
+    others = () if parent else next((group for group in _ALIKE if name in group), ())
     if (ours := next((other for other in others if other in siblings), None)) is not None:
         return f"; did you mean {ours!r}?"
     for wanted in (ALIASES.get(name, name), name):

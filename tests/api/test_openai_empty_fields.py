@@ -117,6 +117,8 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "langchain": {"name": None, "tool_calls": [], "refusal": None, "additional_kwargs": {}, "response_metadata": {}},
     "vllm": {"reasoning": None, "reasoning_content": None, "tool_calls": [], "refusal": "", "name": ""},
     "huggingface": {"tool_call_id": None, "tool_calls": None, "reasoning": ""},
+    "agents": {"cache_control": {"type": "ephemeral"}},
+    "agents, in a part": {"content": [{"type": "text", "text": "yes", "cache_control": {"type": "ephemeral"}}]},
 }
 
 
@@ -155,6 +157,7 @@ SAYS_NOTHING: dict[str, list[Any]] = {
     "service_tier": [None, "auto", "default"],
     "user": [None, "", "me"],
     "reasoning_effort": [None, "none"],
+    "prompt_cache_options": [None, {"mode": "explicit"}],
     "model": [None, "", "fake"],
     # vLLM's own, with the defaults that it documents
     "best_of": [None, 1],

@@ -235,6 +235,37 @@ async def test_the_effort_reaches_a_template_that_reads_it(api: Api, tmp_path: P
         assert "Reasoning: high" in await prompt(harmony)
 
 
+async def test_fields_of_vllm_reach_the_chat(api: Api) -> None:
+    chat = {"chat_template_kwargs": {"enable_thinking": False}, "stop": "four", "cache_salt": "mine"}
+    for asked in (chat, {"reasoning": {"effort": "none"}}):
+        assert (await api.call("POST", "/v1/responses", json={"input": "x"} | asked))[0] == 200
+        assert (await prompt(api)).endswith("<think>\n\n</think>\n\n")
+    _, answer = await api.call("POST", "/v1/responses", json={"input": "x"} | chat)
+    assert "four" not in answer["output"][-1]["content"][0]["text"]
+    forced = {"input": "x", "structured_outputs": {"choice": ["one"]}}
+    await api.call("POST", "/v1/responses", json=forced)
+    assert (await api.last_request()).grammar is not None
+    items = [{"role": "assistant", "content": "x", "phase": "commentary"}, {"role": "user", "content": "x"}]
+    assert (await api.call("POST", "/v1/responses", json={"input": items}))[0] == 200
+
+
+async def test_errors_name_the_fields_that_were_given(api: Api) -> None:
+    for asked, param, said in (
+        ({"max_tokens": 4}, "max_tokens", "did you mean 'max_output_tokens'"),
+        ({"messages": [{"role": "user"}]}, "messages", "did you mean 'input'"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens", "max_output_tokens: expected at most the context"),
+    ):
+        status, answer = await api.call("POST", "/v1/responses", json={"input": "x"} | asked)
+        assert (status, answer["error"]["param"]) == (400, param) and said in answer["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for asked, said in (
+        ({"adapter": "poet"}, "unknown field 'adapter'; did you mean 'model'?"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens: expected at most the context"),
+    ):
+        status, answer = await api.call("POST", "/v1/chat/completions", json=chat | asked)
+        assert status == 400 and answer["error"]["message"].startswith(said)
+
+
 async def test_a_stream_that_fails_says_so(api: Api, client: AsyncOpenAI) -> None:
     async with await client.responses.create(model="fake", input="x", stream=True, max_output_tokens=500) as stream:
         kinds = []

@@ -434,7 +434,11 @@ async def test_channels_and_effort(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_effort_that_no_template_reads_is_refused(client: AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(model="fake", messages=CHAT, reasoning_effort="high")
-    assert caught.value.param == "reasoning_effort"
+async def test_an_effort_that_no_template_reads_is_taken_and_none_turns_thinking_off(qwen: Api) -> None:
+    prompts = {}
+    for effort in ("high", "none", None):
+        asked: Any = {"messages": CHAT, "reasoning_effort": effort}
+        await qwen.answered(200, "POST", "/v1/chat/completions", json=asked)
+        prompts[effort] = tokenizer().decode((await qwen.last_request()).prompt, skip_special=False)
+    assert prompts["high"] == prompts[None] and "</think>" not in prompts[None]
+    assert prompts["none"].split()[-2:] == ["<think>", "</think>"]

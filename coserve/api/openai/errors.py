@@ -8,7 +8,15 @@ from functools import partial
 from coserve.api.http.responses import ErrorFormat, error_info
 from coserve.api.http.route import Route
 from coserve.api.openai.schemas import OpenAIError, OpenAIErrorInfo
-from coserve.core.errors import AdapterNotFound, CoserveError, NotFound, PromptTooLong, QueueFull, Unauthorized
+from coserve.core.errors import (
+    AdapterNotFound,
+    CoserveError,
+    NotFound,
+    PromptTooLong,
+    QueueFull,
+    Unauthorized,
+    UnknownField,
+)
 from coserve.core.hints import near_miss
 
 PREFIX = "/v1"
@@ -66,7 +74,8 @@ def openai_error(error: CoserveError, params: Mapping[str, str] = _PARAMS) -> Op
         message, code = f"{message}; GET {PREFIX}/models lists the base and its adapters", "model_not_found"
     elif isinstance(error, PromptTooLong):
         message, code = _too_long(error), "context_length_exceeded"
-    param = None if info.field is None else params.get(info.field, info.field)
+    unknown = isinstance(error, UnknownField)  # it has the name that the client gave it
+    param = info.field if info.field is None or unknown else params.get(info.field, info.field)
     message = str(CoserveError(message, field=param))  # with the field in front, like all messages
     return OpenAIError(error=OpenAIErrorInfo(message=message, type=_type(error), param=param, code=code))
 

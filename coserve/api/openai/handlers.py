@@ -37,7 +37,7 @@ from coserve.api.openai.schemas import (
     ModelList,
     SharedParams,
 )
-from coserve.api.openai.tool_choice import naming_tools, with_allowed_tools
+from coserve.api.openai.tool_choice import naming_fields, with_allowed_tools
 from coserve.api.openai.usage import ResponseMeta, new_meta
 from coserve.api.service import Service
 from coserve.config import Config
@@ -103,7 +103,7 @@ class OpenAIApi:
         body, native, parsers = await self._prepare_chat(body)
         new = partial(ChatLogprobsBuilder, body, self._service.tokenizer.vocabulary)
         stream = self._service.generation.stream(native, read_prompt=parsers.read_prompt)
-        with naming_tools(body):
+        with naming_fields(body):
             found = await collect(native, stream, new)
         return await chat_completion(body, self._meta("chatcmpl", body), parsers, found)
 
@@ -112,7 +112,7 @@ class OpenAIApi:
         body, native, parsers = await self._prepare_chat(body)
         meta, vocabulary = self._meta("chatcmpl", body), self._service.tokenizer.vocabulary
         async with aclosing(self._service.generation.stream(native, read_prompt=parsers.read_prompt)) as chunks:
-            with naming_tools(body):
+            with naming_fields(body):
                 async for event in chat_events(body, meta, vocabulary, parsers, chunks):
                     yield event
 

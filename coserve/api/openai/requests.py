@@ -23,6 +23,7 @@ from coserve.core.names import is_adapter_ref
 from coserve.core.schemas import GenerateRequest, GenerationFields
 from coserve.core.schemas.output_format import StructuredOutputs
 from coserve.core.types import BaseSpec, SloClass
+from coserve.data.pretrained.chat import THINKING
 
 DEFAULT_TOKENS = 16
 """Default `max_tokens` of `/v1/completions`, as OpenAI's."""
@@ -110,11 +111,12 @@ def chat_request(body: ChatRequest, spec: BaseSpec, template: str | None) -> Gen
 
 
 def _template_options(body: ChatRequest, template: str) -> TemplateOptions:
+    """Return the chat template's variables. Some clients send an effort to every model: a template that reads none gets
+    none, and `none` turns its thinking off."""
     options = body.chat_template_kwargs or {}
-    if "reasoning_effort" not in template:
-        refuse_unless_neutral("reasoning_effort", body.reasoning_effort, ("none",))
-        return options
-    return {"reasoning_effort": body.reasoning_effort, **options} if body.reasoning_effort else options
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": body.reasoning_effort, **options} if body.reasoning_effort else options
+    return dict.fromkeys(THINKING, False) | options if body.reasoning_effort == "none" else options
 
 
 def _check(body: SharedParams) -> None:

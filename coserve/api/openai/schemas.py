@@ -53,7 +53,7 @@ class StreamOptions(Wire, frozen=True):
 
 class SharedParams(GenerationFields, frozen=True):
     """Fields of both completions and chats; null stands for a field's default. The fields from `user` to
-    `prompt_cache_retention` are accepted and ignored; later fields accept only empty and default values.
+    `prompt_cache_options` are accepted and ignored; later fields accept only empty and default values.
     """
 
     model: ModelName | None = None
@@ -71,8 +71,8 @@ class SharedParams(GenerationFields, frozen=True):
     service_tier: ServiceTier | None = None
     """flex: `slo_class` batch; priority: `slo_class` interactive; others: none."""
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
-    """For chats: passed to the chat template, such as gpt-oss's, as the variable of this name. If the template does not
-    read it, anything but `none` is refused."""
+    """For chats: passed to a chat template that reads it, such as gpt-oss's, as the variable of this name. Of other
+    templates `none` turns thinking off, as `enable_thinking` false does, and more has no effect."""
     include_reasoning: bool = True
     """For chats. false: the answer has no `reasoning_content`."""
     user: Any = None
@@ -81,6 +81,7 @@ class SharedParams(GenerationFields, frozen=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
 
     length_penalty: Annotated[Any, Unsupported((1, 1.0))] = None
     use_beam_search: Annotated[Any, Unsupported((False,))] = None

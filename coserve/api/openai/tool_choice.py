@@ -80,13 +80,15 @@ def forced_call(body: ChatRequest) -> JsonSchema | None:
 
 
 @contextmanager
-def naming_tools(body: ChatRequest) -> Iterator[None]:
-    """Name the tools in errors of a forced call's grammar, which is made of them."""
+def naming_fields(body: ChatRequest) -> Iterator[None]:
+    """Name the chat's fields in errors of what is made of them: the grammar of a forced call, and `max_tokens`."""
     try:
         yield
     except InvalidRequest as error:
         if body.structured_outputs is None and error.field == "structured_outputs.json":
             error.field = "tools"
+        if body.max_completion_tokens is not None and error.field == "max_tokens":
+            error.field = "max_completion_tokens"
         raise
 
 

@@ -1,5 +1,5 @@
-"""Drops unknown fields with empty values from decoded JSON: clients of other servers send them, and rows have them. No
-torch."""
+"""Drops unknown fields that ask for nothing from decoded JSON: clients of other servers send them, and rows have
+them. No torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from coserve.core.validation import members
 DEPTH = 8
 """Most levels of a field's value to search for content; deeper values count as not empty."""
 
+IDLE = frozenset({"cache_control", "index", "phase"})
+"""Fields that clients put into messages, their parts and calls whatever the server: marks of a prompt cache, a streamed
+call's place, and whether an answer is the final one."""
+
 
 def is_empty(value: object, depth: int = DEPTH) -> bool:
     """Return whether a value is null, `""`, `[]`, `{}`, or an object with only such values."""
@@ -22,7 +26,8 @@ def is_empty(value: object, depth: int = DEPTH) -> bool:
 
 
 def drop_empty(value: object, type: type) -> None:
-    """Remove unknown fields with empty values, and nulls of fields that have another default, at every level, in place.
+    """Remove unknown fields with empty values, those of `IDLE`, and nulls of fields that have another default, at every
+    level, in place.
 
     `value`: decoded JSON. Lists longer than the type allows are left as they are: decoding refuses them.
     """
@@ -67,7 +72,7 @@ def _drop(value: object, levels: _Levels | None) -> None:
         return
     if isinstance(value, dict) and levels.fields is not None:
         for name in [name for name in value if name not in levels.fields or name in levels.not_null]:
-            if value[name] is None or (name not in levels.fields and is_empty(value[name])):
+            if value[name] is None or (name not in levels.fields and (name in IDLE or is_empty(value[name]))):
                 del value[name]
         for name, inner in levels.fields.items():
             if inner is not None and name in value:

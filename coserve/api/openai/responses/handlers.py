@@ -32,7 +32,7 @@ from coserve.core.limits import PAGE_LIMIT
 
 _PARAMS = {
     "adapter": "model",
-    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
     "messages": "input",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
@@ -120,7 +120,7 @@ class ResponsesApi:
     async def _chat(self, body: ResponseRequest) -> tuple[list[StoredItem], ChatRequest]:
         """Return the items of the previous responses, and the chat."""
         before = self._store.conversation(body.previous_response_id) if body.previous_response_id else []
-        return before, await self._truncated(body, chat_of(body, before, self._api.chat_template))
+        return before, await self._truncated(body, chat_of(body, before))
 
     async def _stored(
         self, body: ResponseRequest, before: Sequence[StoredItem], events: AsyncGenerator[ResponseEvent, None]

@@ -18,37 +18,32 @@ from coserve.core.schemas.output_format import JsonSchemaFormat, ResponseFormat
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
 
-def chat_of(body: ResponseRequest, before: Sequence[InputItem], template: str | None) -> ChatRequest:
-    """Return the chat that the request asks for. `before`: items of the previous responses; `template`: the base's chat
-    template. Raises `InvalidRequest`."""
+_SAME = (
+    *SamplingFields.__struct_fields__,
+    *("model", "parallel_tool_calls", "top_logprobs", "seed", "slo_class", "service_tier", "stream"),
+    *("chat_template_kwargs", "structured_outputs", "stop", "cache_salt"),
+)
+"""Fields that chats have, too."""
+
+
+def chat_of(body: ResponseRequest, before: Sequence[InputItem]) -> ChatRequest:
+    """Return the chat that the request asks for. `before`: items of the previous responses. Raises `InvalidRequest`."""
     refuse_unsupported(body)
+    effort = (body.reasoning or {}).get("effort")
     wants_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not wants_logprobs:
         raise InvalidRequest(f"expected include with {LOGPROBS}", field="top_logprobs")
     return ChatRequest(
-        **{name: getattr(body, name) for name in SamplingFields.__struct_fields__},
-        model=body.model,
+        **{name: getattr(body, name) for name in _SAME},
         messages=_messages(body, before),
         tools=[_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or [])] or None,
         tool_choice=_tool_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(None if body.text is None else body.text.format),
         max_completion_tokens=body.max_output_tokens,
         logprobs=wants_logprobs,
-        top_logprobs=body.top_logprobs,
-        seed=body.seed,
-        reasoning_effort=_effort(body, template),
-        slo_class=body.slo_class,
-        service_tier=body.service_tier,
-        stream=body.stream,
+        reasoning_effort=effort if isinstance(effort, str) else None,
         stream_options=StreamOptions(include_usage=True) if body.stream else None,
     )
-
-
-def _effort(body: ResponseRequest, template: str | None) -> str | None:
-    """Return the effort for a template that reads it; others ignore it, since some clients send one to every model."""
-    effort = (body.reasoning or {}).get("effort")
-    return effort if isinstance(effort, str) and "reasoning_effort" in (template or "") else None
 
 
 def shortened(messages: Sequence[ChatMessage]) -> list[list[ChatMessage]]:

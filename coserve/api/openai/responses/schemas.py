@@ -9,11 +9,19 @@ from msgspec import UNSET, Meta, UnsetType
 from coserve.api.http.body_types import Unsupported
 from coserve.api.openai.lists import ListPage
 from coserve.api.openai.schemas import ChatLogprob, ModelName, OpenAIErrorInfo, ServiceTier
-from coserve.core.limits import MAX_MESSAGES, LogprobCount, PositiveTokenCount, Text
-from coserve.core.messages import Tools
+from coserve.core.limits import (
+    MAX_MESSAGES,
+    CacheSalt,
+    LogprobCount,
+    PositiveTokenCount,
+    StopText,
+    StopTexts,
+    Text,
+)
+from coserve.core.messages import TemplateOptions, Tools
 from coserve.core.sampling import SamplingFields
 from coserve.core.schemas.generation import CachedTokens
-from coserve.core.schemas.output_format import JsonSchema
+from coserve.core.schemas.output_format import JsonSchema, StructuredOutputs
 from coserve.core.types import SloClass, Wire
 
 Role = Literal["system", "developer", "user", "assistant"]
@@ -80,6 +88,12 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     """`message.output_text.logprobs`; others are ignored."""
     top_logprobs: LogprobCount | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    """Variables that the base's chat template reads, such as Qwen3's `enable_thinking`."""
+    structured_outputs: StructuredOutputs | None = None
+    """As in chats, instead of `text.format`."""
+    stop: StopText | StopTexts | None = None
+    cache_salt: CacheSalt = ""
     slo_class: SloClass | None = None
     service_tier: ServiceTier | None = None
     metadata: dict[str, Any] | None = None
@@ -94,8 +108,9 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     reasoning: dict[str, Any] | None = None
-    """`effort`: passed to a chat template that reads `reasoning_effort`, such as gpt-oss's. Ignored otherwise."""
+    """`effort`: `reasoning_effort` of a chat. Others are ignored."""
     stream_options: Any = None
     truncation: Truncation | None = None
     """`auto`: as many of the oldest exchanges are left out as the context has no room for. Otherwise such a
