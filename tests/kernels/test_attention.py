@@ -63,6 +63,7 @@ KINDS = {
     "narrow_values": Kind(kv_heads=4, width=12, values=8),
     "wide_values": Kind(values=20, window=9, sinks=True),
     "latents": Kind(kv_heads=1, width=20, values=12, latent=True),
+    "latents_and_all": Kind(kv_heads=1, width=20, values=12, latent=True, window=9, softcap=1.5, sinks=True),
     "pages_apart": Kind(apart=40),
     "pages_apart_by_half_keys": Kind(width=12, apart=6),
 }

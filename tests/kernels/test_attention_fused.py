@@ -34,6 +34,8 @@ SLOW = {
         ("wide", "far", torch.float16),
         ("latents", "far", torch.float16),
         ("latents_of_deepseek", "chunks", torch.float16),
+        ("latents_and_all", "decodes", torch.float32),
+        ("latents_and_all", "chunks", torch.float32),
         ("window", "chunks", torch.float16),
         ("pages_apart_unaligned", "far", torch.float32),
     )
@@ -53,7 +55,11 @@ def test_a_step(step: tuple[Kind, list[tuple[int, int]], torch.dtype]) -> None:
     case.check_written()
 
 
-FP8 = {f"group_of_4-{runs}": (KINDS["group_of_4"], RUNS[runs], torch.float32) for runs in ("decodes", "chunks")}
+FP8 = {
+    f"{kind}-{runs}": (KINDS[kind], RUNS[runs], torch.float32)
+    for kind in ("group_of_4", "latents_and_all")
+    for runs in ("decodes", "chunks")
+}
 
 
 @pytest.mark.parametrize("step", [*FP8.values(), *on_gpu(STEPS)])

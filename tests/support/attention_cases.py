@@ -170,6 +170,7 @@ KINDS = {
     "narrow_values": Kind(4, 4, 192, values=128),
     "wide_values": Kind(4, 2, 24, values=40, window=40, sinks=True, page_tokens=5),
     "latents": Kind(66, 1, 24, values=20, latent=True, page_tokens=5),
+    "latents_and_all": Kind(6, 1, 24, window=40, softcap=2.0, sinks=True, values=20, latent=True, page_tokens=5),
     "latents_of_deepseek": Kind(16, 1, 576, values=512, latent=True),
     "pages_apart": Kind(4, 2, 80, apart=1536),
     "pages_apart_unaligned": Kind(4, 2, 32, window=40, page_tokens=5, apart=3),
