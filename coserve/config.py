@@ -82,6 +82,12 @@ class Config:
         "type of cached keys and values: the base's (auto), or FP8 (e4m3, without scales), which holds twice as many",
         choices=("auto", "fp8"),
     )
+    mla_cache: str = option(
+        "latents",
+        "what is cached of multi-head latent attention (DeepSeek, Kimi K2, GLM-4.7-Flash, Mistral 4): latents, or the "
+        "keys and values of all heads, which take many times the memory; cartridges need heads",
+        choices=("latents", "heads"),
+    )
     tp: int = option(
         1,
         "GPUs that share the base, each with a part of every layer (tensor parallelism): 1, 2, 4 or 8; on CPU, "

@@ -60,6 +60,7 @@ SETTINGS = [
     "dtype",
     "quantization",
     "kv_cache_dtype",
+    "mla_cache",
     "tp",
     "ep",
     "lora_server",

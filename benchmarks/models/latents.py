@@ -4,8 +4,8 @@
     TRITON_INTERPRET=1 python -m benchmarks.models.latents --tiny --out /tmp/tried
 
 The attention is DeepSeek-V2-Lite's (16 heads, latents of 512 and 64), its feed-forward layers are dense; 27 layers,
-random weights in bfloat16. Both ways run through the engine with compiled layers and CUDA graphs, one after the other;
-a row's value is that of latents, and `heads` the other's.
+random weights in bfloat16. Both values of `--mla-cache` run through the engine with compiled layers and CUDA graphs,
+one after the other; a row's value is that of latents, and `heads` the other's.
 
 `decode_tok_s.b64`, `.b64.a32`   64 sequences of 16 and 256 tokens, without adapters and with 32 at every linear module
 `decode_tok_s.b32.8k`            32 sequences behind prompts of 8,192 tokens, 128 each; the prompts' time is not counted
@@ -17,10 +17,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import statistics
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from unittest.mock import patch
 
 import torch
 from transformers import MiniCPM3Config
@@ -29,9 +26,7 @@ from benchmarks.common.llama import random_model
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results
 from benchmarks.serving.case import ADAPTERS, SEED, Bench, Load, Shape
-from coserve.kernels.attention.interface import KvShape
 from coserve.memory.kv import KvCache
-from coserve.model import base as bases
 from coserve.model.base import Base, wrap_base
 
 FULL = Shape(27, 2048, 10944, 16, 16, 102400, 16384, "cuda", 64, 4096, 300_000)
@@ -55,12 +50,7 @@ def make_base(shape: Shape, way: str) -> Base:
         q_lora_rank=24 if tiny else 1536,
         **(sizes if tiny else dict(zip(sizes, (512, 128, 64, 128), strict=True))),
     )
-    with patch.object(bases, "cache_latents", _heads) if way == "heads" else nullcontext():
-        return wrap_base(random_model(config, shape.device, SEED), name=f"mla-random-{way}")
-
-
-def _heads(attention: Sequence[torch.nn.Module], shapes: Sequence[KvShape]) -> list[KvShape]:
-    return list(shapes)
+    return wrap_base(random_model(config, shape.device, SEED), name=f"mla-random-{way}", mla_cache=way)
 
 
 def loads(*, tiny: bool) -> dict[str, Load]:

@@ -130,7 +130,8 @@ def _measure(base: Base, conditions: Conditions, meter: MemoryMeter) -> Profile:
 
 def _key(base: Base, conditions: Conditions) -> tuple[str, ...]:
     where = (torch.cuda.get_device_name(base.device), str(torch.__version__))  # torch's version is a subclass of str
-    return (base.spec.fingerprint, base.spec.dtype, base.spec.quantization, *where, repr(conditions))
+    cached = "latents" if any(shape.latent for shape in base.kv_shapes) else "heads"
+    return (base.spec.fingerprint, base.spec.dtype, base.spec.quantization, cached, *where, repr(conditions))
 
 
 class MemoryMeter(Protocol):

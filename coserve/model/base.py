@@ -76,13 +76,11 @@ class Base:
     tuned: bool = False
     """Whether attention needs the tokens' positions (`seam.take_over_tuning`)."""
     states: Mapping[int, StateShape] = field(default_factory=dict)
-    """Sizes of the state of each recurrent layer. If there are any, a forward's `attention` comes with a
-    `Recurrence`."""
+    """Sizes of each recurrent layer's state. If there are any, a forward's `attention` comes with a `Recurrence`."""
     sharding: Sharding | None = None
     """How the base is sharded, if this is one tensor-parallel rank's shard. `spec` describes the whole base."""
     packed_rows: tuple[int, ...] = ()
-    """Numbers of rows to which inference pads small batches for packed weights (`model.packed`); empty: no packed
-    weights."""
+    """Numbers of rows to which inference pads small batches, if weights are packed (`model.packed`); else empty."""
     ends: EndSites = field(default_factory=EndSites)
     note: str = ""
     """For the operator: how the weights differ from those in the files; empty if they do not."""
@@ -140,17 +138,15 @@ class Base:
         """
         positions = {"coserve_positions": positions_T} if self.tuned else {}
         with self.recurring(attention):
-            logits_1KV: Tensor = self.model(
+            logits_KV: Tensor = self.model(
                 input_ids=tokens_T[None],
                 position_ids=positions_T[None],
                 use_cache=False,
                 logits_to_keep=0 if keep is None else keep,
                 coserve_attention=attention,
                 **positions,
-            ).logits
-        if self.sharding is not None and gather:
-            return self.sharding.vocabulary.gather(logits_1KV[0])
-        return logits_1KV[0]
+            ).logits[0]
+        return self.sharding.vocabulary.gather(logits_KV) if self.sharding is not None and gather else logits_KV
 
     def recurring(self, attention: Attention) -> AbstractContextManager[None]:
         """Return a context in which recurrent layers compute with the recurrence that belongs to `attention`."""
@@ -247,6 +243,7 @@ def load_base(
     strategy: str = Strategy.NFS,
     ep: int = 1,
     quantization: str = "none",
+    mla_cache: str = "latents",
 ) -> Base:
     """Load a base from `"bundled"`, a folder, a hub name (both safetensors only; maybe with @REVISION) or a GGUF file.
 
@@ -254,7 +251,7 @@ def load_base(
     auto (weights from files) or dummy (only config.json is read; random weights, the same each time on one kind of
     device). `few_layers`: random weights, and only the first layers (`truncate.truncate_layers`). `mesh`: the ranks
     that hold the base together, a shard each; all of them call this at the same time. `strategy`: nfs or slora, for
-    adapters that are not block-diagonal. `ep`: as `--ep`. `quantization`: fp8 or nf4 (`model.quantized`), on one rank.
+    adapters that are not block-diagonal. `ep`, `mla_cache`: as these settings. `quantization`: fp8 or nf4, on one rank.
 
     Raises:
         UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
@@ -305,7 +302,7 @@ def load_base(
                 set_generation(loaded.model, folder)
         # Outside of `loadable`: the RuntimeError of collectives with a dead rank says nothing about the base.
         shard = loaded.share_fingerprint(where)
-        return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard, note=note)
+        return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard, note=note, mla_cache=mla_cache)
     with loadable(name):
         dense = DenseModel(config, kind, where, trust_remote_code, quantization)
         if drawn:
@@ -330,7 +327,7 @@ def load_base(
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedBase(f"{name}: it brings an adapter of its own; expected a base model")
     drop_other_parts(model)
-    return wrap_base(model.to(where), name=name, hub_name=hub_name, note=note)
+    return wrap_base(model.to(where), name=name, hub_name=hub_name, note=note, mla_cache=mla_cache)
 
 
 def wrap_base(
@@ -341,11 +338,12 @@ def wrap_base(
     eos_token_ids: Collection[int] | None = None,
     shard: Shard | None = None,
     note: str = "",
+    mla_cache: str = "latents",
 ) -> Base:
     """Freeze a loaded causal LM, hook its attention and linear sites, and check that its logits stay the same.
 
-    `shard`: the model is one rank's shard of a base. `note`: see `Base`. On CPU, families with a mixture of experts
-    group rows by expert, so their bits, but not their values, may depend on the batch.
+    `shard`: the model is one rank's shard of a base. `note`: see `Base`. `mla_cache`: as the setting. On CPU, families
+    with a mixture of experts group rows by expert, so their bits, but not their values, may depend on the batch.
 
     Raises:
         UnsupportedBase: a family that the hooks cannot serve, with the reason.
@@ -364,8 +362,9 @@ def wrap_base(
         setattr(module, seam.CHUNK, chunk)
     path, layers = probe.decoder_layers(model, seen)
     model.set_attn_implementation(seam.NAME)
-    if shard is None or shard.sharding.strategy is not Strategy.SLORA:  # which splits an adapter's A
-        seen.kv_shapes = cache_latents(seen.attention, seen.kv_shapes)
+    slora = shard is not None and shard.sharding.strategy is Strategy.SLORA  # which splits an adapter's A
+    heads = "mla_cache" if mla_cache == "heads" else "lora_sharding slora" if slora else ""
+    seen.kv_shapes = seen.kv_shapes if heads else cache_latents(seen.attention, seen.kv_shapes)
     modules = {n: m for n, m in linears.items() if n.startswith(f"{path}.") and not isinstance(m, nn.Embedding)}
     if shard is not None:
         expected = replace(expected, logits=shard.sharding.vocabulary.gather(expected.logits))
@@ -385,7 +384,7 @@ def wrap_base(
         states=seen.states,
         sharding=None if shard is None else shard.sharding,
         ends=ends,
-        note="; ".join(filter(None, (note, TEXTS.get(quantization_of(model)), heads_note(seen.attention)))),
+        note="; ".join(filter(None, (note, TEXTS.get(quantization_of(model)), heads_note(seen.attention, heads)))),
     )
     _check_forward(base, expected)
     if packed:

@@ -19,6 +19,7 @@ from coserve.memory.plan import GIB, Work
 from coserve.memory.profile import fit, load_profile
 from coserve.model.base import Base, wrap_base
 from tests.support.examples import by_day
+from tests.support.families import tiny_family
 from tests.support.live_bytes import LiveBytes
 from tests.support.lora_backends import GROUPED, SEGMENTED
 from tests.support.tiny_models import tiny_model
@@ -143,6 +144,16 @@ def test_a_plan_is_measured_once_for_its_conditions(tmp_path: Path, monkeypatch:
     assert first.pages * first.page_bytes == pytest.approx(26 * GIB, rel=1e-3)
     plan_memory(base, conditions(GROUPED, recompute=True), fraction=0.5, path=path, meter=other)
     assert other.asked > 0
+
+
+@pytest.mark.slow
+def test_what_is_cached_of_latent_attention_is_a_condition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 64 * GIB))
+    for mla_cache in ("latents", "heads"):
+        base, meter = wrap_base(tiny_family("minicpm3"), name="minicpm3", mla_cache=mla_cache), Steps()
+        plan_memory(base, conditions(GROUPED), fraction=0.5, path=tmp_path / "memory.json", meter=meter)
+        assert meter.asked > 0, "another profile was taken"
 
 
 def gpu_base() -> Base:

@@ -10,14 +10,19 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from coserve.core.errors import AdapterError, BaseMismatch, PromptTooLong, UnsupportedAdapter
+from coserve.core.errors import AdapterError, BaseMismatch, InvalidRequest, PromptTooLong, UnsupportedAdapter
 from coserve.core.names import ADAPTER_CONFIG
-from coserve.core.types import AdapterRef
+from coserve.core.types import AdapterRef, LoraSettings
+from coserve.finetune.init import first_cartridge
 from coserve.lora.files.peft import inspect_adapter
+from coserve.lora.files.targets import resolve_targets
 from coserve.lora.store.files import load_adapter, save_adapter
+from coserve.model.base import wrap_base
 from tests.support.cartridges import CARTRIDGE, TOKENS, base_of, make, read, request, run, save_cartridge
 from tests.support.examples import sample
+from tests.support.families import tiny_family
 from tests.support.generation import adapter, text
+from tests.support.records import make_spec
 from tests.support.shelf import Shelf
 from tests.support.tiny_models import tiny_model
 
@@ -133,6 +138,22 @@ def test_sizes_that_peft_refuses_are_refused_by_name(tmp_path: Path, key: str, v
     with pytest.raises(AdapterError, match=expected) as refused:
         inspect_adapter(tmp_path, base_of("llama").spec)
     assert refused.value.field == key
+
+
+def test_heads_of_latent_attention_take_cartridges() -> None:
+    """PEFT cannot tell what they are to give: its prefix is of heads, and transformers caches latents. One that is not
+    trained yet is the beginning of a text."""
+    model = tiny_family("mistral4", v_head_dim=12, max_position_embeddings=256)
+    whole, settings = text(TOKENS + 9), LoraSettings(r=TOKENS, cartridge=True)
+    latents = wrap_base(model, name="mistral4", eos_token_ids=()).spec
+    with pytest.raises(InvalidRequest, match=r"latents \(start coserve with --mla-cache heads\)"):
+        resolve_targets(settings, latents)
+    base = wrap_base(model, name="mistral4", eos_token_ids=(), mla_cache="heads")
+    cartridge = first_cartridge(make_spec(lora=settings, prefix=whole[:TOKENS]), base)
+    asked = request("behind", whole[TOKENS:]), request("whole", whole, None)
+    found = run(make(base, Shelf({CARTRIDGE: cartridge})), *asked)
+    assert found["behind"][0] == found["whole"][0]
+    assert found["behind"][1] == pytest.approx(found["whole"][1], abs=1e-4)
 
 
 def test_other_bases_and_other_uses_are_refused(tmp_path: Path) -> None:

@@ -140,10 +140,30 @@ def test_a_page_holds_latents_once() -> None:
     assert base.spec.prefixes == prefix_sites([KvShape(1, 8, 8, latent=True)]) == {}, "which have no heads"
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "mistral4"])
+def test_heads_are_cached_where_the_setting_says_so(family: str) -> None:
+    """The memory plan counts what pages hold, and layers of one size take cartridges."""
+    model = tiny_family(family, qk_nope_head_dim=4, qk_rope_head_dim=8, v_head_dim=12 if family == "mistral4" else 6)
+    for mla_cache in ("latents", "heads"):
+        base = wrap_base(model, name=family, mla_cache=mla_cache)
+        assert base.kv_shapes[0].latent == (mla_cache == "latents")
+        note = "keys and values of all heads are cached, not latents (mla_cache)"
+        assert (note in base.note) == (mla_cache == "heads")
+        sizes = config_sizes(model.config, "float32", name=family, mla_cache=mla_cache)
+        assert page_layout(base.kv_shapes, 32, torch.float32).page_bytes == 32 * sizes.kv
+        assert bool(base.spec.prefixes) == (family == "mistral4" and mla_cache == "heads")
+        with torch.no_grad():
+            got, expected = (
+                base.forward(torch.cat(SEQUENCES), POSITIONS, attention, lora=None, keep=None)
+                for attention in (pages_of(base), PackedAttention(BOUNDS))
+            )
+        torch.testing.assert_close(got, expected, **CLOSE)
+
+
 def test_a_projection_with_a_bias_is_not_absorbed() -> None:
     model = tiny_family("minicpm3")
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj.bias = torch.nn.Parameter(torch.randn(layer.self_attn.kv_b_proj.out_features))
     base = wrap_base(model, name="minicpm3")
     assert not any(one.latent for one in base.kv_shapes)
-    assert "not latents" in base.note
+    assert "not latents (a projection has a bias)" in base.note

@@ -19,7 +19,7 @@ from coserve.core.health import starting_line
 from coserve.core.types import DEFAULT_RANK
 
 MIB = 1 << 20
-QUANTIZATIONS, CACHE_DTYPES = ("none", "fp8", "nf4"), ("auto", "fp8")
+QUANTIZATIONS, CACHE_DTYPES, MLA_CACHES = ("none", "fp8", "nf4"), ("auto", "fp8"), ("latents", "heads")
 
 
 def memory(
@@ -38,6 +38,7 @@ def memory(
     dtype: Annotated[str, typer.Option(help="with MODEL: float32, bfloat16 or float16")] = "bfloat16",
     quantization: Annotated[str, typer.Option(help="with MODEL: none, fp8 or nf4")] = "none",
     kv_cache_dtype: Annotated[str, typer.Option(help="with MODEL: auto or fp8")] = "auto",
+    mla_cache: Annotated[str, typer.Option(help="with MODEL: latents or heads")] = "latents",
     trust_remote_code: Annotated[bool, typer.Option(help="with MODEL: run code that comes with its config")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
@@ -55,6 +56,8 @@ def memory(
             )
         if kv_cache_dtype not in CACHE_DTYPES:
             raise typer.BadParameter(f"--kv-cache-dtype: expected auto or fp8, got {kv_cache_dtype!r}")
+        if mla_cache not in MLA_CACHES:
+            raise typer.BadParameter(f"--mla-cache: expected latents or heads, got {mla_cache!r}")
         wish = Wish(
             adapters=adapters,
             rank=rank,
@@ -66,7 +69,13 @@ def memory(
             kv_cache_dtype=kv_cache_dtype,
         )
         show_prospect(
-            model, wish, dtype=dtype, quantization=quantization, trust_remote_code=trust_remote_code, as_json=as_json
+            model,
+            wish,
+            dtype=dtype,
+            quantization=quantization,
+            mla_cache=mla_cache,
+            trust_remote_code=trust_remote_code,
+            as_json=as_json,
         )
         return
     with closing(connect(url, key)) as client:

@@ -25,12 +25,12 @@ USES = {
 
 
 def show_prospect(
-    model: str, wish: Wish, *, dtype: str, quantization: str, trust_remote_code: bool, as_json: bool
+    model: str, wish: Wish, *, dtype: str, quantization: str, mla_cache: str, trust_remote_code: bool, as_json: bool
 ) -> None:
     """Print the memory by use and which sizes of GPU suffice, from the config of `model`."""
     # torch and transformers, which the other commands do without
     sizes: BaseSizes = import_module("coserve.model.formats.sizes").read_sizes(
-        model, dtype, quantization=quantization, trust_remote_code=trust_remote_code
+        model, dtype, quantization=quantization, mla_cache=mla_cache, trust_remote_code=trust_remote_code
     )
     need, fits = needed(sizes, wish), [fit(sizes, wish, gb) for gb in GPUS]
     if as_json:

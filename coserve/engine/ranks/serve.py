@@ -70,6 +70,7 @@ def load_ranked_base(config: Config, rank: OwnRank | None) -> Base:
         strategy=config.lora_sharding,
         ep=config.ep,
         quantization=config.quantization,
+        mla_cache=config.mla_cache,
     )
 
 

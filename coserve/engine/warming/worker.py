@@ -77,6 +77,7 @@ def load_few_layers(config: Config, rank: int, device: str) -> Base:
         strategy=config.lora_sharding,
         ep=config.ep,
         quantization=config.quantization,
+        mla_cache=config.mla_cache,
     )
 
 

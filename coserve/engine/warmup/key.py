@@ -40,6 +40,7 @@ SHAPE_SETTINGS = (
     "dtype",
     "quantization",
     "kv_cache_dtype",
+    "mla_cache",
     "lora_backend",
     "max_running",
     "page_tokens",

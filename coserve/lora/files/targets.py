@@ -23,7 +23,10 @@ from coserve.lora.files.ends import check_tokens
 
 MAX_ALPHA = 1e9
 """Largest alpha of any adapter, new or imported, so that what is trained can be published and imported again."""
-NO_CARTRIDGES = "expected layers with keys and values of one size, no latents or recurrent states, and one GPU"
+NO_CARTRIDGES = (
+    "expected layers with keys and values of one size, cached as such and not as latents (start coserve with "
+    "--mla-cache heads), no recurrent states, and one GPU"
+)
 INITS = ("default", "gaussian", "orthogonal")
 
 Value = TypeVar("Value")

@@ -29,9 +29,16 @@ STACKED = 2
 """Number of linear modules, the widest ones, that are dequantised at a time (gate and up)."""
 
 
-def read_sizes(source: str, dtype: str, *, quantization: str = "none", trust_remote_code: bool = False) -> BaseSizes:
+def read_sizes(
+    source: str,
+    dtype: str,
+    *,
+    quantization: str = "none",
+    mla_cache: str = "latents",
+    trust_remote_code: bool = False,
+) -> BaseSizes:
     """Return the sizes of a folder with a config.json, a hub name, a GGUF file or a packaged base. `dtype`,
-    `quantization`: as it is served. Raises `UnsupportedBase`."""
+    `quantization`, `mla_cache`: as it is served. Raises `UnsupportedBase`."""
     check_source(source, weights=False)
     path = str(resources.files("coserve") / "assets" / "tiny") if source == "bundled" else locate(source)
     path, revision = hub_revision(path)
@@ -42,7 +49,14 @@ def read_sizes(source: str, dtype: str, *, quantization: str = "none", trust_rem
             local = Path(path).exists()
             config, _ = read_config(path, source, revision, local=local, trust_remote_code=trust_remote_code)
         refuse_config(config)
-        return config_sizes(config, dtype, name=source, quantization=quantization, trust_remote_code=trust_remote_code)
+        return config_sizes(
+            config,
+            dtype,
+            name=source,
+            quantization=quantization,
+            mla_cache=mla_cache,
+            trust_remote_code=trust_remote_code,
+        )
 
 
 def config_sizes(
@@ -51,6 +65,7 @@ def config_sizes(
     *,
     name: str,
     quantization: str = "none",
+    mla_cache: str = "latents",
     trust_remote_code: bool = False,
 ) -> BaseSizes:
     """Return the sizes of a config's model. Raises `UnsupportedBase` if they depend on values."""
@@ -58,7 +73,9 @@ def config_sizes(
     model = empty_model(config, torch.bfloat16, trust_remote_code=trust_remote_code).eval()  # experts need bf16
     seen = probe.observe_shapes(model)
     path, _ = probe.decoder_layers(model, seen)
-    shapes = latent_shapes(seen.attention, seen.kv_shapes)
+    shapes = list(seen.kv_shapes)
+    if mla_cache == "latents":
+        shapes = latent_shapes(seen.attention, shapes)
     absorbed = [module.kv_b_proj for module in seen.attention] if shapes != list(seen.kv_shapes) else []
     sites, saved, expanded = {}, 0, 0
     for site, module in model.get_submodule(path).named_modules():

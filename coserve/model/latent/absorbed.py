@@ -61,10 +61,12 @@ def latent_shapes(attention: Sequence[nn.Module], shapes: Sequence[KvShape]) -> 
     return [next(found) if one.heads else one for one in shapes]
 
 
-def heads_note(attention: Sequence[nn.Module]) -> str:
-    """Say for an operator that MLA modules cache keys and values of all heads; empty if none does."""
+def heads_note(attention: Sequence[nn.Module], setting: str) -> str:
+    """Say for an operator that MLA modules cache keys and values of all heads; empty if none does. `setting`: the one
+    that demands it; empty: none."""
     kept = any(_has_latents(module) and not hasattr(module, SIZES) for module in attention)
-    return "heads' keys and values are cached, not latents" if kept else ""
+    why = setting or "a projection has a bias"
+    return f"keys and values of all heads are cached, not latents ({why})" if kept else ""
 
 
 def cache_latents(attention: Sequence[nn.Module], shapes: Sequence[KvShape]) -> list[KvShape]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from transformers import LlamaConfig
+from transformers import DeepseekV3Config, LlamaConfig
 from typer.testing import CliRunner
 
 from coserve.admission.prospect import Need, Wish, fit, needed
@@ -75,6 +75,17 @@ def test_activations_are_those_that_an_h100_measured() -> None:
 def test_a_cache_in_fp8_holds_twice_the_tokens() -> None:
     sizes = llama(**LLAMA_8B)
     assert 2 * needed(sizes, msgspec.structs.replace(WISH, kv_cache_dtype="fp8")).kv == needed(sizes, WISH).kv
+
+
+def test_heads_of_latent_attention_take_their_own_memory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(DeepseekV3Config(num_hidden_layers=2).to_json_string())
+    found = {}
+    for mla_cache in ("latents", "heads"):
+        options = ["memory", str(tmp_path), "--requests", "1", "--context", "1", "--mla-cache", mla_cache, "--json"]
+        found[mla_cache] = json.loads(CliRunner().invoke(app, options).output)["need"]["kv"]
+    assert found == {"latents": 2 * 2 * (512 + 64), "heads": 2 * 2 * 128 * (128 + 64 + 128)}
+    refused = CliRunner().invoke(app, ["memory", str(tmp_path), "--mla-cache", "all"])
+    assert refused.exit_code == 2 and "expected latents or heads, got 'all'" in refused.output
 
 
 def test_what_a_gpu_has_beside_the_fixed_needs_holds_requests() -> None:
