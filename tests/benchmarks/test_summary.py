@@ -40,6 +40,7 @@ ALONE = {
     "http_paced.json",
     "imports.json",
     "json_valid.json",
+    "latents.json",
     "kill.json",
     "memory_mixes.json",
     "moe.json",
