@@ -15,7 +15,10 @@ MAX_LOGPROBS: Final = 20
 MAX_PROMPT_LOGPROBS: Final = 1 << 18
 """Maximum log-probabilities of one prompt: its tokens times `prompt_logprobs + 1`."""
 MAX_LOGIT_BIAS: Final = 1024
-MAX_MESSAGES: Final = 1024
+MAX_MESSAGES: Final = 1 << 14
+"""Most messages of a chat, and most items of a conversation."""
+MAX_PARTS: Final = 1024
+"""Most parts of a message's content, and entries of other short lists."""
 MAX_ROWS: Final = 1_000_000
 MAX_TEXT: Final = 1 << 24
 """Maximum characters of any text in a request."""

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from coserve.core.errors import InvalidRequest
-from coserve.core.limits import MAX_MESSAGES, AuthorName, Text
+from coserve.core.limits import MAX_PARTS, AuthorName, Text
 
 MAX_TOOLS = 1024
 """Maximum tools of a chat, and maximum calls of a message."""
@@ -48,7 +48,7 @@ class ChatMessage(_Struct, frozen=True):
     """One message of a chat. `developer` means `system`; null counts as absent."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
+    content: Text | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None = None
     """Parts are joined by line breaks, as in vLLM."""
     name: AuthorName | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None

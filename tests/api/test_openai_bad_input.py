@@ -63,7 +63,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [TURN] * 1025}, "messages"),
+    ({"messages": [TURN] * 16385}, "messages"),
     ({"messages": [TURN | {"content": [{"type": "text", "text": "x"}] * 1025}]}, "messages[0].content"),
     ({"messages": [TURN | {"content": [{"type": "input_audio", "text": ""}]}]}, "messages[0].content[0].type"),
     ({"messages": [TURN | {"role": "root"}]}, "messages[0].role"),

@@ -9,7 +9,17 @@ from msgspec import UNSET, Meta, UnsetType
 
 from coserve.api.http.body_types import Unsupported
 from coserve.api.openai.schemas import ModelName
-from coserve.core.limits import MAX_MESSAGES, AuthorName, PositiveTokenCount, StopTexts, Temperature, Text, TopK, TopP
+from coserve.core.limits import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    AuthorName,
+    PositiveTokenCount,
+    StopTexts,
+    Temperature,
+    Text,
+    TopK,
+    TopP,
+)
 from coserve.core.messages import MAX_TOOLS
 from coserve.core.schemas.output_format import JsonSchema
 from coserve.core.types import SloClass, Wire
@@ -32,7 +42,7 @@ class ToolUseBlock(Wire, frozen=True, omit_defaults=True, tag_field="type", tag=
 
 class ToolResultBlock(Wire, frozen=True, tag_field="type", tag="tool_result"):
     tool_use_id: AuthorName
-    content: Text | Annotated[list[TextBlock], Meta(max_length=MAX_MESSAGES)] | None = None
+    content: Text | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
     is_error: bool | None = None
     """Ignored: the model reads the result's text."""
     cache_control: Any = None
@@ -52,7 +62,7 @@ class InputMessage(Wire, frozen=True):
     """Images and documents are refused. A last message of the assistant is the beginning of the answer."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | Annotated[list[InputBlock], Meta(max_length=MAX_MESSAGES)]
+    content: Text | Annotated[list[InputBlock], Meta(max_length=MAX_PARTS)]
 
 
 class CustomTool(Wire, frozen=True):
@@ -98,7 +108,7 @@ class CountTokensRequest(Wire, frozen=True, kw_only=True):
     messages: Annotated[list[InputMessage], Meta(max_length=MAX_MESSAGES)]
     model: ModelName | None = None
     """The base's name (or null), or an adapter."""
-    system: Text | Annotated[list[TextBlock], Meta(max_length=MAX_MESSAGES)] | None = None
+    system: Text | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
     tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from coserve.core.limits import MAX_MESSAGES, LocalPath, Text
+from coserve.core.limits import MAX_PARTS, LocalPath, Text
 from coserve.core.names import VERSIONED_NAME
 from coserve.core.types import Wire
 
@@ -48,7 +48,7 @@ class DocumentSettings(Wire, frozen=True, omit_defaults=True):
     """`base`, or `adapter:NAME` or `adapter:NAME@VERSION`: the model that asks and answers. `none`, for bases that
     follow no instructions: the base continues each piece of the text with the text before it in its prompt, and the
     adapter learns to do so without it."""
-    questions: Annotated[list[UserQuestion], Meta(max_length=MAX_MESSAGES)] = []
+    questions: Annotated[list[UserQuestion], Meta(max_length=MAX_PARTS)] = []
     """The user's own questions, instead of generated ones: four different ones at least, or two with the recipe `lm`
     or `publish: always`."""
     chunk_tokens: Annotated[int, Meta(ge=16, le=1 << 16)] | None = None

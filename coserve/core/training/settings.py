@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from coserve.core.limits import MAX_MESSAGES, Text
+from coserve.core.limits import MAX_PARTS, Text
 from coserve.core.messages import ChatMessage
 from coserve.core.types import Wire
 
@@ -125,8 +125,8 @@ class TrainingRequest(Wire, frozen=True):
     checkpoint_steps: int = 20
     seed: int = 0
     sample_prompts: Annotated[
-        tuple[Text | Annotated[tuple[ChatMessage, ...], Meta(max_length=MAX_MESSAGES)], ...],
-        Meta(max_length=MAX_MESSAGES),
+        tuple[Text | Annotated[tuple[ChatMessage, ...], Meta(max_length=MAX_PARTS)], ...],
+        Meta(max_length=MAX_PARTS),
     ] = ()
     """Texts, or chats as lists of messages. The adapter in training generates one sample for each, every `sample_steps`
     steps and at the end. Sampling does not affect the training."""

@@ -15,7 +15,7 @@ from coserve.api.openai.errors import openai_error, openai_route
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lists import behind, in_order, list_query
 from coserve.api.openai.responses.answers import ResponseEvents, response
-from coserve.api.openai.responses.requests import chat_of, shortened
+from coserve.api.openai.responses.requests import chat_of, later_starts
 from coserve.api.openai.responses.schemas import (
     DeletedResponse,
     InputItemList,
@@ -54,16 +54,18 @@ class ResponsesApi:
         is no room for any. Raises `InvalidRequest`, also from the chat template."""
         if body.truncation != "auto" or await self._api.fits(chat):
             return chat
-        chats = [msgspec.structs.replace(chat, messages=messages) for messages in shortened(chat.messages)]
-        found, low, high = chat, 1, len(chats)
+        head, starts = later_starts(chat.messages)
+        found, low, high = chat, 1, len(starts)
         while low < high:
             middle = (low + high) // 2
+            messages = chat.messages[:head] + chat.messages[starts[middle] :]
+            shorter = msgspec.structs.replace(chat, messages=messages)
             try:
-                fits = await self._api.fits(chats[middle])
+                fits = await self._api.fits(shorter)
             except InvalidRequest:  # parts of an exchange without its question are no chat to many templates
                 high = middle
             else:
-                found, low, high = (chats[middle], low, middle) if fits else (found, middle + 1, high)
+                found, low, high = (shorter, low, middle) if fits else (found, middle + 1, high)
         return found
 
     @openai_route(

@@ -10,7 +10,7 @@ from coserve.api.openai.responses.schemas import LOGPROBS, InputItem, ResponseRe
 from coserve.api.openai.schemas import ChatRequest, StreamOptions
 from coserve.core.errors import EmptyPrompt, InvalidRequest
 from coserve.core.limits import MAX_MESSAGES
-from coserve.core.messages import ChatMessage, FunctionCall, ToolCall
+from coserve.core.messages import MAX_TOOLS, ChatMessage, FunctionCall, ToolCall
 from coserve.core.sampling import SamplingFields
 from coserve.core.schemas.empty_fields import is_empty
 from coserve.core.schemas.output_format import JsonSchemaFormat, ResponseFormat
@@ -46,20 +46,20 @@ def chat_of(body: ResponseRequest, before: Sequence[InputItem]) -> ChatRequest:
     )
 
 
-def shortened(messages: Sequence[ChatMessage]) -> list[list[ChatMessage]]:
-    """Return the messages without their oldest ones, longest first: all, then without one exchange more each time, then
-    without parts of the last one. System messages at the beginning stay, and no call is parted from its output."""
+def later_starts(messages: Sequence[ChatMessage]) -> tuple[int, list[int]]:
+    """Return the number of system messages at the beginning, and where the others may start if the oldest are left out:
+    behind them, then one exchange later each time, then within the last one. No call is parted from its output."""
     head = next((at for at, one in enumerate(messages) if one.role not in ("system", "developer")), len(messages))
     calls = {call.id for one in messages for call in one.tool_calls or ()}
     starts, awaited = list[int](), set[str | None]()  # a chat may start where no output awaits its call
     for at in range(len(messages) - 1, head, -1):
         one = messages[at]
-        awaited = (awaited | ({one.tool_call_id} & calls)) - {call.id for call in one.tool_calls or ()}
+        awaited |= {one.tool_call_id} & calls
+        awaited.difference_update(call.id for call in one.tool_calls or ())
         starts += [at] if not awaited and one.role != "tool" else []
     asked = [at for at in reversed(starts) if messages[at].role == "user"]
     last = asked[-1] if asked else head
-    inside = [at for at in reversed(starts) if at > last]
-    return [[*messages[:head], *messages[at:]] for at in (head, *asked, *inside)]
+    return head, [head, *asked, *(at for at in reversed(starts) if at > last)]
 
 
 def _messages(body: ResponseRequest, before: Sequence[InputItem]) -> list[ChatMessage]:
@@ -71,7 +71,12 @@ def _messages(body: ResponseRequest, before: Sequence[InputItem]) -> list[ChatMe
         message = _message(item, f"input[{index}]")
         last = found[-1] if found else None
         if last is not None and last.role == message.role == "assistant" and _continues(last, message):
-            found[-1] = _joined(last, message)
+            if last.tool_calls:
+                if len(last.tool_calls) == MAX_TOOLS:
+                    raise InvalidRequest(f"expected at most {MAX_TOOLS} calls in a row", field=f"input[{index}]")
+                last.tool_calls.extend(message.tool_calls or ())
+            else:
+                found[-1] = _joined(last, message)
         else:
             found.append(message)
     if not found:
@@ -111,7 +116,7 @@ def _joined(last: ChatMessage, message: ChatMessage) -> ChatMessage:
         role="assistant",
         content=message.content if last.content is None else last.content,
         reasoning_content=last.reasoning_content or message.reasoning_content,
-        tool_calls=[*(last.tool_calls or []), *(message.tool_calls or [])] or None,
+        tool_calls=message.tool_calls,
     )
 
 

@@ -11,6 +11,7 @@ from coserve.api.openai.lists import ListPage
 from coserve.api.openai.schemas import ChatLogprob, ModelName, OpenAIErrorInfo, ServiceTier
 from coserve.core.limits import (
     MAX_MESSAGES,
+    MAX_PARTS,
     CacheSalt,
     LogprobCount,
     PositiveTokenCount,
@@ -36,12 +37,12 @@ class InputItem(Wire, frozen=True, omit_defaults=True):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     role: Role | None = None
-    content: Text | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
+    content: Text | Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)] | None = None
     """A text, or parts of type `input_text`, `output_text` or `text`, of reasoning `reasoning_text`."""
     call_id: Text | None = None
     name: Text | None = None
     arguments: Text | None = None
-    output: Text | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] | None = None
+    output: Text | Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)] | None = None
     id: Any = None
     status: Any = None
     summary: Any = None
