@@ -83,3 +83,12 @@ def test_memory_of_an_adapter_that_is_gone_is_written_when_its_copy_has_ended() 
     second = memory.copy(adapter(2.0), memory.room(size))
     assert memory.outside == 0
     assert is_there(gpu, 1.0) and is_there(second, 2.0)
+
+
+def test_memory_of_stores_that_are_gone_is_allocated_again() -> None:
+    for _ in range(8):
+        memory = HostMemory(64 * PAGE, for_kernels=True)
+        memory.pin(lambda: None).join()
+        assert memory.notes == ()
+        del memory
+        assert int(torch.zeros(64 * PAGE, dtype=torch.uint8, device="cuda")[0]) == 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import random
 import threading
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -116,6 +118,38 @@ def test_memory_without_a_page_holds_nothing() -> None:
     assert memory.notes == ()
     assert [len(part) for part in memory.room(10).parts] == [10] and memory.outside == 1
     assert "adapters in use fill host_adapter_bytes" in memory.notes[0]
+
+
+class FakeCuda:
+    """Registers memory as CUDA does; a slice that it unregisters must still be mapped."""
+
+    def __init__(self) -> None:
+        self.registered = dict[int, int]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.registered[address] = size
+        return flags
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        assert ctypes.string_at(address, self.registered.pop(address))[:1] in (b"\x00", b"\x07")
+
+
+def test_memory_is_unpinned_when_the_last_adapter_in_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else CUDA refuses later allocations at its addresses ("resource already mapped")."""
+    cuda = FakeCuda()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    memory = HostMemory(2 * PAGE, for_kernels=True)
+    memory.pin(lambda: None).join()
+    room = memory.room(PAGE)
+    room.parts[0].fill_(7)
+    assert sum(cuda.registered.values()) == 2 * PAGE
+    del memory
+    gc.collect()
+    assert cuda.registered and int(room.parts[0][0]) == 7
+    del room
+    gc.collect()
+    assert not cuda.registered
 
 
 WIDTH = 1 << 14

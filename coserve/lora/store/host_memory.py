@@ -94,7 +94,11 @@ class HostMemory:
         self._reused = list[torch.cuda.Event]()
         """Events of pages that were freed before the GPU copies from them had ended. Every later room waits for those
         that have not: it may get such a page, too."""
-        self._memory = torch.frombuffer(_mapped(max(1, self._pages) * PAGE), dtype=torch.uint8)
+        mapping = memoryview(_mapped(max(1, self._pages) * PAGE))
+        self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._registered = list[int]()
+        """Addresses of pinned slices. Adapters' tensors may outlive this object, so the mapping's end unpins."""
+        weakref.finalize(mapping, _unpin, self._registered, mapping.obj).atexit = False
         self._pinned, self._refused, self.outside = 0, "", 0
         """`outside`: adapters so far that found no room."""
 
@@ -173,6 +177,7 @@ class HostMemory:
                 self._refused = f"{self._pinned >> 20} of {self.bytes >> 20} MiB are, then: {error}"
                 log.warning("the host memory of adapters cannot be pinned: %s", self._refused)
                 return
+            self._registered.append(own.data_ptr())
             self._pinned += len(own)
 
     def _collect(self) -> None:
@@ -212,6 +217,12 @@ class _InMemory:
 
 def _ended(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def _unpin(addresses: Sequence[int], mapping: object) -> None:
+    """Unpin slices while `mapping` is still mapped: later allocations at their addresses would fail."""
+    for each in addresses:
+        torch.cuda.cudart().cudaHostUnregister(each)  # type: ignore[no-untyped-call]
 
 
 def _mapped(size: int) -> mmap.mmap:
