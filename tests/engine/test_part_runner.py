@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coserve.config import Config, config_to_json
+from coserve.engine.ranks.serve import load_ranked_base
 from coserve.engine.warming.caches import Caches
 from coserve.engine.warming.compilations import Compilations, watch_layers
 from coserve.engine.warming.part_runner import PartRunner
@@ -91,6 +92,14 @@ def test_a_worker_runs_parts_for_one_of_several_ranks_without_the_others(
             assert gpu_of(name) == gpu
             pieces = list(runner.run(name))
             assert pieces and all(done < total for done, total in pieces), name
+
+
+def test_the_warm_up_and_the_engine_cache_what_the_setting_says(tmp_path: Path) -> None:
+    tiny_family("minicpm3").save_pretrained(tmp_path)
+    for mla_cache in ("latents", "heads"):
+        config = Config(model=str(tmp_path), device="cpu", mla_cache=mla_cache)
+        for base in (load_few_layers(config, 0, "cpu"), load_ranked_base(config, None)):
+            assert base.kv_shapes[0].latent == (mla_cache == "latents")
 
 
 @pytest.mark.parametrize("sharding", ["slora", "nfs"])
