@@ -350,6 +350,11 @@ class LoraServersMissing(StartupError, code="lora_servers_missing"):
     started again tries it several times."""
 
 
+class LoraServersDiffer(LoraServersMissing, code="lora_servers_differ"):
+    """LoRA servers of `--lora-server-at` are of another version of coserve than the daemon; the message says both.
+    Start those that are older again: `coserve lora-server`, or the daemon."""
+
+
 class UnsupportedBase(StartupError, code="unsupported_base"):
     """The base cannot be served. The message says what is missing; [families.md](../guide/families.md) lists the
     bases."""

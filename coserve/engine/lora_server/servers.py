@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coserve.core.errors import LoraServerLost, LoraServersMissing
+from coserve.core.errors import LoraServerLost, LoraServersMissing, StartupError
 from coserve.core.health import LoraServerInfo
 from coserve.core.link.lora_servers import socket_path
 from coserve.core.logs.format import log_event
@@ -73,6 +73,8 @@ class LoraServers:
         """Answers to loads so far, by server."""
         self._numbers, self._free = itertools.count(1), list(range(SLOTS))
         self._failure: Exception | None = None
+        self._refused = ""
+        """Why the servers did not start at the last attempt."""
         self._tell: Callable[[], None] = lambda: None
         self._ended = threading.Event()
         self._keeper = threading.Thread(target=self._keep, args=(ended,), name="lora-servers", daemon=True)
@@ -88,6 +90,8 @@ class LoraServers:
         """Wait until the servers have started for the first time. Raises `LoraServersMissing` if they do not."""
         with self._changed:
             self._changed.wait_for(lambda: self._connections or self._failure is not None)
+        if isinstance(self._failure, StartupError):
+            raise self._failure
         if self._failure is not None:
             raise LoraServersMissing(f"the LoRA servers did not start: {self._failure}")
 
@@ -113,7 +117,8 @@ class LoraServers:
             try:
                 running = self._start(self._starts, self._answered)
             except Exception as error:
-                known = isinstance(error, ConnectionError)
+                known = isinstance(error, ConnectionError | StartupError)
+                self._refused = str(error)
                 log.warning("the LoRA servers did not start: %s", error, exc_info=None if known else error)
                 if self._starts == 1:
                     with self._changed:
@@ -121,7 +126,7 @@ class LoraServers:
                         self._changed.notify_all()
                     return
             else:
-                pause = PAUSES[0]
+                pause, self._refused = PAUSES[0], ""
                 self._publish(running)
                 if not self._ended.is_set():
                     running.wait()
@@ -213,7 +218,8 @@ class LoraServers:
         else:
             how = "connected" if self._at is not None else "started"
             doing = f"the LoRA servers were lost and are being {how} again"
-            notes.append(f"{doing}; until then the engine computes adapters of experts itself")
+            why = f" ({self._refused})" if self._refused else ""
+            notes.append(f"{doing}; until then the engine computes adapters of experts itself{why}")
         return tuple(notes)
 
     def states(self) -> tuple[LoraServerInfo, ...]:

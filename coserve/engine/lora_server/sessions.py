@@ -18,8 +18,9 @@ import torch
 
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
-from coserve.core.link.lora_servers import REFUSED, ListenerSettings
+from coserve.core.link.lora_servers import REFUSED, Hello, ListenerSettings
 from coserve.core.logs.format import log_event
+from coserve.engine.lora_server.greeting import receive_hello, send_hello
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, EnginesConnected
 from coserve.engine.lora_server.server import ServerChannel, serve_engine, start_message
 from coserve.engine.lora_server.shared_pairs import SharedPairs
@@ -66,6 +67,10 @@ class Sessions:
         channel = Channel[AnyFromServer, AnyToServer](connection, msgspec.msgpack.Decoder(AnyToServer))
         try:
             with closing(channel):
+                theirs, _ = receive_hello(connection)
+                send_hello(connection)
+                if theirs != Hello():
+                    raise ConnectionError(f"it is of {theirs}, and this server of {Hello()}")
                 self._serve(channel)
         except ENGINES_ERRORS as error:
             log_event(log, "an engine has left", reason=str(error) or "it has closed the connection")

@@ -9,11 +9,17 @@ import signal
 import socket
 import struct
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
-from coserve.core.link.lora_servers import socket_path
+from coserve.core.errors import LoraServersDiffer
+from coserve.core.link.link import PeerLost
+from coserve.core.link.lora_servers import Hello, socket_path
+from coserve.core.ranks import START_SILENCE
+from coserve.engine.lora_server.connect import within
+from coserve.engine.lora_server.greeting import receive_hello, send_hello
 from coserve.engine.lora_server.messages import AnyFromServer, StartServer
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.running import EngineChannel, Server
@@ -25,18 +31,39 @@ CREDENTIALS = struct.Struct("3i")
 
 
 def connect_to_server(folder: Path, settings: StartServer) -> Server:
-    """Connect to a server of a folder that `coserve lora-server` has. Raises `ConnectionError` if it does not run."""
+    """Connect to a server of a folder that `coserve lora-server` has. Raises `ConnectionError` if it does not run, and
+    `LoraServersDiffer` if it is of another version."""
     sock, path = socket.socket(socket.AF_UNIX), socket_path(folder, settings.index)
+    failed = ExitStack()
+    failed.callback(sock.close)
     try:
         sock.connect(str(path))
         process = SharedProcess(sock, 2 * settings.deadline)
+        failed.callback(process.close)
+        with within(START_SILENCE, process.end):
+            _greet(sock, path)
         channel = EngineChannel(sock, msgspec.msgpack.Decoder(AnyFromServer))
         channel.send(settings)
     except OSError as error:
-        sock.close()
+        failed.close()
         raise ConnectionError(f"no LoRA server listens at {path} (coserve lora-server): {error}") from error
+    except BaseException:
+        failed.close()
+        raise
     part = part_of(settings.spec, settings.index, settings.servers, settings.ep)
     return Server(process, channel, part)
+
+
+def _greet(sock: socket.socket, path: Path) -> None:
+    """Exchange greetings. Raises `LoraServersDiffer`."""
+    send_hello(sock)
+    try:
+        found = str(theirs := receive_hello(sock)[0])
+        if theirs == Hello():
+            return
+    except (PeerLost, ConnectionResetError):
+        found = "one that says no version and closes the connection: it is older, or has just ended"
+    raise LoraServersDiffer(f"LoRA server at {path}: expected {Hello()} (this daemon's), got {found}")
 
 
 class SharedProcess:
@@ -51,6 +78,15 @@ class SharedProcess:
         if self._pid <= 0 or user != os.getuid():
             raise ConnectionError("expected a server of this user, in this container")
         self._end, self._waiting = sock.dup(), threading.Lock()
+
+    def end(self) -> None:
+        self.kill()
+        self.wait()
+
+    def close(self) -> None:
+        """End the connection without waiting."""
+        with self._waiting:
+            self._end.close()
 
     def kill(self) -> None:
         try:
