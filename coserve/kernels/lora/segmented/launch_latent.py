@@ -17,8 +17,9 @@ BLOCK_L = 128
 
 
 def add_terms(y: Tensor, x: Tensor, sizes: HeadSizes, tiles: Tiles, table: SiteTable, *, queries: bool) -> None:
-    """Add the terms of queries or of outputs in place (`kernels.lora.latent`), for the tiles' rows. Can be captured:
-    the contents of `tiles` and `table` may change between replays."""
+    """Add the terms of queries, x (H, T, N) and y (H, T, L), or of outputs, x (H, T, L) and y (H, T, E), to the tiles'
+    rows of y in place (`kernels.lora.latent`). `table`: of the site alone. Can be captured: the contents of `tiles` and
+    `table` may change between replays."""
     if not tiles.tiles.shape[0]:
         return
     width = sizes.nope if queries else sizes.value
