@@ -300,6 +300,16 @@ _SETTINGS: dict[str, dict[str, object]] = {
     "llava": {"text_config": {"model_type": "llama"}},
     "llava_onevision": {"text_config": {"model_type": "qwen2"}},
     "mistral3": {"text_config": {"model_type": "ministral3"}},
+    "phi4_multimodal": {
+        "vision_config": _VISION | {"image_size": 56},
+        "audio_config": {
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "bias_max_distance": 8,
+            **dict.fromkeys(("hidden_size", "intermediate_size", "nemo_conv_channels", "ext_pw_out_channel"), 16),
+            "depthwise_separable_out_channel": 16,
+        },
+    },
     "phimoe": {"sliding_window": None},  # in its mask only, not passed to attention
     "qwen2_5_vl": {"text_config": {"model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE}},
     "qwen3_vl": {"text_config": {"model_type": "qwen3_vl_text"}},
