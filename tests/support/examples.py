@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -39,9 +42,9 @@ def in_turns(
 ) -> list[Any]:
     """Values for `parametrize`, slow but for `fast`: `make test-all` runs these, those of `always`, and each other on
     one of so many days, by default of as many as there are others, but 3 at least and 6 at most; `make test-long` runs
-    all."""
+    all. Files begin on different days, so that no day has more to run than others."""
     assert {*fast, *always} <= set(cases), "a case that is none"
-    turns = count(TURN)
+    turns = count(TURN + _first_day())
     days = days or max(3, min(6, len(cases) - len({*fast, *always})))
 
     def marks(key: Any) -> Sequence[pytest.MarkDecorator]:
@@ -71,6 +74,15 @@ def on_days(turn: int, days: int = 6) -> Callable[[Test], Test]:
 def marks_on_days(turn: int, days: int = 6) -> list[pytest.MarkDecorator]:
     """`pytestmark` of a module whose tests are slow and run on one of so many days."""
     return [pytest.mark.slow, *(() if (TURN + turn) % days == 0 else (pytest.mark.long,))]
+
+
+def _first_day() -> int:
+    """A number of the test file that is being imported."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    assert frame is not None
+    return crc32(Path(frame.f_code.co_filename).name.encode())
 
 
 def _values(cases: Iterable[Any], marks: Callable[[Any], Sequence[pytest.MarkDecorator]]) -> list[Any]:
