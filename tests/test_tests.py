@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.syntax import below
+
 ROOT = Path(__file__).resolve().parent.parent
 PRIVATE = re.compile(r"_(?!_)\w+|__\w+(?<!__)")
 CONSTANT = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -74,9 +76,13 @@ def patched(call: ast.Call, own: set[str]) -> Iterator[str]:
         yield name
 
 
-def offences(source: str) -> list[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def offences(tree: ast.Module) -> list[str]:
     """Line and name of each use of something private, or of a constant that is replaced."""
-    tree = ast.parse(source)
     origins, found = imported(tree), list[tuple[int, str]]()
     own = {name for name, top in origins.items() if top == "coserve"}
     others = {name for name, top in origins.items() if top not in ("coserve", "tests")}
@@ -101,7 +107,7 @@ FILES = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def test_tests_use_what_is_public() -> None:
-    wrong = [f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in offences(path.read_text())]
+    wrong = [f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in offences(parsed(path))]
     assert not wrong
 
 
@@ -133,15 +139,15 @@ def test_what_tests_share_is_in_support() -> None:
     ],
 )
 def test_what_is_found(line: str, allowed: bool) -> None:
-    assert (offences(line) == []) == allowed
+    assert (offences(ast.parse(line)) == []) == allowed
 
 
 def test_names_that_are_imported_where_they_are_used_exist() -> None:
     """Also in tests that need a GPU, whose functions run nowhere else."""
     missing = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}"
-        for path in (ROOT / "tests").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path in FILES
+        for node in below(parsed(path))
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("coserve", "tests")
         for alias in node.names
         if alias.name not in module_names(node.module or "")

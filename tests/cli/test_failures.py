@@ -250,6 +250,7 @@ def test_ctrl_c_while_a_daemon_is_silent() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
+        silent.settimeout(60)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with process("generate", "hi", "--url", url) as waiting:
             connection, _ = silent.accept()

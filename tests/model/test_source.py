@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from importlib import resources
 from pathlib import Path
 
@@ -18,6 +16,9 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntry
 
 from coserve.core.errors import UnsupportedBase
 from coserve.data.pretrained.source import INDEX, check_source, fetch_files
+from coserve.data.pretrained.tokenizer import Tokenizer
+from coserve.model.base import load_base
+from coserve.model.formats.sizes import read_sizes
 
 
 def refused(source: object, **kwargs: bool) -> str:
@@ -69,17 +70,7 @@ def test_names_pass() -> None:
         check_source(name)
 
 
-READ_REVISIONS = """
-from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.model.base import load_base
-from coserve.model.formats.sizes import read_sizes
-for name in ("org/tiny@v1", "org/tiny"):
-    spec, sizes = load_base(name, device="cpu", dtype="auto").spec, read_sizes(name, "float32")
-    print(spec.name, spec.hub_name, spec.layers, sizes.spec.layers, Tokenizer.load(name).chat_template)
-"""
-
-
-def test_a_revision_of_the_hub_is_read_by_all(tmp_path: Path) -> None:
+def test_a_revision_of_the_hub_is_read_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two commits in the hub's cache; nothing is fetched."""
     tiny = Path(str(resources.files("coserve") / "assets" / "tiny"))
     repository = tmp_path / "models--org--tiny"
@@ -91,11 +82,12 @@ def test_a_revision_of_the_hub_is_read_by_all(tmp_path: Path) -> None:
         (snapshot / "chat_template.jinja").write_text(reference)
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / reference).write_text(commit)
-    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", READ_REVISIONS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    read = [line for line in done.stdout.splitlines() if line.startswith("org/")]
-    assert read == ["org/tiny org/tiny 1 1 v1", "org/tiny org/tiny 4 4 main"], done.stderr[-2000:]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name, layers, template in (("org/tiny@v1", 1, "v1"), ("org/tiny", 4, "main")):
+        spec, sizes = load_base(name, device="cpu", dtype="auto").spec, read_sizes(name, "float32")
+        assert (spec.name, spec.hub_name, spec.layers, sizes.spec.layers) == ("org/tiny", "org/tiny", layers, layers)
+        assert Tokenizer.load(name).chat_template == template
 
 
 @pytest.mark.parametrize(

@@ -76,13 +76,15 @@ def _inputs(
     return RecurrenceInputs(q, k, v, decay, share, RecurrenceParams(0.4, normalize=beta))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("launched", [None, *OTHER_SHAPES.values()], ids=["own", *OTHER_SHAPES])
+@pytest.mark.parametrize(
+    ("case", "launched"),
+    [*((case, "own") for case in CASES), ("delta rule", "other"), ("decay by key", "other"), ("no delta", "in turns")],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-def test_steps_in_slots(case: str, launched: RecurShape | None, dtype: torch.dtype) -> None:
+def test_steps_in_slots(case: str, launched: str, dtype: torch.dtype) -> None:
     """Outputs and the states that the next steps read: chunks, decodes and padding, in any slots."""
     shape, beta, by_key = CASES[case]
-    _compare(shape, launched, dtype, beta=beta, by_key=by_key)
+    _compare(shape, OTHER_SHAPES.get(launched), dtype, beta=beta, by_key=by_key)
 
 
 @pytest.mark.gpu
@@ -120,7 +122,7 @@ def test_long_runs_are_computed_in_chunks(case: str, dtype: torch.dtype, monkeyp
 def test_a_prompt_cut_anywhere_leaves_the_same_state(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, whose sums round otherwise than token by token."""
     size = 16 if dtype == torch.float32 else LEAST_SIZE
-    shape, tokens = StateShape(20, 4, heads=2, keys=size, values=size + 8), 150
+    shape, tokens = StateShape(20, 4, heads=2, keys=size, values=size + 8), 100
 
     def computed(*cuts: int) -> tuple[Tensor, Tensor]:
         states = StatePool({0: shape}, slots=1, dtype=dtype, device=torch.device(DEVICE))
@@ -137,7 +139,7 @@ def test_a_prompt_cut_anywhere_leaves_the_same_state(dtype: torch.dtype, monkeyp
     monkeypatch.setattr(FusedRecurrence, "chunked_from", CHUNKED_FROM)
     whole = computed(0, tokens)
     assert not torch.equal(whole[1], by_token[1])
-    for got in (by_token, computed(0, 1, tokens), computed(0, 64, tokens), computed(0, 19, 40, 127, tokens)):
+    for got in (by_token, computed(0, 1, tokens), computed(0, 64, tokens), computed(0, 19, 30, 95, tokens)):
         for one, right in zip(got, whole, strict=True):
             _near(one, right, dtype)
 

@@ -30,5 +30,5 @@ def _load(mesh: Mesh, folder: str) -> str:
 @pytest.mark.slow
 def test_a_base_is_not_refused_because_another_rank_is_gone(tmp_path: Path) -> None:
     folder = sharded.save_base(tmp_path)
-    with Ranks(2, timeout=15) as ranks:
+    with Ranks(2, timeout=6) as ranks:
         assert ranks.run(_load, folder) == ["lost", ""]
