@@ -20,30 +20,9 @@ from coserve.core.errors import ConfigError
 from coserve.state.folder import DataFolder
 
 COMMANDS = [
-    "adapters",
-    "aliases",
-    "backup",
-    "bench",
-    "chat",
-    "config",
-    "demo",
-    "doctor",
-    "eval",
-    "finetune",
-    "generate",
-    "jobs",
-    "keys",
-    "learn",
-    "log-level",
-    "lora-server",
-    "memory",
-    "plan",
-    "ps",
-    "quotas",
-    "restore",
-    "serve",
-    "stop",
-    "warm",
+    *("adapters", "aliases", "backup", "bench", "chat", "config", "demo", "doctor", "eval", "finetune", "generate"),
+    *("jobs", "keys", "learn", "log-level", "lora-server", "memory", "plan", "ps", "quotas", "restore", "serve"),
+    *("stop", "warm"),
 ]
 SETTINGS = [
     "model",
@@ -220,8 +199,7 @@ def test_wrong_settings_are_named(given: dict[str, object], environ: dict[str, s
 
 
 @pytest.mark.parametrize(
-    ("key", "hint"),
-    [("prot", "; did you mean 'port'?"), ("tensor_parallel_size", "; did you mean 'tp'?"), ("zzz", "")],
+    ("key", "hint"), [("prot", "; did you mean 'port'?"), ("tensor_parallel_size", "; did you mean 'tp'?"), ("zzz", "")]
 )
 def test_an_unknown_key_of_the_file_is_refused(tmp_path: Path, key: str, hint: str) -> None:
     file = tmp_path / "coserve.toml"

@@ -128,11 +128,7 @@ def test_a_secret_is_not_repeated_by_what_refuses_it() -> None:
 def test_a_key_of_sixteen_characters_opens_other_addresses(tmp_path: Path) -> None:
     file = tmp_path / "coserve.toml"
     file.write_text(f'api_key = "{KEY}"\n')
-    for given, environ in (
-        ({"api_key": KEY}, {}),
-        ({}, {"COSERVE_API_KEY": KEY}),
-        ({"config": file}, {}),
-    ):
+    for given, environ in (({"api_key": KEY}, {}), ({}, {"COSERVE_API_KEY": KEY}), ({"config": file}, {})):
         assert load_config({"host": "0.0.0.0", **given}, environ).api_key == KEY
     for environ in ({}, {"COSERVE_API_KEY": ""}, {"COSERVE_API_KEY": " " * 16}):
         with pytest.raises(ConfigError):

@@ -10,16 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.bdlora.quality import read_corpus
-from benchmarks.finetuning.quality import (
-    NAME,
-    TRIED,
-    by_coserve,
-    by_peft,
-    differences,
-    padded,
-    publish,
-    start_of,
-)
+from benchmarks.finetuning.quality import NAME, TRIED, by_coserve, by_peft, differences, padded, publish, start_of
 from coserve.data.corpus.tokenized import Corpus
 from coserve.model.base import load_base
 

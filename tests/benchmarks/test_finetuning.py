@@ -13,18 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.common.traces import Kernel
-from benchmarks.finetuning.cases import (
-    COMPILED,
-    LLAMA,
-    OURS,
-    PEFT,
-    TINY_GPT2,
-    TINY_LLAMA,
-    Case,
-    Shape,
-    cases,
-    turns,
-)
+from benchmarks.finetuning.cases import COMPILED, LLAMA, OURS, PEFT, TINY_GPT2, TINY_LLAMA, Case, Shape, cases, turns
 from benchmarks.finetuning.cut import BothWays
 from benchmarks.finetuning.ours import make_base, running_jobs
 from benchmarks.finetuning.profile import by_kind

@@ -13,13 +13,7 @@ from rich.console import Console
 from benchmarks.memory.profile.figure import save_figure
 from benchmarks.memory.profile.lines import fit_line
 from benchmarks.memory.profile.report import Components, Point, ProfileReport, Readings, Series, components_of, lines_of
-from benchmarks.memory.profile.request import (
-    Backend,
-    Kind,
-    Workload,
-    figure_4_1,
-    make_workloads,
-)
+from benchmarks.memory.profile.request import Backend, Kind, Workload, figure_4_1, make_workloads
 from benchmarks.memory.profile.table import notes, series_table, source_text
 
 

@@ -43,12 +43,7 @@ def quiet(step: Step) -> None: ...
 
 def request(config: dict[str, object] | None, batches: tuple[int, ...], **changes: object) -> ProfileRequest:
     whole = ProfileRequest(
-        model="tiny",
-        config=config,
-        workloads=make_workloads((8,)),
-        batches=batches,
-        lengths=(16,),
-        predict=True,
+        model="tiny", config=config, workloads=make_workloads((8,)), batches=batches, lengths=(16,), predict=True
     )
     return msgspec.structs.replace(whole, **changes)
 

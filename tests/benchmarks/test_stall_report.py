@@ -73,9 +73,7 @@ coserve_train_tokens_total 4.096e+03
 
 
 def test_stalls_are_those_between_two_pages() -> None:
-    assert stalls(BEFORE, AFTER) == {
-        "checkpoint": {"count": 4.0, "seconds": 2.5, "buckets": {"0.1": 3, "inf": 1}},
-    }
+    assert stalls(BEFORE, AFTER) == {"checkpoint": {"count": 4.0, "seconds": 2.5, "buckets": {"0.1": 3, "inf": 1}}}
     assert stalls("", BEFORE) == {"gc": {"count": 2.0, "seconds": 0.02, "buckets": {"0.1": 2}}}
     assert stalls("up 1\n", "up 1\n") == {}
 

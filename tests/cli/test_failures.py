@@ -166,10 +166,7 @@ def test_files_that_are_not_what_they_should_be(
             ["adapters", "download", "x", "NEW", "--decoder", "nonsense.x"],
             "decoder: expected one of model, model.language_model, language_model.model, model.language_model.model, ",
         ),
-        (
-            ["adapters", "download", "x", "NEW", "--decoder", ""],
-            ", got '' (see coserve adapters download --help)",
-        ),
+        (["adapters", "download", "x", "NEW", "--decoder", ""], ", got '' (see coserve adapters download --help)"),
     ],
 )
 def test_wrong_arguments_end_in_one_line(command: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,10 +86,7 @@ def rows(tmp_path: Path) -> str:
             {"training": {"sample_prompts": ["Ahoy, ", "Who?"], "sample_steps": 5, "sample_max_tokens": 9}},
         ),
         (["--columns", "prompt=a question, completion=b"], {"columns": {"prompt": "a question", "completion": "b"}}),
-        (
-            ["--columns", "prompt=q", "--columns", "completion=a=b"],
-            {"columns": {"prompt": "q", "completion": "a=b"}},
-        ),
+        (["--columns", "prompt=q", "--columns", "completion=a=b"], {"columns": {"prompt": "q", "completion": "a=b"}}),
         (["--set", 'columns={"prompt": "a,b"}'], {"columns": {"prompt": "a,b"}}),
         ([], {}),
     ],
@@ -150,11 +147,7 @@ def test_fields_become_those_of_the_request(
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_sent(
-    options: list[str],
-    says: str,
-    asked: list[dict[str, Any]],
-    rows: str,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], says: str, asked: list[dict[str, Any]], rows: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["finetune", "name", rows, *options]) == USAGE
     said = capsys.readouterr().err

@@ -58,11 +58,7 @@ async def test_generate_sends_what_was_said_and_nothing_else() -> None:
     assert [sent(request) for request in daemon.requests] == [
         ("POST", "/generate", {"prompt": "hi"}),
         ("POST", "/generate", {"prompt": [1, 2], "adapter": "a@1", "temperature": 0, "stop": ["x"], "seed": 3}),
-        (
-            "POST",
-            "/generate",
-            {"messages": [{"role": role, "content": text} for role, text in turns]},
-        ),
+        ("POST", "/generate", {"messages": [{"role": role, "content": text} for role, text in turns]}),
     ]
     assert daemon.requests[0].headers["Authorization"] == "Bearer key"
 

@@ -123,11 +123,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 1
 
 @pytest.mark.parametrize(
     "call",
-    [
-        lambda client: client.health(),
-        lambda client: client.generate("hi"),
-        lambda client: anext(client.stream("hi")),
-    ],
+    [lambda client: client.health(), lambda client: client.generate("hi"), lambda client: anext(client.stream("hi"))],
 )
 @pytest.mark.parametrize("head", [b"", HEAD])
 async def test_closing_ends_a_call_over_http(call: Callable[[AsyncClient], Any], head: bytes) -> None:

@@ -26,19 +26,8 @@ from coserve.core.schemas import GenerateRequest
 
 def test_exported_names() -> None:
     assert coserve.client.__all__ == [
-        "AsyncClient",
-        "AsyncJobHandle",
-        "AsyncTrainingSession",
-        "Client",
-        "GenerateOptions",
-        "HttpTransport",
-        "JobHandle",
-        "MockTransport",
-        "Request",
-        "Response",
-        "RetryPolicy",
-        "TrainingSession",
-        "Transport",
+        *("AsyncClient", "AsyncJobHandle", "AsyncTrainingSession", "Client", "GenerateOptions", "HttpTransport"),
+        *("JobHandle", "MockTransport", "Request", "Response", "RetryPolicy", "TrainingSession", "Transport"),
         "Upload",
     ]
     assert all(hasattr(coserve.client, name) for name in coserve.client.__all__)

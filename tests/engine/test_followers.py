@@ -74,8 +74,7 @@ def through_graphs(base: Base, kv: KvCache) -> StepExecutor:
 
 
 @pytest.mark.parametrize(
-    ("executor", "requests"),
-    [(eager, 40), pytest.param(through_graphs, 4, marks=pytest.mark.slow)],
+    ("executor", "requests"), [(eager, 40), pytest.param(through_graphs, 4, marks=pytest.mark.slow)]
 )
 def test_pages_are_the_same_after_bursts_and_cancels(
     executor: Callable[[Base, KvCache], StepExecutor], requests: int, tmp_path: Path

@@ -223,10 +223,7 @@ def test_it_is_known_that_layers_are_being_compiled() -> None:
 
 
 def stacked() -> list[FrozenWeight]:
-    return [
-        FrozenWeight(torch.zeros(256, 4096), None, (128, 128)),
-        FrozenWeight(torch.zeros(64, 4096), None, (64,)),
-    ]
+    return [FrozenWeight(torch.zeros(256, 4096), None, (128, 128)), FrozenWeight(torch.zeros(64, 4096), None, (64,))]
 
 
 def test_gemms_are_loaded_from_the_files_that_fit(tmp_path: Path) -> None:

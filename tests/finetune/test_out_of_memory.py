@@ -62,11 +62,7 @@ class Trained:
 
 
 def trained(
-    wanted: Callable[[int], bool] = never,
-    points: Sequence[Point] = POINTS,
-    *,
-    recompute: bool = False,
-    **options: Any,
+    wanted: Callable[[int], bool] = never, points: Sequence[Point] = POINTS, *, recompute: bool = False, **options: Any
 ) -> Trained:
     with TemporaryDirectory() as root:
         bench = Bench(base(), Path(root), recompute=recompute)

@@ -57,10 +57,7 @@ def test_texts_and_messages(tokenizer: Tokenizer) -> None:
         (f"Greet. No.{end}", f" No.{end}"),
     ]
     chat = "<|user|>Hi<|end|><|assistant|>Hm.<|end|><|user|>Hello?<|end|><|assistant|>"
-    assert shown(tokenizer, corpus, 1) == [
-        (f"{chat}Ahoy!<|end|>", "Ahoy!<|end|>"),
-        (f"{chat}No.<|end|>", "No.<|end|>"),
-    ]
+    assert shown(tokenizer, corpus, 1) == [(f"{chat}Ahoy!<|end|>", "Ahoy!<|end|>"), (f"{chat}No.<|end|>", "No.<|end|>")]
 
 
 def test_the_messages_that_both_begin_with_are_the_prompt(tokenizer: Tokenizer) -> None:

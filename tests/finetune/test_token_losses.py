@@ -185,9 +185,7 @@ def test_tokens_of_one_advantage_have_the_gradient_of_the_sequences_ratio(base: 
     """The identity of GSPO-token and GSPO, arXiv 2507.18071, section 4.3."""
     rows = [
         replace(
-            one,
-            advantages_K=np.full_like(one.sampled_K, one.advantages_K[0]),
-            ratio_mask_K=np.ones_like(one.sampled_K),
+            one, advantages_K=np.full_like(one.sampled_K, one.advantages_K[0]), ratio_mask_K=np.ones_like(one.sampled_K)
         )
         for one in batch_of().examples
     ]

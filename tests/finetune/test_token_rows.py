@@ -51,11 +51,7 @@ def test_tokens_are_learned_as_labels_and_masks_say(beside: dict[str, Any], expe
         ({"labels": [5]}, "labels", "line 1: expected labels with an entry for each of 2 input_ids, got 1"),
         ({"labels": [6, 5]}, "labels", "line 1: expected the label 5, as in input_ids, or -100 "),
         ({"assistant_masks": [0, 2]}, "assistant_masks[1]", "line 1: assistant_masks[1]: expected "),
-        (
-            {"attention_mask": [1, 0]},
-            "attention_mask",
-            "line 1: expected an attention_mask of ones: leave padding out",
-        ),
+        ({"attention_mask": [1, 0]}, "attention_mask", "line 1: expected an attention_mask of ones: leave padding out"),
         ({"seq_lengths": [1, 1]}, "seq_lengths", "line 1: seq_lengths is not used: a row is one sequence"),
     ],
 )

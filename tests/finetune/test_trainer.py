@@ -166,8 +166,7 @@ def test_checkpoints_are_few_and_not_repeated(base: Base, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "damage",
-    by_day(["truncate", "garbage", "missing", "state", "other_job", "other_rank"], "truncate", "other_rank"),
+    "damage", by_day(["truncate", "garbage", "missing", "state", "other_job", "other_rank"], "truncate", "other_rank")
 )
 def test_a_damaged_checkpoint_is_left_aside(base: Base, tmp_path: Path, damage: str) -> None:
     whole, cut = Bench(base, tmp_path / "whole"), Bench(base, tmp_path / "cut")
@@ -446,8 +445,7 @@ def test_a_full_disk_costs_a_checkpoint_not_the_job(base: Base, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "point",
-    by_day(["adapter.temp_write", "adapter.before_rename", "adapter.publish"], "adapter.before_rename"),
+    "point", by_day(["adapter.temp_write", "adapter.before_rename", "adapter.publish"], "adapter.before_rename")
 )
 @pytest.mark.parametrize(("error", "said"), [("ENOSPC", "waiting for space"), ("EIO", "waiting for the disk")])
 def test_a_disk_that_refuses_the_adapter_is_asked_again(

@@ -84,12 +84,7 @@ def points(*, ahead: bool) -> list[Point]:
         return [layers, (eager_module, "pack"), (eager_module, "choose"), (eager_module, "prompt_logprobs")]
     sampler = [(device_sampler, name) for name in ("decide", "send_ids")]
     history = [(device_sampler.History, name) for name in ("empty", "_write")]
-    executor = [
-        (TokenSlots, "fill"),
-        (TokenSlots, "store"),
-        (Chosen, "fetch"),
-        (graph_executor, "pack"),
-    ]
+    executor = [(TokenSlots, "fill"), (TokenSlots, "store"), (Chosen, "fetch"), (graph_executor, "pack")]
     return [(FusedBase, "forward"), layers, *sampler, *history, *executor]
 
 

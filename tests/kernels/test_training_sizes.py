@@ -61,8 +61,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    "case",
-    by_day({"small": (SMALL, 16), "8b": (GROUPS, 16), "rank 64": (GROUPS, 64), "rank 8": (GROUPS, 8)}, "small"),
+    "case", by_day({"small": (SMALL, 16), "8b": (GROUPS, 16), "rank 64": (GROUPS, 64), "rank 8": (GROUPS, 8)}, "small")
 )
 def test_every_size_of_a_micro_batch_is_covered(case: tuple[Sizes, int], monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(*case, monkeypatch)

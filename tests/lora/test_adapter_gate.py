@@ -158,17 +158,8 @@ def test_what_may_be_submitted_may_be_imported(tmp_path: Path) -> None:
 def test_every_key_of_pefts_is_gated(tmp_path: Path, key: str) -> None:
     """A value that no key means anything by is accepted only where the key has no effect."""
     harmless = {
-        "target_modules",
-        "exclude_modules",
-        "layers_pattern",
-        "velora_config",
-        "eva_config",
-        "base_model_name_or_path",
-        "revision",
-        "auto_mapping",
-        "inference_mode",
-        "peft_version",
-        "megatron_core",
+        *("target_modules", "exclude_modules", "layers_pattern", "velora_config", "eva_config"),
+        *("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "megatron_core"),
         "qalora_group_size",
     }
     write(tmp_path, CONFIG | {key: ".*q_proj" if key == "target_modules" else "nonsense"})
@@ -410,33 +401,12 @@ def test_settings_that_ask_for_nothing_pass_as_other_tools_write_them(tmp_path: 
     unsloth = r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|v_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))"  # noqa: E501
     off = dict.fromkeys(
         [
-            "alora_invocation_tokens",
-            "arrow_config",
-            "corda_config",
-            "eva_config",
-            "exclude_modules",
-            "kasa_config",
-            "layer_replication",
-            "layers_pattern",
-            "layers_to_transform",
-            "loftq_config",
-            "lora_ga_config",
-            "megatron_config",
-            "modules_to_save",
-            "revision",
-            "monteclora_config",
-            "target_parameters",
-            "trainable_token_indices",
-            "use_bdlora",
-            "velora_config",
-            "lora_dtype",
-            "lorap_lr_ratio",
-            "enable_lora",
-            "rank_pattern",
-            "alpha_pattern",
-            "fan_in_fan_out",
-            "init_lora_weights",
-            "use_rslora",
+            *("alora_invocation_tokens", "arrow_config", "corda_config", "eva_config", "exclude_modules"),
+            *("kasa_config", "layer_replication", "layers_pattern", "layers_to_transform", "loftq_config"),
+            *("lora_ga_config", "megatron_config", "modules_to_save", "revision", "monteclora_config"),
+            *("target_parameters", "trainable_token_indices", "use_bdlora", "velora_config", "lora_dtype"),
+            *("lorap_lr_ratio", "enable_lora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
+            *("init_lora_weights", "use_rslora"),
         ]
     )
     empty = {

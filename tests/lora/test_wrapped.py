@@ -31,11 +31,7 @@ TEXT, WRAPPER = "ministral3", "mistral3"
 NAMES = {TEXT: "model.", WRAPPER: "model.language_model."}
 TOKENS = tokens_of(11)
 WRAPPERS = [family for family in SERVED if "text_config" in CONFIG_MAPPING[family].sub_configs]
-SETTINGS = {
-    "r": 3,
-    "target_modules": r".*layers\.\d+\.(self_attn\.[qv]_proj|mlp\.down_proj)",
-    "lora_alpha": 5,
-}
+SETTINGS = {"r": 3, "target_modules": r".*layers\.\d+\.(self_attn\.[qv]_proj|mlp\.down_proj)", "lora_alpha": 5}
 """With a rank and an alpha of its own for one whole name."""
 
 

@@ -171,9 +171,7 @@ def test_what_they_cannot_do_runs_the_layers_themselves(
 
 
 @pytest.mark.slow
-def test_two_adapters_in_one_batch_that_begin_at_the_second_layer(
-    llama: tuple[Base, CompiledLayers, Counted],
-) -> None:
+def test_two_adapters_in_one_batch_that_begin_at_the_second_layer(llama: tuple[Base, CompiledLayers, Counted]) -> None:
     """A pass without a backward in the first layer, and gradients of each adapter in its own sums."""
     base, compiled, counted = llama
     upper = [site for site, spec in base.spec.sites.items() if spec.layer == 1]

@@ -34,14 +34,7 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.settings import refuse_config
 from tests.support.examples import in_turns
 from tests.support.executors import eager
-from tests.support.families import (
-    ATTENTION_ONLY,
-    REFUSED,
-    REFUSED_BY_CONFIG,
-    SERVED,
-    SERVED_SINCE_5_24,
-    tiny_family,
-)
+from tests.support.families import ATTENTION_ONLY, REFUSED, REFUSED_BY_CONFIG, SERVED, SERVED_SINCE_5_24, tiny_family
 from tests.support.host_waits import copies_from_the_host
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, save_peft
@@ -61,17 +54,8 @@ CORPUS = Corpus(
     bounds=np.array([0, len(ROWS[0]), len(ROWS[0]) + len(ROWS[1])]),
 )
 OF_EACH_KIND = (
-    "gemma2",
-    "gpt_neox",
-    "gpt_bigcode",
-    "opt",
-    "ctrl",
-    "olmo2",
-    "cohere2",
-    "granite",
-    "qwen2_moe",
-    "modernbert-decoder",
-    "minicpm3",
+    *("gemma2", "gpt_neox", "gpt_bigcode", "opt", "ctrl", "olmo2", "cohere2", "granite", "qwen2_moe"),
+    *("modernbert-decoder", "minicpm3"),
 )
 """With `QUICK`: norms, positions, activations, windows, sinks, stacked weights and experts of all kinds."""
 ATTENTION = (

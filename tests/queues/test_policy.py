@@ -436,8 +436,7 @@ class TestOverlap:
         assert self.policy.decide(long_ago, 0.95) == Wait(pytest.approx(alone - 0.001 - AHEAD))
 
     @pytest.mark.parametrize(
-        ("weight", "waits", "held"),
-        [(1.0, 0.045, True), (1.0, 0.055, False), (0.5, 0.02, True), (0.5, 0.03, False)],
+        ("weight", "waits", "held"), [(1.0, 0.045, True), (1.0, 0.055, False), (0.5, 0.02, True), (0.5, 0.03, False)]
     )
     def test_a_step_without_prompts_comes_first_while_they_have_not_waited_long(
         self, weight: float, waits: float, held: bool

@@ -23,15 +23,7 @@ from tests.support.fake_ports import token
 from tests.support.scenario import Outcome, Scenario, make_scenario, play
 
 NAMES = ("ets", "ts", "ts-batch", "slack", "inference-first", "spatial", "overlap", "overlap-between")
-POLICIES = sample(
-    NAMES,
-    "ets",
-    "ts",
-    "slack",
-    "inference-first",
-    "spatial",
-    "overlap",
-)
+POLICIES = sample(NAMES, "ets", "ts", "slack", "inference-first", "spatial", "overlap")
 FEW = sample(NAMES, "slack", "spatial")
 """For what the policies have in common."""
 SEEDS = int(os.environ.get("COSERVE_SIM_SEEDS") or examples(50, fast=8))

@@ -14,14 +14,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 ASKED_FOR = ("status of 401", "status of 503", "net::ERR_")
 """Parts of messages that Chromium itself logs: no key yet, the daemon starts, there is none, or it died."""

@@ -52,12 +52,7 @@ class Kind(NamedTuple):
     dora: bool = False
 
 
-KINDS = (
-    Kind(8),
-    Kind(8, blocks=2),
-    Kind(8, blocks=4),
-    Kind(3, targets=("q_proj", "o_proj", "up_proj")),
-)
+KINDS = (Kind(8), Kind(8, blocks=2), Kind(8, blocks=4), Kind(3, targets=("q_proj", "o_proj", "up_proj")))
 """The last one's rank is divided by no number of ranks."""
 BATCH = (2, 0, -1, 3, 1)
 """The adapter of each of the sequences; -1: the base alone."""

@@ -15,13 +15,7 @@ from coserve.config import config_from_json
 from coserve.engine.warmup.launch import start_warm_up
 
 REPEATED = (
-    "profile",
-    "training-16",
-    "training-64",
-    "training-256",
-    "blocks-16",
-    "blocks-256",
-    "adapters-16",
+    *("profile", "training-16", "training-64", "training-256", "blocks-16", "blocks-256", "adapters-16"),
     "adapters-128",
 )
 """Parts of the warm-up that are run again, and find everything."""

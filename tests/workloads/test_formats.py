@@ -115,18 +115,8 @@ def test_sharegpt(tmp_path: Path, layout: Callable[[list[Any]], str]) -> None:
         ),
         (read_sharegpt, '[{"conversations": []},\n {"talk": []}]', 2, "missing required field `conversations`"),
         (read_sharegpt, '[{"conversations": [{"from": "human", "value": 3}]}]', 1, "Expected `str`, got `int`"),
-        (
-            read_sharegpt,
-            '[{"conversations": []},\n\n{"conversations": ]}]',
-            2,
-            "expected JSON: Expecting value",
-        ),
-        (
-            read_sharegpt,
-            '[{"conversations": []}',
-            1,
-            "the array has no end",
-        ),
+        (read_sharegpt, '[{"conversations": []},\n\n{"conversations": ]}]', 2, "expected JSON: Expecting value"),
+        (read_sharegpt, '[{"conversations": []}', 1, "the array has no end"),
         (read_sharegpt, '[{"conversations": []}\n{"conversations": []}]', 1, "expected ',' or ']', got '{'"),
         (read_sharegpt, '[{"conversations": []},\n3]', 2, "Expected `object`, got `int`"),
         (read_sharegpt, '[{"conversations": [', 1, "expected JSON: "),
@@ -187,8 +177,7 @@ def test_formats_are_told_apart(tmp_path: Path, content: str, found: TraceFormat
 
 
 @pytest.mark.parametrize(
-    ("read", "content"),
-    [(read_burstgpt, BURSTGPT), (read_mooncake, MOONCAKE), (read_sharegpt, json.dumps([TALK]))],
+    ("read", "content"), [(read_burstgpt, BURSTGPT), (read_mooncake, MOONCAKE), (read_sharegpt, json.dumps([TALK]))]
 )
 def test_a_byte_order_mark_is_no_part_of_the_file(
     tmp_path: Path, read: Callable[[Path], Iterator[object]], content: str

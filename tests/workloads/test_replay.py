@@ -67,13 +67,7 @@ class FakeTarget:
 
 def trace(*, duration: float = 2.0, rows: int = 0, rate: float = 10.0) -> Trace:
     scenario = Scenario(
-        duration=duration,
-        rate=rate,
-        finetune_rows=rows,
-        finetune_period=1.0,
-        adapters=3,
-        min_tokens=4,
-        max_tokens=4,
+        duration=duration, rate=rate, finetune_rows=rows, finetune_period=1.0, adapters=3, min_tokens=4, max_tokens=4
     )
     return make_trace(scenario, ["p"], [{"text": "row"}])
 

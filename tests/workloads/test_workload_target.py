@@ -22,14 +22,7 @@ from tests.support.records import make_adapter_info, make_metrics
 from tests.support.sdk import job
 
 SCENARIO = Scenario(
-    duration=0.05,
-    rate=100,
-    finetune_rows=3,
-    adapters=2,
-    rank=(4,),
-    min_tokens=3,
-    max_tokens=3,
-    steps=2,
+    duration=0.05, rate=100, finetune_rows=3, adapters=2, rank=(4,), min_tokens=3, max_tokens=3, steps=2
 )
 
 

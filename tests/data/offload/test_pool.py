@@ -181,11 +181,7 @@ ROWS = [{"text": f"row {number}: the cat sat on the mat"} for number in range(20
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "written"),
-    [
-        ({"path": "rows.jsonl"}, "*.lengths"),
-        ({"data": ROWS}, "*.lengths"),
-        ({"data": ROWS}, "rows-*"),
-    ],
+    [({"path": "rows.jsonl"}, "*.lengths"), ({"data": ROWS}, "*.lengths"), ({"data": ROWS}, "rows-*")],
     ids=["a file", "rows", "rows while they are decoded"],
 )
 async def test_a_client_that_leaves_ends_the_work_on_its_corpus(

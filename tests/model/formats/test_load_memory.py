@@ -39,10 +39,7 @@ def _fp8(folder: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("mesh", [None, LoneRank(0, 2)], ids=["whole", "a rank"])
 @pytest.mark.parametrize("write", [_mxfp4, _fp8])
 def test_one_layer_at_most_is_dense_beside_what_is_loaded(
-    write: Callable[[Path], tuple[Path, Path]],
-    mesh: LoneRank | None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    write: Callable[[Path], tuple[Path, Path]], mesh: LoneRank | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The model is loaded in 16 bits, and a layer counts as it is dequantised, in float32."""
     folder, dense = write(tmp_path)

@@ -44,12 +44,7 @@ def _parameters(base: Base) -> int:
     ("family", "overrides", "size", "reason"),
     [
         ("llama", {}, 8, "number of query heads"),
-        (
-            "llama",
-            {"intermediate_size": 50},
-            4,
-            "gate_proj: expected a number of features that 4 GPUs divide",
-        ),
+        ("llama", {"intermediate_size": 50}, 4, "gate_proj: expected a number of features that 4 GPUs divide"),
         (
             "llama",
             {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3},

@@ -44,10 +44,7 @@ BOUNDS = (0, 5, 14, 18, 25)
 BATCH = (1, -1, 0, 1)
 TOKENS = tokens_of(BOUNDS[-1])
 POSITIONS = torch.cat([torch.arange(end - start) for start, end in pairwise(BOUNDS)])
-FAMILIES = (
-    *("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "gemma4"),
-    *("olmoe", "deepseek_v3", "qwen3_5_moe_text"),
-)
+FAMILIES = (*("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "gemma4"), *("olmoe", "deepseek_v3", "qwen3_5_moe_text"))
 """The first layers of GLM and DeepSeek have no experts; their second ones, and all of Qwen3.5, have a shared one. Gemma
 4's have an MLP beside the experts."""
 WAYS = pytest.mark.parametrize("ep", [1, 2], ids=["features", "experts"])
