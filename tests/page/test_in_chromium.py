@@ -338,6 +338,9 @@ def test_the_api_is_described_with_an_example_for_each_route(node: Node) -> None
             assert "error" not in {key for key, value in json.loads(done.stdout).items() if value}, done.stdout
         page.locator("#generate").get_by_role("link", name="GenerateRequest").first.click()
         page.get_by_role("region", name="Fields of GenerateRequest").wait_for()
+        routes.evaluate_all(
+            "(all) => all.forEach((each, at) => (each.open = at % 8 === 0))"
+        )  # axe reads all that is shown
         check_accessible(page)
         page.get_by_label("Filter routes").fill("get aliases")
         assert 0 < page.locator("details.route:visible").count() < 10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -51,12 +51,23 @@ async def pool() -> AsyncIterator[HelperPool]:
     await pool.close()
 
 
-@pytest.mark.parametrize("source", [*sample(LARGE, "repeat"), *in_turns(ENDLESS, days=len(ENDLESS))])
-async def test_a_hostile_template_ends_with_a_typed_error(pool: HelperPool, source: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"the base's chat template (exceeds|refuses)") as refused:
+@pytest.mark.parametrize("names", sample([("repeat",), tuple(LARGE)], ("repeat",)), ids=["one", "all"])
+async def test_a_template_that_takes_memory_ends_with_a_typed_error(pool: HelperPool, names: Sequence[str]) -> None:
+    """And leaves its process to the next one."""
+    for name in names:
+        await refused(pool, LARGE[name])
+
+
+@pytest.mark.parametrize("source", in_turns(ENDLESS, days=len(ENDLESS)))
+async def test_a_template_that_takes_time_ends_with_a_typed_error(pool: HelperPool, source: str) -> None:
+    await refused(pool, source)
+
+
+async def refused(pool: HelperPool, source: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"the base's chat template (exceeds|refuses)") as caught:
         await pool.run(tasks.render, source)
-    assert refused.value.field == "messages"
-    assert await pool.run(tasks.render, "ok") == "ok"
+    assert caught.value.field == "messages", source
+    assert await pool.run(tasks.render, "ok") == "ok", source
 
 
 @on_days(2)
