@@ -92,13 +92,16 @@ def characters(messages: Iterable[ChatMessage]) -> int:
     return sum(len(message.text) + len(message.reasoning_content or "") for message in messages)
 
 
-def for_template(messages: Sequence[ChatMessage], field: str = "messages") -> list[dict[str, object]]:
+def for_template(
+    messages: Sequence[ChatMessage], field: str = "messages", *, any_arguments: bool = False
+) -> list[dict[str, object]]:
     """Return the messages as transformers passes them to a chat template: calls' arguments as objects, weights
-    included. Raise `InvalidRequest` with the field for keys that the role does not allow."""
-    return [_for_template(message, f"{field}[{index}]") for index, message in enumerate(messages)]
+    included. `any_arguments`: a text that is no JSON object stays a text, since a model may have written it. Raise
+    `InvalidRequest` with the field for keys that the role does not allow, and for other arguments."""
+    return [_for_template(message, f"{field}[{index}]", any_arguments) for index, message in enumerate(messages)]
 
 
-def _for_template(message: ChatMessage, field: str) -> dict[str, object]:
+def _for_template(message: ChatMessage, field: str, any_arguments: bool) -> dict[str, object]:
     found: dict[str, object] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text,  # some templates read it of every message, and none writes an empty text
@@ -108,7 +111,7 @@ def _for_template(message: ChatMessage, field: str) -> dict[str, object]:
             raise InvalidRequest(f"expected {name} on assistant messages only", field=f"{field}.{name}")
     if message.tool_calls:
         calls = enumerate(message.tool_calls)
-        found["tool_calls"] = [_call(call, f"{field}.tool_calls[{index}]") for index, call in calls]
+        found["tool_calls"] = [_call(call, f"{field}.tool_calls[{index}]", any_arguments) for index, call in calls]
     given = {
         "name": message.name or None,
         "tool_call_id": message.tool_call_id or None,
@@ -118,14 +121,14 @@ def _for_template(message: ChatMessage, field: str) -> dict[str, object]:
     return found | {name: value for name, value in given.items() if value is not None}
 
 
-def _call(call: ToolCall, field: str) -> dict[str, object]:
+def _call(call: ToolCall, field: str, any_arguments: bool) -> dict[str, object]:
     arguments = call.function.arguments or {}
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments, type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise InvalidRequest(
-                "expected arguments that are a JSON object", field=f"{field}.function.arguments"
-            ) from error
+            if not any_arguments:
+                wanted = "expected arguments that are a JSON object"
+                raise InvalidRequest(wanted, field=f"{field}.function.arguments") from error
     named: dict[str, object] = {} if call.id is None else {"id": call.id}
     return named | {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}

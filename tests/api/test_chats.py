@@ -48,6 +48,13 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
         yield api
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Kö', "[1]", "no JSON"])
+async def test_arguments_that_a_model_wrote_wrong_are_shown_to_it(api: Api, arguments: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "sky", "arguments": arguments}}
+    chat = {"messages": [PLAIN[1], {"role": "assistant", "tool_calls": [call]}, PLAIN[3]], "tools": TOOLS}
+    assert json.dumps(arguments, ensure_ascii=False) in await prompt_of(api, "/v1/chat/completions", chat)
+
+
 async def prompt_of(api: Api, path: str, body: dict[str, Any]) -> str:
     """The text of the prompt that the engine got."""
     answer = await api.answered(200, "POST", path, json=body)

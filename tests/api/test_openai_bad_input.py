@@ -70,10 +70,6 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [TURN | {"tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [TURN | {"tool_calls": [CALL]}]}, "messages[0].tool_calls"),
     ({"messages": [TURN | {"weight": 1}]}, "messages[0].weight"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-        "messages[0].tool_calls[0].function.arguments",
-    ),
     ({"tools": {"type": "function"}}, "tools"),
     *(
         ({"chat_template_kwargs": {name: "x"}}, "chat_template_kwargs")

@@ -93,7 +93,7 @@ def encode_chat(context: TaskContext, chat: bytes, limit: int, keep: int | None)
 def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     """Return token ids by the base's template. Raises `InvalidRequest`."""
     return tokenizer.chat(
-        for_template(chat.messages),
+        for_template(chat.messages, any_arguments=True),
         tools=chat.tools,
         options=chat.options,
         add_generation_prompt=chat.add_generation_prompt,
