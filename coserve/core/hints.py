@@ -265,7 +265,7 @@ UNSUPPORTED = frozenset(
         *("annotations", "audio", "function_call", "provider_specific_fields", "reasoning_content"),
         *("refusal", "thinking_blocks"),
         # of OpenAI
-        *("prediction", "web_search_options"),
+        *("access_programs", "context_management", "moderation", "prediction", "web_search_options"),
         # of vLLM
         *("chat_template", "documents", "kv_transfer_params", "logits_processors", "mm_processor_kwargs"),
         *("prompt_embeds", "request_id", "vllm_xargs"),

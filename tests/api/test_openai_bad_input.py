@@ -134,7 +134,7 @@ async def test_bodies_over_the_limit_and_wrong_methods(api: Api) -> None:
         ("GET", "/v1", "there is no such path"),
         ("GET", "/v1/jobs/job-1", "there is no such path; did you mean '/finetune'?"),
         ("POST", "/v1/embeddings", "embeddings are not implemented"),
-        ("POST", "/v1/responses/resp_1/cancel", "cancelled and compacted responses are not implemented"),
+        ("POST", "/v1/responses/resp_1/cancel", "cancelled responses are not implemented"),
         ("POST", "/v1/audio/speech", "speech and transcription are not implemented"),
         ("POST", "/v1/fine_tuning/alpha/graders/run", "permissions of checkpoints and graders are not implemented"),
         ("POST", "/v1/images/generations", "images are not implemented"),

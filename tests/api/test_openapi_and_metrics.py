@@ -135,6 +135,7 @@ BODIES = {
         "/invocations",
         "/v1/responses",
         "/v1/responses/input_tokens",
+        "/v1/responses/compact",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/batches",

@@ -39,7 +39,7 @@ _FEATURES = {
     "pooling": "pooling is",
     "realtime": "realtime sessions are",
     "rerank": "reranking is",
-    "responses": "cancelled and compacted responses are",
+    "responses": "cancelled responses are",
     "score": "scores of pairs of texts are",
     "threads": "threads are",
     "uploads": "uploads are",

@@ -37,18 +37,20 @@ def response(body: ResponseRequest, chat: ChatCompletion) -> Response:
     answer, logprobs = choice.message, [] if choice.logprobs is None else choice.logprobs.content
     output: list[OutputItem] = []
     if isinstance(answer.reasoning_content, str):
-        output.append(_reasoning(_id("rs"), answer.reasoning_content))
+        output.append(_reasoning(new_id("rs"), answer.reasoning_content))
     calls = answer.tool_calls or []
     if answer.content or not calls:
-        output.append(_message(_id("msg"), answer.content or "", logprobs))
-    output += [CallItem(_id("fc"), call.id, call.function.name, call.function.arguments, "completed") for call in calls]
+        output.append(_message(new_id("msg"), answer.content or "", logprobs))
+    output += [
+        CallItem(new_id("fc"), call.id, call.function.name, call.function.arguments, "completed") for call in calls
+    ]
     return _ended(new_response(body, chat.model, chat.created), output, choice.finish_reason, chat.usage)
 
 
 def new_response(body: ResponseRequest, model: str, created: int) -> Response:
     """Return the response as the first event shows it."""
     return Response(
-        id=_id("resp"),
+        id=new_id("resp"),
         created_at=created,
         model=model,
         status="in_progress",
@@ -85,7 +87,8 @@ def _ended(begun: Response, output: list[OutputItem], finish: ChatFinish | None,
     )
 
 
-def _id(kind: str) -> str:
+def new_id(kind: str) -> str:
+    """Return a new id, such as `msg_` with hex digits."""
     return f"{kind}_{secrets.token_hex(16)}"
 
 
@@ -163,7 +166,7 @@ class ResponseEvents:
             return
         assert begun is not None, "a stream has a chunk"
         if self._open is None and not self._output:
-            for event in self._begin(MessageItem(_id("msg"), [], "in_progress")):
+            for event in self._begin(MessageItem(new_id("msg"), [], "in_progress")):
                 yield event
         if scores and self._open is not None and isinstance(self._open.item, MessageItem):
             for event in self._text(MessageItem, "", scores):
@@ -177,7 +180,7 @@ class ResponseEvents:
         self, kind: type[MessageItem | ReasoningItem], text: str, logprobs: list[ChatLogprob]
     ) -> Iterator[ResponseEvent]:
         if self._open is None or not isinstance(self._open.item, kind):
-            yield from self._begin(kind(_id("msg" if kind is MessageItem else "rs"), [], "in_progress"))
+            yield from self._begin(kind(new_id("msg" if kind is MessageItem else "rs"), [], "in_progress"))
         assert self._open is not None, "an item was begun"
         self._open.texts.append(text)
         self._open.logprobs += logprobs
@@ -187,7 +190,7 @@ class ResponseEvents:
     def _call(self, call: ToolCallDelta) -> Iterator[ResponseEvent]:
         if isinstance(call.id, str):
             name = call.function.name or ""
-            yield from self._begin(CallItem(_id("fc"), call.id, name, "", "in_progress"))
+            yield from self._begin(CallItem(new_id("fc"), call.id, name, "", "in_progress"))
         assert self._open is not None, "a call was begun"
         if call.function.arguments:
             self._open.texts.append(call.function.arguments)

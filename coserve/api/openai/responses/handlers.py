@@ -14,12 +14,15 @@ from coserve.api.http.sse import EventStream
 from coserve.api.openai.errors import openai_error, openai_route
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lists import behind, in_order, list_query
-from coserve.api.openai.responses.answers import ResponseEvents, response
-from coserve.api.openai.responses.requests import chat_of, later_starts
+from coserve.api.openai.responses.answers import ResponseEvents, new_id, response
+from coserve.api.openai.responses.requests import asking_for_summary, chat_of, later_starts
 from coserve.api.openai.responses.schemas import (
+    CompactedResponse,
+    CompactRequest,
     DeletedResponse,
     InputItemList,
     InputTokens,
+    MessageItem,
     Response,
     ResponseEvent,
     ResponseRequest,
@@ -98,6 +101,29 @@ class ResponsesApi:
         _, chat = await self._chat(self._referred(body))
         return InputTokens(input_tokens=await self._api.prompt_tokens(chat))
 
+    @openai_route(
+        "POST",
+        "/v1/responses/compact",
+        "Make a conversation shorter: its summary replaces all but the messages to the assistant",
+        errors=(404, 422),
+        error_formats=(ErrorFormat(OpenAIError, _error),),
+    )
+    async def compact(self, body: CompactRequest) -> CompactedResponse:
+        plain = msgspec.structs.replace(
+            self._referred(body), stream=False, text=None, structured_outputs=None, tool_choice="none", include=None
+        )
+        before, chat = await self._chat(plain, summary=True)
+        found = response(plain, await self._api.answer_chat(chat))
+        parts = (part.text for item in found.output if isinstance(item, MessageItem) for part in item.content)
+        items = [*before, *stored_items(plain.input)]
+        summary = StoredItem(id=new_id("cmp"), type="compaction", encrypted_content="".join(parts))
+        return CompactedResponse(
+            id=found.id,
+            created_at=found.created_at,
+            output=[*(one for one in items if one.type == "message" and one.role != "assistant"), summary],
+            usage=found.usage,
+        )
+
     async def answer(self, body: ResponseRequest) -> Response:
         """Return the whole response, and store it if `body` says so. Raises as `InFlightRequests.stream`."""
         body = self._referred(body)
@@ -119,10 +145,11 @@ class ResponsesApi:
                 items[index] = self._store.item(item.id, field)
         return msgspec.structs.replace(body, input=items)
 
-    async def _chat(self, body: ResponseRequest) -> tuple[list[StoredItem], ChatRequest]:
-        """Return the items of the previous responses, and the chat."""
+    async def _chat(self, body: ResponseRequest, *, summary: bool = False) -> tuple[list[StoredItem], ChatRequest]:
+        """Return the items of the previous responses, and the chat, or one that asks for its summary."""
         before = self._store.conversation(body.previous_response_id) if body.previous_response_id else []
-        return before, await self._truncated(body, chat_of(body, before))
+        chat = chat_of(body, before)
+        return before, await self._truncated(body, asking_for_summary(chat) if summary else chat)
 
     async def _stored(
         self, body: ResponseRequest, before: Sequence[StoredItem], events: AsyncGenerator[ResponseEvent, None]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from coserve.api.http.body_types import refuse_unsupported
 from coserve.api.openai.responses.schemas import LOGPROBS, InputItem, ResponseRequest, TextFormat
 from coserve.api.openai.schemas import ChatRequest, StreamOptions
@@ -15,6 +17,11 @@ from coserve.core.sampling import SamplingFields
 from coserve.core.schemas.empty_fields import is_empty
 from coserve.core.schemas.output_format import JsonSchemaFormat, ResponseFormat
 
+SUMMARISE = (
+    "Summarise this conversation for somebody who continues it without having read it: what was asked, what was done "
+    "and found, what was decided, and what is left to do. Names, numbers, paths and errors that matter stay exact. "
+    "Write the summary alone."
+)
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
 
@@ -44,6 +51,16 @@ def chat_of(body: ResponseRequest, before: Sequence[InputItem]) -> ChatRequest:
         reasoning_effort=effort if isinstance(effort, str) else None,
         stream_options=StreamOptions(include_usage=True) if body.stream else None,
     )
+
+
+def asking_for_summary(chat: ChatRequest) -> ChatRequest:
+    """Return the chat with a request for its summary at the end, in the last message if that is the user's: many
+    templates allow no two of them."""
+    last = chat.messages[-1]
+    before, text = (
+        (chat.messages[:-1], f"{last.text}\n\n{SUMMARISE}") if last.role == "user" else (chat.messages, SUMMARISE)
+    )
+    return msgspec.structs.replace(chat, messages=[*before, ChatMessage(role="user", content=text)])
 
 
 def later_starts(messages: Sequence[ChatMessage]) -> tuple[int, list[int]]:
@@ -100,6 +117,10 @@ def _message(item: InputItem, field: str) -> ChatMessage:
         case "reasoning":
             thoughts = _text(item.content, f"{field}.content") or None
             return ChatMessage(role="assistant", reasoning_content=thoughts)
+        case "compaction":
+            if not isinstance(item.encrypted_content, str):
+                raise InvalidRequest("expected the text of a compaction", field=f"{field}.encrypted_content")
+            return ChatMessage(role="assistant", content=item.encrypted_content)
         case "message":
             if item.role is None:
                 raise InvalidRequest("expected a role", field=f"{field}.role")

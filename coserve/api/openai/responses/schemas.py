@@ -32,10 +32,13 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class InputItem(Wire, frozen=True, omit_defaults=True):
-    """One item of `input`: a message, a call or its output, or reasoning; OpenAI's field names. Items of answers can be
+    """One item of `input`: a message, a call or its output, reasoning, or a compaction, whose `encrypted_content` is a
+    summary in plain text; OpenAI's field names. Items of answers can be
     sent back as they came, or, while they are stored, as an `item_reference` with their `id`."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "compaction", "item_reference"] = (
+        "message"
+    )
     role: Role | None = None
     content: Text | Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)] | None = None
     """A text, or parts of type `input_text`, `output_text` or `text`, of reasoning `reasoning_text`."""
@@ -53,7 +56,7 @@ class StoredItem(InputItem, frozen=True, kw_only=True, omit_defaults=True):
     """One item of a stored response."""
 
     id: str
-    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "compaction"]
 
 
 class TextFormat(Wire, frozen=True):
@@ -122,6 +125,13 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     """A stored response, whose input and output come before `input`; its `instructions` do not."""
     prompt: Annotated[Any, Unsupported()] = None
     max_tool_calls: Annotated[Any, Unsupported()] = None
+
+
+class CompactRequest(ResponseRequest, frozen=True, kw_only=True):
+    """`POST /v1/responses/compact`: the conversation, as a request to continue it has it. `previous_response_id`
+    suffices. How the summary is generated, the fields of a response say."""
+
+    input: Text | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] = []
 
 
 class OutputText(Wire, frozen=True, tag_field="type", tag="output_text"):
@@ -210,6 +220,17 @@ class Response(Wire, frozen=True, kw_only=True):
     background: Literal[False] = False
     truncation: Truncation = "disabled"
     previous_response_id: str | None = None
+
+
+class CompactedResponse(Wire, frozen=True, kw_only=True):
+    """`output`: all messages that are not the assistant's, then a compaction with a summary of the whole. They are the
+    `input` of the next request, with its new message behind them. Nothing is stored."""
+
+    id: str
+    created_at: int
+    output: list[StoredItem]
+    usage: ResponseUsage | None
+    object: Literal["response.compaction"] = "response.compaction"
 
 
 class InputTokens(Wire, frozen=True, kw_only=True):

@@ -23,7 +23,13 @@ from coserve.core.errors import NotFound
 
 MAX_BYTES = 256 << 20
 """Most bytes of stored responses, of all projects together."""
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+    "compaction": "cmp",
+}
 _ENTRY_BYTES = 300
 """Memory that an item's entry in the index takes."""
 _GONE = "it was not stored, was deleted or dropped for later ones, or the daemon was restarted"

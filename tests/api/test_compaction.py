@@ -1,0 +1,85 @@
+"""`POST /v1/responses/compact`: a summary that the model writes replaces its own part of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.api_server import Api, serve_api, tokenizer, with_template
+from tests.support.chat_templates import QWEN3
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+openai = pytest.importorskip("openai")
+
+SUMMARY = "one two three"
+TALK: Any = [
+    {"role": "developer", "content": "Be kind."},
+    {"role": "user", "content": "Rain?"},
+    {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "dry"},
+    {"role": "assistant", "content": "No rain."},
+]
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    async with serve_api(tmp_path, tokens=with_template(QWEN3), context=1024) as api:
+        api.reply = [*tokenizer().encode(SUMMARY, add_special=False), 0]
+        yield api
+
+
+@pytest.fixture
+async def client(api: Api) -> AsyncIterator[AsyncOpenAI]:
+    async with api.openai() as client:
+        yield client
+
+
+async def prompt(api: Api) -> str:
+    return tokenizer().decode((await api.last_request()).prompt, skip_special=False)
+
+
+async def test_a_summary_replaces_answers_and_calls(api: Api, client: AsyncOpenAI) -> None:
+    short = await client.responses.compact(model="fake", input=TALK, extra_body={"tools": [], "temperature": 0})
+    asked = await prompt(api)
+    assert "No rain." in asked and "dry" in asked and asked.rstrip().endswith("<|im_start|>assistant")
+    assert "Summarise this conversation" in asked
+    assert short.object == "response.compaction" and short.usage.output_tokens > 0
+    system, question, summary = short.output
+    assert [system.to_dict(warnings=False)["role"], question.to_dict(warnings=False)["role"]] == ["developer", "user"]
+    assert question.to_dict(warnings=False)["content"] == [{"type": "input_text", "text": "Rain?"}]
+    assert summary.type == "compaction" and summary.encrypted_content == SUMMARY
+    items: Any = [item.to_dict(warnings=False) for item in short.output]
+    await client.responses.create(model="fake", input=[*items, {"role": "user", "content": "And snow?"}])
+    continued = await prompt(api)
+    assert f"<|im_start|>assistant\n{SUMMARY}" in continued and "No rain." not in continued and "Rain?" in continued
+    again = await client.responses.compact(model="fake", input=items)
+    assert [item.type for item in again.output] == ["message", "message", "compaction"]
+
+
+async def test_a_stored_conversation_is_compacted_by_its_id(api: Api, client: AsyncOpenAI) -> None:
+    first = await client.responses.create(model="fake", input="Rain?")
+    short = await client.responses.compact(model="fake", previous_response_id=first.id)
+    assert [item.type for item in short.output] == ["message", "compaction"]
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(short.id)
+
+
+async def test_a_question_without_an_answer_is_asked_once(api: Api, client: AsyncOpenAI) -> None:
+    """Templates often refuse two messages of the user after one another."""
+    await client.responses.compact(model="fake", input="Rain?")
+    assert (await prompt(api)).count("<|im_start|>user") == 1
+
+
+async def test_what_cannot_be_compacted_is_refused(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="at least one item"):
+        await client.responses.compact(model="fake")
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await client.responses.compact(model="fake", input="word " * 2000)
+    wrong: Any = [{"type": "compaction", "encrypted_content": None}, TALK[1]]
+    with pytest.raises(openai.BadRequestError, match="text of a compaction"):
+        await client.responses.create(model="fake", input=wrong)
