@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.engine.lora_server.gpu_driver import IpcUnavailable
+from coserve.engine.lora_server.gpu_driver import GpuDriver, IpcUnavailable
 from coserve.engine.lora_server.ipc import (
     PAGE,
     TO_ENGINE,
@@ -163,6 +163,36 @@ def test_the_host_can_end_all_waits_of_a_step_and_none_of_the_next_one() -> None
     assert ours.waiting is None
 
 
+def test_an_engine_knows_at_once_of_a_step_that_its_server_gave_up() -> None:
+    """Answers to it are garbage, and come as others do. The server knows whether it waits, and for which message."""
+    (ours, theirs), spec = mailbox_ends(256, 256), TensorSpec((8,), torch.int64)
+    ours.begin()
+    assert theirs.waiting is None, "no step is open"
+    ours.send(1, [torch.arange(8)])
+    theirs.receive(1, [spec])
+    assert theirs.waiting is None, "it computes"
+    theirs.send(1, [torch.arange(8)])
+    assert theirs.waiting == (0, 1) and not ours.left
+    theirs.give_up()
+    theirs.receive(2, [spec])
+    theirs.send(2, [torch.arange(8)])
+    ours.receive(2, [spec])
+    assert ours.left
+    with pytest.raises(ConnectionError, match="too long"):
+        theirs.finish()
+    ours.renew()
+    assert not ours.left
+
+
+def test_opened_memory_is_given_back(driver: FakeDriver) -> None:
+    own, other = GpuDriver(torch.device("cpu")), GpuDriver(torch.device("cpu"))
+    other.open(own.allocate(64)[1])
+    other.close()
+    assert not driver.opened and driver.allocated
+    own.close()
+    assert not driver.allocated
+
+
 class Behind(HostStream):
     """A device that is behind its host: what is launched runs when the host waits for it."""
 
@@ -216,7 +246,8 @@ def test_mailboxes_may_be_offered_and_opened_on_any_thread(driver: FakeDriver) -
         _, mailbox = other.submit(boxes.offer, 0).result()
     with ThreadPoolExecutor(1) as other:
         other.submit(open_mailbox, mailbox, torch.device("cpu")).result()
-        assert len(driver.registered) == 2
+        os.close(mailbox.page)
+        assert len(driver.registered) == 2 and len(driver.opened) == 1
         other.submit(boxes.close).result()
 
 

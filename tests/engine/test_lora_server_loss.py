@@ -18,6 +18,7 @@ from coserve.core.errors import LoraServerLost
 from coserve.core.link.channel import Channel
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
+from coserve.engine.lora_server.ipc import ServerEnd
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, DropPairs
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.recorded_step import RecordedStep
@@ -80,6 +81,7 @@ class Silent:
         self._end, self._left = end, answers
         self.begin, self.launched = end.begin, end.launched
         self.receive, self.release = end.receive, end.release
+        self.finish, self.close = end.finish, end.close
 
     @property
     def recordable(self) -> bool:
@@ -88,6 +90,10 @@ class Silent:
     @property
     def waiting(self) -> tuple[int, int] | None:
         return self._end.waiting
+
+    @property
+    def left(self) -> bool:
+        return self._end.left
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         if self._left:
@@ -177,10 +183,20 @@ def test_padded_steps_of_graphs_over_servers_have_the_coupled_tokens(base: Base,
         assert found[0].why == "LoRA server 1 did not answer in time"
 
 
+def test_an_engine_loses_servers_that_gave_its_step_up(base: Base, tmp_path: Path) -> None:
+    """Before it sees that they have closed the connection."""
+    ends, keep = list[Transport](), lambda end: ends.append(end) or end
+    with once(base, tmp_path, partial(in_threads, mailboxes=True, ends=keep)) as (own, found):
+        assert not own.losses
+        assert isinstance(ends[1], ServerEnd)
+        ends[1].give_up()
+        assert own.losses == 1 and "LoRA server 1 has given up a step" in found[0].why
+
+
 class Unreachable:
     """An engine's end of a mailbox whose GPU fails."""
 
-    waiting, recordable = None, True
+    waiting, recordable, left = None, True, False
 
     def begin(self) -> None: ...
 
@@ -195,6 +211,10 @@ class Unreachable:
     def leave(self) -> None: ...
 
     def release(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Recording(Unreachable):

@@ -6,11 +6,8 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +33,7 @@ from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.local_link import local_pair
 from tests.support.lora_engine import Engine
-from tests.support.lora_servers import REFS, save_adapters, shared_servers
+from tests.support.lora_servers import REFS, engine_in_a_step, listener, save_adapters, shared_servers
 
 NAME = REFS[0]
 FILES, OTHERS = AdapterDigests("weights", "config"), AdapterDigests("other weights", "config")
@@ -106,13 +103,6 @@ def test_readers_of_other_parts_or_dtypes_share_nothing(tmp_path: Path) -> None:
     assert forms[0] == forms[1] and len({*forms}) == 4
 
 
-def listener(folder: Path, index: int = 0) -> int:
-    """The process that listens for a server's engines."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(str(folder / str(index)))
-        return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
-
-
 @asynccontextmanager
 async def engine(base: Base, data: Path, **settings: object) -> AsyncIterator[Engine]:
     ours, theirs = local_pair()
@@ -124,18 +114,6 @@ async def engine(base: Base, data: Path, **settings: object) -> AsyncIterator[En
     finally:
         ours.send(Shutdown())
         await running
-
-
-@contextmanager
-def engine_in_a_step(data: Path, folder: Path) -> Iterator[int]:
-    """A further engine's process, of another base, in the middle of a step: its pid."""
-    command = [sys.executable, "-m", "tests.support.lora_engine_process", str(data), str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "in a step\n"
-            yield process.pid
-        finally:
-            process.kill()
 
 
 @pytest.mark.slow

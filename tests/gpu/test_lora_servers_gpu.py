@@ -370,7 +370,7 @@ def test_an_engine_beside_another_one_has_the_coupled_tokens(folder: Path, expec
         with closing(other):
             other.wait()
             other.load(REFS[0], digests_of(DataFolder(folder / "data").adapter(REFS[0])))()
-            assert served(folder, 1, mailboxes=False, shared=at) == expected
+            assert served(folder, 1, shared=at) == expected
             assert not other.losses
 
 

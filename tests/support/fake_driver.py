@@ -26,12 +26,14 @@ class Function:
 
 class FakeDriver:
     """In place of `ctypes.CDLL` of the driver. `registered`: bytes of host memory by address, as long as the GPU may
-    access them; `allocated`: the GPU's memory; `exports`: whether other processes can open it."""
+    access them; `allocated`: the GPU's memory; `opened`: addresses of it that are open, as other processes open them;
+    `exports`: whether they can."""
 
     exports = True
 
     def __init__(self) -> None:
         self.registered, self.allocated = dict[int, int](), dict[int, ctypes.Array[ctypes.c_char]]()
+        self.opened = list[int]()
         self._thread = threading.local()
         needs_none = {"cuGetErrorString", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"}
         bodies: dict[str, Callable[..., int]] = {
@@ -42,9 +44,8 @@ class FakeDriver:
             "cuMemAlloc_v2": self._allocate,
             "cuMemFree_v2": lambda address: 0 if self.allocated.pop(address, None) else UNKNOWN,
             "cuIpcGetMemHandle": lambda handle, address: _write(handle, address) if self.exports else UNKNOWN,
-            "cuIpcOpenMemHandle_v2": lambda found, handle, _: _write(
-                found, int.from_bytes(bytes(handle)[:8], "little")
-            ),
+            "cuIpcOpenMemHandle_v2": self._open,
+            "cuIpcCloseMemHandle": self._close,
             "cuMemHostRegister_v2": self._register,
             "cuMemHostUnregister": lambda address: 0 if self.registered.pop(address, None) else NOT_MAPPED,
             "cuMemHostGetDevicePointer_v2": lambda found, address, _: _write(found, address),
@@ -67,6 +68,16 @@ class FakeDriver:
         memory = ctypes.create_string_buffer(size)
         self.allocated[ctypes.addressof(memory)] = memory
         return _write(found, ctypes.addressof(memory))
+
+    def _open(self, found: object, handle: ctypes.Structure, _: int) -> int:
+        self.opened.append(int.from_bytes(bytes(handle)[:8], "little"))
+        return _write(found, self.opened[-1])
+
+    def _close(self, address: int) -> int:
+        if address not in self.opened:
+            return NOT_MAPPED
+        self.opened.remove(address)
+        return 0
 
     def _register(self, address: int, size: int, _: int) -> int:
         if any(address < first + length and first < address + size for first, length in self.registered.items()):

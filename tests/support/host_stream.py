@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from coserve.engine.lora_server.ipc import PAGE, TO_ENGINE, TO_SERVER, IpcTransport, Part, SharedPage
+from coserve.engine.lora_server.ipc import PAGE, TO_ENGINE, TO_SERVER, IpcTransport, Part, ServerEnd, SharedPage
 
 LIMIT = 60.0
 """Seconds after which a wait fails."""
@@ -34,19 +34,50 @@ class HostStream:
         return lambda: None
 
 
-def mailbox_ends(there: int, back: int) -> tuple[IpcTransport, IpcTransport]:
+class HostDriver(HostStream):
+    """A GPU's driver with host memory in place of the GPU's, for ends in one process."""
+
+    open_now = 0
+    """Mailboxes that are open, of all instances."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory, self._opened = dict[int, torch.Tensor](), 0
+
+    def allocate(self, size: int) -> tuple[int, bytes]:
+        memory = torch.zeros(size, dtype=torch.uint8)
+        self._memory[memory.data_ptr()] = memory
+        return memory.data_ptr(), memory.data_ptr().to_bytes(64, "little")
+
+    def open(self, handle: bytes) -> int:
+        HostDriver.open_now += 1
+        self._opened += 1
+        return int.from_bytes(handle, "little")
+
+    def register(self, address: int, size: int) -> int:
+        return address
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None:
+        HostDriver.open_now -= self._opened
+        self._opened = 0
+        self._memory.clear()
+
+
+def mailbox_ends(there: int, back: int) -> tuple[IpcTransport, ServerEnd]:
     """The engine's end and the server's, for messages of so many bytes."""
     memory, file = torch.empty(there + back, dtype=torch.uint8), os.memfd_create("mailbox")
     os.truncate(file, PAGE)
     first = Part(memory.data_ptr(), there, TO_SERVER)
     second = Part(memory.data_ptr() + there, back, TO_ENGINE)
 
-    class Stream(HostStream):
+    class Driver(HostDriver):
         held = memory
 
-    ends = []
-    for parts in ((first, second), (second, first)):
-        page = SharedPage(file)
-        ends.append(IpcTransport(Stream(), page, page.address, torch.device("cpu"), *parts))
+    ours, theirs = (SharedPage(file) for _ in range(2))
     os.close(file)
-    return ends[0], ends[1]
+    cpu = torch.device("cpu")
+    return (
+        IpcTransport(Driver(cpu), ours, ours.address, cpu, first, second),
+        ServerEnd(Driver(cpu), theirs, theirs.address, cpu, second, first),
+    )

@@ -148,6 +148,25 @@ def shared_servers(folder: Path, count: int = 1, device: str = "cpu") -> Iterato
             keeper.terminate()
 
 
+def listener(folder: Path, index: int = 0) -> int:
+    """The process that listens for a server's engines."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(folder / str(index)))
+        return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
+
+
+@contextmanager
+def engine_in_a_step(data: Path, folder: Path, device: str = "cpu", timeout: float = 60.0) -> Iterator[int]:
+    """A further engine's process, of another base, in the middle of a step with a server of `folder`: its pid."""
+    command = [sys.executable, "-m", "tests.support.lora_engine_process", str(data), str(folder), device, str(timeout)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "in a step\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
 def server_pid() -> int:
     """The youngest LoRA server that this process started."""
     found = []

@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 LISTENER = "coserve.engine.lora_server.listener"
 PAUSE = 1.0
 """Seconds before a server that has ended is started again."""
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Hardware queues of a GPU: 8 by default, at most 32. Streams that share one wait for each other, and the stream of an
+engine's steps waits for the engine."""
 LONGEST_PATH = 100
 """Most bytes of a socket's path (108 with its end on Linux, less on other systems)."""
 
@@ -41,7 +44,7 @@ async def _keep(folder: Path, settings: ListenerSettings) -> None:
         path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as end:
             end.bind(str(path))
-            process = await start_child(LISTENER, end, arguments)
+            process = await start_child(LISTENER, end, arguments, environment=CONNECTIONS)
         status = await process.wait()
         if status == REFUSED:
             raise StartupError(f"LoRA server {settings.index} cannot have the device {settings.device}")

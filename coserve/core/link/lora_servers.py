@@ -9,7 +9,7 @@ from msgspec import Struct
 from coserve import __version__
 from coserve.core.logs.setup import LogSettings
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Number of the messages between an engine and a LoRA server, and of the way their tensors go. Raise it with every
 change of these: versions of coserve that are not released have one name."""
 REFUSED = 2

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
-from coserve.engine.lora_server.ipc import TRIAL_SPEC, IpcTransport, open_mailbox
+from coserve.engine.lora_server.ipc import TRIAL_SPEC, IpcTransport, ServerEnd, open_mailbox
 from coserve.engine.lora_server.messages import StartServer
 from coserve.engine.lora_server.transport import GlooTransport, Transport, gloo_group
+from coserve.kernels.gpu.device import use_device
 
 SLOTS = 1024
 """Most adapters that the servers hold at once."""
@@ -21,9 +22,34 @@ TRIAL = 1
 """Number of the first message over a mailbox (`TRIAL_SPEC`)."""
 
 
-def connect(settings: StartServer) -> Transport:
-    """Connect a server to its engine. Raises `IpcUnavailable`, or another `ConnectionError` if the engine or one of its
-    servers does not connect within `settings.deadline` seconds."""
+class Streams:
+    """A GPU's streams for exchanges. A stream waits for its engine, so no two threads use the same one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._free = device, list[torch.cuda.Stream]()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Run the block's work on a stream that no other block uses meanwhile. Nothing changes on a CPU."""
+        use_device(self._device)
+        if self._device.type != "cuda":
+            yield
+            return
+        try:
+            stream = self._free.pop()
+        except IndexError:  # torch has 32, and begins again with the first one
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            self._free.append(stream)
+
+
+def connect(settings: StartServer, opened: Callable[[ServerEnd], None] = lambda _: None) -> Transport:
+    """Connect a server to its engine. `opened` is called with the end of a mailbox before this waits for a message of
+    it. Raises `IpcUnavailable`, or another `ConnectionError` if the engine or one of its servers does not connect
+    within `settings.deadline` seconds."""
     device = torch.device(settings.device)
     if settings.mailbox is None:
         ranks = settings.servers + 1
@@ -33,10 +59,15 @@ def connect(settings: StartServer) -> Transport:
             raise ConnectionError(str(error)) from error
         return GlooTransport(group, ENGINE, device, settings.deadline)
     transport = open_mailbox(settings.mailbox, device)
-    trial = transport.for_trial()
-    (found,) = trial.receive(TRIAL, [TRIAL_SPEC])
-    _check_trial(found)
-    trial.send(TRIAL, [found])
+    with ExitStack() as failed:
+        failed.callback(transport.close)
+        trial = transport.for_trial()
+        opened(trial)
+        (found,) = trial.receive(TRIAL, [TRIAL_SPEC])
+        _check_trial(found)
+        trial.send(TRIAL, [found])
+        opened(transport)
+        failed.pop_all()
     return transport
 
 
@@ -53,8 +84,7 @@ def try_mailboxes(
 ) -> None:
     """Exchange a message over each mailbox with a server that calls `connect`. `connected` waits until all have: it
     raises if one cannot. Raises `IpcUnavailable` if what comes back is wrong, or does not within `deadline` seconds."""
-    torch.cuda.set_device(device.index or 0)  # of this thread
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+    with Streams(device).one():
         trials = [transport.for_trial() for transport in transports]
         for trial in trials:
             trial.send(TRIAL, [_trial(device)])

@@ -57,7 +57,7 @@ class GpuDriver:
         torch.zeros((), device=device)  # torch comes first, so that the context is its own
         self._index = device.index or 0
         self._taken = list[tuple[str, Callable[[int], int], int]]()
-        """Allocated and registered addresses, and what gives them back."""
+        """Allocated, opened and registered addresses, and what gives them back."""
         try:
             library: Any = ctypes.CDLL(LIBRARY)
         except OSError as error:
@@ -79,6 +79,7 @@ class GpuDriver:
         self._free = function("cuMemFree_v2", address)
         self._export = function("cuIpcGetMemHandle", ctypes.POINTER(_Handle), address)
         self._open = function("cuIpcOpenMemHandle_v2", out, _Handle, ctypes.c_uint)
+        self._unmap = function("cuIpcCloseMemHandle", address)
         self._register = function("cuMemHostRegister_v2", pointer, size, ctypes.c_uint)
         self._unregister = function("cuMemHostUnregister", address)
         self._mapped = function("cuMemHostGetDevicePointer_v2", out, pointer, ctypes.c_uint)
@@ -110,6 +111,7 @@ class GpuDriver:
         found = ctypes.c_uint64()
         own = _Handle.from_buffer_copy(handle)
         self._check("cuIpcOpenMemHandle", self._open(ctypes.byref(found), own, LAZY_PEER_ACCESS))
+        self._taken.append(("cuIpcCloseMemHandle", self._unmap, found.value))
         return found.value
 
     def register(self, address: int, size: int) -> int:
@@ -121,10 +123,14 @@ class GpuDriver:
         self._check("cuMemHostGetDevicePointer", self._mapped(ctypes.byref(found), address, 0))
         return found.value
 
-    def close(self) -> None:
-        """Give all memory back, once the GPU has come to the end of its streams: none of them may wait for a peer."""
+    def finish(self) -> None:
+        """Wait until the GPU has come to the end of all streams of the process: none of them may wait for a peer."""
         self.enter()
         self._check("cuCtxSynchronize", self._finish())
+
+    def close(self) -> None:
+        """Give all memory back; no stream may use it any more."""
+        self.enter()
         while self._taken:
             name, give_back, address = self._taken.pop()
             self._check(name, give_back(address))
@@ -139,7 +145,8 @@ class GpuDriver:
         self._check("cuStreamWaitValue32", self._wait(self._stream(), word, value, AT_LEAST))
 
     def mark(self) -> Callable[[], None]:
-        event: torch.cuda.Event = torch.cuda.current_stream(self._index).record_event()
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._index))
         return event.synchronize
 
     def _stream(self) -> int:

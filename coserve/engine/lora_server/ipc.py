@@ -13,6 +13,10 @@ answer before it sends once more, so the server has taken the message before, an
 Numbers are those of a step's parameters, and addresses stay the same for all starts of a server: a CUDA graph can
 record a step's exchanges. The engine's host sets both words to 0 between two steps, before it tells the server of the
 next one: then nobody waits.
+
+A server that several engines use outlives its engine. When this is gone, or sends nothing more in a step, the server's
+host ends the waits of its own stream in the same way (`ServerEnd.give_up`), and says so in a third word before: a step
+of an engine that was only slow reads garbage, and its host knows.
 """
 
 from __future__ import annotations
@@ -20,21 +24,24 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from coserve.core.types import BaseSpec
-from coserve.engine.lora_server.gpu_driver import GpuDriver, StreamOps
+from coserve.engine.lora_server.gpu_driver import GpuDriver, IpcUnavailable, StreamOps
 from coserve.engine.lora_server.messages import Mailbox
 from coserve.engine.lora_server.transport import TensorSpec
 from coserve.memory.buffer import aligned
 
-TO_SERVER, TO_ENGINE, TRIAL_WORDS, PAGE = 0, 64, 128, 4096
+TO_SERVER, TO_ENGINE, TRIAL_WORDS, GIVEN_UP, PAGE = 0, 64, 128, 256, 4096
 """Offsets of the two words in their page, on cache lines of their own; by how much farther the trial's words are, as a
-step of the start before may still use the others; and the page's bytes."""
+step of the start before may still use the others; the offset of the word that is not 0 once the server has given a step
+up; and the page's bytes."""
 BEYOND = 1 << 30
 """Larger than any message's number."""
 TRIAL_SPEC = TensorSpec((1 << 16,), torch.int32)
@@ -75,6 +82,10 @@ class Part:
         return replace(self, word=self.word + TRIAL_WORDS)
 
 
+def _nothing() -> None:
+    """No step was launched."""
+
+
 class IpcTransport:
     """Implements `Transport`. `receive` does not wait: the stream does, so what comes is right only if the server is
     not lost by the time it is read."""
@@ -90,10 +101,17 @@ class IpcTransport:
         self._steps, self._ended = 0, _nothing
         """Steps so far, and what waits for the end of the last one on the device."""
 
-    def for_trial(self) -> IpcTransport:
+    def for_trial(self) -> Self:
         """Return the same end for a message beside a step's, with words of its own, which are 0."""
-        sends, receives = self._sends.for_trial(), self._receives.for_trial()
-        return IpcTransport(self._ops, self._page, self._words, self._device, sends, receives)
+        trial = copy(self)
+        trial._sends, trial._receives = self._sends.for_trial(), self._receives.for_trial()
+        trial._ended = _nothing
+        return trial
+
+    def renew(self) -> None:
+        """Forget the server before, at the engine's end: a next one is about to start, with a trial."""
+        self._page.write(GIVEN_UP, 0)
+        self.for_trial().begin()
 
     def begin(self) -> None:
         self._ended()
@@ -136,9 +154,54 @@ class IpcTransport:
     def release(self) -> None:
         self._page.write(self._receives.word, BEYOND)
 
+    @property
+    def left(self) -> bool:
+        return bool(self._page.read(GIVEN_UP))
 
-def _nothing() -> None:
-    """No step was launched."""
+    def finish(self) -> None:
+        self._ops.mark()()
+
+    def close(self) -> None:
+        self.finish()
+
+
+class ServerEnd(IpcTransport):
+    """A server's end, until `close`."""
+
+    def __init__(
+        self, driver: GpuDriver, page: SharedPage, words: int, device: torch.device, sends: Part, receives: Part
+    ) -> None:
+        """`driver`: of this mailbox alone, which it gives back."""
+        super().__init__(driver, page, words, device, sends, receives)
+        self._driver, self._open = driver, False
+        """`_open`: whether a step's messages are received."""
+
+    def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        self._open = True
+        return super().receive(number, specs)
+
+    def finish(self) -> None:
+        super().finish()
+        self._open, self._steps = False, self._steps + 1
+        if self.left:
+            raise ConnectionError("it is gone, or has sent nothing in a step for too long")
+
+    @property
+    def waiting(self) -> tuple[int, int] | None:
+        """Return the step and the number of its last message, if the GPU waits for the next one; None: it does not, or
+        no step is open."""
+        received, answered = self._page.read(self._receives.word), self._page.read(self._sends.word)
+        return (self._steps, received) if self._open and received == answered else None
+
+    def give_up(self) -> None:
+        """Let the GPU go on, although messages are missing: what it answers is garbage. May be called on any thread,
+        and again: the engine's GPU may still have written a number."""
+        self._page.write(GIVEN_UP, 1)
+        self._page.write(self._receives.word, BEYOND)
+
+    def close(self) -> None:
+        super().finish()
+        self._driver.close()
 
 
 class Mailboxes:
@@ -159,49 +222,58 @@ class Mailboxes:
 
     def offer(self, index: int) -> tuple[IpcTransport, Mailbox]:
         """Return the engine's end for a server that is about to start, and what the server needs. The caller closes
-        `Mailbox.page` once the server has inherited it. Raises `IpcUnavailable`."""
+        `Mailbox.page` once the server has it. Raises `IpcUnavailable`."""
         address, handle = self._own[index]
         if index not in self._ends:
             file = os.memfd_create("lora-server")
             try:
                 os.truncate(file, PAGE)
-                own = Mailbox(handle=handle, there=self._there, back=self._back, page=file)
-                self._ends[index] = _end(self._driver, self._device, address, own), file
+                page, words = _page(self._driver, file)
+                there, back = _parts(address, self._there, self._back)
+                self._ends[index] = IpcTransport(self._driver, page, words, self._device, there, back), file
             except BaseException:
                 os.close(file)
                 raise
         end, file = self._ends[index]
-        end.for_trial().begin()
-        return end, Mailbox(handle=handle, there=self._there, back=self._back, page=os.dup(file))
+        end.renew()
+        device, sizes = self._device.type, {"there": self._there, "back": self._back}
+        return end, Mailbox(handle=handle, **sizes, page=os.dup(file), device=device)
 
     def close(self) -> None:
         """Give their memory back, once all servers have ended and no step will run. Raises `IpcUnavailable`."""
         for end, _ in self._ends.values():
             end.release()
             end.for_trial().release()
+        self._driver.finish()
         self._driver.close()
         for _, file in self._ends.values():
             os.close(file)
         self._ends.clear()
 
 
-def open_mailbox(mailbox: Mailbox, device: torch.device) -> IpcTransport:
-    """Return a server's end of a mailbox. Raises `IpcUnavailable`."""
+def open_mailbox(mailbox: Mailbox, device: torch.device) -> ServerEnd:
+    """Return a server's end of a mailbox; the caller closes `mailbox.page`. Raises `IpcUnavailable`."""
+    if mailbox.device != device.type:
+        raise IpcUnavailable(f"the engine computes on {mailbox.device}, and the LoRA server on {device.type}")
     driver = GpuDriver(device)
-    found = _end(driver, device, driver.open(mailbox.handle), mailbox, server=True)
-    os.close(mailbox.page)
-    return found
+    try:
+        there, back = _parts(driver.open(mailbox.handle), mailbox.there, mailbox.back)
+        page, words = _page(driver, mailbox.page)
+    except BaseException:
+        driver.close()
+        raise
+    return ServerEnd(driver, page, words, device, back, there)
 
 
-def _end(
-    driver: GpuDriver, device: torch.device, address: int, mailbox: Mailbox, *, server: bool = False
-) -> IpcTransport:
-    page = SharedPage(mailbox.page)
-    words = driver.register(page.address, PAGE)
-    there = Part(address, mailbox.there, TO_SERVER)
-    back = Part(address + mailbox.there, mailbox.back, TO_ENGINE)
-    parts = (back, there) if server else (there, back)
-    return IpcTransport(driver, page, words, device, *parts)
+def _page(driver: GpuDriver, file: int) -> tuple[SharedPage, int]:
+    """Return the page of a file, and its address on the device."""
+    page = SharedPage(file)
+    return page, driver.register(page.address, PAGE)
+
+
+def _parts(address: int, there: int, back: int) -> tuple[Part, Part]:
+    """Return a mailbox's parts of so many bytes, to the server and to the engine."""
+    return Part(address, there, TO_SERVER), Part(address + there, back, TO_ENGINE)
 
 
 def mailbox_sizes(spec: BaseSpec, tokens: int) -> tuple[int, int]:

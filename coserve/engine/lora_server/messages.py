@@ -25,7 +25,9 @@ class Mailbox(Struct, frozen=True, kw_only=True):
     back: int
     """Bytes of its two parts."""
     page: int
-    """File descriptor, inherited, of the page with the numbers of messages."""
+    """File descriptor of the page with the numbers of messages: inherited, or sent before the settings."""
+    device: str
+    """Type of the device that it is on."""
 
 
 class StartServer(ToServer, frozen=True, kw_only=True):

@@ -105,6 +105,9 @@ class RunningServers:
 
     @property
     def lost(self) -> bool:
+        for connection in self.connections:
+            if connection.transport.left:
+                self.lose(f"LoRA server {connection.index} has given up a step, in which this engine was silent")
         return self._lost.is_set()
 
     def wait(self) -> None:
@@ -113,7 +116,7 @@ class RunningServers:
 
     def lose(self, why: str) -> None:
         """Give the servers up; on any thread."""
-        if not self.lost:
+        if not self._lost.is_set():
             self.why = why
             self._lost.set()
 

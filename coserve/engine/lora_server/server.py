@@ -15,8 +15,9 @@ from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
-from coserve.engine.lora_server.connect import SLOTS, connect
+from coserve.engine.lora_server.connect import SLOTS, Streams, connect
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
+from coserve.engine.lora_server.ipc import ServerEnd
 from coserve.engine.lora_server.messages import (
     AnyFromServer,
     AnyToServer,
@@ -50,7 +51,8 @@ def serve(channel: ServerChannel) -> None:
     try:
         message = start_message(channel)
         set_up_logging(f"lora-server-{message.index}", message.logs)
-        serve_engine(channel, message)
+        with Streams(torch.device(message.device)).one():
+            serve_engine(channel, message)
     except ConnectionError:
         log_event(log, "LoRA server stops")
 
@@ -67,9 +69,11 @@ def serve_engine(
     message: StartServer,
     share: Share = lambda read, _: read,
     connected: Callable[[], None] = lambda: None,
+    opened: Callable[[ServerEnd], None] = lambda _: None,
 ) -> None:
-    """Serve an engine until it is gone, which raises `ConnectionError`. `connected` is called when it is connected.
-    Raises as `LoraServer.run` does."""
+    """Serve an engine until it is gone, which raises `ConnectionError`. `connected` is called when it is connected;
+    `opened`: see `connect`. Steps run on the thread's stream, and adapters are read on the device's default one. Raises
+    as `LoraServer.run` does."""
     torch.set_num_threads(message.threads)
     spec, device = message.spec, torch.device(message.device)
     part = part_of(spec, message.index, message.servers, message.ep)
@@ -81,14 +85,14 @@ def serve_engine(
     ready = channel.receive()
     assert isinstance(ready, ConnectTransport), f"expected to connect now, got {ready}"
     try:
-        transport = connect(message)
+        transport = connect(message, opened)
     except IpcUnavailable as error:
         channel.send(ServerConnected(refused=str(error)))
         return
-    channel.send(ServerConnected())
-    connected()
     server = LoraServer(channel, transport, pairs, share(read, read.form), message.start, use)
-    with closing(server):
+    with closing(server), closing(transport):  # the device is at its end before pairs are freed
+        channel.send(ServerConnected())
+        connected()
         server.run(getattr(torch, spec.dtype))
 
 
@@ -128,6 +132,7 @@ class LoraServer:
                     if step.start != self._start:
                         raise LookupError(f"expected a step of start {self._start}, got one of {step.start}")
                     self._compute(self._pairs.step(step.bounds, step.slots, step.version), step.bounds[-1], dtype)
+                    self._transport.finish()  # what it reads may be dropped, and its memory written, by other streams
                 case other:
                     raise LookupError(f"expected no {type(other).__name__} now")
 

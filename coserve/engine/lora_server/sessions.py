@@ -1,16 +1,18 @@
 """A LoRA server that several engines use.
 
-Each connection is an engine's, and has a thread, slots and a transport of its own: an engine that hangs or dies leaves
-the others alone. Only pairs are shared.
+Each connection is an engine's, and has a thread, a stream, slots and a transport of its own: an engine that hangs or
+dies leaves the others alone. Only pairs are shared.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import threading
-from contextlib import closing, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 
 import msgspec
@@ -20,7 +22,9 @@ from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.link.lora_servers import REFUSED, Hello, ListenerSettings
 from coserve.core.logs.format import log_event
+from coserve.engine.lora_server.connect import Streams
 from coserve.engine.lora_server.greeting import receive_hello, send_hello
+from coserve.engine.lora_server.ipc import ServerEnd
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, EnginesConnected
 from coserve.engine.lora_server.server import ServerChannel, serve_engine, start_message
 from coserve.engine.lora_server.shared_pairs import SharedPairs
@@ -29,6 +33,8 @@ log = logging.getLogger(__name__)
 
 ENGINES_ERRORS = ConnectionError, LookupError, torch.OutOfMemoryError
 """Errors that end the session of one engine, and not the server."""
+AGAIN = 0.02
+"""Seconds until a GPU whose engine is gone is released once more: the engine's GPU may have written a number since."""
 
 
 def serve_engines(sock: socket.socket, settings: ListenerSettings) -> None:
@@ -59,7 +65,7 @@ class Sessions:
     """The engines of a server, and the adapters that they share."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pairs = device, SharedPairs()
+        self._device, self._streams, self._pairs = device, Streams(device), SharedPairs()
         self._lock, self._channels = threading.Lock(), list[ServerChannel]()
 
     def serve(self, connection: socket.socket) -> None:
@@ -67,11 +73,14 @@ class Sessions:
         channel = Channel[AnyFromServer, AnyToServer](connection, msgspec.msgpack.Decoder(AnyToServer))
         try:
             with closing(channel):
-                theirs, _ = receive_hello(connection)
-                send_hello(connection)
-                if theirs != Hello():
-                    raise ConnectionError(f"it is of {theirs}, and this server of {Hello()}")
-                self._serve(channel)
+                theirs, files = receive_hello(connection)
+                with ExitStack() as received:
+                    for file in files:
+                        received.callback(os.close, file)
+                    send_hello(connection)
+                    if theirs != Hello():
+                        raise ConnectionError(f"it is of {theirs}, and this server of {Hello()}")
+                    self._serve(channel, connection, files)
         except ENGINES_ERRORS as error:
             log_event(log, "an engine has left", reason=str(error) or "it has closed the connection")
         except BaseException:
@@ -79,11 +88,17 @@ class Sessions:
             logging.shutdown()
             os._exit(1)
 
-    def _serve(self, channel: ServerChannel) -> None:
+    def _serve(self, channel: ServerChannel, connection: socket.socket, files: Sequence[int]) -> None:
         message = msgspec.structs.replace(start_message(channel), device=str(self._device))
+        if message.mailbox is not None:
+            if not files:
+                raise ConnectionError("it has sent no page for its mailbox")
+            message = msgspec.structs.replace(message, mailbox=msgspec.structs.replace(message.mailbox, page=files[0]))
         channel.limit_sends(message.deadline)
+        join = partial(self._join, channel)
         try:
-            serve_engine(channel, message, self._pairs.reader, partial(self._join, channel))
+            with closing(Watch(connection, message.deadline)) as watch, self._streams.one():
+                serve_engine(channel, message, self._pairs.reader, join, watch.look_at)
         finally:
             self._leave(channel)
 
@@ -103,3 +118,39 @@ class Sessions:
         for channel in self._channels:
             with suppress(PeerLost):
                 channel.send(EnginesConnected(engines=len(self._channels)))
+
+
+class Watch:
+    """Releases a session's GPU when its engine is gone, or when it waits for the same message at two looks."""
+
+    def __init__(self, connection: socket.socket, patience: float) -> None:
+        """`patience`: seconds from one look to the next."""
+        self._connection, self._patience = connection, patience
+        self._end: ServerEnd | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-watch", daemon=True)
+        self._thread.start()
+
+    def look_at(self, end: ServerEnd) -> None:
+        """Watch this end of a mailbox from now on."""
+        self._end = end
+
+    def close(self) -> None:
+        """End the watch. No more is received over the connection."""
+        self._closed.set()
+        with suppress(OSError):  # the engine has closed it
+            self._connection.shutdown(socket.SHUT_RD)
+        self._thread.join()
+
+    def _run(self) -> None:
+        closed, before = select.poll(), None
+        closed.register(self._connection, select.POLLRDHUP)
+        while not closed.poll(1000 * self._patience):
+            now = None if self._end is None else self._end.waiting
+            if now is not None and now == before:
+                break
+            before = now
+        while not self._closed.is_set():
+            if self._end is not None:
+                self._end.give_up()
+            self._closed.wait(AGAIN)

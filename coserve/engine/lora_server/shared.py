@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def connect_to_server(folder: Path, settings: StartServer) -> Server:
     """Connect to a server of a folder that `coserve lora-server` has. Raises `ConnectionError` if it does not run, and
     `LoraServersDiffer` if it is of another version."""
     sock, path = socket.socket(socket.AF_UNIX), socket_path(folder, settings.index)
+    page = () if settings.mailbox is None else (settings.mailbox.page,)
     failed = ExitStack()
     failed.callback(sock.close)
     try:
@@ -41,7 +43,7 @@ def connect_to_server(folder: Path, settings: StartServer) -> Server:
         process = SharedProcess(sock, 2 * settings.deadline)
         failed.callback(process.close)
         with within(START_SILENCE, process.end):
-            _greet(sock, path)
+            _greet(sock, path, page)
         channel = EngineChannel(sock, msgspec.msgpack.Decoder(AnyFromServer))
         channel.send(settings)
     except OSError as error:
@@ -50,13 +52,16 @@ def connect_to_server(folder: Path, settings: StartServer) -> Server:
     except BaseException:
         failed.close()
         raise
+    finally:
+        for file in page:
+            os.close(file)
     part = part_of(settings.spec, settings.index, settings.servers, settings.ep)
     return Server(process, channel, part)
 
 
-def _greet(sock: socket.socket, path: Path) -> None:
-    """Exchange greetings. Raises `LoraServersDiffer`."""
-    send_hello(sock)
+def _greet(sock: socket.socket, path: Path, files: Sequence[int]) -> None:
+    """Exchange greetings, and send files. Raises `LoraServersDiffer`."""
+    send_hello(sock, files)
     try:
         found = str(theirs := receive_hello(sock)[0])
         if theirs == Hello():

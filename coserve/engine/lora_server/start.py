@@ -53,9 +53,7 @@ def make_servers(base: Base, config: Config, step_tokens: int, *, by_mailboxes: 
     threads = max(1, torch.get_num_threads())
 
     mailboxes, note = None, ""
-    if cuda and at is not None:
-        note = _note("several engines use them")
-    elif cuda and by_mailboxes:
+    if cuda and by_mailboxes:
         mailboxes, note = _mailboxes(base, count, step_tokens)
     elif cuda:
         note = _note("mailboxes between GPUs are off")

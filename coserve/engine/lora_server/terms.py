@@ -36,6 +36,7 @@ class HeldPairs:
         self.version = 0
         """Changes of the table so far."""
         self._table = ExpertSlots([*sites], slots, device) if device.type == "cuda" else None
+        self._settle()
 
     def reserve(self, slot: int, load: int) -> None:
         """Empty a slot, which this load alone may fill from now on."""
@@ -67,6 +68,7 @@ class HeldPairs:
             own.pairs |= pairs
             if self._table is not None and pairs:
                 self._table.put(slot, own.pairs)
+                self._settle()
             own.through = max((self.sites[name].layer for name in pairs), default=own.through)
             self._changed.notify_all()
             return own.since
@@ -113,6 +115,12 @@ class HeldPairs:
             self.version += 1
             if self._table is not None:
                 self._table.clear(slot)
+                self._settle()
+
+    def _settle(self) -> None:
+        """Wait for this thread's changes of the table, and copies of pairs: steps run on another stream."""
+        if self._table is not None:
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 @dataclass(eq=False)

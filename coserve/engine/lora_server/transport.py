@@ -64,7 +64,21 @@ class Transport(Protocol):
         ...
 
     def release(self) -> None:
-        """Let the GPU go on, although answers are missing: it reads garbage. The peer's process must have ended."""
+        """Let the GPU go on, although answers are missing: it reads garbage. The peer's process must have ended, or its
+        end of this transport."""
+        ...
+
+    @property
+    def left(self) -> bool:
+        """Whether the server has given a step up, at the engine's end: answers since then are garbage."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until a step is over, at the server's end. Raises `ConnectionError` if it was given up."""
+        ...
+
+    def close(self) -> None:
+        """End the server's end, once the device has come to the end of its exchanges."""
         ...
 
 
@@ -114,6 +128,16 @@ class GlooTransport:
 
     def release(self) -> None:
         """See `Transport`: no GPU waits."""
+
+    @property
+    def left(self) -> bool:
+        return False
+
+    def finish(self) -> None:
+        """See `Transport`: `send` has waited for the device."""
+
+    def close(self) -> None:
+        self._group = None
 
     def _joined(self) -> dist.ProcessGroup:
         if self._group is None:

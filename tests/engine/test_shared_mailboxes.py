@@ -1,0 +1,196 @@
+"""Mailboxes between a LoRA server and several engines, with host memory in place of GPUs' and threads of one process.
+With processes and GPUs: `tests/gpu/test_shared_mailboxes_gpu.py`."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from coserve.core.errors import LoraServerLost
+from coserve.core.link.lora_servers import socket_path
+from coserve.core.logs.setup import LogSettings
+from coserve.engine.lora_server.gpu_driver import IpcUnavailable
+from coserve.engine.lora_server.ipc import IpcTransport, Mailboxes
+from coserve.engine.lora_server.messages import LoadPairs, PairsLoaded, StartServer
+from coserve.engine.lora_server.placement import part_of
+from coserve.engine.lora_server.reading import PairsReader
+from coserve.engine.lora_server.running import RunningServers, Server, Told, start_servers
+from coserve.engine.lora_server.sessions import Sessions
+from coserve.engine.lora_server.shared import connect_to_server
+from coserve.engine.lora_server.terms import HeldPairs
+from coserve.kernels.lora.segments import Segments
+from coserve.model.base import Base, wrap_base
+from coserve.state.folder import DataFolder
+from tests.support.families import tiny_family
+from tests.support.host_stream import HostDriver
+from tests.support.lora_servers import REFS, digests_of, save_adapters
+
+CPU = torch.device("cpu")
+SEGMENTS = Segments((0, 5, 9), (0, 1))
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return wrap_base(tiny_family("mixtral"), name="mixtral")
+
+
+@pytest.fixture(scope="module")
+def data(base: Base, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    save_adapters("mixtral", base, folder)
+    return folder
+
+
+@pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a server, which serves until the end of the test."""
+    monkeypatch.setattr("coserve.engine.lora_server.ipc.GpuDriver", HostDriver)
+    sessions, threads = Sessions(CPU), list[threading.Thread]()
+
+    def accept() -> None:
+        with suppress(OSError):  # the end of the test
+            while True:
+                threads.append(threading.Thread(target=sessions.serve, args=listening.accept()[:1]))
+                threads[-1].start()
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(socket_path(tmp_path, 0)))
+        listening.listen()
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        yield tmp_path
+        listening.shutdown(socket.SHUT_RDWR)
+        accepting.join()
+    for thread in threads:
+        thread.join()
+    assert not HostDriver.open_now
+
+
+def start(
+    base: Base, data: Path, at: Path, boxes: Mailboxes | None, deadline: float = 60.0, kind: str = "cpu"
+) -> RunningServers:
+    """An engine's server, which holds both adapters in the slots 0 and 1. `kind`: what it says of its
+    device."""
+
+    def launch(settings: StartServer) -> Server:
+        if settings.mailbox is not None:
+            settings = replace(settings, mailbox=replace(settings.mailbox, device=kind))
+        return connect_to_server(at, settings)
+
+    settings = StartServer(
+        index=0,
+        servers=1,
+        ep=1,
+        start=1,
+        rendezvous="",
+        deadline=deadline,
+        spec=base.spec,
+        data_dir=str(data),
+        device="cpu",
+        threads=torch.get_num_threads(),
+        logs=LogSettings(),
+    )
+    loaded = threading.Semaphore(0)
+
+    def told(_: int, message: Told) -> None:
+        assert not hasattr(message, "message"), message
+        if isinstance(message, PairsLoaded):
+            loaded.release()
+
+    running = start_servers([settings], told, boxes, launch=launch, meeting=at)
+    for slot, ref in enumerate(REFS):
+        running.send(0, LoadPairs(number=slot, slot=slot, ref=ref, digests=digests_of(DataFolder(data).adapter(ref))))
+    for _ in REFS:
+        assert loaded.acquire(timeout=60.0)
+    return running
+
+
+@contextmanager
+def engine(base: Base, data: Path, at: Path, deadline: float = 60.0) -> Iterator[RunningServers]:
+    boxes = Mailboxes(CPU, base.spec, 1, 64)
+    running = start(base, data, at, boxes, deadline)
+    assert isinstance(running.connections[0].transport, IpcTransport)
+    try:
+        yield running
+    finally:
+        running.lose("the test ends")
+        running.end()
+        boxes.close()
+
+
+def check(base: Base, data: Path, *engines: RunningServers) -> None:
+    """A step of each engine, between whose exchanges those of the others come."""
+    part = part_of(base.spec, 0, 1, 1)
+    held, read = HeldPairs(part.sites, len(REFS), CPU), PairsReader(part, base.spec, DataFolder(data), CPU)
+    for slot, ref in enumerate(REFS):
+        held.reserve(slot, slot)
+        for run in (pairs := read(ref, None)).runs:
+            held.add(slot, slot, run, pairs.rank)
+        held.end(slot, slot)
+    own = held.step(SEGMENTS.bounds, SEGMENTS.adapters, held.version)
+    steps = [running.step(SEGMENTS, (0, 1)) for running in engines]
+    for up, down in zip(*[iter(part.sites)] * 2, strict=True):
+        tokens, chosen = SEGMENTS.bounds[-1], part.sites[up].chosen
+        x_TD = torch.randn(tokens, part.sites[up].in_features)
+        h_SI = torch.randn(tokens * chosen, part.sites[down].in_features)
+        weights_TK, chosen_TK = torch.rand(tokens, part.experts).topk(chosen)
+        wanted = own.gate_up(up, x_TD, chosen_TK), own.down(down, h_SI, weights_TK)
+        pending = [step.gate_up(up, x_TD, chosen_TK) for step in steps if step is not None]
+        assert [torch.allclose(terms(), wanted[0], atol=1e-5) for terms in pending] == [True] * len(engines)
+        pending = [step.down(down, h_SI, weights_TK) for step in steps if step is not None]
+        assert [torch.allclose(terms(), wanted[1], atol=1e-5) for terms in pending] == [True] * len(engines)
+    assert not any(running.lost for running in engines)
+
+
+def test_engines_share_a_server_over_mailboxes_of_their_own(base: Base, data: Path, at: Path) -> None:
+    """One comes back with the same mailbox."""
+    with engine(base, data, at) as one:
+        boxes = Mailboxes(CPU, base.spec, 1, 64)
+        for _ in range(2):
+            two = start(base, data, at, boxes)
+            assert HostDriver.open_now == 2
+            check(base, data, one, two)
+            two.lose("it goes")
+            two.end()
+            assert HostDriver.open_now == 1, "the connection is closed once the mailbox is"
+        boxes.close()
+        check(base, data, one)
+
+
+def test_an_engine_that_dies_in_a_step_is_no_loss_for_another(base: Base, data: Path, at: Path) -> None:
+    """Its connection closes; nobody ends the waits of the server's stream but the server."""
+    with engine(base, data, at) as one, engine(base, data, at) as two:
+        two.begin(SEGMENTS.bounds, SEGMENTS.adapters)
+        check(base, data, one)
+        two.servers[0].process.kill()
+        assert two.servers[0].process.wait() == 0
+        assert HostDriver.open_now == 1
+        check(base, data, one)
+
+
+def test_an_engine_that_is_silent_in_a_step_leaves_and_knows_it(base: Base, data: Path, at: Path) -> None:
+    """Also before it sees that the connection is closed: its step must not count."""
+    with engine(base, data, at) as one, engine(base, data, at, deadline=0.5) as two:
+        two.begin(SEGMENTS.bounds, SEGMENTS.adapters)
+        two.wait()
+        assert two.connections[0].transport.left
+        with pytest.raises(LoraServerLost):
+            two.begin(SEGMENTS.bounds, SEGMENTS.adapters)
+        check(base, data, one)
+
+
+def test_mailboxes_of_another_kind_of_device_are_refused(base: Base, data: Path, at: Path) -> None:
+    """The engine connects again, without them."""
+    with pytest.raises(IpcUnavailable, match="the engine computes on cuda, and the LoRA server on cpu"):
+        start(base, data, at, Mailboxes(CPU, base.spec, 1, 64), kind="cuda")
+    running = start(base, data, at, None)
+    check(base, data, running)
+    running.lose("the test ends")
+    running.end()
