@@ -133,6 +133,18 @@ async def test_thinking_is_asked_of_templates_that_have_it_alone(tmp_path: Path)
             assert counted.input_tokens == whole.usage.input_tokens
 
 
+async def test_a_call_without_arguments_beside_a_field_that_is_null(client: AsyncAnthropic) -> None:
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "a",
+        "content": [{"type": "text", "text": "dry", "citations": None}],
+    }
+    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    messages = [*asked()["messages"], *turns]
+    await client.messages.create(**asked(messages=messages, extra_body={"unknown": None}))
+
+
 async def test_what_is_not_supported_is_refused_by_name(client: AsyncAnthropic) -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     result = {"type": "tool_result", "tool_use_id": "x", "content": [image]}
@@ -144,6 +156,7 @@ async def test_what_is_not_supported_is_refused_by_name(client: AsyncAnthropic) 
         ({"tool_choice": {"type": "tool", "name": "other"}, "tools": [WEATHER]}, "other"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"container": "x"}, "container"),
+        ({"max_tokens": 5000}, "max_tokens: expected at most the context"),
         ({"mesages": [1]}, "mesages"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=name) as caught:

@@ -39,10 +39,14 @@ _TYPES = {
 """Anthropic's types of errors by status; others below 500 are `invalid_request_error`, above `api_error`."""
 
 
+_PARAMS = {"adapter": "model", "max_completion_tokens": "max_tokens"}
+"""Names of the fields that errors of the chat name."""
+
+
 def anthropic_error(error: CoserveError) -> AnthropicError:
     """Return the error as `{"type": "error", "error": {"type", "message"}}`."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    text = openai_error(error).error.message
+    text = openai_error(error, _PARAMS).error.message
     if isinstance(error, PromptTooLong) and error.length is not None and error.context is not None:
         text = f"prompt is too long: {error.length} tokens > {error.context - 1} maximum"  # clients parse it
     return AnthropicError(AnthropicErrorInfo(kind, text))

@@ -36,8 +36,9 @@ def drop_empty(value: object, type: type) -> None:
 
 @dataclass(frozen=True)
 class _Levels:
-    """The structs nested in a type, as a tree. `fields`: for a struct, the subtree of each field; `not_null`: its
-    optional fields that do not accept null; `items`: for a list, the subtree of its entries."""
+    """The structs nested in a type, as a tree. `fields`: for a struct, or for several of which a value may be any, the
+    subtree of each field; `not_null`: optional fields that do not accept null; `items`: for a list, the subtree of its
+    entries."""
 
     fields: dict[str, _Levels | None] | None
     not_null: frozenset[str]
@@ -56,8 +57,8 @@ def _levels_of(info: Type) -> _Levels | None:
     not_null, items, most = frozenset[str](), None, None
     for leaf in members(info):
         if isinstance(leaf, StructType):
-            fields = {field.encode_name: _levels_of(field.type) for field in leaf.fields}
-            not_null = frozenset(
+            fields = (fields or {}) | {field.encode_name: _levels_of(field.type) for field in leaf.fields}
+            not_null |= frozenset(
                 field.encode_name
                 for field in leaf.fields
                 if not field.required and not any(isinstance(each, NoneType | AnyType) for each in members(field.type))
