@@ -351,8 +351,8 @@ class LoraServersMissing(StartupError, code="lora_servers_missing"):
 
 
 class LoraServersDiffer(LoraServersMissing, code="lora_servers_differ"):
-    """LoRA servers of `--lora-server-at` are of another version of coserve than the daemon; the message says both.
-    Start those that are older again: `coserve lora-server`, or the daemon."""
+    """LoRA servers of `--lora-server-at` are not of the daemon's version of coserve. Start the older ones again, with
+    `coserve lora-server`, or the daemon: the message has both versions."""
 
 
 class UnsupportedBase(StartupError, code="unsupported_base"):

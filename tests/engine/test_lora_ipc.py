@@ -20,6 +20,7 @@ from torch import Tensor
 
 from coserve.engine.lora_server.gpu_driver import GpuDriver, IpcUnavailable
 from coserve.engine.lora_server.ipc import (
+    AHEAD,
     PAGE,
     TO_ENGINE,
     TO_SERVER,
@@ -27,6 +28,7 @@ from coserve.engine.lora_server.ipc import (
     IpcTransport,
     Mailboxes,
     Part,
+    ServerEnd,
     SharedPage,
     layout,
     mailbox_sizes,
@@ -37,7 +39,7 @@ from coserve.memory.buffer import ALIGNMENT
 from coserve.model.base import wrap_base
 from tests.support.fake_driver import FakeDriver
 from tests.support.families import tiny_family
-from tests.support.host_stream import HostStream, mailbox_ends
+from tests.support.host_stream import HostDriver, HostStream, mailbox_ends
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64)
 SIZE = 1 << 14
@@ -182,6 +184,25 @@ def test_an_engine_knows_at_once_of_a_step_that_its_server_gave_up() -> None:
         theirs.finish()
     ours.renew()
     assert not ours.left
+
+
+def test_a_server_launches_some_exchanges_ahead_and_not_a_whole_step() -> None:
+    launched, ended = list[int](), list[int]()
+
+    class Device(HostDriver):
+        def mark(self) -> Callable[[], None]:
+            launched.append(number)
+            return partial(ended.append, number)
+
+    file, part = os.memfd_create("mailbox"), Part(0, 256, TO_ENGINE)
+    os.truncate(file, PAGE)
+    page = SharedPage(file)
+    os.close(file)
+    end = ServerEnd(Device(torch.device("cpu")), page, page.address, torch.device("cpu"), part, part)
+    for number in range(1, 97):
+        end.send(number, [])
+        assert number - max(ended, default=0) < 2 * AHEAD
+    assert launched == [*range(AHEAD, 97, AHEAD)] and ended == launched[:-1]
 
 
 def test_opened_memory_is_given_back(driver: FakeDriver) -> None:

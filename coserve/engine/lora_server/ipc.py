@@ -4,7 +4,7 @@ The mailbox lies on the engine's GPU and has two parts, one for the message to t
 server copies out of it and into it, over NVLink; the engine never touches a server's memory, so a server that dies
 takes nothing away. Two words in host memory, which both processes and both GPUs see, hold the numbers of the step's
 last message and of its last answer. The sender's stream writes a number behind its copies, and the receiver's stream
-waits for it before its own. So no host waits for a GPU, and no kernel waits for another one; and the engine's host can
+waits for it before its own. So no host waits for a message, and no kernel for another one; and the engine's host can
 end all waits of a step, if the server is gone, by writing a larger number itself.
 
 One message is answered before the next: a part is free again without a further word. The engine's stream waits for an
@@ -44,6 +44,9 @@ step of the start before may still use the others; the offset of the word that i
 up; and the page's bytes."""
 BEYOND = 1 << 30
 """Larger than any message's number."""
+AHEAD = 8
+"""After so many exchanges a server's host waits for the end of those before them. A launch that finds the GPU's queue
+full, at some thousand kernels, may hold the launches of other threads, for as long as an engine hangs."""
 TRIAL_SPEC = TensorSpec((1 << 16,), torch.int32)
 """The first message, which is sent back as it came."""
 
@@ -173,12 +176,18 @@ class ServerEnd(IpcTransport):
     ) -> None:
         """`driver`: of this mailbox alone, which it gives back."""
         super().__init__(driver, page, words, device, sends, receives)
-        self._driver, self._open = driver, False
-        """`_open`: whether a step's messages are received."""
+        self._driver, self._open, self._behind = driver, False, _nothing
+        """`_open`: whether a step's messages are received; `_behind`: what waits for the end of an exchange."""
 
     def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
         self._open = True
         return super().receive(number, specs)
+
+    def send(self, number: int, tensors: Sequence[Tensor]) -> None:
+        super().send(number, tensors)
+        if number % AHEAD == 0:
+            self._behind()
+            self._behind = self._ops.mark()
 
     def finish(self) -> None:
         super().finish()

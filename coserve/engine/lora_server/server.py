@@ -137,8 +137,8 @@ class LoraServer:
                     raise LookupError(f"expected no {type(other).__name__} now")
 
     def _compute(self, terms: StepTerms, tokens: int, dtype: torch.dtype) -> None:
-        """Exchange all messages of a step of T = `tokens` tokens. With mailboxes the host only launches: it runs ahead
-        of the engine's messages."""
+        """Exchange all messages of a step of T = `tokens` tokens. With mailboxes the host launches what follows some of
+        the engine's messages before they are there."""
         sites = self._pairs.sites.items()
         for number, (name, site) in enumerate(sites, 1):
             chosen = tokens, site.chosen
