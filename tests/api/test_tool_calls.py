@@ -357,6 +357,11 @@ async def test_a_forced_call_follows_its_schema(tmp_path: Path) -> None:
                 assert call.function.name in names
                 if call.function.name == "play":
                     assert json.loads(call.function.arguments)["mood"] in ("sad", "glad")
+        formatted: Any = asked | {"response_format": {"type": "json_object"}}  # of a text, which there is not
+        same = await client.chat.completions.create(model="bundled", n=2, **formatted)
+        assert [[call.function for call in choice.message.tool_calls or []] for choice in same.choices] == [
+            [call.function for call in choice.message.tool_calls or []] for choice in done.choices
+        ]
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -369,7 +374,7 @@ async def test_choices_that_cannot_be_kept_are_refused(client: AsyncOpenAI) -> N
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice", sometimes),
         ({"tool_choice": allowed("play", "auto"), "tools": TOOLS}, "tool_choice", ""),
         ({"tool_choice": allowed("play", "none"), "tools": CHOICES}, "tool_choice", ""),
-        ({"tool_choice": NAMED, "tools": CHOICES, "response_format": {"type": "json_object"}}, "tool_choice", ""),
+        ({"tool_choice": NAMED, "tools": CHOICES, "guided_regex": "a"}, "tool_choice", ""),
         ({"tool_choice": "required", "tools": [*CHOICES, other]}, "tools", ""),
         (
             {"tool_choice": "required", "tools": [{"type": "function"}]},

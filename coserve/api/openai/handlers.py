@@ -37,7 +37,7 @@ from coserve.api.openai.schemas import (
     ModelList,
     SharedParams,
 )
-from coserve.api.openai.tool_choice import naming_fields, with_allowed_tools
+from coserve.api.openai.tool_choice import naming_fields, with_allowed_tools, without_format
 from coserve.api.openai.usage import ResponseMeta, new_meta
 from coserve.api.service import Service
 from coserve.config import Config
@@ -142,7 +142,7 @@ class OpenAIApi:
         return body, requests, [await self._echo(body, each) for each in requests]
 
     async def _prepare_chat(self, body: ChatRequest) -> tuple[ChatRequest, GenerateRequest, AnswerParsers]:
-        body = with_allowed_tools(await self._resolve_placeholder(body))
+        body = without_format(with_allowed_tools(await self._resolve_placeholder(body)))
         native = chat_request(body, self._service.engine.spec, self.chat_template)
         parsers = AnswerParsers(self._answer_format(body, native), self._service.tokenizer)
         return body, parsers.format.prepared(native), parsers

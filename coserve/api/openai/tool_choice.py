@@ -46,7 +46,8 @@ def with_allowed_tools(body: ChatRequest) -> ChatRequest:
         allowed = msgspec.convert(choice, _AllowedTools).allowed_tools
     except msgspec.ValidationError as error:
         raise InvalidRequest(
-            f"expected tools with a type and a function's name: {error}", field="tool_choice"
+            f"expected tools with a type and a function's name: {explain(error, choice, _AllowedTools)}",
+            field="tool_choice",
         ) from error
     names = {tool.function.name for tool in allowed.tools}
     if unknown := names - {tool.function.name for tool in _tools(body)}:
@@ -55,10 +56,19 @@ def with_allowed_tools(body: ChatRequest) -> ChatRequest:
     return msgspec.structs.replace(body, tools=kept, tool_choice=allowed.mode)
 
 
+def without_format(body: ChatRequest) -> ChatRequest:
+    """Return the request without `response_format` if its answer has to be a call: a format is that of a text."""
+    return msgspec.structs.replace(body, response_format=None) if _forces_call(body) else body
+
+
+def _forces_call(body: ChatRequest) -> bool:
+    return not is_empty(body.tool_choice) and body.tool_choice not in ("auto", "none")
+
+
 def forced_call(body: ChatRequest) -> JsonSchema | None:
     """Return the schema of the one call, an object with `name` and `arguments`, that the answer has to be; None: any
     answer. Raises `InvalidRequest`."""
-    if is_empty(body.tool_choice) or body.tool_choice in ("auto", "none"):
+    if not _forces_call(body):
         return None
     if is_constrained(body):
         raise InvalidRequest("expected auto or none in a request that constrains its text", field="tool_choice")
