@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from coserve.core.errors import InvalidRequest
 from tests.support.api_server import Api, form, serve_api, with_template
@@ -39,12 +40,14 @@ AS_SENT = [
 ANSWER = {"role": "assistant", "content": "No."}
 
 
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    (tmp_path / "root").mkdir()
-    async with serve_api(
-        tmp_path / "data", tokens=with_template(QWEN3), context=1024, data_root=tmp_path / "root"
-    ) as api:
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
+    folder = tmp_path_factory.mktemp("chats")
+    (folder / "root").mkdir()
+    async with serve_api(folder / "data", tokens=with_template(QWEN3), context=1024, data_root=folder / "root") as api:
         yield api
 
 

@@ -4,6 +4,7 @@ autograd."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -49,17 +50,24 @@ def base_of(family: str) -> Base:
     return wrap_base(tiny_family(family, **SHAPES[family]), name=family)
 
 
-def compiled_of(base: Base, compile: Compile = interpreted, *, levels: bool = True) -> CompiledLayers:
+def compiled_of(base: Base, compile: Compile) -> CompiledLayers:
     layers = CompiledLayers(base, LayerCut(base), compile, costs=lambda: COSTS)
     layers.compile()
-    if levels:
-        layers.compile_levels(COSTS)
     return layers
+
+
+@cache
+def compiled(family: str) -> tuple[Base, CompiledLayers]:
+    """A base, and its layers with cuts that keep less."""
+    base = base_of(family)
+    layers = compiled_of(base, interpreted)
+    layers.compile_levels(COSTS)
+    return base, layers
 
 
 def gradients(
     base: Base,
-    compiled: CompiledLayers | None,
+    layers: CompiledLayers | None,
     rows: Sequence[int],
     *,
     graphs: LayerGraphs | None = None,
@@ -70,7 +78,7 @@ def gradients(
     optimizer, tokens = started(base, LoraSettings(r=8, alpha=16, targets=targets)), sum(LENGTHS[row] for row in rows)
     packed = pack_jobs([corpus_batch(CORPUS, rows)], CPU, graphs.padded_size(tokens) if graphs else 0)
     lora = LoraBatch(Segments((0, packed.tokens), (0,)), (optimizer.weights(),), SEGMENTED)
-    runner = MicroBatchRunner(base, recompute=False, compiled=compiled, graphs=graphs)
+    runner = MicroBatchRunner(base, recompute=False, compiled=layers, graphs=graphs)
     sums = run_to_end(runner.forward_backward(packed, lora, optimizer.trainable, optimizer.grads, **counts))
     return [sums, *(one for layer in optimizer.grads for one in layer)]
 
@@ -84,30 +92,29 @@ def close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_are_those_of_autograd(family: str) -> None:
     """Of rows that share a batch, whatever layers keep."""
-    base = base_of(family)
-    compiled, expected = compiled_of(base), gradients(base, None, range(4))
+    base, layers = compiled(family)
+    expected = gradients(base, None, range(4))
     for counts in ({}, {"partly": 1, "recomputed": len(base.layers) - 1}):
-        close(gradients(base, compiled, range(4), **counts), expected)
-    assert not compiled.notes, "none was refused"
+        close(gradients(base, layers, range(4), **counts), expected)
+    assert not layers.notes, "none was refused"
 
 
 @pytest.mark.parametrize("family", in_turns([*SHAPES], ["qwen3_5_text"]))
 @pytest.mark.filterwarnings("ignore")
 def test_graphs_serve_rows_of_other_lengths(family: str) -> None:
     """Batches of as many tokens with their padding."""
-    base = base_of(family)
-    compiled, recorder = compiled_of(base, levels=False), RepeatingRecorder()
-    graphs = LayerGraphs(compiled, lambda: recorder, least_step=16)
+    (base, layers), recorder = compiled(family), RepeatingRecorder()
+    graphs = LayerGraphs(layers, lambda: recorder, least_step=16)
     for rows in ((0,), (0, 3), (0, 2), (1, 0, 3), (0, 1)):
-        close(gradients(base, compiled, rows, graphs=graphs), gradients(base, compiled, rows))
+        close(gradients(base, layers, rows, graphs=graphs), gradients(base, layers, rows))
     assert recorder.recorded == 2 * len(base.layers) and recorder.replayed == 3 * recorder.recorded
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_recurrence_is_given_back_what_its_forward_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever layers keep: if the backward runs the forward again, what that one kept."""
-    base = base_of("qwen3_5_text")
-    compiled, expected = compiled_of(base), gradients(base, None, range(4))
+    base, layers = compiled("qwen3_5_text")
+    expected = gradients(base, None, range(4))
     kept, given_back = list[Tensor](), list[Tensor]()
 
     def recur_keeping(self: PackedRecurrence, given: RecurrenceInputs) -> tuple[Tensor, Tensor]:
@@ -125,7 +132,7 @@ def test_a_recurrence_is_given_back_what_its_forward_kept(monkeypatch: pytest.Mo
     monkeypatch.setattr(PackedRecurrence, "gradients", backward)
     for counts, times in (({}, 1), ({"partly": 2}, 1), ({"recomputed": 2}, 2)):
         kept.clear(), given_back.clear()
-        close(gradients(base, compiled, range(4), **counts), expected)
+        close(gradients(base, layers, range(4), **counts), expected)
         assert len(kept) == times and given_back == kept[-1:]
 
 
@@ -134,8 +141,8 @@ def test_a_recurrence_is_given_back_what_its_forward_kept(monkeypatch: pytest.Mo
 def test_rows_of_a_batch_learn_what_they_learn_alone() -> None:
     """With the real compiler."""
     base = base_of("qwen3_5_text")
-    compiled = compiled_of(base, inductor, levels=False)
-    together = gradients(base, compiled, range(3))
-    alone = [gradients(base, compiled, [row]) for row in range(3)]
+    layers = compiled_of(base, inductor)
+    together = gradients(base, layers, range(3))
+    alone = [gradients(base, layers, [row]) for row in range(3)]
     close(together, [torch.stack(own).sum(0) for own in zip(*alone, strict=True)])
     close(together, gradients(base, None, range(3)))

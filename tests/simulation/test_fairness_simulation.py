@@ -16,7 +16,6 @@ from tests.support.records import make_request
 from tests.support.scenario import Outcome, Scenario, make_scenario, play
 
 COST, RUNNING, LIGHT = 64, 4, 5
-POLICIES = ("ets", "ts", "slack")
 
 
 def request(id: str, adapter: str | None, cost: int) -> Generate:
@@ -51,10 +50,10 @@ def light(outcome: Outcome) -> list[str]:
     return [id for id in outcome.sent if id.startswith("x")]
 
 
-@pytest.mark.parametrize("policy", sample(POLICIES, "slack"))
-@pytest.mark.parametrize("max_queue", sample([1000, 50], 50))
-def test_one_hot_adapter_starves_nobody(policy: str, max_queue: int) -> None:
+@pytest.mark.parametrize("case", sample([("slack", 50), ("slack", 1000), ("ets", 1000), ("ts", 50)], ("slack", 50)))
+def test_one_hot_adapter_starves_nobody(case: tuple[str, int]) -> None:
     """Also when it has filled the queue to the brim."""
+    policy, max_queue = case
     for seed in range(examples(4)):
         outcome = play(flood(seed, policy, fair=True, max_queue=max_queue))
         for id in light(outcome):
