@@ -90,7 +90,7 @@ def two(shared_ranks: Callable[[], Ranks]) -> Ranks:
 
 @pytest.fixture(
     scope="module",
-    params=[2, pytest.param(4, marks=marks_on_days(0)), pytest.param(8, marks=[pytest.mark.slow, pytest.mark.long])],
+    params=[2, pytest.param(4, marks=marks_on_days(3)), pytest.param(8, marks=[pytest.mark.slow, pytest.mark.long])],
 )
 def ranks(request: pytest.FixtureRequest, shared_ranks: Callable[[], Ranks]) -> Iterator[Ranks]:
     """Two ranks; in slow tests four on one of six days, in long ones eight, too."""

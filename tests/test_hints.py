@@ -46,27 +46,35 @@ def test_images_are_refused_by_name(part: dict[str, object]) -> None:
         decode_json(json.dumps(chat).encode(), ChatRequest)
 
 
-@pytest.mark.parametrize(
-    ("lora", "meant"),
-    [("rank", "r"), ("lora_r", "r"), ("alhpa", "alpha"), ("nblocks", "bd_blocks"), ("use_bdlora", "bd_blocks")],
-)
-def test_names_of_lora_settings(lora: str, meant: str) -> None:
-    said = message({"adapter": "a", "lora": {lora: 1}}, FinetuneRequest)
-    assert f"unknown field {lora!r}; did you mean {meant!r}?" in said
+TRAIN, GENERATE = {"adapter": "a"}, {"prompt": "x"}
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("kind", "body", "name", "meant"),
     [
-        ("n_epochs", "epochs"),
-        ("lr", "learning_rate"),
-        ("max_seq_len", "max_length"),
-        ("epoch", "epochs"),
-        ("learning-rate", "learning_rate"),
+        *(
+            (FinetuneRequest, TRAIN, f"lora.{name}", meant)
+            for name, meant in (("rank", "r"), ("lora_r", "r"), ("alhpa", "alpha"))
+        ),
+        *((FinetuneRequest, TRAIN, f"lora.{name}", "bd_blocks") for name in ("nblocks", "use_bdlora")),
+        *((FinetuneRequest, TRAIN, f"training.{name}", "epochs") for name in ("n_epochs", "epoch")),
+        *((FinetuneRequest, TRAIN, f"training.{name}", "learning_rate") for name in ("lr", "learning-rate")),
+        (FinetuneRequest, TRAIN, "training.max_seq_len", "max_length"),
+        *((FinetuneRequest, TRAIN, name, "training.epochs") for name in ("epochs", "n_epochs")),
+        (FinetuneRequest, TRAIN, "lora_alpha", "lora.alpha"),
+        (GenerateRequest, GENERATE, "max_new_tokens", "max_tokens"),
+        (GenerateRequest, GENERATE, "temprature", "temperature"),
+        (GenerateRequest, GENERATE, "stop_sequences", "stop"),
+        (GenerateRequest, GENERATE, "topp", "top_p"),
     ],
 )
-def test_names_of_training_settings(name: str, meant: str) -> None:
-    assert f"did you mean {meant!r}?" in message({"adapter": "a", "training": {name: 1}}, FinetuneRequest)
+def test_a_slip_and_a_name_of_another_library_are_answered_with_ours(
+    kind: type, body: dict[str, object], name: str, meant: str
+) -> None:
+    """In the object of that name, or of another one: with its path."""
+    place, _, own = name.rpartition(".")
+    said = message(body | ({place: {own: 1}} if place else {own: 1}), kind)
+    assert f"unknown field {own!r}; did you mean {meant!r}?" in said
 
 
 @pytest.mark.parametrize(
@@ -98,27 +106,6 @@ def test_a_name_with_another_unit_is_answered_with_the_unit(name: str, says: str
 @pytest.mark.parametrize("name", ["max_length", "typical_p", "best_of"])
 def test_a_name_of_generation_that_means_something_else_is_no_alias(name: str) -> None:
     assert "did you mean" not in message({"prompt": "x", name: 1}, GenerateRequest)
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("epochs", "training.epochs"),
-        ("lora_alpha", "lora.alpha"),
-        ("n_epochs", "training.epochs"),
-        ("max_length", "training.max_length"),
-    ],
-)
-def test_a_field_of_another_object_is_named_with_its_path(name: str, meant: str) -> None:
-    assert f"did you mean {meant!r}?" in message({"adapter": "a", name: 1}, FinetuneRequest)
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("max_new_tokens", "max_tokens"), ("stop_sequences", "stop"), ("temprature", "temperature"), ("topp", "top_p")],
-)
-def test_names_of_generation(name: str, meant: str) -> None:
-    assert f"did you mean {meant!r}?" in message({"prompt": "x", name: 1}, GenerateRequest)
 
 
 def test_a_variable_of_the_chat_template_is_sent_to_its_field() -> None:

@@ -134,7 +134,7 @@ def test_a_job_has_the_graphs_of_an_earlier_one_of_its_shape(
     assert before and recorder.recorded == before
 
 
-@on_days(0)
+@on_days(1)
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_capture_that_fails_costs_the_step_alone(
     compiled: tuple[Base, CompiledLayers], plain: Plain, tmp_path: Path, failing: int
@@ -147,7 +147,7 @@ def test_a_capture_that_fails_costs_the_step_alone(
     torch.testing.assert_close(losses(found), plain([job(0)]), rtol=1e-4, atol=1e-5)
 
 
-@on_days(0)
+@on_days(2)
 def test_memory_that_runs_out_takes_the_graphs_first(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
     base, layers = compiled
     full = RepeatingRecorder(lambda number: torch.OutOfMemoryError("CUDA out of memory") if number == 1 else None)
@@ -158,7 +158,7 @@ def test_memory_that_runs_out_takes_the_graphs_first(compiled: tuple[Base, Compi
     assert not [message for message in found["job-0"] if type(message).__name__ == "JobNote"]
 
 
-@on_days(0)
+@on_days(3)
 def test_a_batch_that_found_no_memory_runs_again_without_graphs(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path
 ) -> None:
@@ -191,7 +191,7 @@ def test_memory_of_graphs_is_freed_between_passes(compiled: tuple[Base, Compiled
     assert not graphs.release()
 
 
-@on_days(0)
+@on_days(4)
 def test_memory_that_runs_out_again_and_again_ends_graphs_until_no_job_is_left(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path
 ) -> None:
@@ -214,7 +214,7 @@ def test_memory_that_runs_out_again_and_again_ends_graphs_until_no_job_is_left(
     assert last.replayed
 
 
-@on_days(0)
+@on_days(5)
 def test_few_shapes_have_graphs_and_idle_ones_give_way(compiled: tuple[Base, CompiledLayers], tmp_path: Path) -> None:
     base, layers = compiled
     recorder = RepeatingRecorder()
@@ -250,7 +250,7 @@ def test_graphs_of_layers_that_are_recomputed_or_keep_less(
         torch.testing.assert_close(losses(found), plain([(corpus, spec)]), rtol=5e-3, atol=1e-4)
 
 
-@on_days(0)
+@on_days(1)
 def test_graphs_are_captured_anew_once_layers_can_keep_less(tmp_path: Path) -> None:
     """Those from before keep more than is planned for."""
     base = tiny_base("llama")
@@ -271,7 +271,7 @@ def test_graphs_are_captured_anew_once_layers_can_keep_less(tmp_path: Path) -> N
     assert recorded[1] == 2 * recorded[0] > 0
 
 
-@on_days(0)
+@on_days(2)
 def test_a_shape_without_graphs_runs_in_their_memory(
     compiled: tuple[Base, CompiledLayers], plain: Plain, tmp_path: Path
 ) -> None:
@@ -286,7 +286,7 @@ def test_a_shape_without_graphs_runs_in_their_memory(
     torch.testing.assert_close(losses(found), plain([other]), rtol=1e-4, atol=1e-5)
 
 
-@on_days(0)
+@on_days(3)
 def test_graphs_leave_their_memory_to_a_job_that_runs_other_layers(
     compiled: tuple[Base, CompiledLayers], tmp_path: Path
 ) -> None:
