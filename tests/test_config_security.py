@@ -97,19 +97,9 @@ def test_the_command_line(name: str, value: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "line",
     [
-        "api_key = false",
-        "api_key = []",
-        "api_key = {}",
-        "allowed_hosts = [5]",
-        'allowed_hosts = [""]',
-        'allowed_hosts = ["a", " "]',
-        "data_root = false",
-        'trust_remote_code = ["true"]',
-        "host = true",
-        "max_connections = true",
-        "max_connections = []",
-        "max_connections = 1.5",
-        "read_timeout = true",
+        *("api_key = false", "api_key = []", "api_key = {}", "allowed_hosts = [5]", 'allowed_hosts = [""]'),
+        *('allowed_hosts = ["a", " "]', "data_root = false", 'trust_remote_code = ["true"]', "host = true"),
+        *("max_connections = true", "max_connections = []", "max_connections = 1.5", "read_timeout = true"),
     ],
 )
 def test_values_of_another_type_in_the_file(line: str, tmp_path: Path) -> None:

@@ -44,13 +44,7 @@ def test_every_format_has_an_example() -> None:
     shown = {type(parse_row(json.loads(row), 1)) for _, row, _, _ in EXAMPLES}
     assert shown == set(get_args(rows.Row))
     assert {format for format, *_ in EXAMPLES} == {
-        "text",
-        "prompt/completion",
-        "chat",
-        "alpaca",
-        "sharegpt",
-        "preference",
-        "tokens",
+        *("text", "prompt/completion", "chat", "alpaca", "sharegpt", "preference", "tokens"),
     }
 
 

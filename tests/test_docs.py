@@ -22,15 +22,8 @@ DOCUMENTS = [
 ]
 PLACES = (ROOT, ROOT / "coserve", ROOT / "docs", ROOT / "benchmarks", ROOT / "benchmarks/results", ROOT / "tests")
 OTHERS = {
-    "AttentionInterface",
-    "GraphModule",
-    "InferenceClient",
-    "JITFunction",
-    "LoraConfig",
-    "MultiheadAttention",
-    "AdamW",
-    "PyTorch",
-    "TrainingArguments",
+    *("AttentionInterface", "GraphModule", "InferenceClient", "JITFunction", "LoraConfig", "MultiheadAttention"),
+    *("AdamW", "PyTorch", "TrainingArguments"),
 }
 """Names of other projects."""
 

@@ -109,18 +109,8 @@ def test_runs_on_different_gpus_are_not_compared() -> None:
 )
 def test_a_tiny_run_writes_rows_loads_and_figures(size: int, tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "benchmarks.bdlora.measure",
-        "--tiny",
-        "--tp",
-        str(size),
-        "--ranks",
-        "16",
-        "--only",
-        "target,one_gpu",
-        "--out",
-        str(tmp_path),
+        *(sys.executable, "-m", "benchmarks.bdlora.measure", "--tiny", "--tp", str(size), "--ranks", "16"),
+        *("--only", "target,one_gpu", "--out", str(tmp_path)),
     ]
     eager = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # it takes minutes
     done = subprocess.run(command, env=eager, capture_output=True, text=True, timeout=300, check=False)

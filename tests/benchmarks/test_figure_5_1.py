@@ -60,14 +60,9 @@ def test_block_sparse_over_grouped() -> None:
 def test_side_by_side_nothing_counts_twice() -> None:
     """As products, shrinks and expands overlap in a decode step."""
     step = [
-        Kernel("norm", 0.0, 2.0),
-        Kernel("decode", 1.0, 7.0),
-        Kernel("project", 6.0, 12.0),
-        Kernel("shrink", 8.0, 11.0),
-        Kernel("expand", 9.0, 14.0),
-        Kernel("decode", 15.0, 20.0),
-        Kernel("norm", 19.0, 22.0),
-        Kernel("decode", 23.0, 24.0),
+        *(Kernel("norm", 0.0, 2.0), Kernel("decode", 1.0, 7.0), Kernel("project", 6.0, 12.0)),
+        *(Kernel("shrink", 8.0, 11.0), Kernel("expand", 9.0, 14.0), Kernel("decode", 15.0, 20.0)),
+        *(Kernel("norm", 19.0, 22.0), Kernel("decode", 23.0, 24.0)),
     ]
     assert busy(step) == 22.0
     assert busy([]) == 0.0

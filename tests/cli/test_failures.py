@@ -21,20 +21,10 @@ from tests.support.hostile_server import ANSWERS, hostile_server
 
 NOBODY = "http://127.0.0.1:1"
 ASKING = [
-    ["generate", "hi"],
-    ["finetune", "a", "ROWS"],
-    ["jobs", "list"],
-    ["jobs", "show", "x"],
-    ["jobs", "watch", "x"],
-    ["jobs", "pause", "x"],
-    ["jobs", "resume", "x"],
-    ["jobs", "cancel", "x"],
-    ["adapters", "list"],
-    ["adapters", "show", "x"],
-    ["adapters", "import", "x", "PEFT"],
-    ["adapters", "download", "x", "NEW"],
-    ["adapters", "delete", "x"],
-    ["bench", "--duration", "1", "--report", "NEW"],
+    *(["generate", "hi"], ["finetune", "a", "ROWS"], ["jobs", "list"], ["jobs", "show", "x"], ["jobs", "watch", "x"]),
+    *(["jobs", "pause", "x"], ["jobs", "resume", "x"], ["jobs", "cancel", "x"], ["adapters", "list"]),
+    *(["adapters", "show", "x"], ["adapters", "import", "x", "PEFT"], ["adapters", "download", "x", "NEW"]),
+    *(["adapters", "delete", "x"], ["bench", "--duration", "1", "--report", "NEW"]),
 ]
 
 

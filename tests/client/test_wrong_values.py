@@ -25,26 +25,9 @@ from tests.support.sdk import GENERATED, Daemon, job, reply
 
 EXPECTED = "expected str, int, float, bool, None, list or dict"
 NOT_JSON = [
-    b"a",
-    bytearray(b"a"),
-    memoryview(b"a"),
-    uuid.UUID(int=1),
-    Decimal(1),
-    datetime.now(UTC),
-    date(2026, 1, 1),
-    time(1),
-    timedelta(1),
-    {"a"},
-    frozenset(),
-    msgspec.Raw(b"1"),
-    Path("a"),
-    object(),
-    np.int64(1),
-    np.float64(1),
-    np.str_("a"),
-    np.array([1]),
-    MappingProxyType({}),
-    Enum("Kind", {"A": b"a"}).A,
+    *(b"a", bytearray(b"a"), memoryview(b"a"), uuid.UUID(int=1), Decimal(1), datetime.now(UTC), date(2026, 1, 1)),
+    *(time(1), timedelta(1), {"a"}, frozenset(), msgspec.Raw(b"1"), Path("a"), object(), np.int64(1), np.float64(1)),
+    *(np.str_("a"), np.array([1]), MappingProxyType({}), Enum("Kind", {"A": b"a"}).A),
 ]
 
 

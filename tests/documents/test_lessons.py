@@ -112,14 +112,8 @@ def test_recipes() -> None:
 @pytest.mark.parametrize(
     ("gains", "proved"),
     [
-        ([3.0], False),
-        ([1.0, 1.2], True),
-        ([1.0, 2.0], False),
-        ([1.0, 1.0, 2.0, 3.0], True),
-        ([0.0, 0.0, 2.0, 2.0], False),
-        ([0.3, 0.4] * 8, True),
-        ([-0.2, 0.4] * 8, False),
-        ([0.0] * 4, False),
+        *(([3.0], False), ([1.0, 1.2], True), ([1.0, 2.0], False), ([1.0, 1.0, 2.0, 3.0], True)),
+        *(([0.0, 0.0, 2.0, 2.0], False), ([0.3, 0.4] * 8, True), ([-0.2, 0.4] * 8, False), ([0.0] * 4, False)),
     ],
 )
 def test_few_answers_prove_an_adapter_only_if_they_agree(gains: list[float], proved: bool) -> None:

@@ -302,13 +302,6 @@ def test_graphs_leave_their_memory_to_a_job_that_runs_other_layers(
 
 def test_sizes_of_batches() -> None:
     assert [padded(tokens) for tokens in (1, 64, 65, 512, 1000, 2047, 4096, 4097)] == [
-        64,
-        64,
-        128,
-        512,
-        1024,
-        2048,
-        4096,
-        4352,
+        *(64, 64, 128, 512, 1024, 2048, 4096, 4352),
     ]
     assert all(tokens <= padded(tokens) <= max(64, tokens * 17 // 16) + 64 for tokens in range(1, 9000))

@@ -166,16 +166,8 @@ def test_a_peft_adapter_gives_pefts_logits(case: str, tmp_path: Path) -> None:
 
 _SITE_PATTERNS = st.sampled_from(
     [
-        r".*q_proj",
-        r"layers\.0\..*",
-        "self_attn.[qv]_proj",
-        r"(?:.*\.)?mlp\.(?:up|down)_proj",
-        r"\w+_proj",
-        "model|v_proj",
-        r"^model\.layers\.\d\.mlp.*$",
-        "up_proj",
-        r"[^.]*\.[^.]*_proj",
-        r"(?!.*mlp).*_proj",
+        *(r".*q_proj", r"layers\.0\..*", "self_attn.[qv]_proj", r"(?:.*\.)?mlp\.(?:up|down)_proj", r"\w+_proj"),
+        *("model|v_proj", r"^model\.layers\.\d\.mlp.*$", "up_proj", r"[^.]*\.[^.]*_proj", r"(?!.*mlp).*_proj"),
     ]
 )
 

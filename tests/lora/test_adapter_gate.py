@@ -173,17 +173,9 @@ def test_every_key_of_pefts_is_gated(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "[]",
-        "{",
-        '"x"',
-        '{"peft_type": "LORA", "peft_type": "LORA"}',
-        '{"peft_type": "LORA", "lora_alpha": NaN}',
-        "[" * 100_000,
-        '{"a":' * 100_000,
-        '{"r": ' + "9" * 5000 + "}",
-        "\ufeff{}",
-        " " * ((1 << 20) + 1),
+        *("", "[]", "{", '"x"', '{"peft_type": "LORA", "peft_type": "LORA"}'),
+        *('{"peft_type": "LORA", "lora_alpha": NaN}', "[" * 100_000, '{"a":' * 100_000, '{"r": ' + "9" * 5000 + "}"),
+        *("\ufeff{}", " " * ((1 << 20) + 1)),
     ],
     ids=["empty", "list", "open", "text", "twice", "nan", "deep", "deeper", "long", "mark", "large"],
 )

@@ -120,20 +120,9 @@ def test_a_trace_survives_a_file(tmp_path_factory: pytest.TempPathFactory, scena
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("duration", 0.0),
-        ("duration", float("inf")),
-        ("finetune_period", -1.0),
-        ("finetune_rows", -1),
-        ("adapters", -1),
-        ("rank", ()),
-        ("rank", (8, 0)),
-        ("min_tokens", 0),
-        ("max_tokens", 0),
-        ("slo_ttft", 0.0),
-        ("lead", -1.0),
-        ("vocab", 256),
-        ("preset", "ets"),
-        ("output_lengths", Lengths.TEXTS),
+        *(("duration", 0.0), ("duration", float("inf")), ("finetune_period", -1.0), ("finetune_rows", -1)),
+        *(("adapters", -1), ("rank", ()), ("rank", (8, 0)), ("min_tokens", 0), ("max_tokens", 0), ("slo_ttft", 0.0)),
+        *(("lead", -1.0), ("vocab", 256), ("preset", "ets"), ("output_lengths", Lengths.TEXTS)),
     ],
 )
 def test_impossible_scenarios_are_refused(name: str, value: float) -> None:

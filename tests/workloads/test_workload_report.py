@@ -107,16 +107,8 @@ def test_files_of_a_run(tmp_path: Path, run: ReplayResult) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.0, "0.00 ms"),
-        (0.00123, "1.23 ms"),
-        (0.0123, "12.3 ms"),
-        (0.123, "123 ms"),
-        (0.99999, "1000 ms"),
-        (1.234, "1.23 s"),
-        (9.996, "10.0 s"),
-        (12.34, "12.3 s"),
-        (123.4, "123 s"),
-        (float("nan"), "-"),
+        *((0.0, "0.00 ms"), (0.00123, "1.23 ms"), (0.0123, "12.3 ms"), (0.123, "123 ms"), (0.99999, "1000 ms")),
+        *((1.234, "1.23 s"), (9.996, "10.0 s"), (12.34, "12.3 s"), (123.4, "123 s"), (float("nan"), "-")),
     ],
 )
 def test_durations_have_three_digits_that_matter(seconds: float, text: str) -> None:
@@ -175,27 +167,12 @@ def test_the_terminal_shows_the_worst_adapters() -> None:
 @pytest.mark.parametrize(
     ("text", "holds"),
     [
-        ("slo>=0.95", True),
-        ("slo >= 95%", True),
-        ("slo>0.99", False),
-        ("ttft_p99<=501ms", True),
-        ("ttft_p99 < 0.5", False),
-        ("errors<=1", True),
-        ("errors<1", False),
-        ("errors<=5%", True),
-        ("errors<=4%", False),
-        ("shed<=5%", True),
-        ("goodput>=7.6", True),
-        ("slo_worst>=.95", True),
-        ("tpot_mean<=1e-1s", True),
-        ("finetune_tok_s>=16", True),
-        ("finetune_share>=0", False),
-        ("itl_p50<=0.11", True),
-        ("output_tok_s>9.9", True),
-        ("satisfaction>=0.7", True),
-        ("requests_per_s>8", False),
-        ("e2e_p90<=0.7", True),
-        ("lag_p99<=0", True),
+        *(("slo>=0.95", True), ("slo >= 95%", True), ("slo>0.99", False), ("ttft_p99<=501ms", True)),
+        *(("ttft_p99 < 0.5", False), ("errors<=1", True), ("errors<1", False), ("errors<=5%", True)),
+        *(("errors<=4%", False), ("shed<=5%", True), ("goodput>=7.6", True), ("slo_worst>=.95", True)),
+        *(("tpot_mean<=1e-1s", True), ("finetune_tok_s>=16", True), ("finetune_share>=0", False)),
+        *(("itl_p50<=0.11", True), ("output_tok_s>9.9", True), ("satisfaction>=0.7", True)),
+        *(("requests_per_s>8", False), ("e2e_p90<=0.7", True), ("lag_p99<=0", True)),
     ],
 )
 def test_conditions(text: str, holds: bool) -> None:
