@@ -101,10 +101,7 @@ def test_fields_become_those_of_the_request(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            ["--set", "training.shedule=cosine"],
-            "training.shedule: unknown field 'shedule'; did you mean 'schedule'? (see",
-        ),
+        (["--set", "training.shedule=cosine"], "unknown field 'shedule'; did you mean 'schedule'? (see"),
         (["--set", "schedule=cosine"], "schedule: unknown field 'schedule'; did you mean 'training.schedule'? (see"),
         (["--set", "training.lora_dropout=1"], "did you mean 'lora.dropout'?"),
         (["--set", "training.gradient_accumulation_steps=8"], "one batch size for all devices and micro-batches"),
@@ -122,23 +119,11 @@ def test_fields_become_those_of_the_request(
         (["--set", "training.seed"], "expected FIELD=VALUE, got 'training.seed'"),
         (["--set", "=3"], "expected FIELD=VALUE, got '=3'"),
         (["--set", "training..seed=3"], "expected FIELD=VALUE, got 'training..seed=3'"),
-        (
-            ["--set", "training.epochs=2", "--epochs", "3"],
-            "expected one value of training.epochs, got two: --epochs and --set",
-        ),
+        (["--set", "training.epochs=2", "--epochs", "3"], "training.epochs, got two: --epochs and --set"),
         (["--set", "lora.r=2", "--rank", "3"], "expected one value of lora.r, got two: --rank and --set"),
-        (
-            ["--set", "training.seed=2", "--set", "training.seed=3"],
-            "expected one value of training.seed, got two: --set and --set",
-        ),
-        (
-            ["--set", "training.seed=2", "--set", "training=null"],
-            "expected one value of training, got two: --set and --set",
-        ),
-        (
-            ['--set=training.loss={"type": "dpo", "beta": 0.3}', "--dpo-beta", "0.2"],
-            "training.loss.beta, got two: --dpo-beta and --set",
-        ),
+        (["--set", "training.seed=2", "--set", "training.seed=3"], "one value of training.seed, got two: --set"),
+        (["--set", "training.seed=2", "--set", "training=null"], "one value of training, got two: --set and --set"),
+        (['--set=training.loss={"type": "dpo", "beta": 0.3}', "--dpo-beta", "0.2"], "got two: --dpo-beta and --set"),
         (["--set", "training.loss=null", "--dpo-beta", "0.2"], "training.loss, got two: --dpo-beta and --set"),
         (["--set", "adapter=other"], "adapter: give it as the argument ADAPTER"),
         (["--set", "path=rows.jsonl"], "path: give the rows as the argument FILE"),

@@ -105,11 +105,7 @@ def test_a_text_prompt_is_cut_alike_for_both_answers(tokenizer: Tokenizer) -> No
         (MESSAGES | {"prompt": "Hi"}, MalformedRow, "three texts, or as three lists"),
         (MESSAGES | {"prompt": MESSAGES["prompt"][:2]}, MalformedRow, "ends before the answer"),
         ({"prompt": "a", "chosen": "b"}, MalformedRow, "rejected"),
-        (
-            {"chosen": "a b", "rejected": "a c"},
-            MalformedRow,
-            "expected a prompt, got none: .* give the prompt as a text of its own",
-        ),
+        ({"chosen": "a b", "rejected": "a c"}, MalformedRow, "a prompt, got none: .* give the prompt as a text of"),
         (IMPLICIT | {"rejected": "No."}, MalformedRow, "two lists of messages that begin with the prompt"),
         (IMPLICIT | {"rejected": IMPLICIT["chosen"]}, MalformedRow, "got the same messages"),
         (

@@ -31,6 +31,8 @@ MOONCAKE = """{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_id
 
 {"timestamp": 27482, "input_length": 20, "output_length": 7}
 """
+ONE = '{"timestamp": 0, "input_length": 1, "output_length": 1}\n'
+DEEP = "[" * 100_000
 TALK = {
     "id": "a",
     "conversations": [{"from": "human", "value": "Hello there"}, {"from": "gpt", "value": "Good day to you"}],
@@ -60,59 +62,29 @@ def test_sharegpt(tmp_path: Path, layout: Callable[[list[Any]], str]) -> None:
 @pytest.mark.parametrize(
     ("read", "content", "line", "message"),
     [
-        (
-            read_burstgpt,
-            "Time,Model\n1,2\n",
-            1,
-            "expected columns Timestamp, Request tokens, Response tokens, got no Timestamp",
-        ),
+        (read_burstgpt, "Time,Model\n1,2\n", 1, "Timestamp, Request tokens, Response tokens, got no Timestamp"),
         (read_burstgpt, "", 1, "expected columns"),
-        (
-            read_burstgpt,
-            HEADER + "5,x,1,1,2,y\nsoon,x,1,1,2,y\n",
-            3,
-            "Timestamp: expected a number of at least 0, got 'soon'",
-        ),
+        (read_burstgpt, HEADER + "5,x,1,1,2,y\nsoon,x,1,1,2,y\n", 3, "expected a number of at least 0, got 'soon'"),
         (read_burstgpt, HEADER + "nan,x,1,1,2,y\n", 2, "Timestamp: expected"),
         (read_burstgpt, HEADER + "5,x,many,1,2,y\n", 2, "Request tokens: expected a number of tokens, got 'many'"),
         (read_burstgpt, HEADER + "5,x,1,-1,2,y\n", 2, "Response tokens: expected"),
-        (
-            read_burstgpt,
-            HEADER + f"5,x,1{'0' * 5000},1,2,y\n",
-            2,
-            "Request tokens: expected at most 4194304 tokens, got 1000",
-        ),
+        (read_burstgpt, HEADER + f"5,x,1{'0' * 5000},1,2,y\n", 2, "Request tokens: expected at most 4194304 tokens"),
         (read_burstgpt, HEADER + "5,x,1\n", 2, "expected 6 fields, got 3"),
         (read_burstgpt, HEADER + "5,x,1,1,2,y\n4,x,1,1,2,y\n", 3, "expected times in order, got 4 after 5"),
         (read_burstgpt, HEADER.encode() + b"5,x,1,1,2,y\n5,\xff,1,1,2,y\n", 3, "trace, line 3: expected UTF-8"),
-        (
-            read_mooncake,
-            b'{"timestamp": 0, "input_length": 1, "output_length": 1}\n{"\xff": 0}\n',
-            2,
-            "trace, line 2: ",
-        ),
+        (read_mooncake, ONE.encode() + b'{"\xff": 0}\n', 2, "trace, line 2: "),
         (
             read_sharegpt,
             '[{"conversations": []},\n{"conversations": [{"from": "human", "value": "\\ud800"}, {"from": "gpt", "value": "x"}]}]',  # noqa: E501
             2,
             "trace, line 2: ",
         ),
-        (read_mooncake, '{"timestamp": 0, "input_length": 1, "output_length": 1}\nnonsense\n', 2, "malformed"),
+        (read_mooncake, ONE + "nonsense\n", 2, "malformed"),
         (read_mooncake, '{"timestamp": 0, "input_length": "1", "output_length": 1}', 1, "Expected `int`, got `str`"),
         (read_mooncake, '{"timestamp": 0, "input_length": 0, "output_length": 1}', 1, "Expected `int` >= 1"),
-        (
-            read_mooncake,
-            '{"timestamp": 0, "input_length": 1000000000000, "output_length": 1}',
-            1,
-            "Expected `int` <= 4194304",
-        ),
+        (read_mooncake, '{"timestamp": 0, "input_length": 1000000000000, "output_length": 1}', 1, "<= 4194304"),
         (read_mooncake, '{"timestamp": 0, "output_length": 1}', 1, "missing required field `input_length`"),
-        (
-            read_mooncake,
-            MOONCAKE + '{"timestamp": 9, "input_length": 1, "output_length": 1}\n',
-            5,
-            "expected times in order",
-        ),
+        (read_mooncake, MOONCAKE + ONE, 5, "expected times in order"),
         (read_sharegpt, '[{"conversations": []},\n {"talk": []}]', 2, "missing required field `conversations`"),
         (read_sharegpt, '[{"conversations": [{"from": "human", "value": 3}]}]', 1, "Expected `str`, got `int`"),
         (read_sharegpt, '[{"conversations": []},\n\n{"conversations": ]}]', 2, "expected JSON: Expecting value"),
@@ -123,20 +95,10 @@ def test_sharegpt(tmp_path: Path, layout: Callable[[list[Any]], str]) -> None:
         (read_sharegpt, "[] []", 1, "expected nothing after the array"),
         (read_sharegpt, '{"conversations": []}\n"x"', 2, "Expected `object`, got `str`"),
         (read_sharegpt, b'[{"conversations": []},\n\xff]', 1, "trace, line 1: expected UTF-8"),
-        (read_sharegpt, "[" * 100_000, 1, "expected JSON of moderate depth"),
-        (
-            read_sharegpt,
-            '[{"conversations": []},\n{"x": ' + "[" * 100_000 + "]" * 100_000 + "}]",
-            2,
-            "trace, line 2: expected JSON of moderate depth",
-        ),
+        (read_sharegpt, DEEP, 1, "expected JSON of moderate depth"),
+        (read_sharegpt, '[{"conversations": []},\n{"x": ' + DEEP + "}]", 2, "line 2: expected JSON of moderate depth"),
         (read_mooncake, MOONCAKE + '{"x": ' + "[" * 100_000, 5, "trace, line 5: expected JSON, got too many brackets"),
-        (
-            read_mooncake,
-            '{"timestamp": 1e999, "input_length": 1, "output_length": 1}',
-            1,
-            "trace, line 1: Number out of range",
-        ),
+        (read_mooncake, '{"timestamp": 1e999, "input_length": 1, "output_length": 1}', 1, "Number out of range"),
     ],
 )
 def test_a_malformed_line_is_named(
