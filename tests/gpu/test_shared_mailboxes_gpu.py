@@ -206,6 +206,6 @@ def test_a_gpu_that_waits_for_a_shared_server_goes_on_when_it_is_lost(
             torch.cuda.synchronize(DEVICE)
         assert own.losses == 1
         with timed("the server starts again"):
-            wait_for(own, lambda info: info.starts == 2 and info.adapters == len(REFS))
+            wait_for(own, lambda info: info.starts >= 2 and info.adapters == len(REFS))
         exchanges.check(own, losses=1)
         assert not own.troubles and listener(at) != server
