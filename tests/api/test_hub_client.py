@@ -86,8 +86,11 @@ async def test_a_chat_with_an_adapter(api: Api, hub: AsyncInferenceClient) -> No
 
 
 async def test_errors(api: Api, url: str, hub: AsyncInferenceClient) -> None:
-    for asked in ({"truncate": 5}, {"adapter_id": "nobody"}):
-        with pytest.raises(ValidationError if "truncate" in asked else (ValidationError, HfHubHTTPError)):
+    grammar = {"type": "regex", "value": "a+"}
+    await hub.text_generation(PROMPT, truncate=5, grammar=grammar)
+    assert (await api.last_request()).grammar is not None
+    for asked in ({"typical_p": 0.5}, {"adapter_id": "nobody"}):
+        with pytest.raises(ValidationError if "typical_p" in asked else (ValidationError, HfHubHTTPError)):
             await hub.text_generation(PROMPT, **asked)
         with pytest.raises((ValidationError, HfHubHTTPError)):
             [part async for part in await hub.text_generation(PROMPT, stream=True, **asked)]

@@ -38,6 +38,32 @@ async def test_sampling(api: Api) -> None:
     assert (params.ignore_eos, params.max_tokens, params.seed) == (True, 4, 9)
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"grammar": {"type": "json", "value": {"type": "object"}}},
+        {"grammar": {"type": "json", "value": '{"type": "object"}'}},
+        {"grammar": {"type": "json_schema", "value": {"name": "x", "schema": {"type": "object"}}}},
+        {"grammar": {"type": "regex", "value": "a+"}},
+        {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+        {"response_format": {"type": "json_object"}},
+    ],
+    ids=str,
+)
+async def test_a_grammar_reaches_the_engine(api: Api, parameters: dict[str, Any]) -> None:
+    await ask(api, **parameters)
+    grammar = (await api.last_request()).grammar
+    assert grammar is not None and ("a+" in str(grammar)) is (parameters.get("grammar", {}).get("type") == "regex")
+
+
+async def test_a_long_prompt_is_cut(api: Api) -> None:
+    await ask(api)
+    whole = (await api.last_request()).prompt
+    await ask(api, truncate=1)
+    assert (await api.last_request()).prompt[-1:] == whole[-1:] and len(whole) > 1
+    assert len((await api.last_request()).prompt) < len(whole)
+
+
 async def test_how_it_ends(api: Api) -> None:
     stopped = await ask(api, stop=["sat"], details=True)
     assert (stopped["generated_text"], stopped["details"]["finish_reason"]) == ("the cat sat", "stop_sequence")
@@ -81,7 +107,11 @@ async def test_a_stream_keeps_text_that_was_held_back(api: Api) -> None:
         {"best_of": 2},
         {"typical_p": 0.5},
         {"watermark": True},
-        {"truncate": 5},
+        {"truncate": 0},
+        {"grammar": {"type": "regex", "value": {}}},
+        {"grammar": {"type": "regex", "value": "("}},
+        {"grammar": {"type": "json_schema", "value": {"type": "object"}}},
+        {"grammar": {"type": "json", "value": {}}, "response_format": {"type": "json_object"}},
         {"schema": {"type": "object"}},
         {"best_of": 2, "do_sample": True, "seed": 1},
         {"top_n_tokens": 21},

@@ -21,6 +21,7 @@ from coserve.api.tgi.errors import TGI_ERRORS, tgi_error
 from coserve.api.tgi.schemas import (
     BASE_NAME,
     TgiDetails,
+    TgiGrammar,
     TgiInfo,
     TgiParameters,
     TgiRequest,
@@ -34,6 +35,7 @@ from coserve.config import Config
 from coserve.core.errors import CoserveError, InvalidRequest
 from coserve.core.limits import MAX_CHOICES, MAX_STOPS
 from coserve.core.schemas import Choice, GenerateChunk, GenerateRequest
+from coserve.core.schemas.output_format import StructuredOutputs
 
 DEFAULT_TOKENS = 100
 
@@ -198,7 +200,25 @@ def tgi_request(body: TgiRequest, *, stream: bool) -> GenerateRequest:
         logprobs=max(parameters.top_n_tokens or 0, parameters.return_k_alternatives or 0) if scored else None,
         prompt_logprobs=0 if parameters.decoder_input_details else None,
         seed=parameters.seed,
+        truncate_prompt_tokens=parameters.truncate,
+        structured_outputs=_structured(parameters),
     )
+
+
+def _structured(parameters: TgiParameters) -> StructuredOutputs | None:
+    grammar, form = parameters.grammar, parameters.response_format
+    if form is not None:
+        if grammar is not None:
+            raise InvalidRequest("expected it without response_format", field="parameters.grammar")
+        return StructuredOutputs(json_object=True) if form.schema is None else StructuredOutputs(json=form.schema)
+    match grammar:
+        case None:
+            return None
+        case TgiGrammar("regex", str(expression)):
+            return StructuredOutputs(regex=expression)
+        case TgiGrammar("json", schema) | TgiGrammar("json_schema", {"schema": dict(schema)}):
+            return StructuredOutputs(json=schema)
+    raise InvalidRequest(f"expected the value of a {grammar.type}", field="parameters.grammar.value")
 
 
 def has_details(parameters: TgiParameters) -> bool:

@@ -21,6 +21,7 @@ from coserve.core.limits import (
     TopP,
 )
 from coserve.core.names import VERSIONED_NAME
+from coserve.core.schemas.output_format import GrammarText, JsonSchema
 from coserve.core.types import Wire
 
 BASE_NAME = "__base_model__"
@@ -29,8 +30,23 @@ BASE_NAME = "__base_model__"
 AdapterId = Annotated[str, Meta(pattern=rf"\A(|{BASE_NAME}|{VERSIONED_NAME})\Z")]
 
 
+class TgiGrammar(Wire, frozen=True):
+    """TGI's `grammar`: a regular expression, a JSON schema as an object or as text, or an object with its `schema`."""
+
+    type: Literal["regex", "json", "json_schema"]
+    value: JsonSchema | GrammarText
+
+
+class LoraxFormat(Wire, frozen=True):
+    """LoRAX's `response_format`."""
+
+    type: Literal["json_object"]
+    schema: JsonSchema | GrammarText | None = None
+    """null: any object."""
+
+
 class TgiParameters(Wire, frozen=True):
-    """Fields after `return_full_text` are not supported: only empty and default values are accepted."""
+    """Fields after `response_format` are not supported: only empty and default values are accepted."""
 
     adapter_id: AdapterId | None = None
     """`name` or `name@version` of an adapter here; null, empty or `__base_model__`: the base."""
@@ -60,17 +76,19 @@ class TgiParameters(Wire, frozen=True):
     """LoRAX's: the likeliest tokens at each place, in each token's `alternative_tokens`."""
     return_full_text: bool | None = None
     """The prompt comes before the text."""
+    truncate: PositiveTokenCount | None = None
+    """A longer prompt is cut to this many of its last tokens, behind the special tokens at its beginning."""
+    grammar: TgiGrammar | None = None
+    """What the text follows; not beside `response_format`."""
+    response_format: LoraxFormat | None = None
 
     adapter_source: Annotated[Any, Unsupported(("local",))] = None
     api_token: Annotated[Any, Unsupported()] = None
     merged_adapters: Annotated[Any, Unsupported()] = None
     typical_p: Annotated[Any, Unsupported((1, 1.0))] = None
-    truncate: Annotated[Any, Unsupported()] = None
     watermark: Annotated[Any, Unsupported((False,))] = None
     apply_chat_template: Annotated[Any, Unsupported((False,))] = None
     schema: Annotated[Any, Unsupported()] = None
-    response_format: Annotated[Any, Unsupported()] = None
-    grammar: Annotated[Any, Unsupported()] = None
 
 
 class TgiRequest(Wire, frozen=True):
