@@ -18,7 +18,14 @@ from coserve.admission.micro_batch import (
     micro_batch_bytes,
     padded,
 )
-from coserve.admission.shapes import JobStateBytes, SiteShape, job_state_bytes, lora_shapes, pinned_bytes
+from coserve.admission.shapes import (
+    JobStateBytes,
+    SiteShape,
+    gathered_bytes,
+    job_state_bytes,
+    lora_shapes,
+    pinned_bytes,
+)
 from coserve.core.gpu_memory import Kept, MemoryModel, TrainingCosts
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import BaseSpec, LoraSettings
@@ -131,9 +138,12 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
         compared = lora_shapes(taught, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     early = spec.training.early_stopping_patience is not None
     state = job_state_bytes(shapes, base.dtype, spec.training.optimizer, early_stopping=early, compared=compared)
-    # every rank keeps the whole adapter in host memory
-    on_host = shapes if model.ranks == 1 else lora_shapes(spec.lora, base)
-    pinned = model.ranks * pinned_bytes(on_host, spec.training.optimizer, early_stopping=early)
+    pinned = pinned_bytes(shapes, spec.training.optimizer, early_stopping=early)
+    if model.ranks > 1:  # rank 0 keeps what it gathers, the others their own shards
+        pinned *= model.ranks - 1
+        pinned += gathered_bytes(
+            shapes, lora_shapes(spec.lora, base), model.ranks, spec.training.optimizer, early_stopping=early
+        )
     limit = micro_batch_limit(spec.training, micro_batch_tokens)
     longest = min(spec.longest or limit, limit)
     # A step has `batch_tokens` tokens plus at most one row; an evaluation fills micro-batches to the limit.

@@ -3,7 +3,7 @@ no files."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from coserve.admission.optimizers import (
@@ -171,6 +171,22 @@ def pinned_bytes(shapes: Iterable[SiteShape], optimizer: Optimizer, *, early_sto
     )
 
 
+def gathered_bytes(
+    shapes: Iterable[SiteShape], whole: Iterable[SiteShape], ranks: int, optimizer: Optimizer, *, early_stopping: bool
+) -> int:
+    """Return the pinned host memory of a job's state that rank 0 gathers from `ranks` GPUs for a checkpoint. `shapes`:
+    on one of them; `whole`: of the whole adapter."""
+    sizes = {
+        own.name: sum(
+            part if part == all_of else ranks * part for part, all_of in zip(own.parts, each.parts, strict=True)
+        )
+        for own, each in zip(shapes, whole, strict=True)
+    }
+    chunks = [sum(sizes[site] for site in chunk) for chunk in gather_chunks(sizes)]
+    kinds = state_kinds(optimizer, early_stopping=early_stopping)
+    return sum(_power_of_two(row_bytes(kind, chunk)) for kind in kinds for chunk in chunks)
+
+
 def _parts(shapes: Iterable[SiteShape]) -> list[int]:
     """Elements of each tensor, in order."""
     return [part for shape in shapes for part in shape.parts]
@@ -195,6 +211,19 @@ def flat_elements(sizes: Iterable[int], aligned: int = ALIGNED) -> int:
             total += -total % block
         total += size
     return total
+
+
+def gather_chunks(sizes: Mapping[str, int], most: int = BLOCK) -> list[list[str]]:
+    """Divide sites into chunks that ranks gather at once: of at most `most` gathered elements each, or of one site.
+    `sizes`: elements of each site."""
+    chunks, size = list[list[str]](), 0
+    for site, own in sizes.items():
+        if not chunks or size + own > most:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(site)
+        size += own
+    return chunks
 
 
 def _pinned(size: int, block: int) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from coserve.admission.shapes import gather_chunks
 from coserve.finetune.flat_tensors import FlatLayout
+from coserve.lora.store.tensor_writer import TensorsOnDemand
 from coserve.model.parallel.adapter import AdapterPartition
+from coserve.model.parallel.partition import MatrixPartition
 
 REST = 0.002
 """Pause in seconds between two allocations of pinned memory: each blocks other threads' CUDA calls while it runs."""
@@ -33,14 +36,13 @@ class HostCopy:
     """
 
     def __init__(
-        self, source: Sequence[Tensor], blocks: Sequence[int], size: int | None = None, *, pinned: bool = True
+        self, source: Sequence[Tensor], blocks: Sequence[int], rows: Sequence[Sequence[Tensor]] | None = None
     ) -> None:
-        """`blocks`: block size of each row, in elements. `size`: elements of every row in host memory; None: as in the
-        source. `pinned`: whether they are pinned on a GPU."""
+        """`blocks`: block size of each row, in elements. `rows`: host memory to copy to; None: allocated here."""
         self._source, self._device = source, source[0].device
         on_gpu = self._device.type == "cuda"
-        self.rows = [
-            host_row(row_N.shape[0] if size is None else size, block, row_N.dtype, pinned=on_gpu and pinned)
+        self.rows = rows or [
+            host_row(row_N.shape[0], block, row_N.dtype, pinned=on_gpu)
             for row_N, block in zip(source, blocks, strict=True)
         ]
         """Blocks of each row, in order; the last of a row may be shorter."""
@@ -95,85 +97,108 @@ class HostCopy:
 
 
 class GatheredCopy(HostCopy):
-    """A host copy whose `rows` hold the whole adapter, while the source holds this rank's shard. After a download,
-    every rank has the same rows.
+    """A host copy of an adapter that is sharded over ranks. Rank 0's `rows` are the gathered state, a block for each
+    chunk of sites, as `AdapterPartition.gather` returns it. Those of other ranks are their own shards.
 
-    `download` runs while requests wait, so it only gathers and copies. `wait`, on another thread, puts the hundreds of
-    shards to their places in `rows`.
+    `download` runs while requests wait, so it only gathers and copies. Whole matrices are made when they are read, on
+    another thread: no rank holds more than a chunk of them.
     """
 
     def __init__(
-        self, source: Sequence[Tensor], layout: FlatLayout, whole: FlatLayout, partition: AdapterPartition
+        self, source: Sequence[Tensor], layout: FlatLayout, sites: Sequence[str], partition: AdapterPartition
     ) -> None:
-        """`layout`: of the source's rows, all fp32; `whole`: of the rows in host memory. Both name their tensors
-        `<site>.a` and `<site>.b`."""
-        super().__init__(source, [whole.block] * len(source), whole.size, pinned=False)
-        self._whole, self._partition = whole, partition
-        self._parts = [_by_site(layout.views(row_N), partition.pairs) for row_N in source]
-        self._chunks = list(_chunks(partition, whole.block))
-        sizes = [sum(map(partition.gathered, sites)) for sites in self._chunks]
-        self._gathered = [
-            [host_row(size, size, row_N.dtype, pinned=self._stream is not None)[0] for size in sizes]
-            for row_N in source
-        ]
-        """Gathered values of each chunk of each row, in host memory."""
-        self._downloaded = 0
-        """Rows of the last download that are not in `rows` yet."""
+        """`layout`: of the source's rows, all fp32, which names their tensors `<site>.a` and `<site>.b`."""
+        self._partition, self._rank = partition, partition.sharding.mesh.rank
+        self._parts = [_by_site(layout.views(row_N), sites) for row_N in source]
+        sizes = {site: partition.gathered(site) for site in sites}
+        self._chunks = gather_chunks(sizes)
+        self._chunk_of = {site: number for number, chunk in enumerate(self._chunks) for site in chunk}
+        rows, on_gpu = None, source[0].is_cuda
+        if self._rank == 0:
+            elements = [sum(sizes[site] for site in chunk) for chunk in self._chunks]
+            rows = [[host_row(n, n, row_N.dtype, pinned=on_gpu)[0] for n in elements] for row_N in source]
+        super().__init__(source, [layout.block] * len(source), rows)
+        self._layout = layout
 
-    def wait(self) -> None:
-        super().wait()
-        rows, self._downloaded = self._downloaded, 0
-        for blocks, chunks in zip(self.rows[:rows], self._gathered, strict=False):
-            wholes = _by_site(self._whole.block_views(blocks), self._partition.pairs)
-            for sites, gathered in zip(self._chunks, chunks, strict=True):
-                self._partition.put(gathered, {site: wholes[site] for site in sites})
+    def tensors(self, kinds: Sequence[str]) -> TensorsOnDemand:
+        """The first rows' whole matrices, named `<kind>/<site>.a` and `<kind>/<site>.b`; `kinds`: names of the rows.
 
-    def upload(self, rows: int) -> None:
-        super().upload(rows)
-        # Memory that nobody writes to takes none: most ranks never read a download.
-        self.rows = [[torch.empty_like(block) for block in blocks] for blocks in self.rows]
+        Valid after `wait`, until the next download. Ranks but the first know only their own shards; the rest is 0.
+        """
+        like, places = dict[str, Tensor](), dict[str, tuple[int, str, int]]()
+        for row, kind in enumerate(kinds):
+            for site in self._chunk_of:
+                for i, own in enumerate(self._matrices(site)):
+                    name = f"{kind}/{site}.{'ab'[i]}"
+                    like[name] = torch.empty(own.rows.size, own.columns.size, device="meta")
+                    places[name] = row, site, i
+        read = self._gathered_reader() if self._rank == 0 else self._own_reader()
+        return TensorsOnDemand(like, lambda name: read(*places[name]))
+
+    @torch.no_grad()
+    def load(self, wholes: Mapping[str, Tensor], kinds: Sequence[str]) -> None:
+        """Copy this rank's shards of the first rows' whole matrices, named as by `tensors`, to the device and wait for
+        it; call it on a worker thread. Only the shards are read."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for kind, parts in zip(kinds, self._parts, strict=False):
+                for site, pair in parts.items():
+                    for name, own, part in zip("ab", self._matrices(site), pair, strict=True):
+                        part.copy_(own.shard(wholes[f"{kind}/{site}.{name}"], self._rank))
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _matrices(self, site: str) -> tuple[MatrixPartition, MatrixPartition]:
+        pair = self._partition.pairs[site]
+        return pair.a, pair.b
+
+    def _gathered_reader(self) -> Callable[[int, str, int], Tensor]:
+        """Return a function that returns a matrix (0: A, 1: B) of a row. It keeps one chunk: names in a file's order
+        mostly follow each other in one."""
+        kept, wholes = (-1, -1), dict[str, tuple[Tensor, Tensor]]()
+
+        def read(row: int, site: str, matrix: int) -> Tensor:
+            nonlocal kept, wholes
+            if kept != (row, number := self._chunk_of[site]):
+                wholes = {}  # frees the last chunk before this one is made
+                found = {each: self._empty(each) for each in self._chunks[number]}
+                self._partition.put(self.rows[row][number], found)
+                kept, wholes = (row, number), found
+            return wholes[site][matrix]
+
+        return read
+
+    def _own_reader(self) -> Callable[[int, str, int], Tensor]:
+        rows = [_by_site(self._layout.block_views(blocks), self._chunk_of) for blocks in self.rows]
+
+        def read(row: int, site: str, matrix: int) -> Tensor:
+            own, whole = self._matrices(site)[matrix], self._empty(site)[matrix].zero_()
+            own.put(rows[row][site][matrix], whole, self._rank)
+            return whole
+
+        return read
+
+    def _empty(self, site: str) -> tuple[Tensor, Tensor]:
+        a, b = (torch.empty(own.rows.size, own.columns.size) for own in self._matrices(site))
+        return a, b
 
     @torch.no_grad()
     def _download(self, rows: int) -> None:
         """Gather some sites at a time, on all ranks together; the copies to the host run on the side stream."""
-        for parts, chunks in zip(self._parts[:rows], self._gathered, strict=False):
-            for sites, host in zip(self._chunks, chunks, strict=True):
+        for parts, hosts in zip(self._parts[:rows], self.rows, strict=False):
+            for number, sites in enumerate(self._chunks):
                 gathered = self._partition.gather({site: parts[site] for site in sites})
+                if self._rank:
+                    continue
                 if self._stream is not None:
                     self._stream.wait_stream(torch.cuda.current_stream(self._device))
                     gathered.record_stream(self._stream)
                 with torch.cuda.stream(self._stream):  # None: no effect
-                    host.copy_(gathered, non_blocking=True)
-        self._downloaded = rows
-
-    @torch.no_grad()
-    def _upload(self, rows: int) -> None:
-        """Each rank copies its shard of the rows to the device."""
-        rank = self._partition.sharding.mesh.rank
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for blocks, parts in zip(self.rows[:rows], self._parts, strict=False):
-                hosts = self._whole.block_views(blocks)
-                for site, partition in self._partition.pairs.items():
-                    a, b = parts[site]
-                    a.copy_(partition.a.shard(hosts[f"{site}.a"], rank))
-                    b.copy_(partition.b.shard(hosts[f"{site}.b"], rank))
+                    hosts[number].copy_(gathered, non_blocking=True)
+        if self._rank:
+            super()._download(rows)
 
 
 def _by_site(tensors: Mapping[str, Tensor], sites: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
     return {site: (tensors[f"{site}.a"], tensors[f"{site}.b"]) for site in sites}
-
-
-def _chunks(partition: AdapterPartition, most: int) -> Iterator[list[str]]:
-    """Divide the sites into chunks of at most `most` gathered elements each, or of one site."""
-    chunk, size = list[str](), 0
-    for site in partition.pairs:
-        own = partition.gathered(site)
-        if chunk and size + own > most:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(site)
-        size += own
-    if chunk:
-        yield chunk

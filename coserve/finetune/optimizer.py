@@ -28,6 +28,7 @@ from coserve.finetune.update_rules.interface import UpdateRule, WeightRange
 from coserve.finetune.update_rules.make import make_rule
 from coserve.finetune.update_rules.paged import PagedMoments, Rows, fill
 from coserve.kernels.lora.types import LoraPair, MainGrads
+from coserve.lora.store.tensor_writer import OnDemand
 from coserve.model.agreement import on_all_ranks
 from coserve.model.lora import LoraWeights
 from coserve.model.parallel.adapter import AdapterPartition
@@ -57,6 +58,12 @@ def _b(tensors: Mapping[str, Tensor], site: str) -> Tensor:
         a_KD = tensors[f"{site}.a"]
         return a_KD.new_empty(0, len(a_KD))
     return tensors[f"{site}.b"]
+
+
+def _pair(tensors: Mapping[str, Tensor], make: PairMakers, prefix: str, site: str) -> LoraPair:
+    """Make a site's pair from tensors whose names begin with `prefix`."""
+    name = f"{prefix}{site}"
+    return make[site](tensors[f"{name}.a"], _b(tensors, name), magnitude_O=tensors.get(f"{name}.m"))
 
 
 class DoraScales:
@@ -129,7 +136,6 @@ class AdapterOptimizer:
         alignment = aligned(optimizer)
         self.layout = FlatLayout({name: found[name].shape for name in names}, aligned=alignment)
         """Layout of this rank's shard."""
-        self._whole_layout = FlatLayout({name: whole[name].shape for name in names}, aligned=alignment)
         self.kinds = state_kinds(optimizer, early_stopping=training.early_stopping_patience is not None)
         paged = paged_kinds(optimizer)
         self.kept = tuple(kind for kind in self.kinds if kind not in paged)
@@ -165,9 +171,12 @@ class AdapterOptimizer:
     def _set_weights(self, part: Mapping[str, Tensor] | None, whole: Mapping[str, Tensor]) -> None:
         """Load the initial weights. `part`: this rank's shard if it is on the device; otherwise upload through host
         memory."""
+        if part is None and isinstance(self.host, GatheredCopy):
+            self.host.load({f"{WEIGHTS.name}/{name}": own for name, own in whole.items()}, [WEIGHTS.name])
+            return
         source, views = part, self.layout.views(self._weights_N)
         if source is None:
-            source, views = whole, self._whole_layout.block_views(self.host.rows[0])
+            source, views = whole, self.layout.block_views(self.host.rows[0])
         torch._foreach_copy_(list(views.values()), [source[name].detach() for name in views])
         if part is None:
             self.host.upload(1)
@@ -187,7 +196,8 @@ class AdapterOptimizer:
 
     def _make_views(self, base: BaseSpec, row_norms: RowNorms | None) -> None:
         masters, grads = self.layout.views(self._weights_N), self.layout.views(self._grads_N)
-        self._masters = self._adapter(masters, self._part_pairs)
+        pairs = {site: _pair(masters, self._part_pairs, "", site) for site in self._sites}
+        self._masters = LoraWeights(self._settings, pairs)
         copies = {name: view.requires_grad_() for name, view in self.layout.views(self._copies_N).items()}
         self._part_grads = {site: (grads[f"{site}.a"], _b(grads, site)) for site in self._sites}
         self._dora: DoraScales | None = None
@@ -255,7 +265,7 @@ class AdapterOptimizer:
             self._host = (
                 HostCopy(self.state, [self.layout.block // kind.per for kind in self.kept])
                 if self._partition is None
-                else GatheredCopy(self.state, self.layout, self._whole_layout, self._partition)
+                else GatheredCopy(self.state, self.layout, self._sites, self._partition)
             )
         return self._host
 
@@ -267,16 +277,10 @@ class AdapterOptimizer:
         self.state[-1].copy_(self._weights_N)
         self.has_best = True
 
-    def adapter(self, tensors: Mapping[str, Tensor]) -> LoraWeights:
-        """Build the whole adapter from `tensors`, named as in `named_tensors`."""
-        return self._adapter(tensors, self._whole_pairs)
-
-    def _adapter(self, tensors: Mapping[str, Tensor], make: PairMakers) -> LoraWeights:
-        pairs = {
-            site: make[site](tensors[f"{site}.a"], _b(tensors, site), magnitude_O=tensors.get(f"{site}.m"))
-            for site in self._sites
-        }
-        return LoraWeights(self._settings, pairs)
+    def adapter(self, tensors: Mapping[str, Tensor], kind: StateKind) -> LoraWeights:
+        """The whole adapter in a snapshot's tensors: its `WEIGHTS` or `BEST`. A pair is made when it is read."""
+        read = partial(_pair, tensors, self._whole_pairs, f"{kind.name}/")
+        return LoraWeights(self._settings, OnDemand(dict.fromkeys(self._sites), read))
 
     def configure(self, adam: OptimStepRequest) -> None:
         """Use these parameters from the next step on. Only with AdamW and moments of 32 bits."""
@@ -347,13 +351,14 @@ class AdapterOptimizer:
         yield from self._copying()
         self.zero_grad()
 
-    def snapshot(self, *, weights_only: bool = False) -> Callable[[], dict[str, Tensor]]:
+    def snapshot(self, *, weights_only: bool = False) -> Callable[[], Mapping[str, Tensor]]:
         """Begin to copy the whole adapter's current state to the host; training may continue meanwhile. `weights_only`:
         without the optimizer's moments and the best weights.
 
         The returned function waits for the copy, on any thread, and returns the tensors by name (`<kind>/<name>`).
-        `restore` continues from them bit for bit. They are views of `host`, valid until the next snapshot. `snapshot`
-        raises like `on_all_ranks`.
+        `restore` continues from them bit for bit. They are views of `host`, valid until the next snapshot; with several
+        ranks, rank 0's are made when they are read, and the others' have only their own shards. `snapshot` raises like
+        `on_all_ranks`.
         """
         best = self.has_best and not weights_only
         kinds = self.kinds[:1] if weights_only else self._kinds(best=best)
@@ -365,8 +370,10 @@ class AdapterOptimizer:
             self._paged.hold()
             rows = self._paged.rows
 
-        def tensors() -> dict[str, Tensor]:
+        def tensors() -> Mapping[str, Tensor]:
             self.host.wait()
+            if isinstance(self.host, GatheredCopy):
+                return self.host.tensors([kind.name for kind in kinds])
             if self._paged is not None:
                 self._paged.wait()
             return self._on_host(kinds, rows)
@@ -381,18 +388,18 @@ class AdapterOptimizer:
         """
         has_best = BEST in self.kinds and any(name.startswith(f"{BEST.name}/") for name in state)
         kinds = self._kinds(best=has_best)
-        moments: Rows = () if self._paged is None else self._paged.spare()
-        by_kind = self._blocks(moments)
-        fill([by_kind[kind] for kind in kinds], kinds)
-        wanted = self._on_host(kinds, moments)
-        for name in state.keys() - wanted.keys():
-            raise CheckpointUnreadable(f"the checkpoint's {name} is of another optimizer, or of another adapter")
-        for name, tensor in wanted.items():
-            found = state.get(name)
-            if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-                raise CheckpointUnreadable(f"the checkpoint's {name} does not fit the job's adapter and optimizer")
-            tensor.copy_(found)
-        self.host.upload(len([kind for kind in kinds if kind in self.kept]))
+        if isinstance(self.host, GatheredCopy):
+            _check(state, self.host.tensors([kind.name for kind in kinds]).like)
+            self.host.load(state, [kind.name for kind in kinds])
+        else:
+            moments: Rows = () if self._paged is None else self._paged.spare()
+            by_kind = self._blocks(moments)
+            fill([by_kind[kind] for kind in kinds], kinds)
+            wanted = self._on_host(kinds, moments)
+            _check(state, wanted)
+            for name, tensor in wanted.items():
+                tensor.copy_(state[name])
+            self.host.upload(len([kind for kind in kinds if kind in self.kept]))
         if self._paged is not None:
             self._paged.exchange()
         deque(self._copying(), maxlen=0)
@@ -420,5 +427,15 @@ class AdapterOptimizer:
         return {
             f"{kind.name}/{name}": tensor
             for kind in kinds
-            for name, tensor in self._whole_layout.block_views(blocks[kind], kind.per).items()
+            for name, tensor in self.layout.block_views(blocks[kind], kind.per).items()
         }
+
+
+def _check(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Raise `CheckpointUnreadable` unless the tensors have the names, shapes and dtypes of `wanted`."""
+    for name in state.keys() - wanted.keys():
+        raise CheckpointUnreadable(f"the checkpoint's {name} is of another optimizer, or of another adapter")
+    for name, tensor in wanted.items():
+        found = state.get(name)
+        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+            raise CheckpointUnreadable(f"the checkpoint's {name} does not fit the job's adapter and optimizer")

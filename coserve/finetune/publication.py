@@ -12,6 +12,7 @@ from coserve.core.link.jobs import JobNote, JobSnapshot, JobSucceeded, JobWaitin
 from coserve.core.types import AdapterRef
 from coserve.finetune.loop import TrainingLoop
 from coserve.finetune.lora_tensors import cast, named_tensors, refuse_non_finite
+from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.files import save_adapter
 from coserve.lora.store.store import AdapterStore
 from coserve.model.base import Base
@@ -154,8 +155,11 @@ def snapshot(
 
 def served_copy(weights: LoraWeights, base: Base, store: AdapterStore) -> LoraWeights | None:
     """Make a host copy in the form that is served; None if there is no memory for it."""
+    sites = dict[str, LoraPair]()
     try:
-        return store.host_copy(cast(base.served(weights), base.dtype))
+        for site, pair in weights.sites.items():  # one by one, as ranks make whole pairs when they are read
+            sites |= cast(base.served(LoraWeights(weights.settings, {site: pair})), base.dtype).sites
+        return store.host_copy(LoraWeights(weights.settings, sites))
     except Exception as error:  # any kind: lack of memory has several
         if not out_of_memory(error):
             raise

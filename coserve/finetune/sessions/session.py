@@ -249,10 +249,4 @@ class TrainingSession:
         return self.optimizer.snapshot(weights_only=weights_only)
 
     def _weights(self, kind: StateKind, tensors: Callable[[], Mapping[str, Tensor]]) -> Callable[[], LoraWeights]:
-        prefix = f"{kind.name}/"
-
-        def weights() -> LoraWeights:
-            found = tensors()
-            return self.optimizer.adapter({n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)})
-
-        return weights
+        return lambda: self.optimizer.adapter(tensors(), kind)

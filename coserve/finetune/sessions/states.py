@@ -27,7 +27,7 @@ def save_state(
     folder: DataFolder, call: SaveState, spec: SessionSpec, base: BaseSpec, step: int, tensors: Mapping[str, Tensor]
 ) -> None:
     """Write a state; it is durable on return. Raises `NonFiniteLoss`, `StorageError`."""
-    weights = (tensor for name, tensor in tensors.items() if name.startswith(f"{WEIGHTS.name}/"))
+    weights = (tensors[name] for name in tensors if name.startswith(f"{WEIGHTS.name}/"))
     refuse_non_finite(weights, torch.float32)
     state = SessionState(
         base=base.name,
@@ -61,6 +61,9 @@ def load_state(folder: DataFolder, spec: SessionSpec, base: BaseSpec, optimizer:
     steps = state.step if spec.with_optimizer else 0
     if not spec.with_optimizer:
         weights = f"{WEIGHTS.name}/"
-        tensors = {name: own if name.startswith(weights) else torch.zeros_like(own) for name, own in tensors.items()}
+        tensors = {
+            name: own if name.startswith(weights) else own.new_zeros(()).expand(own.shape)
+            for name, own in tensors.items()
+        }
     optimizer.restore(tensors, steps=steps)
     return steps

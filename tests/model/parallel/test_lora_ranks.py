@@ -108,7 +108,10 @@ def test_a_job_has_the_losses_and_the_weights_of_one_process(
     _same(first, expected)
     for found in others:
         assert (found.losses, found.norms) == (first.losses, first.norms), "bit for bit"
-        assert all(torch.equal(found.state[name], tensor) for name, tensor in first.state.items())
+        assert found.state.keys() == first.state.keys()
+        for name, tensor in first.state.items():
+            own = found.state[name]
+            assert own.shape == tensor.shape and torch.equal(own, tensor.where(own != 0, 0)), "zeros but for its shard"
 
 
 @pytest.mark.slow
@@ -143,7 +146,7 @@ class Copies(TorchDispatchMode):
 
 
 def copies(mesh: Mesh, folder: str, kind: Kind) -> tuple[int, bool]:
-    """How many copies the beginning of a snapshot takes, and whether it has all of the state."""
+    """How many copies the beginning of a snapshot takes, and whether rank 0 has all of the state."""
     base = load(folder, mesh)
     whole = whole_adapter(base.spec, kind)
     optimizer = AdapterOptimizer(whole, base.spec, TrainingSettings(), base.dtype, partition=base.partition(whole))
@@ -152,13 +155,13 @@ def copies(mesh: Mesh, folder: str, kind: Kind) -> tuple[int, bool]:
         tensors = optimizer.snapshot()
     state = tensors()
     same = all(torch.equal(state[f"weights/{site}.a"], pair.a_RD) for site, pair in whole.sites.items())
-    return counted.count, same
+    return counted.count, same or mesh.rank > 0
 
 
 def test_a_state_is_gathered_by_as_few_copies_for_many_sites_as_for_one(two: Ranks, folder: str) -> None:
     """Requests wait for it meanwhile. A thread puts the shards to their places."""
     many, few = two.run(copies, folder, Kind(8)), two.run(copies, folder, Kind(8, targets=("q_proj",)))
-    assert many == few == [(few[0][0], True)] * 2
+    assert many == few == [(3, True)] * 2, "one for each kind of state"
 
 
 def _same(found: Trained, expected: Trained) -> None:
