@@ -58,6 +58,18 @@ async def test_arguments_that_a_model_wrote_wrong_are_shown_to_it(api: Api, argu
     assert json.dumps(arguments, ensure_ascii=False) in await prompt_of(api, "/v1/chat/completions", chat)
 
 
+async def test_documents_are_shown_by_a_template_that_reads_them(api: Api, tmp_path: Path) -> None:
+    asked = {"messages": [PLAIN[1]], "documents": [{"title": "Sky", "text": "It is dry."}]}
+    refused = await api.answered(400, "POST", "/v1/chat/completions", json=asked)
+    assert refused["error"]["param"] == "documents"
+    template = "{% for one in documents or [] %}[{{ one.title }}: {{ one.text }}]{% endfor %}" + QWEN3
+    async with serve_api(tmp_path / "read", tokens=with_template(template), context=1024) as reads:
+        whole = await prompt_of(reads, "/v1/chat/completions", asked)
+        option = {"messages": [PLAIN[1]], "chat_template_kwargs": {"documents": asked["documents"]}}
+        assert whole.startswith("[Sky: It is dry.]") and whole == await prompt_of(reads, "/tokenize", option)
+        assert not (await prompt_of(reads, "/v1/chat/completions", {"messages": [PLAIN[1]]})).startswith("[")
+
+
 async def prompt_of(api: Api, path: str, body: dict[str, Any]) -> str:
     """The text of the prompt that the engine got."""
     answer = await api.answered(200, "POST", path, json=body)

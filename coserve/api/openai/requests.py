@@ -114,6 +114,8 @@ def _template_options(body: ChatRequest, template: str) -> TemplateOptions:
     """Return the chat template's variables. Some clients send an effort to every model: a template that reads none gets
     none, and `none` turns its thinking off."""
     options = body.chat_template_kwargs or {}
+    if body.documents:
+        options = {"documents": body.documents} | options
     if "reasoning_effort" in template:
         return {"reasoning_effort": body.reasoning_effort, **options} if body.reasoning_effort else options
     return dict.fromkeys(THINKING, False) | options if body.reasoning_effort == "none" else options

@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from coserve.api.http.body_types import Unsupported
 from coserve.core.limits import (
     MAX_MESSAGES,
+    MAX_PARTS,
     MAX_TOKENS,
     MAX_TOP_K,
     Choices,
@@ -120,6 +121,8 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     of `content`."""
     chat_template_kwargs: TemplateOptions | None = None
     """Variables that the base's chat template reads, such as Qwen3's `enable_thinking`."""
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)] | None = None
+    """For a chat template that reads them, such as Granite's: objects with a `title` and a `text`, for instance."""
     max_completion_tokens: PositiveTokenCount | None = None
     """null: as many as fit."""
     max_tokens: PositiveTokenCount | None = None

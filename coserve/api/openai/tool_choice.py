@@ -97,6 +97,8 @@ def naming_fields(body: ChatRequest) -> Iterator[None]:
     except InvalidRequest as error:
         if body.structured_outputs is None and error.field == "structured_outputs.json":
             error.field = "tools"
+        if body.documents and not body.chat_template_kwargs and error.field == "chat_template_kwargs":
+            error.field = "documents"
         if body.max_completion_tokens is not None and error.field == "max_tokens":
             error.field = "max_completion_tokens"
         raise

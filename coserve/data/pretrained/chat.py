@@ -134,9 +134,9 @@ class ChatTemplate:
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             "tools": [dict(tool) for tool in tools] or None,
-            "documents": None,
             "coserve_marks": marks,
         }
+        given = {"documents": None} | dict(options or {})
         try:
             with self._limits():
                 template, variables = self._compiled
@@ -144,7 +144,7 @@ class ChatTemplate:
                 for name, value in (options or {}).items():
                     if name not in THINKING or value is not False:  # a template that does not read it never thinks
                         _check_option(name, known)
-                for part in sandbox.render(template, {**(options or {}), **values}):
+                for part in sandbox.render(template, given | values):
                     parts.append(part)
                     marks.length += len(part)
         except sandbox.LimitExceeded as error:
