@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ from tests.support.chat_templates import PHI_3, QWEN3
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
 
-anthropic = pytest.importorskip("anthropic")
-pytestmark = pytest.mark.slow
+# Imported where it is used: it takes a second, in every process that collects tests.
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("anthropic") is None, reason="no anthropic")]
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "weather", "description": "of a city", "input_schema": SCHEMA}
@@ -39,6 +40,8 @@ async def api(tmp_path: Path) -> AsyncIterator[Api]:
 
 @pytest.fixture
 async def client(api: Api) -> AsyncIterator[AsyncAnthropic]:
+    import anthropic
+
     url = api.url
     async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
@@ -124,6 +127,8 @@ async def test_options_reach_the_engine(api: Api, client: AsyncAnthropic) -> Non
 
 
 async def test_thinking_is_asked_of_templates_that_have_it_alone(tmp_path: Path) -> None:
+    import anthropic
+
     async with serve_api(tmp_path, tokens=with_template(PHI_3), context=1024) as api:
         url = api.url
         async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
@@ -146,6 +151,8 @@ async def test_a_call_without_arguments_beside_a_field_that_is_null(client: Asyn
 
 
 async def test_what_is_not_supported_is_refused_by_name(client: AsyncAnthropic) -> None:
+    import anthropic
+
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     result = {"type": "tool_result", "tool_use_id": "x", "content": [image]}
     for fields, name in (
@@ -176,6 +183,8 @@ def test_errors_have_the_types_and_words_that_clients_read() -> None:
 
 
 async def test_a_stream_that_fails_says_so(api: Api, client: AsyncAnthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.APIStatusError, match=r"engine"):
         async with client.messages.stream(**asked(max_tokens=500)) as stream:
             async for event in stream:
