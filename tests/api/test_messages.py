@@ -138,14 +138,15 @@ async def test_thinking_is_asked_of_templates_that_have_it_alone(tmp_path: Path)
             assert counted.input_tokens == whole.usage.input_tokens
 
 
-async def test_a_call_without_arguments_beside_a_field_that_is_null(client: AsyncAnthropic) -> None:
+async def test_a_call_without_arguments_and_hidden_thoughts_beside_a_field_that_is_null(client: AsyncAnthropic) -> None:
     call = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
     result = {
         "type": "tool_result",
         "tool_use_id": "a",
         "content": [{"type": "text", "text": "dry", "citations": None}],
     }
-    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    thought = {"type": "redacted_thinking", "data": "x"}
+    turns = [{"role": "assistant", "content": [thought, call]}, {"role": "user", "content": [result]}]
     messages = [*asked()["messages"], *turns]
     await client.messages.create(**asked(messages=messages, extra_body={"unknown": None}))
 

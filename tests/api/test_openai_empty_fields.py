@@ -192,7 +192,7 @@ IN_CHATS: dict[str, list[Any]] = {
     "documents": [None, []],
     "chat_template_kwargs": [None, {}],
     "modalities": [None, ["text"]],
-    "verbosity": [None, "medium"],
+    "verbosity": [None, "medium", "low"],
     "logprobs": [None, False],
     "top_logprobs": [None, 0],
 }

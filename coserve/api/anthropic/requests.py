@@ -11,6 +11,7 @@ from coserve.api.anthropic.schemas import (
     InputBlock,
     InputMessage,
     MessagesRequest,
+    RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ToolChoice,
@@ -84,7 +85,7 @@ def _of_message(message: InputMessage) -> Iterator[ChatMessage]:
                         yield ChatMessage(role=message.role, content=_text(texts))
                         texts = []
                     yield ChatMessage(role="tool", content=_text(block.content), tool_call_id=block.tool_use_id)
-                case ThinkingBlock() | ToolUseBlock():
+                case ThinkingBlock() | RedactedThinkingBlock() | ToolUseBlock():
                     raise InvalidRequest("expected thinking and tool_use in the assistant's messages", field="messages")
         if texts or not message.content:
             yield ChatMessage(role=message.role, content=_text(texts))
@@ -98,6 +99,8 @@ def _answer(blocks: Iterable[InputBlock]) -> ChatMessage:
                 texts.append(block)
             case ThinkingBlock(thinking=thinking):
                 thoughts.append(thinking)
+            case RedactedThinkingBlock():
+                pass
             case ToolUseBlock():
                 function = FunctionCall(name=block.name, arguments=block.input)
                 calls.append(ToolCall(function=function, id=block.id, type="function"))

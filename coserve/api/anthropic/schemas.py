@@ -55,7 +55,13 @@ class ThinkingBlock(Wire, frozen=True, tag_field="type", tag="thinking"):
     signature: Any = ""
 
 
-InputBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
+class RedactedThinkingBlock(Wire, frozen=True, tag_field="type", tag="redacted_thinking"):
+    """Reasoning that only Anthropic can read; left out of the prompt."""
+
+    data: Any = ""
+
+
+InputBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 
 
 class InputMessage(Wire, frozen=True):

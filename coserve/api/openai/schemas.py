@@ -54,7 +54,7 @@ class StreamOptions(Wire, frozen=True):
 
 class SharedParams(GenerationFields, frozen=True):
     """Fields of both completions and chats; null stands for a field's default. The fields from `user` to
-    `prompt_cache_options` are accepted and ignored; later fields accept only empty and default values.
+    `verbosity` are accepted and ignored; later fields accept only empty and default values.
     """
 
     model: ModelName | None = None
@@ -83,12 +83,12 @@ class SharedParams(GenerationFields, frozen=True):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
+    verbosity: Any = None
 
     length_penalty: Annotated[Any, Unsupported((1, 1.0))] = None
     use_beam_search: Annotated[Any, Unsupported((False,))] = None
     spaces_between_special_tokens: Annotated[Any, Unsupported((True,))] = None
     priority: Annotated[Any, Unsupported((0,))] = None
-    verbosity: Annotated[Any, Unsupported(("medium",))] = None
 
 
 class CompletionRequest(SharedParams, frozen=True, kw_only=True):

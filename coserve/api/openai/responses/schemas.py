@@ -124,7 +124,8 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     previous_response_id: Text | None = None
     """A stored response, whose input and output come before `input`; its `instructions` do not."""
     prompt: Annotated[Any, Unsupported()] = None
-    max_tool_calls: Annotated[Any, Unsupported()] = None
+    max_tool_calls: Any = None
+    """Ignored: it is about tools that the server runs."""
 
 
 class CompactRequest(ResponseRequest, frozen=True, kw_only=True):
