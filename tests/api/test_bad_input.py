@@ -202,11 +202,7 @@ async def test_huge_numbers_are_no_infinities(api: Api) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "code", "line"),
-    [
-        (b'{"text": "a b"}\n{"text": \n', "malformed_row", 2),
-        (b"", "empty_corpus", None),
-    ],
+    ("content", "code", "line"), [(b'{"text": "a b"}\n{"text": \n', "malformed_row", 2), (b"", "empty_corpus", None)]
 )
 async def test_malformed_jsonl(api: Api, content: bytes, code: str, line: int | None) -> None:
     upload = form({"adapter": "poet"}, ("rows.jsonl", content))

@@ -205,11 +205,7 @@ TEMPLATE = (
     "{% elif m.content == 'long' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     "{% endif %}{% endfor %}"
 )
-ROUTES: dict[str, dict[str, Any]] = {
-    "/generate": {},
-    "/v1/chat/completions": {"model": "fake"},
-    "/tokenize": {},
-}
+ROUTES: dict[str, dict[str, Any]] = {"/generate": {}, "/v1/chat/completions": {"model": "fake"}, "/tokenize": {}}
 
 
 def chat(content: str) -> dict[str, Any]:

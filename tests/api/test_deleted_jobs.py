@@ -38,10 +38,7 @@ async def ended_job(api: Api, state: str = "succeeded", **fields: Any) -> str:
 async def test_a_deleted_job_is_gone_and_its_adapter_stays(api: Api, state: str) -> None:
     id = await ended_job(api, state)
     status, gone = await api.call("DELETE", f"/finetune/{id}")
-    assert (status, gone) == (
-        200,
-        {"id": id, "adapter": "poet", "result": "poet@1" if state == "succeeded" else None},
-    )
+    assert (status, gone) == (200, {"id": id, "adapter": "poet", "result": "poet@1" if state == "succeeded" else None})
     for path in (f"/finetune/{id}", f"/finetune/{id}/events"):
         await api.refused(404, "job_not_found", "GET", path)
     await api.refused(404, "job_not_found", "DELETE", f"/finetune/{id}")

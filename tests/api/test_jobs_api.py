@@ -277,10 +277,7 @@ async def test_jobs_without_an_engine_wait_and_obey(api: Api) -> None:
     assert (await api.call("POST", f"/finetune/{second['id']}/cancel"))[1]["state"] == "cancelled"
     await api.start_engine()
     told = await api.engine.saw(StartJob, 2)
-    assert [(m.spec.id, m.paused) for m in told] == [
-        (first["id"], True),
-        (third["id"], False),
-    ]
+    assert [(m.spec.id, m.paused) for m in told] == [(first["id"], True), (third["id"], False)]
     assert (await api.job_until(third["id"], "succeeded"))["result"] == "c@1"
     assert (await api.call("POST", f"/finetune/{first['id']}/resume"))[0] == 200
     assert (await api.job_until(first["id"], "succeeded"))["result"] == "a@1"

@@ -265,16 +265,7 @@ def test_the_watchdog_sees_a_thread_that_holds_the_lock(server: Watched) -> None
     assert server.ask("hold") > 2 * MOST
 
 
-@pytest.mark.parametrize(
-    "name",
-    in_turns(
-        JSON_BODIES.keys(),
-        always=(
-            "2 MB text to tokens",
-            "deep JSON",
-        ),
-    ),
-)
+@pytest.mark.parametrize("name", in_turns(JSON_BODIES.keys(), always=("2 MB text to tokens", "deep JSON")))
 def test_json(server: Watched, name: str) -> None:
     path, make, statuses = JSON_BODIES[name]
     body = make()
@@ -340,14 +331,7 @@ def test_a_job_that_goes_on_from_a_large_import(server: Watched) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    in_turns(
-        ANSWERS.keys(),
-        always=(
-            "a long scored completion",
-            "a stream of 16 scored choices",
-        ),
-    ),
+    "name", in_turns(ANSWERS.keys(), always=("a long scored completion", "a stream of 16 scored choices"))
 )
 def test_answers(server: Watched, name: str) -> None:
     path, asked = ANSWERS[name]

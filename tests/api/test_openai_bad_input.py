@@ -185,10 +185,7 @@ async def test_an_enum_lists_its_values_and_the_one_that_came(api: Api) -> None:
     role = {"messages": [TURN, TURN | {"role": "boss"}]}
     _, answer = await api.call("POST", PATHS[1], json=CHAT | role)
     listed = "expected one of assistant, developer, system, tool, user, got 'boss'"
-    assert (answer["error"]["message"], answer["error"]["param"]) == (
-        f"messages[1].role: {listed}",
-        "messages[1].role",
-    )
+    assert (answer["error"]["message"], answer["error"]["param"]) == (f"messages[1].role: {listed}", "messages[1].role")
     error = await api.refused(400, "invalid_request", "POST", "/generate", json=role)
     assert (error["message"], error["field"]) == (listed, "messages[1].role")
     job = {"adapter": "a", "data": [{"text": "x"}], "training": {"schedule": "x" * 9000}}

@@ -205,11 +205,7 @@ async def test_lm_evaluation_harness(real: Api, name: str) -> None:
 
     def evaluate() -> tuple[list[Score], list[float], list[str]]:
         lm = harness.LocalCompletionsAPI(
-            base_url=f"{real.url}/v1/completions",
-            model=name,
-            max_length=1024,
-            max_retries=1,
-            **HARNESSED[name],
+            base_url=f"{real.url}/v1/completions", model=name, max_length=1024, max_retries=1, **HARNESSED[name]
         )
         assert lm.tokenizer_backend == "remote"
         options = {"until": ["."], "max_gen_toks": 8, "temperature": 0.0, "do_sample": False}

@@ -8,17 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.inspect import (
-    AnyType,
-    DictType,
-    ListType,
-    StrType,
-    StructType,
-    Type,
-    UnionType,
-    VarTupleType,
-    type_info,
-)
+from msgspec.inspect import AnyType, DictType, ListType, StrType, StructType, Type, UnionType, VarTupleType, type_info
 
 from coserve.api.app import ROUTES
 from coserve.core.limits import MAX_BLOCK_NAMES, MAX_NAMES

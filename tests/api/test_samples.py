@@ -14,14 +14,7 @@ from tests.support.examples import by_day
 from tests.support.real_server import serve_real
 
 PROMPTS: list[Any] = ["The quick", [{"role": "user", "content": "Hello"}]]
-TRAINING = {
-    "steps": 5,
-    "batch_tokens": 64,
-    "max_length": 64,
-    "checkpoint_steps": 2,
-    "learning_rate": 0.02,
-    "seed": 3,
-}
+TRAINING = {"steps": 5, "batch_tokens": 64, "max_length": 64, "checkpoint_steps": 2, "learning_rate": 0.02, "seed": 3}
 SAMPLING = {"sample_prompts": PROMPTS, "sample_steps": 2, "sample_max_tokens": 8}
 
 

@@ -12,13 +12,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from zstandard import ZstdCompressor
 
 from coserve.api.tinker.calls import decode_call
-from coserve.api.tinker.wire import (
-    Sampled,
-    decode_forward_backward,
-    encode_forward_backward,
-    encode_samples,
-    expanded,
-)
+from coserve.api.tinker.wire import Sampled, decode_forward_backward, encode_forward_backward, encode_samples, expanded
 from coserve.core.errors import InvalidRequest, UnsupportedEncoding
 from coserve.data.corpus.batch import examples_in
 from coserve.data.offload.protocol import error_of
