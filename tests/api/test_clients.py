@@ -82,6 +82,14 @@ async def use_langchain(langchain: Any, api: Api, http: httpx.AsyncClient) -> No
     assert whole.tool_calls[0]["args"] == ASKED.model_dump()
     says(api, ASKED.model_dump_json())
     assert await chat.with_structured_output(Weather, method="json_schema").ainvoke("Rain?") == ASKED
+    responses = langchain.ChatOpenAI(**settings, use_responses_api=True, reasoning_effort="low")
+    assert await responses.with_structured_output(Weather, method="json_schema").ainvoke("Rain?") == ASKED
+    says(api, CALL)
+    called = await responses.bind_tools([Weather]).ainvoke("Rain?")
+    assert called.tool_calls[0]["args"] == ASKED.model_dump()
+    says(api, "Dry.")
+    turns = [("user", "Rain?"), called, {"role": "tool", "content": "dry", "tool_call_id": called.tool_calls[0]["id"]}]
+    assert (await responses.ainvoke(turns)).text == "Dry."
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -90,6 +98,10 @@ async def test_instructor(api: Api) -> None:
     async with openai.AsyncOpenAI(base_url=url_of(api), api_key="none", max_retries=0) as client:
         for mode, text in (
             (instructor.Mode.TOOLS, json.dumps({"name": "Weather", "arguments": ASKED.model_dump()})),
+            (
+                instructor.Mode.RESPONSES_TOOLS,
+                json.dumps({"name": "Weather", "arguments": ASKED.model_dump()}),
+            ),
             (instructor.Mode.JSON_SCHEMA, ASKED.model_dump_json()),
             (instructor.Mode.JSON, ASKED.model_dump_json()),
         ):
