@@ -4,7 +4,7 @@ generated from."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from coserve.core.errors import JobOutOfMemory, RequestOutOfMemory, StorageError, StorageFull
@@ -15,6 +15,7 @@ from coserve.finetune.lora_tensors import cast, named_tensors, refuse_non_finite
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.files import save_adapter
 from coserve.lora.store.store import AdapterStore
+from coserve.lora.store.tensor_writer import OnDemand
 from coserve.model.base import Base
 from coserve.model.faults import out_of_memory
 from coserve.model.lora import LoraWeights
@@ -155,10 +156,15 @@ def snapshot(
 
 def served_copy(weights: LoraWeights, base: Base, store: AdapterStore) -> LoraWeights | None:
     """Make a host copy in the form that is served; None if there is no memory for it."""
-    sites = dict[str, LoraPair]()
+
+    def read(site: str) -> LoraPair:
+        one = LoraWeights(weights.settings, {site: weights.sites[site]})
+        return cast(base.served(one), base.dtype).sites[site]
+
     try:
-        for site, pair in weights.sites.items():  # one by one, as ranks make whole pairs when they are read
-            sites |= cast(base.served(LoraWeights(weights.settings, {site: pair})), base.dtype).sites
+        sites: Mapping[str, LoraPair] = OnDemand(dict.fromkeys(weights.sites), read)
+        if weights.settings.use_dora:  # its norms read the base's weights: once
+            sites = dict(sites)
         return store.host_copy(LoraWeights(weights.settings, sites))
     except Exception as error:  # any kind: lack of memory has several
         if not out_of_memory(error):

@@ -28,7 +28,7 @@ from coserve.lora.files.tensorfile import TensorEntry, TensorFile, check_digest,
 from coserve.lora.store.packing import packed
 from coserve.lora.store.reading import DTYPES, read_sites
 from coserve.lora.store.reads import LoadTimes
-from coserve.lora.store.tensor_writer import write_tensors
+from coserve.lora.store.tensor_writer import TensorsOnDemand, write_tensors
 from coserve.model.lora import LoraWeights
 
 FILLERS = 2
@@ -120,33 +120,46 @@ def save_adapter(folder: Path, weights: LoraWeights, base: BaseSpec) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` (float32) into an existing folder.
 
     Plain writes: the caller makes them durable and atomic. The metadata records the base's fingerprint and how it
-    was quantised. Equal adapters get equal bytes, hence equal digests.
+    was quantised. Equal adapters get equal bytes, hence equal digests. One pair is read at a time, and not kept.
     """
-    tensors = {}
+    like, sites = dict[str, Tensor](), dict[str, str]()
     if weights.prefix:
-        tensors[EMBEDDINGS] = embeddings(weights)
-    for site, pair in weights.sites.items():
-        if is_prefix(site):
-            continue
-        if is_rows(site):
-            tensors[PREFIX + peft_name(site, weights.sites)] = pair.a_RD.detach().float().cpu().contiguous()
-            continue
-        assert (pair.a_blocks, pair.b_blocks) == blocks_at(weights.settings, site), f"{site} is not as its settings say"
-        name, b_OR = f"{PREFIX}{site}", pair.b_OR
-        if pair.experts > 1:
-            name = PREFIX + peft_module(site, weights.sites, base)
-            b_OR = b_OR.view(pair.experts, -1, pair.rank).permute(1, 2, 0).flatten(1)  # PEFT's is expert-minor
-        embeds = site in base.ends and base.ends[site].layer < 0
-        a, b = ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A.weight", "lora_B.weight")
-        tensors[f"{name}.{a}"] = pair.a_RD.detach().float().cpu().contiguous()
-        tensors[f"{name}.{b}"] = b_OR.detach().float().cpu().contiguous()
-        if pair.magnitude_O is not None:
-            tensors[f"{PREFIX}{site}.lora_magnitude_vector"] = pair.magnitude_O.detach().float().cpu().contiguous()
+        like[EMBEDDINGS] = embeddings(weights).to("meta")
+    for site in weights.sites:
+        for name, tensor in _stored(site, weights.sites[site].to("meta"), weights, base):
+            like[name], sites[name] = tensor, site
+
+    def read(name: str) -> Tensor:
+        if name == EMBEDDINGS:
+            return embeddings(weights)
+        found = _stored(sites[name], weights.sites[sites[name]], weights, base)
+        return next(tensor for each, tensor in found if each == name).detach().float().cpu().contiguous()
+
     metadata = {"format": "pt", FINGERPRINT: base.fingerprint}
     if base.quantization != "none":
         metadata[QUANTIZATION] = base.quantization
-    write_tensors(folder / ADAPTER_WEIGHTS, tensors, metadata)
+    write_tensors(folder / ADAPTER_WEIGHTS, TensorsOnDemand(like, read), metadata)
     (folder / ADAPTER_CONFIG).write_text(config_file(weights.settings, base, weights.sites))
+
+
+def _stored(site: str, pair: LoraPair, weights: LoraWeights, base: BaseSpec) -> Iterator[tuple[str, Tensor]]:
+    """Yield a site's tensors as PEFT's file has them, in any dtype and on any device; none of a KV prefix."""
+    if is_prefix(site):
+        return
+    if is_rows(site):
+        yield PREFIX + peft_name(site, weights.sites), pair.a_RD
+        return
+    assert (pair.a_blocks, pair.b_blocks) == blocks_at(weights.settings, site), f"{site} is not as its settings say"
+    name = PREFIX + (peft_module(site, weights.sites, base) if pair.experts > 1 else site)
+    embeds = site in base.ends and base.ends[site].layer < 0
+    a, b = ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A.weight", "lora_B.weight")
+    yield f"{name}.{a}", pair.a_RD
+    b_OR = pair.b_OR
+    if pair.experts > 1:
+        b_OR = b_OR.view(pair.experts, -1, pair.rank).permute(1, 2, 0).flatten(1)  # PEFT's is expert-minor
+    yield f"{name}.{b}", b_OR
+    if pair.magnitude_O is not None:
+        yield f"{PREFIX}{site}.lora_magnitude_vector", pair.magnitude_O
 
 
 def read_prefixes(config: dict[str, object], file: TensorFile, base: BaseSpec, dtype: torch.dtype) -> LoraWeights:

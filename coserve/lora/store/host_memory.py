@@ -10,7 +10,7 @@ import logging
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock, Thread
 from typing import NamedTuple, Protocol
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from coserve.core.types import LoraSettings
-from coserve.lora.store.packing import PackedLayout, PackedSites, PartedSites, packed
+from coserve.kernels.lora.types import VECTOR, LoraPair
+from coserve.lora.store.packing import LaidOutSites, PackedLayout, PackedSites, PartedSites, packed
 from coserve.memory.pages import PagePool
 from coserve.model.lora import LoraWeights
 
@@ -153,9 +154,15 @@ class HostMemory:
         for event in room.after:
             event.synchronize()
         if isinstance(source, LoraWeights):
-            source = _InMemory(self.packed(source))
+            source = self.unread(source)
         source.write(room.parts)
         return LoraWeights(source.settings, PartedSites(room.parts, source.layout, room.copied))
+
+    def unread(self, weights: LoraWeights) -> Unread:
+        """Return an adapter that `copy` writes here. Its pairs are read one by one, twice."""
+        if isinstance(weights.sites, LaidOutSites):
+            return _InMemory(self.packed(weights))
+        return _SiteBySite(weights, for_kernels=self._for_kernels)
 
     def packed(self, weights: LoraWeights) -> LoraWeights:
         """Return the adapter in the layout of this memory's copies."""
@@ -208,11 +215,43 @@ class _InMemory:
 
     def write(self, parts: Sequence[Tensor]) -> None:
         """See `Unread`."""
-        sources = self._sites.parts if isinstance(self._sites, PartedSites) else (self._sites.memory_N,)
-        whole, at = torch.cat(sources) if len(sources) > 1 else sources[0], 0
-        for part in parts:
-            part.copy_(whole[at : at + len(part)])
-            at += len(part)
+        _spread(self._sites.parts if isinstance(self._sites, PartedSites) else (self._sites.memory_N,), parts)
+
+
+class _SiteBySite:
+    """An adapter whose pairs are packed as they are written: there is never a second copy of it."""
+
+    def __init__(self, weights: LoraWeights, *, for_kernels: bool) -> None:
+        self.settings, self._sites, self._for_kernels = weights.settings, weights.sites, for_kernels
+        like = {name: self._pair(name).to("meta") for name in weights.sites}
+        self.layout = PackedLayout(like, VECTOR if for_kernels else 1)
+
+    def _pair(self, name: str) -> LoraPair:
+        """Dense for the kernels: see `packed`."""
+        return self._sites[name].dense() if self._for_kernels else self._sites[name]
+
+    def write(self, parts: Sequence[Tensor]) -> None:
+        """See `Unread`."""
+        _spread(map(self._packed, self.layout.places), parts)
+
+    def _packed(self, name: str) -> Tensor:
+        place = self.layout.places[name]
+        own = torch.empty(place.end - place.first, dtype=torch.uint8)
+        self.layout.copy(name, self._pair(name), own, place.first)
+        return own
+
+
+def _spread(sources: Iterable[Tensor], parts: Sequence[Tensor]) -> None:
+    """Copy bytes that lie in several tensors into several others, in order, of the same size in all."""
+    left = deque(parts)
+    for own in sources:
+        while len(own):
+            if not len(left[0]):
+                left.popleft()
+                continue
+            size = min(len(own), len(left[0]))
+            left[0][:size] = own[:size]
+            own, left[0] = own[size:], left[0][size:]
 
 
 def _ended(event: torch.cuda.Event) -> bool:

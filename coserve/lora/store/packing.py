@@ -114,9 +114,9 @@ class PackedLayout:
         return replace(place.like, a_RD=a_RD, b_OR=b_OR, scale_O=scale, magnitude_O=magnitude)
 
     @torch.no_grad()
-    def copy(self, name: str, pair: LoraPair, memory: Tensor) -> None:
-        """Copy the site's pair into its place in memory that has all of the layout's bytes."""
-        own, columns = self.pair(name, memory), self.places[name].columns
+    def copy(self, name: str, pair: LoraPair, memory: Tensor, first: int = 0) -> None:
+        """Copy the site's pair into its place in memory that has the layout's bytes from `first` on."""
+        own, columns = self.pair(name, memory, first), self.places[name].columns
         own.a_RD.copy_(pair.a_RD)
         if columns > own.b_OR.shape[1]:
             own.b_OR.as_strided((own.b_OR.shape[0], columns), (columns, 1)).zero_()

@@ -200,11 +200,11 @@ class AdapterStore:
         self._evict()
 
     def host_copy(self, weights: LoraWeights) -> LoraWeights:
-        """Copy an adapter to the host tier's memory, in its layout. Callable on any thread."""
+        """Copy an adapter to the host tier's memory, in its layout, a pair at a time. Callable on any thread."""
         if self._memory is None:
-            return weights
-        own = self._memory.packed(weights)
-        return self._memory.copy(own, self._memory.room(packed_bytes(own)))
+            return LoraWeights(weights.settings, dict(weights.sites), weights.remote)
+        own = self._memory.unread(weights)
+        return self._memory.copy(own, self._memory.room(own.layout.bytes))
 
     def publish(self, ref: AdapterRef, weights: LoraWeights, *, temporary: bool = False) -> None:
         """Make an adapter available at once, without reading its files.

@@ -1,4 +1,5 @@
-"""Host memory that a job's state takes on several ranks: what is counted, and no more while files are written."""
+"""Host memory that a job's state takes, also on several ranks: what is counted, and hardly more while it is written or
+published."""
 
 from __future__ import annotations
 
@@ -8,13 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from coserve.admission.optimizers import WEIGHTS
 from coserve.admission.shapes import BLOCK, gathered_bytes, lora_shapes, pinned_bytes
 from coserve.core.training.settings import Optimizer, TrainingSettings
-from coserve.core.types import LoraSettings
+from coserve.core.types import AdapterRef, LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.finetune.optimizer import AdapterOptimizer
+from coserve.finetune.publication import served_copy, write_files
+from coserve.lora.store.host_memory import HostMemory
+from coserve.lora.store.packing import packed_bytes
+from coserve.lora.store.store import AdapterStore
 from coserve.lora.store.tensor_writer import write_tensors
+from coserve.model.base import Base
 from coserve.model.parallel.mesh import LoneRank
+from coserve.state.folder import DataFolder
 from tests.support.live_bytes import LiveBytes
 from tests.support.sharded import load, save_base
 
@@ -22,8 +30,11 @@ LORA, RANKS = LoraSettings(r=1024), 2
 """Its rows of state take two blocks each."""
 
 
-def optimizer_of(folder: Path, rank: int) -> AdapterOptimizer:
-    base = load(save_base(folder, hidden_size=512, intermediate_size=1024), LoneRank(rank, RANKS))
+def sharded(folder: Path, rank: int) -> Base:
+    return load(save_base(folder, hidden_size=512, intermediate_size=1024), LoneRank(rank, RANKS))
+
+
+def optimizer_of(base: Base) -> AdapterOptimizer:
     whole = new_adapter(LORA, base.spec, seed=1, dtype=torch.float32, device="cpu")
     return AdapterOptimizer(whole, base.spec, TrainingSettings(), base.dtype, partition=base.partition(whole))
 
@@ -31,8 +42,8 @@ def optimizer_of(folder: Path, rank: int) -> AdapterOptimizer:
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_what_a_rank_keeps_for_checkpoints_is_counted(tmp_path: Path, rank: int) -> None:
     """Rank 0 has all of the state once, another rank its own shards."""
-    base = load(save_base(tmp_path, hidden_size=512, intermediate_size=1024)).spec
-    own, whole = lora_shapes(LORA, base, ranks=RANKS), lora_shapes(LORA, base)
+    base = sharded(tmp_path, rank)
+    own, whole = lora_shapes(LORA, base.spec, ranks=RANKS), lora_shapes(LORA, base.spec)
     state = 3 * 4 * sum(sum(each.parts) for each in (own if rank else whole))
     counted = (
         pinned_bytes(own, Optimizer.ADAMW, early_stopping=False)
@@ -40,7 +51,7 @@ def test_what_a_rank_keeps_for_checkpoints_is_counted(tmp_path: Path, rank: int)
         else gathered_bytes(own, whole, RANKS, Optimizer.ADAMW, early_stopping=False)
     )
     with LiveBytes() as memory:
-        optimizer = optimizer_of(tmp_path, rank)
+        optimizer = optimizer_of(base)
         before = memory.now()
         assert optimizer.host.rows
         held = memory.now() - before
@@ -49,7 +60,7 @@ def test_what_a_rank_keeps_for_checkpoints_is_counted(tmp_path: Path, rank: int)
 
 def test_a_checkpoint_of_ranks_is_written_a_block_at_a_time(tmp_path: Path) -> None:
     with LiveBytes() as memory:
-        optimizer = optimizer_of(tmp_path, 0)
+        optimizer = optimizer_of(sharded(tmp_path, 0))
         tensors = optimizer.snapshot()
         memory.reset()
         before = memory.now()
@@ -58,3 +69,31 @@ def test_a_checkpoint_of_ranks_is_written_a_block_at_a_time(tmp_path: Path) -> N
         assert memory.peak() - before <= 4 * BLOCK
     state = load_file(tmp_path / "state")
     assert sum(own.nbytes for own in state.values()) > 3 * 4 * BLOCK, "more than a block of each kind"
+
+
+@pytest.mark.parametrize("rank", [None, *range(RANKS)])
+def test_an_adapter_is_published_a_pair_at_a_time(tmp_path: Path, rank: int | None) -> None:
+    base = sharded(tmp_path / "base", rank or 0)
+    if rank is None:
+        base = load(str(tmp_path / "base"))
+    pair = 4 * max(sum(each.parts) for each in lora_shapes(LORA, base.spec))
+    memory = HostMemory(256 << 20, for_kernels=True)
+    store = AdapterStore(lambda *_: pytest.fail("nothing is read"), 1 << 30, memory=memory)
+    with LiveBytes() as live:
+        assert memory.room(1).parts, "seen by the meter"
+        optimizer = optimizer_of(base)
+        weights = optimizer.adapter(optimizer.snapshot()(), WEIGHTS)
+        live.reset()
+        before = live.now()
+        served = served_copy(weights, base, store)
+        assert served is not None
+        assert live.peak() - before <= 4 * BLOCK + 4 * pair, "of one chunk of a rank's, and copies of one pair"
+        assert live.now() - before <= 4 * BLOCK and memory.outside == 0
+        if not rank:
+            live.reset()
+            write_files(AdapterRef("one", 1), weights, base, DataFolder(tmp_path))
+            assert live.peak() - before <= 4 * BLOCK + pair
+    assert packed_bytes(served) > 3 * pair
+    for site, own in base.served(weights).sites.items():
+        assert torch.equal(served.sites[site].a_RD, own.a_RD.to(base.dtype))
+        assert torch.equal(served.sites[site].b_OR, own.b_OR.to(base.dtype))
