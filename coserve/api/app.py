@@ -19,7 +19,7 @@ from coserve.api.http.limits import STREAMS_TIMEOUT
 from coserve.api.http.openapi import describe_api
 from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat
 from coserve.api.http.route import Route, tagged
-from coserve.api.http.security import Gate, finish_headers, guard
+from coserve.api.http.security import Gate, finish_headers, guard, is_preflight
 from coserve.api.http.server import CappedRunner, Connections, keep_waiting
 from coserve.api.http.uploads import UploadReader
 from coserve.api.native.aliases import AliasApi
@@ -112,7 +112,8 @@ def make_app(
     async def check(request: web.Request) -> None:
         gate.check(request)
         connections.check(request)
-        await access.admit(request)
+        if not is_preflight(request):
+            await access.admit(request)
 
     fixed = [route.path for route in routes if "{" not in route.path]
     guarded = guard(check, service.metrics.responded, format_of, lambda path: no_such_path(path, fixed))

@@ -139,6 +139,29 @@ async def test_hosts_and_origins(locked: Api) -> None:
             assert response.status == 200, headers
 
 
+async def test_pages_of_an_allowed_origin_read_answers(locked: Api) -> None:
+    """As browsers ask: without the key first, then with it."""
+    page, asking = "http://localhost:3000", {"Access-Control-Request-Method": "POST"}
+    wanted = {"Access-Control-Request-Headers": "authorization,content-type"}
+    for path in ("/v1/chat/completions", "/generate", "/adapters/x"):
+        async with locked.http.options(path, headers={"Origin": page} | asking | wanted) as response:
+            assert (response.status, response.headers["Access-Control-Allow-Origin"]) == (204, page)
+            assert response.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
+            assert "POST" in response.headers["Access-Control-Allow-Methods"]
+        async with locked.http.options(path, headers={"Origin": "http://evil.example"} | asking) as response:
+            assert response.status == 403 and "Access-Control-Allow-Origin" not in response.headers
+        for headers in (asking, {"Origin": page}):
+            async with locked.http.options(path, headers=headers) as response:
+                assert response.status == 401
+    for headers, status in (({}, 401), ({"Authorization": f"Bearer {KEY}"}, 200)):
+        async with locked.http.get("/v1/models", headers=headers | {"Origin": page}) as response:
+            assert (response.status, response.headers["Access-Control-Allow-Origin"]) == (status, page)
+            assert "Origin" in response.headers.getall("Vary")
+    async with locked.http.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"}) as response:
+        assert "Access-Control-Allow-Origin" not in response.headers
+    await locked.works()
+
+
 async def test_probes_may_call_the_daemon_by_its_address(locked: Api) -> None:
     auth = {"Authorization": f"Bearer {KEY}"}
     for host in ("10.1.2.3:8000", "[fd00::1]:8000"):

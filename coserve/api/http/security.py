@@ -37,8 +37,17 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 REQUEST_ID = web.RequestKey("request_id", str)
 CLIENT_ID = re.compile(r"[!-~]{1,128}")
 """An `X-Request-Id` of a client that the log and the response take over; instead of another one they have a new id."""
+_ASKED_METHOD = "Access-Control-Request-Method"
 BEGUN = web.RequestKey("begun", bool)
 """Set once the response's headers are sent: no other response is possible."""
+
+ORIGIN = web.RequestKey("origin", str)
+"""Origin of the page that sent the request, where it is one that may."""
+
+
+def is_preflight(request: web.Request) -> bool:
+    """Return whether a browser asks what a page may send. Such a request has no API key, and reaches no handler."""
+    return request.method == "OPTIONS" and "Origin" in request.headers and _ASKED_METHOD in request.headers
 
 
 class Gate:
@@ -73,6 +82,10 @@ class Gate:
         origin = request.headers.get("Origin")
         if origin is not None and not (origin.startswith(("http://", "https://")) and _host(origin) in self._hosts):
             raise ForbiddenOrigin("pages of this origin may not use the daemon; see --allowed-hosts", field="Origin")
+        if origin is not None:
+            request[ORIGIN] = origin
+        if is_preflight(request):
+            return
         self._identify(request, public)
         if "Content-Encoding" in request.headers and request.match_info.route.name not in self._compressed:
             raise UnsupportedEncoding("compressed bodies are not accepted", field="Content-Encoding")
@@ -116,7 +129,7 @@ def guard(
         try:
             await request.writer.drain()  # earlier responses of this connection that are not read yet
             await check(request)
-            response = await handler(request)
+            response = _allowed(request) if is_preflight(request) else await handler(request)
         except CoserveError as error:
             response = _respond(request, error, error_format)
         except web.HTTPException as error:
@@ -136,6 +149,16 @@ def guard(
         return response
 
     return middleware
+
+
+def _allowed(request: web.Request) -> web.Response:
+    """Return the answer to a preflight: everything that the API has."""
+    headers = {
+        "Access-Control-Allow-Methods": "GET, POST, PUT, PATCH, DELETE",
+        "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
+        "Access-Control-Max-Age": "600",
+    }
+    return web.Response(status=204, headers=headers)
 
 
 def _respond(request: web.Request, error: CoserveError, error_format: ErrorFormat) -> web.StreamResponse:
@@ -166,4 +189,8 @@ async def finish_headers(request: web.Request, response: web.StreamResponse) -> 
     request[BEGUN] = True
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     response.headers["X-Content-Type-Options"] = "nosniff"
+    if ORIGIN in request:
+        response.headers["Access-Control-Allow-Origin"] = request[ORIGIN]
+        response.headers["Access-Control-Expose-Headers"] = "*"
+        response.headers.add("Vary", "Origin")
     response.headers.pop("Server", None)
