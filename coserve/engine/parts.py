@@ -162,7 +162,7 @@ class EngineParts:
             raise AdapterNotFound(f"no adapter {str(ref)!r}", field="adapter")
         spec, dtype, form, times = self.base.spec, self.base.dtype, self._packed_form, self.load_times
         if self.base.sharding is not None:
-            return self.base.served(load_adapter(path, spec, device="cpu", dtype=dtype, digests=digests))
+            return load_adapter(path, spec, device="cpu", dtype=dtype, digests=digests, part=self.base.served)
 
         def read() -> LoraWeights:
             return self.base.served(

@@ -136,16 +136,17 @@ class GatheredCopy(HostCopy):
         return TensorsOnDemand(like, lambda name: read(*places[name]))
 
     @torch.no_grad()
-    def load(self, wholes: Mapping[str, Tensor], kinds: Sequence[str]) -> None:
-        """Copy this rank's shards of the first rows' whole matrices, named as by `tensors`, to the device and wait for
-        it; call it on a worker thread. Only the shards are read."""
+    def load(self, tensors: Mapping[str, Tensor], kinds: Sequence[str], *, shards: bool = False) -> None:
+        """Copy this rank's shards of the first rows' matrices, named as by `tensors`, to the device and wait for it;
+        call it on a worker thread. The matrices are whole ones, of which the shards alone are read, or the `shards`."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for kind, parts in zip(kinds, self._parts, strict=False):
                 for site, pair in parts.items():
                     for name, own, part in zip("ab", self._matrices(site), pair, strict=True):
-                        part.copy_(own.shard(wholes[f"{kind}/{site}.{name}"], self._rank))
+                        matrix = tensors[f"{kind}/{site}.{name}"]
+                        part.copy_(matrix if shards else own.shard(matrix, self._rank))
         if self._stream is not None:
             self._stream.synchronize()
 

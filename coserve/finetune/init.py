@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,19 +13,26 @@ from torch import Tensor
 from coserve.core.errors import AdapterNotFound
 from coserve.core.training.jobs import JobSpec
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec, LoraSettings, SiteSpec
+from coserve.finetune.lora_tensors import cast
 from coserve.kernels.attention.interface import AttentionParams
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.files.bdlora import blocks_at, packed_shapes
 from coserve.lora.files.targets import rank_and_scaling, resolve_targets
-from coserve.lora.store.files import load_adapter
+from coserve.lora.store.files import Part, load_adapter
 from coserve.model.base import Base
 from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
 
 
 def new_adapter(
-    settings: LoraSettings, base: BaseSpec, *, seed: int, dtype: torch.dtype, device: torch.device | str
+    settings: LoraSettings,
+    base: BaseSpec,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    part: Part | None = None,
 ) -> LoraWeights:
     """Return a new adapter, initialised as by PEFT; with `default` and `gaussian` its output is zero (B is zero).
 
@@ -35,7 +43,7 @@ def new_adapter(
     Numbers are drawn in fp32 on the CPU, separately for each site, so a seed gives the same adapter on any machine and
     with any other targets. Raises `InvalidRequest` like `resolve_targets`.
     """
-    sites = {}
+    sites = dict[str, LoraPair]()
     for site in resolve_targets(settings, base):
         rank, scaling = rank_and_scaling(settings, site)
         digest = hashlib.blake2b(f"{seed}/{site}".encode(), digest_size=8).digest()
@@ -46,7 +54,8 @@ def new_adapter(
         if spec.layer < 0:
             start = [_of_embedding(rank, spec, generator)]
         a_RD, b_OR = (torch.cat(parts).to(device, dtype) for parts in zip(*start, strict=True))
-        sites[site] = LoraPair(a_RD, b_OR, scaling, a_blocks=in_a, b_blocks=in_b, experts=spec.experts)
+        one = {site: LoraPair(a_RD, b_OR, scaling, a_blocks=in_a, b_blocks=in_b, experts=spec.experts)}
+        sites |= one if part is None else cast(part(LoraWeights(settings, one)), dtype).sites
     return LoraWeights(settings, sites)
 
 
@@ -96,23 +105,54 @@ def _start(
     return a_RD.uniform_(-bound, bound, generator=generator), b_OR
 
 
-def initial_weights(spec: JobSpec, base: BaseSpec, folder: DataFolder) -> LoraWeights:
-    """The job's initial weights, fp32 on the CPU: a new adapter, or the continued one from its files (its copy in
-    memory is rounded to the base's dtype). Zeros for a cartridge: see `first_cartridge`."""
+class Start(NamedTuple):
+    """Initial weights of a job, fp32 on the CPU."""
+
+    whole: LoraWeights
+    """The whole adapter; with several ranks on the meta device."""
+    part: LoraWeights
+    """This rank's shards of it."""
+
+
+def initial_weights(spec: JobSpec, base: Base, folder: DataFolder) -> Start:
+    """The job's initial weights: a new adapter, or the continued one from its files (its copy in memory is rounded to
+    the base's dtype). Zeros for a cartridge: see `first_cartridge`. With several ranks a few sites are in memory at a
+    time."""
+    if base.sharding is None:
+        whole = base.begun(_initial(spec, base.spec, folder, None))
+        return Start(whole, whole)
+    like = dict[str, LoraPair]()
+
+    def part(some: LoraWeights) -> LoraWeights:
+        like.update((site, pair.to("meta")) for site, pair in some.sites.items())
+        return base.shard(some)
+
+    own = _initial(spec, base.spec, folder, part)
+    return Start(base.begun(LoraWeights(own.settings, like)), own)
+
+
+def _initial(spec: JobSpec, base: BaseSpec, folder: DataFolder, part: Part | None) -> LoraWeights:
     if spec.lora.cartridge:
-        return zero_adapter(spec.lora, base, dtype=torch.float32, device="cpu")
+        weights = zero_adapter(spec.lora, base, dtype=torch.float32, device="cpu")
+        return weights if part is None else part(weights)
     if spec.init_from is None:
-        return new_adapter(spec.lora, base, seed=spec.training.seed, dtype=torch.float32, device="cpu")
-    return published_adapter(spec.init_from, spec.init_digests, "continue_from", base, folder)
+        return new_adapter(spec.lora, base, seed=spec.training.seed, dtype=torch.float32, device="cpu", part=part)
+    return published_adapter(spec.init_from, spec.init_digests, "continue_from", base, folder, part)
 
 
 def published_adapter(
-    ref: AdapterRef, digests: AdapterDigests | None, field: str, base: BaseSpec, folder: DataFolder
+    ref: AdapterRef,
+    digests: AdapterDigests | None,
+    field: str,
+    base: BaseSpec,
+    folder: DataFolder,
+    part: Part | None = None,
 ) -> LoraWeights:
-    """Load a published adapter: fp32, on the CPU. `field` is the request field that errors name."""
+    """Load a published adapter: fp32, on the CPU. `field` is the request field that errors name; `part`: see
+    `load_adapter`."""
     if not (path := folder.adapter(ref)).is_dir():
         raise AdapterNotFound(f"no adapter {str(ref)!r}", field=field)
-    return load_adapter(path, base, device="cpu", dtype=torch.float32, digests=digests)
+    return load_adapter(path, base, device="cpu", dtype=torch.float32, digests=digests, part=part)
 
 
 def first_cartridge(spec: JobSpec, base: Base) -> LoraWeights:

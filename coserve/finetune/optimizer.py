@@ -115,19 +115,22 @@ class AdapterOptimizer:
         make_rule: Callable[[Sequence[WeightRange], TrainingSettings], UpdateRule] = make_rule,
         piece: int = PIECE,
         row_norms: RowNorms | None = None,
+        part: LoraWeights | None = None,
     ) -> None:
         """`start`: initial weights of the whole adapter, fp32. `dtype`: of the copies. `device`: None: the device of
         `start`. `partition`: how the adapter is sharded over tensor-parallel ranks. Each rank trains its shard; all of
         them call `divide_grads`, `step` and `snapshot` at the same time. `make_rule`: makes the update rule for ranges
-        of the weights. `piece`: most weights in a piece of paged moments. `row_norms`: for DoRA adapters."""
+        of the weights. `piece`: most weights in a piece of paged moments. `row_norms`: for DoRA adapters. `part`: this
+        rank's shard of `start`, which may be on the meta device then; None: taken here."""
         optimizer = training.optimizer
         assert partition is None or not (optimizer.eight_bit or optimizer.paged), "such moments cannot be gathered"
         self._settings, self._training, self._max_grad_norm = start.settings, training, training.max_grad_norm
         self._partition = partition
-        part = start if partition is None else LoraWeights(start.settings, partition.shard(start.sites))
+        if part is None:
+            part = start if partition is None else LoraWeights(start.settings, partition.shard(start.sites))
         self._part_pairs, self._whole_pairs = _makers(part), _makers(start)
         self._sites = sorted(start.sites, key=lambda site: (base.site(site).layer, site))
-        whole, found = dict(named_tensors(start)), dict(named_tensors(part))
+        found = dict(named_tensors(part))
         kinds = ("a", "b", "m") if start.settings.use_dora else ("a", "b")
         names = [name for site in self._sites for kind in kinds if (name := f"{site}.{kind}") in found]
         if training.lora_plus_ratio is not None:
@@ -156,7 +159,7 @@ class AdapterOptimizer:
         """Whether `keep_best` was called, so that the last row of `state` holds weights."""
         self._weights_N, self._copies_N = self.state[0], torch.zeros(size, dtype=dtype, device=device)
         self._grads_N = torch.zeros(size, device=device)
-        self._set_weights(found if found[names[0]].device == device else None, whole)
+        self._set_weights(found)
         self._make_views(base, row_norms)
         self._moments = [
             (kind, row_N) for kind, row_N in zip(self.kept, self.state, strict=True) if kind not in (WEIGHTS, BEST)
@@ -168,24 +171,22 @@ class AdapterOptimizer:
             self.warm_up()
 
     @torch.no_grad()
-    def _set_weights(self, part: Mapping[str, Tensor] | None, whole: Mapping[str, Tensor]) -> None:
-        """Load the initial weights. `part`: this rank's shard if it is on the device; otherwise upload through host
-        memory."""
-        if part is None and isinstance(self.host, GatheredCopy):
-            self.host.load({f"{WEIGHTS.name}/{name}": own for name, own in whole.items()}, [WEIGHTS.name])
+    def _set_weights(self, part: Mapping[str, Tensor]) -> None:
+        """Load this rank's initial weights from the device, or from the CPU through host memory."""
+        on_device = next(iter(part.values())).device == self._weights_N.device
+        if not on_device and isinstance(self.host, GatheredCopy):
+            named = {f"{WEIGHTS.name}/{name}": own.detach() for name, own in part.items()}
+            self.host.load(named, [WEIGHTS.name], shards=True)
             return
-        source, views = part, self.layout.views(self._weights_N)
-        if source is None:
-            source, views = whole, self.layout.block_views(self.host.rows[0])
-        torch._foreach_copy_(list(views.values()), [source[name].detach() for name in views])
-        if part is None:
+        views = self.layout.views(self._weights_N) if on_device else self.layout.block_views(self.host.rows[0])
+        torch._foreach_copy_(list(views.values()), [part[name].detach() for name in views])
+        if not on_device:
             self.host.upload(1)
 
     @torch.no_grad()
     def begin_with(self, start: LoraWeights) -> None:
         """Replace the initial weights, before the first step. `start`: fp32 on the CPU."""
-        whole = dict(named_tensors(start))
-        self._set_weights(whole if self._weights_N.device.type == "cpu" else None, whole)
+        self._set_weights(dict(named_tensors(start)))
         deque(self._copying(), maxlen=0)
 
     def _copying(self) -> Iterator[None]:

@@ -155,14 +155,14 @@ class Sessions(Generic[AnyTrainee]):
         base, settings = self._base, self._settings
         ranks = 1 if base.sharding is None else base.sharding.mesh.size
         check_optimizer(spec.training.optimizer, ranks=ranks)
-        start = base.begun(initial_weights(spec, base.spec, self._folder))
+        start, part = initial_weights(spec, base, self._folder)
         partition = base.partition(start)
         if partition is not None and not partition.keeps_blocks(start.sites):
             ranks = partition.sharding.mesh.size
             raise InvalidRequest(f"expected bd_blocks that {ranks} GPUs divide, or that divide them", field="bd_blocks")
         session = TrainingSession(
             settings.make_optimizer(
-                start, base.spec, spec.training, base.dtype, base.device, partition, row_norms=base.row_norms
+                start, base.spec, spec.training, base.dtype, base.device, partition, row_norms=base.row_norms, part=part
             ),
             seed=spec.training.seed,
             dropout=spec.lora.dropout,
@@ -173,16 +173,19 @@ class Sessions(Generic[AnyTrainee]):
             announce=partial(self._announce, spec.id),
             overlapped=self._overlapped,
         )
-        return session, self._loss(spec, start)
+        return session, self._loss(spec, part)
 
     def _announce(self, job: str, verb: Verb) -> None:
         """Hook: the job's session begins a verb, in which all ranks take part."""
 
     def _loss(self, spec: JobSpec, start: LoraWeights) -> Loss:
-        """Build the job's loss. `start`: the job's initial adapter, which a DPO loss may refer to; a resumed job's
-        weights have moved on."""
+        """Build the job's loss. `start`: this rank's shards of the job's initial adapter, which a DPO loss may refer
+        to; a resumed job's weights have moved on."""
         base, beta = self._base, None if spec.training.loss is None else spec.training.loss.beta
-        reference = cast_learning(base.served(start), base.dtype, base.device) if has_reference(spec) else None
+        reference = None
+        if has_reference(spec):
+            served = base.served(start) if base.sharding is None else start
+            reference = cast_learning(served, base.dtype, base.device)
         return Loss(self._teacher_weights(spec), beta, reference, CrossEntropy() if spec.soft_targets else None)
 
     def _teacher_weights(self, spec: JobSpec) -> LoraWeights | None:
@@ -190,10 +193,10 @@ class Sessions(Generic[AnyTrainee]):
         if spec.teacher is None:
             return None
         base, teacher = self._base, spec.teacher
-        weights = published_adapter(teacher.ref, teacher.digests, "teacher", base.spec, self._folder)
+        weights = published_adapter(teacher.ref, teacher.digests, "teacher", base.spec, self._folder, base.served)
         if weights.settings.use_dora and base.sharding is not None:
             raise InvalidRequest("a DoRA teacher on several GPUs is not implemented: expected --tp 1", field="teacher")
-        return cast(base.served(weights), base.dtype, base.device)
+        return cast(weights, base.dtype, base.device)
 
     @contextmanager
     def _job_errors(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +26,13 @@ from coserve.lora.files.gate import Configs, read_configs
 from coserve.lora.files.peft import FINGERPRINT, PREFIX, QUANTIZATION, check_base, config_file, read_layout
 from coserve.lora.files.tensorfile import TensorEntry, TensorFile, check_digest, digest_file
 from coserve.lora.store.packing import packed
-from coserve.lora.store.reading import DTYPES, read_sites
+from coserve.lora.store.reading import DTYPES, in_parts, read_sites
 from coserve.lora.store.reads import LoadTimes
 from coserve.lora.store.tensor_writer import TensorsOnDemand, write_tensors
 from coserve.model.lora import LoraWeights
 
+Part = Callable[[LoraWeights], LoraWeights]
+"""Returns what is kept of some sites of an adapter."""
 FILLERS = 2
 """Threads that read one adapter's matrices while another one hashes its file. SHA-256 is sequential and takes longer
 than they do."""
@@ -43,10 +45,12 @@ def load_adapter(
     device: torch.device | str,
     dtype: torch.dtype,
     digests: AdapterDigests | None = None,
+    part: Part | None = None,
 ) -> LoraWeights:
     """Load the adapter of a PEFT folder, in `dtype` on `device`. Block-diagonal matrices (BD-LoRA) stay packed.
 
-    `digests`: the registry's digests of the files; None: the files are not compared.
+    `digests`: the registry's digests of the files; None: the files are not compared. `part`: returns what is kept of
+    some sites, such as a rank's shards, so that the whole adapter is never in memory; None: all is kept.
 
     Raises:
         AdapterError: as `peft.inspect_adapter`; `CorruptAdapter` for values that are not finite in `dtype`, and for
@@ -55,8 +59,14 @@ def load_adapter(
     """
     with _opened(folder, digests, LoadTimes()) as (configs, file, threads):
         tensors = read_layout(configs.lora_alone(), file, base, None if digests is None else digests.alphas)
-        found = read_sites(file, tensors, base, dtype, threads, for_kernels=False)
-    return LoraWeights(tensors.settings, {name: pair.to(device) for name, pair in found.items()})
+        if part is None:
+            all_of = read_sites(file, tensors, base, dtype, threads, for_kernels=False)
+            return LoraWeights(tensors.settings, {name: pair.to(device) for name, pair in all_of.items()})
+        settings, found = tensors.settings, dict[str, LoraPair]()
+        for some in in_parts(tensors, base, dtype):
+            own = part(LoraWeights(settings, read_sites(file, some, base, dtype, threads, for_kernels=False)))
+            found |= {name: pair.to(device, copy=True) for name, pair in own.sites.items()}
+    return LoraWeights(own.settings, found)
 
 
 def load_packed(

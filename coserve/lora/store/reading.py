@@ -3,7 +3,7 @@ operations release the GIL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 
@@ -24,6 +24,8 @@ Read = Callable[[TensorEntry], Tensor]
 
 RUN = 8 << 20
 """Bytes of the sites that one thread reads and checks at a time."""
+PART = 64 << 20
+"""Bytes of an adapter that is not wanted as a whole: what is read of it before a rank's shards are taken."""
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
@@ -51,11 +53,20 @@ def read_sites(
     return PackedSites(memory_N, layout)
 
 
-def _runs(layout: PackedLayout) -> list[list[str]]:
-    """The sites in order, in runs of about `RUN` bytes."""
+def in_parts(tensors: AdapterTensors, base: BaseSpec, dtype: torch.dtype) -> Iterator[AdapterTensors]:
+    """Divide an adapter into parts of about `PART` bytes in `dtype`, in order; all replaced rows are the last one."""
+    linear = replace(tensors, rows={})
+    for names in _runs(_layout(linear, base, dtype, 1), PART):
+        yield replace(linear, sites={name: tensors.sites[name] for name in names})
+    if tensors.rows:
+        yield replace(tensors, sites={})
+
+
+def _runs(layout: PackedLayout, size: int = RUN) -> list[list[str]]:
+    """The sites in order, in runs of about `size` bytes."""
     runs = dict[int, list[str]]()
     for name, place in layout.places.items():
-        runs.setdefault(place.first // RUN, []).append(name)
+        runs.setdefault(place.first // size, []).append(name)
     return list(runs.values())
 
 

@@ -13,16 +13,18 @@ from coserve.admission.optimizers import WEIGHTS
 from coserve.admission.shapes import BLOCK, gathered_bytes, lora_shapes, pinned_bytes
 from coserve.core.training.settings import Optimizer, TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings
-from coserve.finetune.init import new_adapter
+from coserve.finetune.init import initial_weights, new_adapter
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.publication import served_copy, write_files
 from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.packing import packed_bytes
+from coserve.lora.store.reading import PART
 from coserve.lora.store.store import AdapterStore
 from coserve.lora.store.tensor_writer import write_tensors
 from coserve.model.base import Base
 from coserve.model.parallel.mesh import LoneRank
 from coserve.state.folder import DataFolder
+from tests.support.finetuning import job_spec, random_corpus
 from tests.support.live_bytes import LiveBytes
 from tests.support.sharded import load, save_base
 
@@ -97,3 +99,29 @@ def test_an_adapter_is_published_a_pair_at_a_time(tmp_path: Path, rank: int | No
     for site, own in base.served(weights).sites.items():
         assert torch.equal(served.sites[site].a_RD, own.a_RD.to(base.dtype))
         assert torch.equal(served.sites[site].b_OR, own.b_OR.to(base.dtype))
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_rank_begins_a_job_and_reads_an_adapter_with_its_shards_alone(tmp_path: Path, *, continues: bool) -> None:
+    base, ref = sharded(tmp_path / "base", 1), AdapterRef("one", 1)
+    folder = DataFolder(tmp_path)
+    whole = new_adapter(LORA, base.spec, seed=3, dtype=torch.float32, device="cpu")
+    expected = base.shard(whole).sites
+    write_files(ref, whole, base, folder)
+    spec = job_spec(random_corpus(), seed=3, r=LORA.r, init_from=ref if continues else None)
+    with LiveBytes() as live:
+        start = initial_weights(spec, base, folder)
+        own = sum(pair.a_RD.nbytes + pair.b_OR.nbytes for pair in start.part.sites.values())
+        assert live.now() <= own + (1 << 20)
+        assert live.peak() <= own + (PART if continues else 32 << 20)
+        optimizer = AdapterOptimizer(
+            start.whole,
+            base.spec,
+            TrainingSettings(),
+            base.dtype,
+            partition=base.partition(start.whole),
+            part=start.part,
+        )
+    for found in (start.part, optimizer.masters()):
+        assert all(torch.equal(found.sites[site].a_RD, pair.a_RD) for site, pair in expected.items())
+        assert all(torch.equal(found.sites[site].b_OR, pair.b_OR) for site, pair in expected.items())
