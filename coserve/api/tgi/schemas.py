@@ -79,7 +79,7 @@ class TgiParameters(Wire, frozen=True):
     truncate: PositiveTokenCount | None = None
     """A longer prompt is cut to this many of its last tokens, behind the special tokens at its beginning."""
     grammar: TgiGrammar | None = None
-    """What the text follows; not beside `response_format`."""
+    """Grammar that the text follows; not beside `response_format`."""
     response_format: LoraxFormat | None = None
 
     adapter_source: Annotated[Any, Unsupported(("local",))] = None
