@@ -10,6 +10,7 @@ one after the other; a row's value is that of latents, and `heads` the other's.
 `decode_tok_s.b64`, `.b64.a32`   64 sequences of 16 and 256 tokens, without adapters and with 32 at every linear module
 `decode_tok_s.b32.8k`            32 sequences behind prompts of 8,192 tokens, 128 each; the prompts' time is not counted
 `prompt_tok_s`                   8 prompts of 4,096 tokens
+`prompt_tok_s.16k`               2 prompts of 16,000 tokens, in steps of 4,096: most continue a context
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def loads(*, tiny: bool) -> dict[str, Load]:
         "decode_tok_s.b64.a32": Load(64, 16, 256, ADAPTERS),
         "decode_tok_s.b32.8k": Load(32, 8192, 128),
         "prompt_tok_s": Load(8, 4096, 1),
+        "prompt_tok_s.16k": Load(2, 16_000, 1),
     }
     if not tiny:
         return found

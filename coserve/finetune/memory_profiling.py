@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import PackedRows
 from coserve.generate.schedule import SCORED_TOKENS
+from coserve.kernels.attention.expanded import EXPANDED_TOKENS, StepTerms, most_expanded
 from coserve.kernels.attention.interface import Attention, TokenRun
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.gpu.capture import gc_paused
@@ -130,8 +132,22 @@ def _measure(base: Base, conditions: Conditions, meter: MemoryMeter) -> Profile:
 
 def _key(base: Base, conditions: Conditions) -> tuple[str, ...]:
     where = (torch.cuda.get_device_name(base.device), str(torch.__version__))  # torch's version is a subclass of str
-    cached = "latents" if any(shape.latent for shape in base.kv_shapes) else "heads"
+    latent = any(shape.latent for shape in base.kv_shapes)
+    cached = f"latents, {most_expanded(base.kv_shapes)} expanded" if latent else "heads"
     return (base.spec.fingerprint, base.spec.dtype, base.spec.quantization, cached, *where, repr(conditions))
+
+
+def _longest_steps(kv: KvCache, tokens: int, pages: Sequence[int], context: int) -> Iterator[list[TokenRun]]:
+    """Yield the runs of steps of `tokens` tokens, one of which takes the most memory. `context`: the longest of a
+    sequence. The pages' contents do not matter: sequences share them, and one stands for several."""
+    most, own = min(kv.most_expanded, tokens // EXPANDED_TOKENS * context), tuple(pages)
+    short = EXPANDED_TOKENS - 1 if most else tokens
+    yield [TokenRun(min(short, tokens - first), 0, own, slot=0) for first in range(0, tokens, short)]
+    if most:
+        chunk = min(tokens, most)
+        repeated = tuple(islice(cycle(pages), kv.pages_for(most)))
+        others = [TokenRun(tokens - chunk, 0, own, slot=0)] if tokens > chunk else []
+        yield [TokenRun(chunk, most - chunk, repeated, slot=0), *others]
 
 
 class MemoryMeter(Protocol):
@@ -219,7 +235,8 @@ class MemoryProfiler:
     @torch.no_grad()
     def step(self, tokens: int) -> int:
         """Peak bytes of a generation step: `tokens` tokens of one adapter, with the most logits that a step may have
-        (those of `max_running` sequences, sampled in fp32, and those of scored prompts)."""
+        (those of `max_running` sequences, sampled in fp32, and those of scored prompts), and with latents expanded for
+        the longest context, or for none."""
         base = self._base
         kv = KvCache.for_base(base, tokens, self._page_tokens, kv_cache_dtype=self._kv_cache_dtype)
         pages = kv.allocate(kv.pages_for(tokens))
@@ -231,9 +248,11 @@ class MemoryProfiler:
         keep = torch.arange(self._logit_rows, device=base.device) % tokens
         self._meter.reset()
         before = self._meter.now()
-        attention = kv.attention([TokenRun(tokens, 0, tuple(pages), slot=0)])
-        logits_KV = base.forward(tokens_T, positions_T, attention, lora=batch, keep=keep)
-        logits_KV[: self._sampled].float().log_softmax(-1)
+        for runs in _longest_steps(kv, tokens, pages, base.spec.context):
+            attention = kv.attention(runs, StepTerms(batch.segments, partial(base.sites.terms, batch)))
+            logits_KV = base.forward(tokens_T, positions_T, attention, lora=batch, keep=keep)
+            logits_KV[: self._sampled].float().log_softmax(-1)
+            del attention, logits_KV
         return self._meter.peak() - before
 
     def micro_batch(self, tokens: int) -> TrainingPeaks:

@@ -16,6 +16,7 @@ from coserve.kernels.attention.backend import (
     reads_only_written_slots,
     static_attention,
 )
+from coserve.kernels.attention.expanded import ExpandedAttention, StepTerms, long_chunks, most_expanded
 from coserve.kernels.attention.interface import (
     Attention,
     KvShape,
@@ -100,6 +101,7 @@ class KvCache:
             values = tuple(own[..., : shape.values] for own, shape in zip(keys, kv_shapes, strict=True))
         else:
             values = views(layout.values, [(shape.heads, shape.values) for shape in kv_shapes])
+        self.most_expanded = most_expanded(kv_shapes)
         self.views = Pages(keys, values, latent)
         """Keys and values of each layer."""
 
@@ -179,10 +181,18 @@ class KvCache:
     def hold(self, pages: Iterable[int]) -> None:
         self.pool.hold(pages)
 
-    def attention(self, runs: Sequence[TokenRun]) -> Attention:
+    def expands(self, runs: Sequence[TokenRun]) -> bool:
+        """Whether a step's attention expands latents, which cannot be captured (`attention.expanded`)."""
+        return bool(long_chunks(runs, self.most_expanded))
+
+    def attention(self, runs: Sequence[TokenRun], terms: StepTerms | None = None) -> Attention:
         """Attention of one packed step. It writes the step's keys and values into the pages, and comes with the step's
-        recurrence if the base has states."""
-        attention = paged_attention(self.views, runs)
+        recurrence if the base has states. `terms`: the step's adapters; None: there are none."""
+        attention: Attention
+        if long := long_chunks(runs, self.most_expanded):
+            attention = ExpandedAttention(self.views, runs, long, paged_attention, terms)
+        else:
+            attention = paged_attention(self.views, runs)
         return attention if self.states is None else WithRecurrence(attention, self.states.recurrence(runs))
 
     def static_attention(self, batch: int, max_tokens: int) -> StaticPagedAttention:

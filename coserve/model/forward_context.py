@@ -109,6 +109,10 @@ def running(context: ForwardContext) -> Iterator[None]:
         current.context = before
 
 
+ATTENTION_FIELDS = "float scaling, int? window, float? softcap, Tensor? sinks, bool chunked"
+"""`AttentionFields` in the schema of an op."""
+
+
 def register_ops(*ops: tuple[str, str, Callable[..., object], Callable[..., object]]) -> torch.library.Library:
     """Register opaque ops of the namespace `coserve`, each by its name, schema, implementation and result for fake
     tensors. They last as long as the returned library. By hand, as `torch.library.custom_op` adds checks to every call

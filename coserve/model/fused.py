@@ -31,7 +31,15 @@ from coserve.model.adapters.end_terms import Ends
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
 from coserve.model.experts.forward import OPAQUE
-from coserve.model.forward_context import ForwardContext, Fused, current, register_ops, running, running_fused
+from coserve.model.forward_context import (
+    ATTENTION_FIELDS,
+    ForwardContext,
+    Fused,
+    current,
+    register_ops,
+    running,
+    running_fused,
+)
 from coserve.model.gemm_choice import GemmChoice, GemmOutput, measure_gemms
 from coserve.model.groups import share_inputs
 from coserve.model.parallel.exchange import exchanges_of
@@ -103,8 +111,7 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence
 
 
 def _register() -> torch.library.Library:
-    params = "float scaling, int? window, float? softcap, Tensor? sinks, bool chunked"
-    attend = f"(Tensor q, Tensor k, Tensor v, {params}) -> Tensor"
+    attend = f"(Tensor q, Tensor k, Tensor v, {ATTENTION_FIELDS}) -> Tensor"
     linear = "(Tensor x, Tensor weight, Tensor? bias, int[] sizes, int group) -> Tensor"
     return register_ops(
         ("attend", attend, _attend, lambda q, k, v, *_: q.new_empty((q.shape[1], q.shape[0], v.shape[2]))),

@@ -280,6 +280,12 @@ class LoraSites:
             lora.remote = batch.remote.step(batch.segments, slots)
         return ForwardContext(lora, dropout, grouped)
 
+    def terms(self, batch: LoraBatch, segments: Segments) -> PreparedLora:
+        """Return the terms at linear modules for other rows with the batch's adapters."""
+        found = self.prepare(replace(batch, segments=segments, remote=None)).lora
+        assert found is not None, "expected what every batch has"
+        return found
+
 
 SITE = "coserve_site"
 """Attribute of a wrapped module that holds its `_Site`."""

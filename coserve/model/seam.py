@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from coserve.core.errors import UnsupportedBase
+from coserve.kernels.attention.expanded import expanded_of
 from coserve.kernels.attention.interface import Attention, AttentionParams
 from coserve.kernels.recurrent.interface import Recurrence
 from coserve.kernels.recurrent.packed import PackedRecurrence
@@ -51,7 +52,7 @@ class PaddedAttention:
     def __init__(self, inner: Attention, tokens: int) -> None:
         self._inner = inner
         self._tokens = tokens
-        self.reads_pages = reads_pages(inner)
+        self.reads_pages, self.expanded = reads_pages(inner), expanded_of(inner)
 
     def attend(
         self,
@@ -111,33 +112,24 @@ def _attention(
         raise UnsupportedBase(f"{family} asks for attention dropout")
     if coserve_positions is not None and hasattr(module, TUNED):
         query_1HTD = _tuned(module, query_1HTD, coserve_positions)
-    scaling = query_1HTD.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    chunk: int | None = getattr(module, CHUNK, None)
+    params = AttentionParams(
+        scaling=query_1HTD.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window if chunk is None else chunk,
+        softcap=softcap,
+        sinks=s_aux,
+        chunked=chunk is not None,
+    )
+    layer = -1 if getattr(coserve_attention, "any_layer", False) else layer_of(module)
     q_HTD, k_KTD, v_KTD = query_1HTD[0], key_1KTD[0], value_1KTD[0]
-    latent = hasattr(module, absorbed.SIZES)
-    absorb = latent and reads_pages(coserve_attention)
-    if absorb:
-        q_HTD, k_KTD, v_KTD = absorbed.absorb(module, q_HTD, k_KTD, v_KTD)
-    elif latent:
+    if hasattr(module, absorbed.SIZES):
+        if reads_pages(coserve_attention):
+            return absorbed.attend(module, coserve_attention, layer, q_HTD, k_KTD, v_KTD, params)[None], None
         k_KTD, v_KTD = absorbed.expand(module, k_KTD, v_KTD)
     if k_KTD.shape[-1] != q_HTD.shape[-1]:
         sizes = f"{q_HTD.shape[-1]} and {k_KTD.shape[-1]}"
         raise UnsupportedBase(f"{family}: expected heads of one size for queries and keys, got {sizes}")
-    chunk: int | None = getattr(module, CHUNK, None)
-    out_THD = coserve_attention.attend(
-        -1 if getattr(coserve_attention, "any_layer", False) else layer_of(module),
-        q_HTD,
-        k_KTD,
-        v_KTD,
-        AttentionParams(
-            scaling=scaling,
-            window=sliding_window if chunk is None else chunk,
-            softcap=softcap,
-            sinks=s_aux,
-            chunked=chunk is not None,
-        ),
-    )
-    if absorb:
-        out_THD = absorbed.project_values(module, out_THD)
+    out_THD = coserve_attention.attend(layer, q_HTD, k_KTD, v_KTD, params)
     return out_THD.contiguous()[None], None  # some families take a view of it
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from coserve.generate.execution.graphs.mixed import MixedGraph, Rows
+from coserve.kernels.attention.expanded import StepTerms
 from coserve.kernels.attention.interface import Attention, TokenRun
 from coserve.memory.kv import KvCache
 
@@ -25,9 +26,9 @@ class StepRecorder:
             self.graphs.append((len(rows.tokens), graph.capacity.tokens))
             return run(graph, rows, *args)  # type: ignore[arg-type]
 
-        def launched(kv: KvCache, runs: Sequence[TokenRun]) -> Attention:
+        def launched(kv: KvCache, runs: Sequence[TokenRun], terms: StepTerms | None = None) -> Attention:
             self.others += 1
-            return attention(kv, runs)
+            return attention(kv, runs, terms)
 
         monkeypatch.setattr(MixedGraph, "run", ran)
         monkeypatch.setattr(KvCache, "attention", launched)

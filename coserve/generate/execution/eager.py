@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from coserve.generate.sampling.masks import NO_MASKS, Masks
 from coserve.generate.sampling.rows import is_likeliest
 from coserve.generate.sampling.sampler import choose
 from coserve.generate.sampling.scoring import prompt_logprobs
+from coserve.kernels.attention.expanded import StepTerms
 from coserve.kernels.lora.experts.interface import RemoteExperts, none_lost
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
@@ -92,12 +94,13 @@ class EagerExecutor(StepExecutor):
                 scored.extend(first + own.scoring.first_row + row for row in range(len(own.scoring.targets)))
             if own.sampling is not None:
                 sampled.append(len(tokens) - 1)
-        device = self._base.device
+        device, lora = self._base.device, self._lora(packed, adapters)
+        terms = None if lora is None else StepTerms(lora.segments, partial(self._base.sites.terms, lora))
         return self._base.forward(
             torch.tensor(tokens, device=device),
             torch.tensor(positions, device=device),
-            self._kv.attention([own.run for own in packed.sequences]),
-            lora=self._lora(packed, adapters),
+            self._kv.attention([own.run for own in packed.sequences], terms),
+            lora=lora,
             keep=torch.tensor(sampled + scored, dtype=torch.long, device=device),
             gather=gather,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
+from functools import partial
 from itertools import chain
 
 import torch
@@ -33,6 +34,7 @@ from coserve.generate.sampling.draws import likeliest
 from coserve.generate.sampling.masks import NO_MASKS, Masks
 from coserve.generate.sampling.rows import SamplingRow, is_likeliest
 from coserve.generate.sampling.transfer import send_ids
+from coserve.kernels.attention.expanded import StepTerms
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.lora.experts.interface import RemoteExperts, none_lost
 from coserve.kernels.lora.segments import Segments
@@ -342,7 +344,9 @@ class GraphExecutor:
         """Run a step with prompt chunks, or one too large for a decode graph: as a graph if one fits, otherwise kernel
         by kernel. Return the function that chooses its tokens."""
         rows = rows_of(batch.sequences, self._token_slots)
-        graph = None if batch.footprint is None else self._mixed_graphs.holding(batch.runs, batch.footprint)
+        graph = None
+        if batch.footprint is not None and not self._kv.expands(batch.runs):
+            graph = self._mixed_graphs.holding(batch.runs, batch.footprint)
         if graph is None:
             logits, best = self._kernel_by_kernel(batch, rows)
         else:
@@ -374,11 +378,14 @@ class GraphExecutor:
             self._device, rows.tokens, rows.slots, rows.positions, rows.keep or [0]
         )
         tokens_T = self._token_slots.fill(given_T, slots_T)
-        lora = None if batch.segments is None else slot_lora(self._adapter_slots, batch.segments)
+        lora, terms = None, None
+        if batch.segments is not None:
+            terms = StepTerms(batch.segments, partial(slot_lora, self._adapter_slots))
+            lora = terms.prepare(batch.segments)
         if lora is not None and batch.segments is not None and self._remote is not None:
             lora.remote = self._remote.step(batch.segments, self._adapter_slots.remote)
         ends = batch.at_ends and self._fused.base.ends.prepare(*batch.at_ends, rows.keep or [0], self._device)
-        attention = self._kv.attention(batch.runs)
+        attention = self._kv.attention(batch.runs, terms)
         sharding = self._fused.base.sharding
         if sharding is not None and batch.sampling and all(map(is_likeliest, batch.sampling)):
             parts = self._fused.forward(tokens_T, positions_T, attention, lora=lora, keep=keep_R, gather=False)

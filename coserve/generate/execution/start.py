@@ -18,6 +18,7 @@ from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import Capture, GraphExecutor
 from coserve.generate.execution.graph_sizes import DECODE_BATCHES, MIXED_TOKENS, PARTIAL_GROUPS
 from coserve.generate.execution.interface import StepExecutor
+from coserve.kernels.attention.expanded import EXPANDED_TOKENS
 from coserve.kernels.lora.experts.interface import RemoteExperts
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.types import FrozenWeight
@@ -33,8 +34,9 @@ log = logging.getLogger(__name__)
 
 COMPILED = (
     "generation: prompts whose log-probabilities are asked for are computed step by step, beside the others; steps of "
-    f"more than {DECODE_BATCHES[-1]} sequences, of more than {MIXED_TOKENS[-1]} tokens or many short prompts, and with "
-    f"an adapter of a rank above {LORA_RANKS[-1]}, run without CUDA graphs; so do the first steps with prompts of a "
+    f"more than {DECODE_BATCHES[-1]} sequences, of more than {MIXED_TOKENS[-1]} tokens or many short prompts, "
+    f"with {EXPANDED_TOKENS} new tokens or more of a prompt over cached latents, and with an adapter of a rank above "
+    f"{LORA_RANKS[-1]}, run without CUDA graphs; so do the first steps with prompts of a "
     f"size; where adapters change some sites only, the first {PARTIAL_GROUPS} such choices of sites have graphs of "
     "their own, others use those for more sites; block-diagonal adapters (BD-LoRA) are computed with their zeros"
 )

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from coserve.kernels.attention.interface import (
-    Attention,
     MixedAttention,
     MixedCapacity,
+    PagedStep,
     Pages,
     StaticPagedAttention,
     TokenRun,
@@ -31,7 +31,7 @@ def reads_only_written_slots(device: torch.device, dtype: torch.dtype) -> bool:
     return fused(device, dtype)
 
 
-def paged_attention(pages: Pages, runs: Sequence[TokenRun]) -> Attention:
+def paged_attention(pages: Pages, runs: Sequence[TokenRun]) -> PagedStep:
     """Return the attention of one packed step: any mix of decodes and prompt chunks."""
     if not fused(pages.keys[0].device, pages.keys[0].dtype):
         return PagedAttention(pages, runs)

@@ -31,6 +31,9 @@ class KvShape(NamedTuple):
     latent: bool = False
     """Whether a value is the first E numbers of its key, and is not stored again: the latents of multi-head latent
     attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1)."""
+    expanded: int = 0
+    """Bytes that a token of a long prompt chunk's context takes while a layer computes the chunk by keys and values of
+    all heads (`attention.expanded`); 0: all steps absorb."""
 
     @property
     def numbers(self) -> int:
@@ -115,6 +118,14 @@ class Attention(Protocol):
 
         Rotary positions are applied already; H is a multiple of K.
         """
+        ...
+
+
+class PagedStep(Attention, Protocol):
+    """The attention of one step over pages, any mix of decodes and prompt chunks."""
+
+    def read(self, layer: int, q_HTD: Tensor, params: AttentionParams) -> Tensor:
+        """Compute `attend` of a step of prompt chunks whose new keys and values are in their pages already."""
         ...
 
 

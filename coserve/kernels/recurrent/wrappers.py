@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from coserve.kernels.attention.expanded import expanded_of
 from coserve.kernels.attention.interface import Attention, MixedAttention, StaticPagedAttention, TokenRun
 from coserve.kernels.recurrent.interface import (
     HasRecurrence,
@@ -62,6 +63,7 @@ class WithRecurrence:
 
     def __init__(self, attention: Attention, recurrence: Recurrence) -> None:
         self.attend = attention.attend
+        self.expanded = expanded_of(attention)
         self.recurrence = recurrence
         self.reads_pages = True
 

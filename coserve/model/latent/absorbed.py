@@ -4,8 +4,9 @@
 MLA compresses a token to a latent, from which `kv_b_proj` makes the keys and values of all heads; besides, all heads
 share one small key that carries the rotary position. Pages hold the latent and that key, as of one key/value head: the
 queries absorb `W_UK`, the key rows of `kv_b_proj`, and attention's outputs are projected by `W_UV`, its value rows,
-LoRA terms included (`kernels.lora.latent`). Without a cache (training, checks) `expand_kv`, transformers' method, makes
-the keys and values of all heads.
+LoRA terms included (`kernels.lora.latent`). Long prompt chunks make keys and values of all heads from the latents of
+their contexts instead (`kernels.attention.expanded`). Without a cache (training, checks) `expand_kv`, transformers'
+method, makes them.
 
 Letters, with the config's names: T tokens, H heads, L numbers of a latent (`kv_lora_rank`), P of the key with a
 position (`qk_rope_head_dim`), N of the other part of a head's key (`qk_nope_head_dim`), E of a head's value
@@ -21,12 +22,13 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from coserve.kernels.attention.interface import KvShape
+from coserve.kernels.attention.expanded import expanded_of
+from coserve.kernels.attention.interface import Attention, AttentionFields, AttentionParams, KvShape
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.latent import HeadSizes, multiply_heads
 from coserve.kernels.lora.types import SiteGroup
-from coserve.model.forward_context import current, register_ops, running_fused
-from coserve.model.lora import group_of, shared_of
+from coserve.model.forward_context import ATTENTION_FIELDS, current, register_ops, running_fused
+from coserve.model.lora import group_of, shared_of, site_shape
 from coserve.model.quantized.modules import QuantizedLinear
 
 SIZES, WEIGHT = "coserve_latent_sizes", "coserve_latent_weight"
@@ -101,8 +103,12 @@ def _is_latent(module: nn.Module) -> bool:
 
 def _shape(module: nn.Module) -> KvShape:
     layer = cast(LatentAttention, module)
-    rank = layer.kv_lora_rank
-    return KvShape(1, rank + layer.qk_rope_head_dim, rank, latent=True)
+    rank, projection = layer.kv_lora_rank, layer.kv_b_proj
+    (outputs, _), like = site_shape(projection), next(module.parameters())
+    nope, rope, value = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim
+    heads = outputs // (nope + value)
+    numbers = outputs + heads * (nope + rope + value) if like.is_cuda else 0  # on CPU bits must not depend on the step
+    return KvShape(1, rank + rope, rank, latent=True, expanded=numbers * like.dtype.itemsize)
 
 
 def _keep_compressed(module: nn.Module, latents: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,24 +123,23 @@ def expand(module: nn.Module, k_1TP: Tensor, latents_1TL: Tensor) -> tuple[Tenso
     return k_1HTD[0], v_1HTE[0]
 
 
-def absorb(module: nn.Module, q_HTD: Tensor, k_1TP: Tensor, latents_1TL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what attention over latents takes: queries (H, T, L + P) that have absorbed `W_UK`, keys (1, T, L + P) and
-    values (1, T, L). `q_HTD`: of N + P numbers."""
+def attend(
+    module: nn.Module,
+    attention: Attention,
+    layer: int,
+    q_HTD: Tensor,
+    k_1TP: Tensor,
+    latents_1TL: Tensor,
+    params: AttentionParams,
+) -> Tensor:
+    """Return attention's outputs (T, H, E) over a cache of latents, by queries of N + P numbers and by what
+    `_keep_compressed` returned. Expands the contexts of long chunks if `attention` has some."""
     sizes, weight_HOL = _given(module)
+    k_1TD = torch.cat((latents_1TL, k_1TP), -1)
     if torch.compiler.is_dynamo_compiling() or current.context.fused is not None:
-        q_HTD = torch.ops.coserve.absorb_queries(q_HTD, weight_HOL, *sizes, _index(module))
-    else:
-        q_HTD = _absorb_queries(q_HTD, weight_HOL, sizes, _group(module), current.context.lora)
-    return q_HTD, torch.cat((latents_1TL, k_1TP), -1), latents_1TL
-
-
-def project_values(module: nn.Module, out_THL: Tensor) -> Tensor:
-    """Return attention's outputs (T, H, E) from those over latents."""
-    sizes, weight_HOL = _given(module)
-    if torch.compiler.is_dynamo_compiling() or current.context.fused is not None:
-        out: Tensor = torch.ops.coserve.project_values(out_THL, weight_HOL, *sizes, _index(module))
+        out: Tensor = torch.ops.coserve.attend_latents(q_HTD, k_1TD, weight_HOL, *sizes, _index(module), *params)
         return out
-    return _project_values(out_THL, weight_HOL, sizes, _group(module), current.context.lora)
+    return _attend(attention, layer, q_HTD, k_1TD, weight_HOL, sizes, _group(module), params)
 
 
 def _given(module: nn.Module) -> tuple[HeadSizes, Tensor]:
@@ -155,25 +160,53 @@ def _group(module: nn.Module) -> SiteGroup:
 
 
 @torch.no_grad()
+def _attend(
+    attention: Attention,
+    layer: int,
+    q_HTD: Tensor,
+    k_1TD: Tensor,
+    weight_HOL: Tensor,
+    sizes: HeadSizes,
+    group: SiteGroup,
+    params: AttentionParams,
+) -> Tensor:
+    lora, expanded = current.context.lora, expanded_of(attention)
+    if lora is not None and not lora.changes(group):
+        lora = None
+
+    def absorbed(attention: Attention, q_HTD: Tensor, k_1TD: Tensor, lora: PreparedLora | None) -> Tensor:
+        q_HTD = _absorb_queries(q_HTD, weight_HOL, sizes, group, lora)
+        out_THL = attention.attend(layer, q_HTD, k_1TD, k_1TD[..., : weight_HOL.shape[2]], params)
+        return _project_values(out_THL, weight_HOL, sizes, group, lora)
+
+    if expanded is None:
+        return absorbed(attention, q_HTD, k_1TD, lora)
+    out_THE = q_HTD.new_zeros(q_HTD.shape[1], q_HTD.shape[0], sizes.value)
+    own = None if lora is None else group
+    out_THE[expanded.rows] = expanded.attend_chunks(layer, q_HTD, k_1TD, weight_HOL, sizes, own, params)
+    if expanded.others is not None:
+        rows, terms = expanded.other_rows, None if lora is None else expanded.other_terms
+        out_THE[rows] = absorbed(expanded.others, q_HTD[:, rows], k_1TD[:, rows], terms)
+    return out_THE
+
+
 def _absorb_queries(
     q_HTD: Tensor, weight_HOL: Tensor, sizes: HeadSizes, group: SiteGroup, lora: PreparedLora | None
 ) -> Tensor:
     """Return each head's `W_UKᵀ q`, and behind it the part of q with a position: (H, T, N + P) -> (H, T, L + P)."""
     heads, tokens, _ = q_HTD.shape
     q_HTN, q_HTP = q_HTD[..., : sizes.nope], q_HTD[..., sizes.nope :]
-    changed = lora is not None and lora.changes(group)
-    if lora is not None and changed and lora.scales(group):  # DoRA's factors are those of W's rows
+    if lora is not None and lora.scales(group):  # DoRA's factors are those of W's rows
         x_THO = q_HTD.new_zeros(tokens, heads, sum(sizes))
         x_THO[..., : sizes.nope] = q_HTN.transpose(0, 1)
         lora.scale_(group, [x_THO.flatten(1)])
         q_HTN = x_THO[..., : sizes.nope].transpose(0, 1)
     y_HTL = multiply_heads(q_HTN, weight_HOL[:, : sizes.nope])
-    if lora is not None and changed:
+    if lora is not None:
         lora.add_query_terms(group, y_HTL, q_HTN, sizes)
     return torch.cat((y_HTL, q_HTP), -1)
 
 
-@torch.no_grad()
 def _project_values(
     x_THL: Tensor, weight_HOL: Tensor, sizes: HeadSizes, group: SiteGroup, lora: PreparedLora | None
 ) -> Tensor:
@@ -181,7 +214,7 @@ def _project_values(
     tokens, heads, _ = x_THL.shape
     x_HTL = x_THL.transpose(0, 1)
     y_HTE = multiply_heads(x_HTL, weight_HOL[:, sizes.nope :].mT)
-    if lora is not None and lora.changes(group):
+    if lora is not None:
         lora.add_output_terms(group, y_HTE, x_HTL, sizes)
         if lora.scales(group):
             y_THO = x_THL.new_zeros(tokens, heads, sum(sizes))
@@ -191,28 +224,25 @@ def _project_values(
     return y_HTE.transpose(0, 1).contiguous()
 
 
-def _fused_absorb(q_HTD: Tensor, weight_HOL: Tensor, nope: int, value: int, group: int) -> Tensor:
-    sites = running_fused().groups[current.layer][group]
-    return _absorb_queries(q_HTD, weight_HOL, HeadSizes(nope, value), sites, current.context.lora)
+def _fused_attend(
+    q_HTD: Tensor,
+    k_1TD: Tensor,
+    weight_HOL: Tensor,
+    nope: int,
+    value: int,
+    group: int,
+    *params: *AttentionFields,
+) -> Tensor:
+    fused, layer = running_fused(), current.layer
+    sites, sizes = fused.groups[layer][group], HeadSizes(nope, value)
+    return _attend(fused.attention, layer, q_HTD, k_1TD, weight_HOL, sizes, sites, AttentionParams(*params))
 
 
-def _fused_project(x_THL: Tensor, weight_HOL: Tensor, nope: int, value: int, group: int) -> Tensor:
-    sites = running_fused().groups[current.layer][group]
-    return _project_values(x_THL, weight_HOL, HeadSizes(nope, value), sites, current.context.lora)
-
-
-_SCHEMA = "(Tensor x, Tensor weight, int nope, int value, int group) -> Tensor"
 _OPS = register_ops(
     (
-        "absorb_queries",
-        _SCHEMA,
-        _fused_absorb,
-        lambda q, weight, nope, *_: q.new_empty((*q.shape[:2], q.shape[2] - nope + weight.shape[2])),
-    ),
-    (
-        "project_values",
-        _SCHEMA,
-        _fused_project,
-        lambda x, weight, nope, value, _: x.new_empty((*x.shape[:2], value)),
+        "attend_latents",
+        f"(Tensor q, Tensor k, Tensor weight, int nope, int value, int group, {ATTENTION_FIELDS}) -> Tensor",
+        _fused_attend,
+        lambda q, k, weight, nope, value, *_: q.new_empty((q.shape[1], q.shape[0], value)),
     ),
 )

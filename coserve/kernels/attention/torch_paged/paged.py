@@ -57,10 +57,15 @@ class PagedAttention:
         params: AttentionParams,
     ) -> Tensor:
         """See `Attention.attend`. T new tokens over each sequence's whole context."""
+        keys, values = self._pages.keys[layer], self._pages.values[layer]
+        for cache, new_KTD in ((keys, k_KTD),) if self._pages.latent else ((keys, k_KTD), (values, v_KTD)):
+            cache.index_put_(self._new_at, as_cached(new_KTD.transpose(0, 1), cache.dtype))
+        return self.read(layer, q_HTD, params)
+
+    def read(self, layer: int, q_HTD: Tensor, params: AttentionParams) -> Tensor:
+        """See `PagedStep`; also for decodes."""
         softcap, sinks = params.softcap, params.sinks
         keys, values, latent = self._pages.keys[layer], self._pages.values[layer], self._pages.latent
-        for cache, new_KTD in ((keys, k_KTD),) if latent else ((keys, k_KTD), (values, v_KTD)):
-            cache.index_put_(self._new_at, as_cached(new_KTD.transpose(0, 1), cache.dtype))
         heads, rows, width = q_HTD.shape
         unit = gcd(keys.stride(0), width, values.shape[3])
         layout = Layout(

@@ -260,54 +260,61 @@ def prefill_parts(
     return parts, torch.empty(size, dtype=torch.float32, device=device)
 
 
+def store(k_KTD: Tensor, v_KTD: Tensor, cache: LayerCache, tiles: Tensor, tokens: int) -> None:
+    """Write the tiles' new keys and values into their pages. `tokens`: `tile_tokens`."""
+    k, v = _unit(k_KTD, v_KTD)
+    launch(
+        prefill_kernel.store,
+        (k.shape[0], tiles.shape[0]),
+        k,
+        v,
+        cache.keys,
+        cache.values,
+        cache.table,
+        tiles,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        cache.table.stride(0),
+        cache.page_stride(),
+        k.shape[0],
+        D=k.shape[2],
+        E=cache.values.shape[3],
+        PAGE=cache.keys.shape[1],
+        LATENT=cache.latent,
+        BLOCK_T=triton.next_power_of_2(tokens),
+        BLOCK_D=cache.key_block,
+        BLOCK_E=_block(cache.values.shape[3]),
+        num_warps=8 if tokens > 64 else 4,
+    )
+
+
 def prefill(
     out_THD: Tensor,
     q_HTD: Tensor,
-    k_KTD: Tensor,
-    v_KTD: Tensor,
     cache: LayerCache,
     tiles: Tensor,
     scratch: Scratch | None,
     params: AttentionParams,
     blocks: Blocks,
 ) -> None:
-    """Write the tiles' new keys and values into their pages, then their rows of attention into `out_THD`.
+    """Write the tiles' rows of attention into `out_THD`; the new keys and values are in their pages (`store`).
 
     A tile has at most `tile_tokens` tokens. `scratch`: from `prefill_scratch`, or None if each tile is one item.
     """
     heads, _, width = q_HTD.shape
     page_tokens, values, kv_heads = cache.keys.shape[1], cache.values.shape[3], cache.groups(heads)
     group = heads // kv_heads
-    q, k, v = _unit(q_HTD, k_KTD, v_KTD)
-    where = cache.keys, cache.values, cache.table
-    tokens = tile_tokens(group, blocks)
-    strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
-    launch(
-        prefill_kernel.store,
-        (k.shape[0], tiles.shape[0]),
-        k,
-        v,
-        *where,
-        tiles,
-        *strides,
-        cache.table.stride(0),
-        cache.page_stride(),
-        k.shape[0],
-        D=width,
-        E=values,
-        PAGE=page_tokens,
-        LATENT=cache.latent,
-        BLOCK_T=triton.next_power_of_2(tokens),
-        BLOCK_D=cache.key_block,
-        BLOCK_E=_block(values),
-        num_warps=8 if tokens > 64 else 4,
-    )
+    (q,) = _unit(q_HTD)
     launch(
         prefill_kernel.prefill,
         (kv_heads, tiles.shape[0]),
         q,
         out_THD,
-        *where,
+        cache.keys,
+        cache.values,
+        cache.table,
         tiles,
         *((q, q, q) if scratch is None else (scratch.parts, scratch.stats, scratch.counters)),
         q if params.sinks is None else params.sinks,

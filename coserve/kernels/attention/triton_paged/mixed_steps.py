@@ -133,7 +133,7 @@ class FusedMixedAttention:
         heads, rows, width = q_HTD.shape
         assert rows == self.capacity.tokens, f"expected {self.capacity.tokens} rows, got {rows}"
         cache = launch.LayerCache(self._pages.keys[layer], self._pages.values[layer], self._table, self._pages.latent)
-        values_width, qkv = cache.values.shape[3], (q_HTD, k_KTD, v_KTD)
+        values_width = cache.values.shape[3]
         plan = self._of(heads, cache.groups(heads), max(width, values_width), params.seen, q_HTD)
         out_THD = torch.zeros(rows, heads, values_width, dtype=q_HTD.dtype, device=q_HTD.device)
         items, tiles = plan.table[: plan.most_items], plan.table[plan.most_items :]
@@ -143,11 +143,12 @@ class FusedMixedAttention:
             wave, heads // plan.kv_heads, plan.kv_heads, values_width, plan.chunks, self._device
         )
         ended = plan.ended[plan.most_items :]
-        launch.prefill(out_THD, *qkv, cache, tiles, launch.Scratch(*held, ended), params, plan.chunks)
+        launch.store(k_KTD, v_KTD, cache, tiles, launch.tile_tokens(heads // plan.kv_heads, plan.chunks))
+        launch.prefill(out_THD, q_HTD, cache, tiles, launch.Scratch(*held, ended), params, plan.chunks)
         parts = torch.empty(len(items), heads, values_width, dtype=torch.float32, device=self._device)
         stats = torch.empty(len(items), heads, dtype=torch.float32, device=self._device)
         scratch = launch.Scratch(parts, stats, plan.ended)
-        launch.decode(out_THD, *qkv, cache, items, scratch, params, plan.decodes)
+        launch.decode(out_THD, q_HTD, k_KTD, v_KTD, cache, items, scratch, params, plan.decodes)
         return out_THD
 
     def _of(self, heads: int, kv_heads: int, width: int, window: Window | None, q: Tensor) -> LayerPlan:

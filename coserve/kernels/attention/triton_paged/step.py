@@ -58,21 +58,33 @@ class FusedPagedAttention:
         params: AttentionParams,
     ) -> Tensor:
         """See `Attention.attend`. T new tokens over each sequence's whole context."""
+        return self._computed(layer, q_HTD, (k_KTD, v_KTD), params)
+
+    def read(self, layer: int, q_HTD: Tensor, params: AttentionParams) -> Tensor:
+        """See `PagedStep`."""
+        assert not self._decodes, "expected prompt chunks"
+        return self._computed(layer, q_HTD, None, params)
+
+    def _computed(
+        self, layer: int, q_HTD: Tensor, new: tuple[Tensor, Tensor] | None, params: AttentionParams
+    ) -> Tensor:
+        """`new`: keys and values to write first."""
         heads, rows, _ = q_HTD.shape
         assert rows == self._rows, f"expected {self._rows} rows, got {rows}"
         cache = launch.LayerCache(self._pages.keys[layer], self._pages.values[layer], self._table, self._pages.latent)
         kv_heads, width = cache.groups(heads), cache.values.shape[3]
         out_THD = torch.empty(rows, heads, width, dtype=q_HTD.dtype, device=q_HTD.device)
-        qkv = q_HTD, k_KTD, v_KTD
         if self._chunks:
             work = self._chunk_tokens * heads
             blocks = launch.prefill_blocks(max(q_HTD.shape[2], width), q_HTD.dtype, work, self._device)
             tiles, scratch = self._tiles_of(blocks, heads, kv_heads, width, params.seen)
-            launch.prefill(out_THD, *qkv, cache, tiles, scratch, params, blocks)
-        if self._decodes:
+            if new is not None:
+                launch.store(*new, cache, tiles, launch.tile_tokens(heads // kv_heads, blocks))
+            launch.prefill(out_THD, q_HTD, cache, tiles, scratch, params, blocks)
+        if self._decodes and new is not None:
             items, scratch = self._items_of(kv_heads, params.seen), self._scratch_of(heads, width, kv_heads)
             blocks = launch.decode_blocks_for(q_HTD, cache, len(self._decodes))
-            launch.decode(out_THD, *qkv, cache, items, scratch, params, blocks)
+            launch.decode(out_THD, q_HTD, *new, cache, items, scratch, params, blocks)
         return out_THD
 
     def _items_of(self, kv_heads: int, window: Window | None) -> Tensor:
