@@ -62,8 +62,9 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[int, ...]]
     attend = ExpandedAttention.attend_chunks
 
     def counted(self: ExpandedAttention, layer: int, *given: Any) -> Tensor:
-        found[layer, len(self.rows)] += 1
-        return attend(self, layer, *given)
+        out = attend(self, layer, *given)
+        found[layer, len(out)] += 1
+        return out
 
     monkeypatch.setattr(ExpandedAttention, "attend_chunks", counted)
     monkeypatch.setattr(expanded, "EXPANDED_TOKENS", LONG)

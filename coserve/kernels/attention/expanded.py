@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -104,15 +105,16 @@ class ExpandedAttention:
         held = [run.pages[: -(-(run.position + run.tokens) // size)] for run in self._chunks]
         self._counts = [len(own) for own in held]
         at = [np.arange(run.position, run.position + run.tokens) for run in self._chunks]
+        rows = _rows(self._firsts, self._chunks), _rows(self._other_firsts, self._others)
         columns = [
             np.concatenate([np.array(own)[positions // size] for own, positions in zip(held, at, strict=True)]),
             np.concatenate(at) % size,
             np.concatenate(held),
-            _rows(self._firsts, self._chunks),
-            _rows(self._other_firsts, self._others),
+            *rows,
         ]
         whole = to_device(torch.from_numpy(np.concatenate(columns)), pages.keys[0].device)
-        *self._new, self._held, self.rows, self.other_rows = torch.split(whole, [len(column) for column in columns])
+        *self._new, self._held, own, others = torch.split(whole, [len(column) for column in columns])
+        self.rows, self.other_rows = (_index(*both) for both in zip(rows, (own, others), strict=True))
         self._temporary: dict[tuple[int, ...], tuple[Pages, PagedStep]] = {}
 
     def attend(self, layer: int, q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, params: AttentionParams) -> Tensor:
@@ -144,11 +146,13 @@ class ExpandedAttention:
         """Write the chunks' latents into their pages, and return their rows (C, H, E). All rows of q, not absorbed, and
         of k are given. `group`: of `kv_b_proj`, if an adapter changes it."""
         keys, values = self._pages.keys[layer], self._pages.values[layer]
+        # Before other kernels: a LoRA kernel reads its plan before the preceding kernel has ended.
+        terms = None if group is None else self._context_terms
         keys.index_put_(tuple(self._new), as_cached(k_1TD[:, self.rows].transpose(0, 1), keys.dtype))
         latents_JL = values[self._held].to(q_HTD.dtype).flatten(0, 2)
         y_JO = linear(latents_JL, weight_HOL.flatten(0, 1))
-        if group is not None:
-            self._context_terms.add_(group, [y_JO], latents_JL)
+        if group is not None and terms is not None:
+            terms.add_(group, [y_JO], latents_JL)
         temporary, paged = self._temporary_pages(q_HTD, sizes)
         keys_JHD, values_JHE = temporary.keys[0][:-1], temporary.values[0][:-1]
         y_JHO = y_JO.view(*keys_JHD.shape[:3], -1)
@@ -174,10 +178,17 @@ class ExpandedAttention:
         return self._temporary[kind]
 
 
-def _rows(firsts: Sequence[int], runs: Sequence[TokenRun]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _rows(firsts: Sequence[int], runs: Sequence[TokenRun]) -> NDArray[np.int64]:
     """Return the rows of runs that begin at these rows."""
     rows = [np.arange(first, first + run.tokens) for first, run in zip(firsts, runs, strict=True)]
     return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+
+
+def _index(rows: NDArray[np.int64], sent: Tensor) -> slice | Tensor:
+    """Return an index of these rows, which does not copy them if they are neighbours. `sent`: the rows on the
+    device."""
+    first, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+    return slice(first, end) if end - first == len(rows) else sent
 
 
 def expanded_of(attention: Attention) -> ExpandedAttention | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coserve.core.types import SiteSpec
+from coserve.kernels.attention.backend import paged_attention
+from coserve.kernels.attention.expanded import ExpandedAttention, StepTerms
 from coserve.kernels.attention.interface import KvShape, TokenRun
 from coserve.memory.kv import KvCache
 from coserve.memory.state_pool import state_bytes
@@ -107,25 +110,31 @@ def test_experts_in_mxfp4_are_divided_as_dense_ones(ep: int, two: Ranks, tmp_pat
     _check(two, *quantised.mxfp4_experts(tmp_path, tmp_path), ep)
 
 
-def _over_pages(mesh: Mesh, folder: str, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Logits of one sequence with an adapter, with and without a cache."""
+def _over_pages(mesh: Mesh, folder: str, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of one sequence with an adapter, without a cache and with one whose latents are absorbed or expanded."""
     base = load_base(folder, device="cpu", dtype="auto", mesh=mesh)
     assert base.kv_shapes[0].latent
     kv, tokens_T = KvCache.for_base(base, 64, 4), tokens_of(9)
     lora = lora_of(base.shard(whole_adapter(base.spec, kind)), 9)
+    runs, terms = (
+        [TokenRun(9, 0, tuple(kv.allocate(3) or ()))],
+        StepTerms(lora.segments, partial(base.sites.terms, lora)),
+    )
+    expanded = ExpandedAttention(kv.views, runs, [0], paged_attention, terms)
     with torch.no_grad():
-        over_pages, plain = (
+        plain, over_pages, by_heads = (
             base.forward(tokens_T, torch.arange(9), attention, lora=lora, keep=None)
-            for attention in (kv.attention([TokenRun(9, 0, tuple(kv.allocate(3) or ()))]), ReferenceAttention((0, 9)))
+            for attention in (ReferenceAttention((0, 9)), kv.attention(runs), expanded)
         )
-    return over_pages, plain
+    return plain, over_pages, by_heads
 
 
 @pytest.mark.parametrize("kind", [Kind(4), Kind(4, blocks=4)], ids=["nfs", "bd"])
-def test_each_rank_absorbs_its_heads_of_a_latent_projection(kind: Kind, two: Ranks, tmp_path: Path) -> None:
+def test_each_rank_absorbs_or_expands_its_heads_of_a_latent_projection(kind: Kind, two: Ranks, tmp_path: Path) -> None:
     tiny_family("deepseek_v3").save_pretrained(tmp_path)
-    for over_pages, plain in two.run(_over_pages, str(tmp_path), kind):
-        torch.testing.assert_close(over_pages, plain, rtol=1e-4, atol=1e-4)
+    for plain, *others in two.run(_over_pages, str(tmp_path), kind):
+        for got in others:
+            torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
