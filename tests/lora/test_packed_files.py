@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +19,7 @@ from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.lora.files.packed_header import PACKED_FILE, is_sound
 from coserve.lora.files.tensorfile import digest_file
+from coserve.lora.store import packed_files
 from coserve.lora.store.files import load_packed, save_adapter
 from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.packed_files import PackedFiles, PackedForm
@@ -135,6 +140,33 @@ def test_a_file_that_cannot_be_written_is_told_and_missed_by_nobody(tmp_path: Pa
     (tmp_path / f".tmp-1-{PACKED_FILE}").mkdir()
     assert same(read(), read())
     assert read.peft == 2 and len(read.notes) == 1
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_adapters_that_wait_to_be_written_are_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """One may always wait, of any size."""
+    folders, written = [tmp_path / str(number) for number in range(5)], threading.Event()
+    for folder in folders:
+        folder.mkdir()
+    digests = [save(folder) for folder in folders]
+    size = packed_bytes(load_packed(folders[0], SPEC, dtype=FORM.dtype))
+    monkeypatch.setattr(packed_files, "MAX_WAITING", most * size)
+    monkeypatch.setattr(os, "fsync", lambda _: written.wait())
+    files, held = PackedFiles(FORM, LoadTimes()), list[weakref.ref[LoraWeights]]()
+    try:
+        for folder, own in zip(folders, digests, strict=True):
+            found = files.load(folder, own, lambda: load_packed(folder, SPEC, dtype=FORM.dtype))  # noqa: B023
+            assert isinstance(found, LoraWeights)
+            held.append(weakref.ref(found))
+            del found
+        gc.collect()
+        assert sum(each() is not None for each in held) == max(1, most)
+    finally:
+        written.set()
+        files.close()
+    assert sum((folder / PACKED_FILE).exists() for folder in folders) == max(1, most)
 
 
 def test_what_a_killed_engine_has_begun_to_write_is_swept_at_the_next_start(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from threading import BoundedSemaphore
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -47,8 +47,9 @@ PIECE = 4 << 20
 """Most bytes that a thread reads at once."""
 LAYOUTS = 64
 """Cached layouts, which adapters of the same sites and ranks share."""
-MAX_WRITES = 4
-"""Most packed files that wait to be written; an adapter beyond them is packed after a later read."""
+MAX_WAITING = 256 << 20
+"""Most bytes of adapters that wait in memory to be written to packed files, unless there is only one; others are packed
+after a later read."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class PackedFiles:
 
     def __init__(self, form: PackedForm, times: LoadTimes) -> None:
         self._form, self._times = form, times
-        self._writer, self._places = ThreadPoolExecutor(1, "pack"), BoundedSemaphore(MAX_WRITES)
+        self._writer, self._lock, self._waiting = ThreadPoolExecutor(1, "pack"), Lock(), 0
         self._fillers = ThreadPoolExecutor(min(FILLERS, usable_cores()), "adapter-bytes")
         self._refused: str | None = None
 
@@ -94,9 +95,16 @@ class PackedFiles:
         if found is not None:
             return found
         weights = read()
-        if sources and isinstance(weights.sites, PackedSites) and self._places.acquire(blocking=False):
+        if sources and isinstance(weights.sites, PackedSites) and self._may_wait(weights.sites.layout.bytes):
             self._writer.submit(self._write, folder, sources, digests, weights, weights.sites)
         return weights
+
+    def _may_wait(self, size: int) -> bool:
+        """Count an adapter as waiting to be written, if there is room for it."""
+        with self._lock:
+            fits = not self._waiting or self._waiting + size <= MAX_WAITING
+            self._waiting += size if fits else 0
+        return fits
 
     def open(self, folder: Path, digests: AdapterDigests | None) -> PackedFile | None:
         """Return the packed file of a folder's adapter; None: there is none of the right form."""
@@ -152,7 +160,8 @@ class PackedFiles:
                     log.warning("the packed file of an adapter cannot be written: %s", error)
                 self._refused = error.message
         finally:
-            self._places.release()
+            with self._lock:
+                self._waiting -= sites.layout.bytes
 
 
 class PackedFile:
