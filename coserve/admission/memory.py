@@ -4,6 +4,7 @@ clock."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,17 +42,28 @@ class Hold:
     message: str
 
 
-class AdmitsAll:
-    """Admission without a memory plan, on a CPU."""
+class HostAdmission:
+    """Admits jobs by host memory alone: there is no plan of the GPU's memory."""
 
     troubles: tuple[str, ...] = ()
     shared_tokens: int | None = None
 
+    def __init__(self, needs: Callable[[JobSpec], int] = lambda _: 0, limit: int | None = None) -> None:
+        """`needs`: returns the bytes of a job's state on the host. `limit`: of all jobs; None: unlimited."""
+        self._needs, self._limit = needs, limit
+        self._started: dict[str, int] = {}
+        """Bytes of each started job."""
+
     def admit(self, spec: JobSpec) -> Start | Hold:
-        return Start()
+        """See `MemoryAdmission.admit`."""
+        size = self._needs(spec)
+        _check_host(size, self._limit)
+        if (hold := _host_hold(size + sum(self._started.values()), self._limit)) is None:
+            self._started[spec.id] = size
+        return hold or Start()
 
     def release(self, job: str) -> None:
-        pass
+        self._started.pop(job, None)
 
     def changes(self) -> list[tuple[str, Start]]:
         return []
@@ -174,16 +186,9 @@ class MemoryAdmission:
     def _pinned_hold(self, memory: JobMemory) -> Hold | None:
         """Return why the job waits for pinned host memory; None: it fits next to the started jobs. Raises
         `JobTooLarge`."""
-        _check_pinned(memory, self._model)
-        limit, needed = self._model.pinned, sum(one.pinned for one, _ in self._ledger.each().values())
-        needed += memory.pinned
-        if limit is None or needed <= limit:
-            return None
-        return Hold(
-            "jobs",
-            f"waiting for host memory: the state of this job and of those that train takes {needed} bytes of the "
-            f"{limit} for it; it starts once one of them ends",
-        )
+        _check_host(memory.pinned, self._model.pinned)
+        needed = memory.pinned + sum(one.pinned for one, _ in self._ledger.each().values())
+        return _host_hold(needed, self._model.pinned)
 
     def release(self, job: str) -> None:
         """Remove a job that has ended or was paused."""
@@ -227,16 +232,28 @@ def check_fits(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     memory = job_memory(spec, base, model, micro_batch_tokens)
     if memory.least > model.training:
         raise too_large(memory, model.training)
-    _check_pinned(memory, model)
+    _check_host(memory.pinned, model.pinned)
 
 
-def _check_pinned(memory: JobMemory, model: MemoryModel) -> None:
-    if model.pinned is not None and memory.pinned > model.pinned:
+def _check_host(needed: int, limit: int | None) -> None:
+    """Raise `JobTooLarge` for a state that host memory never has room for. `limit`: bytes; None: unlimited."""
+    if limit is not None and needed > limit:
         raise JobTooLarge(
-            f"expected a state of at most {model.pinned} bytes of host memory (pinned_memory_bytes), got "
-            f"{memory.pinned}; try an optimizer with 8 bits, a smaller rank or fewer targets",
+            f"expected a state of at most {limit} bytes of host memory (pinned_memory_bytes), got {needed}: "
+            f"{needed - limit} are missing; try an optimizer with 8 bits, a smaller rank or fewer targets",
             field="training.optimizer",
         )
+
+
+def _host_hold(needed: int, limit: int | None) -> Hold | None:
+    """Return why a job waits for host memory. `needed`: bytes, those of started jobs included."""
+    if limit is None or needed <= limit:
+        return None
+    return Hold(
+        "jobs",
+        f"waiting for host memory: the state of this job and of those that train takes {needed} bytes of the "
+        f"{limit} for it; it starts once one of them ends",
+    )
 
 
 def too_large(memory: JobMemory, planned: int) -> JobTooLarge:

@@ -128,6 +128,17 @@ def has_reference(spec: JobSpec) -> bool:
     return loss is not None and loss.reference == "start" and spec.init_from is not None
 
 
+def host_bytes(spec: JobSpec, base: BaseSpec, *, ranks: int, fully_sharded: bool) -> int:
+    """Return the pinned host memory that a job's state takes, over all ranks: rank 0 keeps what it gathers, the others
+    their own shards. Raises as `job_memory`."""
+    optimizer, early = spec.training.optimizer, spec.training.early_stopping_patience is not None
+    own, whole = lora_shapes(spec.lora, base, ranks=ranks, fully_sharded=fully_sharded), lora_shapes(spec.lora, base)
+    size = pinned_bytes(own, optimizer, early_stopping=early)
+    if ranks == 1:
+        return size
+    return (ranks - 1) * size + gathered_bytes(own, whole, ranks, optimizer, early_stopping=early)
+
+
 def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_tokens: int) -> JobMemory:
     """Return what a job needs. `micro_batch_tokens`: the engine's limit. Raises `InvalidRequest` for LoRA settings that
     do not fit the base."""
@@ -138,12 +149,7 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
         compared = lora_shapes(taught, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     early = spec.training.early_stopping_patience is not None
     state = job_state_bytes(shapes, base.dtype, spec.training.optimizer, early_stopping=early, compared=compared)
-    pinned = pinned_bytes(shapes, spec.training.optimizer, early_stopping=early)
-    if model.ranks > 1:  # rank 0 keeps what it gathers, the others their own shards
-        pinned *= model.ranks - 1
-        pinned += gathered_bytes(
-            shapes, lora_shapes(spec.lora, base), model.ranks, spec.training.optimizer, early_stopping=early
-        )
+    pinned = host_bytes(spec, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     limit = micro_batch_limit(spec.training, micro_batch_tokens)
     longest = min(spec.longest or limit, limit)
     # A step has `batch_tokens` tokens plus at most one row; an evaluation fills micro-batches to the limit.

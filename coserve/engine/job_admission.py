@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from coserve.admission.memory import AdmitsAll, Cause, Start
+from coserve.admission.memory import Cause, HostAdmission, Start
 from coserve.core.link.jobs import JobNote, JobWaiting
 from coserve.core.link.link import FromEngine
 from coserve.core.training.jobs import JobSpec
@@ -16,11 +16,17 @@ from coserve.engine.ports import Trains
 
 
 class JobAdmission:
-    """Admits jobs by memory, and tracks memory being freed. `device` None: every job is admitted."""
+    """Admits jobs by memory, and tracks memory being freed. `device`: None: they are admitted by `host` alone."""
 
-    def __init__(self, device: DeviceMemory | None, trainer: Trains, send: Callable[[FromEngine], None]) -> None:
+    def __init__(
+        self,
+        device: DeviceMemory | None,
+        trainer: Trains,
+        send: Callable[[FromEngine], None],
+        host: HostAdmission | None = None,
+    ) -> None:
         self._device, self._trainer, self._send = device, trainer, send
-        self._memory = AdmitsAll() if device is None else device.admission
+        self._memory = (host or HostAdmission()) if device is None else device.admission
         self._asked: str | None = None
         """The last job for which `admit` was called."""
         self._held: dict[str, Cause] = {}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from coserve.admission.memory import HostAdmission
 from coserve.core.link.jobs import JobCancelled, JobFailed, JobPaused
 from coserve.core.link.link import FromEngine
 from coserve.core.link.sessions import CallSession
@@ -33,11 +34,12 @@ class JobPlaces:
     """Limits and resources for jobs. Up to `max_active` jobs have a place. They alternate; with `first_come` the oldest
     one trains, and others only while it cannot, or in micro-batches that they share with it. `threads` run their long
     work; None: two threads for each job. `memory`: admits jobs by the GPU's memory, polled every `memory_poll` seconds
-    while a job waits for it; None: all are admitted."""
+    while a job waits for it; None: `host` admits them."""
 
     max_active: int = 1
     threads: Executor | None = None
     memory: DeviceMemory | None = None
+    host: HostAdmission | None = None
     memory_poll: float = 1.0
     first_come: bool = False
 
@@ -53,7 +55,7 @@ class JobRunner:
         self, trainer: Trains, send: Callable[[FromEngine], None], places: JobPlaces, *, changed: Callable[[], None]
     ) -> None:
         """`changed` is called, on any thread, when long work is done."""
-        self._memory = JobAdmission(places.memory, trainer, send)
+        self._memory = JobAdmission(places.memory, trainer, send, places.host)
         self.trainer, self._send, self._max_active = trainer, send, places.max_active
         self._threads = threads = places.threads or ThreadPoolExecutor(2 * places.max_active, "jobs")
         self._starts = Retries(FOR_EVER, changed=changed)

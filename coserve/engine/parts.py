@@ -17,7 +17,8 @@ from typing import TypeVar
 
 import torch
 
-from coserve.admission.memory import MemoryAdmission
+from coserve.admission.memory import HostAdmission, MemoryAdmission
+from coserve.admission.recompute_plan import host_bytes
 from coserve.config import Config
 from coserve.core.errors import AdapterNotFound, UnsupportedBase
 from coserve.core.gpu_memory import MemoryModel
@@ -205,7 +206,21 @@ class EngineParts:
             fully_sharded=config.lora_sharding == "slora",
             recompute=config.recompute,
             graphs=config.tp > 1 and config.compile != "off",
-            pinned=config.pinned_memory_bytes or int(PINNED_SHARE * usable_memory()),
+            pinned=self._pinned_limit,
+        )
+
+    @property
+    def _pinned_limit(self) -> int:
+        return self.config.pinned_memory_bytes or int(PINNED_SHARE * usable_memory())
+
+    def host_admission(self) -> HostAdmission | None:
+        """The admission of jobs where the GPU's memory is not planned; None on a CPU."""
+        config = self.config
+        if self.base.device.type != "cuda":
+            return None
+        sharded = config.lora_sharding == "slora"
+        return HostAdmission(
+            lambda spec: host_bytes(spec, self.base.spec, ranks=config.tp, fully_sharded=sharded), self._pinned_limit
         )
 
     def device_memory(self, pool: PoolSize, taken_elsewhere: Callable[[], int] = lambda: 0) -> DeviceMemory | None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from coserve.admission.memory import READINGS, Hold, MemoryAdmission, Start, check_fits, too_large
+from coserve.admission.memory import READINGS, Hold, HostAdmission, MemoryAdmission, Start, check_fits, too_large
 from coserve.admission.micro_batch import MOST_SHAPES, padded
-from coserve.admission.recompute_plan import Option, RecomputePlan, job_memory, shared_bytes
+from coserve.admission.recompute_plan import Option, RecomputePlan, host_bytes, job_memory, shared_bytes
 from coserve.admission.shapes import flat_elements, job_state_bytes, lora_shapes
 from coserve.core.errors import BY_CODE, JobTooLarge
 from coserve.core.gpu_memory import GIB, LinearBytes, MemoryModel
@@ -156,10 +156,28 @@ def test_jobs_wait_for_pinned_memory_and_are_refused_where_it_never_is_enough() 
         lambda: check_fits(jobs[0], BASE, less, LIMIT),
         lambda: MemoryAdmission(less, BASE, LIMIT).admit(jobs[0]),
     ):
-        with pytest.raises(JobTooLarge, match=f"at most {pinned - 1} bytes of host memory.*got {pinned};") as caught:
+        said = f"at most {pinned - 1} bytes of host memory.*got {pinned}: 1 are missing;"
+        with pytest.raises(JobTooLarge, match=said) as caught:
             refuse()
         assert caught.value.field == "training.optimizer"
     check_fits(spec(rank=16), BASE, less, LIMIT)
+
+
+def test_host_memory_alone_admits_jobs_where_the_gpu_s_is_not_planned() -> None:
+    def needs(job: JobSpec) -> int:
+        return host_bytes(job, BASE, ranks=1, fully_sharded=False)
+
+    size = needs(spec())
+    assert size == job_memory(spec(), BASE, MemoryModel(costs=COSTS, training=GIB), LIMIT).pinned
+    memory = HostAdmission(needs, 2 * size)
+    assert memory.admit(spec("one")) == memory.admit(spec("two")) == Start()
+    held = memory.admit(spec("three"))
+    assert isinstance(held, Hold) and f"takes {3 * size} bytes of the {2 * size} for it" in held.message
+    memory.release("one")
+    assert memory.admit(spec("three")) == Start()
+    with pytest.raises(JobTooLarge, match=f"got {size}: 1 are missing;"):
+        HostAdmission(needs, size - 1).admit(spec())
+    assert HostAdmission().admit(spec(rank=256)) == Start()
 
 
 def test_a_second_job_waits_until_the_first_ends() -> None:

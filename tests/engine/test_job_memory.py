@@ -13,7 +13,7 @@ from itertools import count
 import msgspec
 import pytest
 
-from coserve.admission.memory import Hold, MemoryAdmission, Start
+from coserve.admission.memory import Hold, HostAdmission, MemoryAdmission, Start
 from coserve.admission.recompute_plan import JobMemory, RecomputePlan, job_memory
 from coserve.core.cancellation import Cancellation
 from coserve.core.errors import JobOutOfMemory
@@ -200,6 +200,23 @@ def test_the_memory_of_a_job_that_has_left_a_shared_pass_is_free_once_that_has_e
     assert not jobs.advance(stays, None)
     jobs.activate()
     assert sum(map(said(JobStarted, comes), said_so)) == starts
+
+
+def test_jobs_wait_for_host_memory_where_the_gpu_s_is_not_planned() -> None:
+    said_so, sizes = list[FromEngine](), {"one": 2, "large": 4, "two": 2}
+    plans = {id: JobPlan(2, 4, 9, None, rows=2) for id in sizes}
+    trainer = FakeTrainer(Meter(), FREE, plans, random.Random(0), lambda: 0.0, batch_rows=8)
+    places = JobPlaces(3, Inline(), host=HostAdmission(lambda job: sizes[job.id], limit=3))
+    jobs = JobRunner(trainer, said_so.append, places, changed=lambda: None)
+    for id in sizes:
+        jobs.place(spec(id), paused=False)
+    jobs.activate()
+    assert any(map(said(JobStarted, "one"), said_so)) and any(map(said(JobWaiting, "two"), said_so))
+    (failed,) = (message for message in said_so if isinstance(message, JobFailed))
+    assert (failed.id, failed.code) == ("large", "job_too_large") and "got 4: 1 are missing" in failed.message
+    jobs.cancel("one")
+    jobs.activate()
+    assert any(map(said(JobStarted, "two"), said_so))
 
 
 async def test_a_job_that_never_fits_ends_alone_with_the_numbers() -> None:
