@@ -24,7 +24,7 @@ import torch
 from transformers import MiniCPM3Config
 
 from benchmarks.common.llama import random_model
-from benchmarks.common.options import make_parser
+from benchmarks.common.options import add_names, make_parser
 from benchmarks.common.results import Results
 from benchmarks.serving.case import ADAPTERS, SEED, Bench, Load, Shape
 from coserve.memory.kv import KvCache
@@ -54,23 +54,23 @@ def make_base(shape: Shape, way: str) -> Base:
     return wrap_base(random_model(config, shape.device, SEED), name=f"mla-random-{way}", mla_cache=way)
 
 
-def loads(*, tiny: bool) -> dict[str, Load]:
-    found = {
-        "decode_tok_s.b64": Load(64, 16, 256),
-        "decode_tok_s.b64.a32": Load(64, 16, 256, ADAPTERS),
-        "decode_tok_s.b32.8k": Load(32, 8192, 128),
-        "prompt_tok_s": Load(8, 4096, 1),
-        "prompt_tok_s.16k": Load(2, 16_000, 1),
-    }
-    if not tiny:
-        return found
-    return {key: replace(load, requests=2, prompt=min(load.prompt, 12), output=4) for key, load in found.items()}
+LOADS = {
+    "decode_tok_s.b64": Load(64, 16, 256),
+    "decode_tok_s.b64.a32": Load(64, 16, 256, ADAPTERS),
+    "decode_tok_s.b32.8k": Load(32, 8192, 128),
+    "prompt_tok_s": Load(8, 4096, 1),
+    "prompt_tok_s.16k": Load(2, 16_000, 1),
+}
 
 
-async def measure(bench: Bench, found: dict[str, list[float]], *, tiny: bool) -> None:
+def small(load: Load) -> Load:
+    return replace(load, requests=2, prompt=min(load.prompt, 12), output=4)
+
+
+async def measure(bench: Bench, loads: dict[str, Load], found: dict[str, list[float]]) -> None:
     """Add each load's tokens a second."""
     async with bench.serving():
-        for key, load in loads(tiny=tiny).items():
+        for key, load in loads.items():
             if load.prompt > load.output > 1:  # decodes alone: less the time of the same prompts
                 prompts = await bench.speeds(replace(load, output=1), f"prompts of {key}", REPEATS)
                 seconds = load.requests / statistics.median(prompts)
@@ -84,7 +84,9 @@ async def measure(bench: Bench, found: dict[str, list[float]], *, tiny: bool) ->
 
 def main() -> None:
     parser = make_parser(__doc__, tiny="a tiny shape on the CPU, to try the script")
+    add_names(parser, "--only", LOADS, what="loads")
     options = parser.parse_args()
+    loads = {key: small(LOADS[key]) if options.tiny else LOADS[key] for key in options.only}
     shape = TINY if options.tiny else FULL
     results = Results.of(options, "latents.json", __file__, vars(shape), seed=SEED)
     found: dict[str, dict[str, list[float]]] = {}
@@ -96,7 +98,7 @@ def main() -> None:
         bench = Bench(base, shape, kv=kv)
         bench.publish("a")
         print(f"{way}: {sizes[way]} bytes a token, compiled and captured in {bench.capture():.1f} s", flush=True)
-        asyncio.run(measure(bench, found.setdefault(way, {}), tiny=options.tiny))
+        asyncio.run(measure(bench, loads, found.setdefault(way, {})))
         print(way, found[way], flush=True)
         del base, kv, bench
         gc.collect()
