@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 
+from coserve.core.limits import MAX_MESSAGES
 from tests.support.examples import in_turns
 from tests.support.fake_engine import SITE
 from tests.support.watched_server import OLD_JOB, Watched, watched_server
@@ -99,6 +100,14 @@ def job_of(**lora: object) -> bytes:
 BIG = 14 * MIB
 DATUM = b"\x1a\x0a\x0a\x08\x0a\x06\x0a\x04\0\0\0\0"
 """In protobuf: one token, and nothing to learn."""
+CALLS = (
+    b'{"role":"assistant","content":[{"type":"tool_use","id":"c","name":"f","input":{}}]},'
+    b'{"role":"user","content":[{"type":"tool_result","tool_use_id":"c","content":"dry"}]}'
+)
+PAIR = (
+    b'{"role":"user","content":[{"type":"input_text","text":"a"}]},'
+    b'{"role":"assistant","content":[{"type":"output_text","text":"b"}]}'
+)
 JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     "2 MB text to tokens": ("/tokenize", lambda: b'{"prompt": "' + b"the cat sat " * (MIB // 6) + b'"}', {200}),
     "3 MB text to generate": ("/generate", lambda: b'{"prompt": "' + b"the cat sat " * (MIB // 4) + b'"}', {400}),
@@ -142,6 +151,25 @@ JSON_BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
             + b"]}"
         ),
         {400},
+    ),
+    "16,384 of Anthropic's messages": (
+        "/v1/messages",
+        lambda: b'{"max_tokens": 1, "messages": [' + b",".join([CALLS] * (MAX_MESSAGES // 2)) + b"]}",
+        {400},
+    ),
+    "16,384 items to compact": (
+        "/v1/responses/compact",
+        lambda: (
+            b'{"truncation": "auto", "max_output_tokens": 1, "input": [%s]}' % b",".join([PAIR] * (MAX_MESSAGES // 2))
+        ),
+        {200},
+    ),
+    "16,384 items to store": (
+        "/v1/responses",
+        lambda: (
+            b'{"truncation": "auto", "max_output_tokens": 1, "input": [%s]}' % b",".join([PAIR] * (MAX_MESSAGES // 2))
+        ),
+        {200},
     ),
     "a large import": ("/adapters", lambda: b'{"name": "' + b"x" * BIG + b'"}', {400}),
     "logit biases": (
@@ -366,6 +394,19 @@ def test_pages_of_a_full_registry(server: Watched, path: str) -> None:
         assert status == 200, answer[:500]
 
     check(server, act)
+
+
+def test_references_to_all_items_of_a_long_conversation(server: Watched) -> None:
+    given = [{"role": "user", "content": "a", "id": f"item-{place}"} for place in range(MAX_MESSAGES)]
+    references = [{"type": "item_reference", "id": item["id"]} for item in given]
+    for items in (given, references):
+        body = json.dumps({"input": items, "truncation": "auto", "max_output_tokens": 1}).encode()
+
+        def act(body: bytes = body) -> None:
+            status, answer = post(server, "/v1/responses", body)
+            assert status == 200, answer[:500]
+
+        check(server, act)
 
 
 def test_and_a_good_request_is_answered(server: Watched) -> None:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from coserve.api.openai.responses.answers import new_response
 from coserve.api.openai.responses.schemas import Response, ResponseRequest, StoredItem
-from coserve.api.openai.responses.store import ResponseStore, stored_items
+from coserve.api.openai.responses.store import MAX_REQUEST_BYTES, ResponseStore, stored_items
 from coserve.core.access.principal import DAEMON, Principal, Scope, act_as, principal
-from coserve.core.errors import NotFound
+from coserve.core.errors import InvalidRequest, NotFound
 
 ITEMS = stored_items("word " * 1000)
 """5 KB."""
@@ -82,16 +82,30 @@ def test_items_are_found_by_their_ids_while_a_response_has_them(request: pytest.
     add(store, "b", previous="a")
     add(store, "c", [item])  # sent again
     store.remove("a")
-    assert store.item(item.id, "id") == item
+    assert store.items({0: item.id}) == [item]
     as_project("other")
     with pytest.raises(NotFound, match="no item"):
-        store.item(item.id, "id")
+        store.items({0: item.id})
     as_project("mine")
     store.remove("c")
-    assert store.item(item.id, "id") == item, "of the conversation that goes on"
+    assert store.items({0: item.id}) == [item], "of the conversation that goes on"
     store.remove("b")
     with pytest.raises(NotFound, match="no item"):
-        store.item(item.id, "id")
+        store.items({0: item.id})
+
+
+def test_a_request_reads_a_few_megabytes_of_stored_items() -> None:
+    store, (large,) = ResponseStore(), stored_items("x" * (MAX_REQUEST_BYTES // 3))
+    add(store, "a", [large])
+    add(store, "b", [large], previous="a")
+    assert store.items({0: large.id, 2: large.id}) == store.conversation("b") == [large, large]
+    with pytest.raises(InvalidRequest, match="bytes of stored items") as refused:
+        store.items(dict.fromkeys(range(1000), large.id))
+    assert refused.value.field == "input[2].id"
+    add(store, "c", [large], previous="b")
+    with pytest.raises(InvalidRequest, match="bytes of stored items") as refused:
+        store.conversation("c")
+    assert refused.value.field == "previous_response_id" and len(store.inputs("c")) == 3
 
 
 def test_a_response_whose_parent_was_dropped_meanwhile_has_its_items() -> None:

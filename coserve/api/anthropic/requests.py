@@ -75,7 +75,7 @@ def _of_message(message: InputMessage) -> Iterator[ChatMessage]:
     elif message.role == "assistant":
         yield _answer(message.content)
     else:
-        texts = list[TextBlock]()
+        texts: list[TextBlock] = []
         for block in message.content:
             match block:
                 case TextBlock():
@@ -92,7 +92,9 @@ def _of_message(message: InputMessage) -> Iterator[ChatMessage]:
 
 
 def _answer(blocks: Iterable[InputBlock]) -> ChatMessage:
-    texts, thoughts, calls = list[TextBlock](), list[str](), list[ToolCall]()
+    texts: list[TextBlock] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
     for block in blocks:
         match block:
             case TextBlock():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
@@ -136,18 +137,19 @@ class ResponsesApi:
         """Return the request with the items that its input refers to. Raises `InvalidRequest`, `NotFound`."""
         if isinstance(body.input, str):
             return body
-        items = list(body.input)
-        for index, item in enumerate(items):
-            if item.type == "item_reference":
-                field = f"input[{index}].id"
-                if not isinstance(item.id, str):
-                    raise InvalidRequest("expected the id of an item of a stored response", field=field)
-                items[index] = self._store.item(item.id, field)
+        references = {place: one.id for place, one in enumerate(body.input) if one.type == "item_reference"}
+        for place, id in references.items():
+            if not isinstance(id, str):
+                raise InvalidRequest("expected the id of an item of a stored response", field=f"input[{place}].id")
+        found = iter(self._store.items(references))
+        items = [next(found) if one.type == "item_reference" else one for one in body.input]
         return msgspec.structs.replace(body, input=items)
 
     async def _chat(self, body: ResponseRequest, *, summary: bool = False) -> tuple[list[StoredItem], ChatRequest]:
         """Return the items of the previous responses, and the chat, or one that asks for its summary."""
+        await asyncio.sleep(0)  # yield: each of these steps takes long for many items
         before = self._store.conversation(body.previous_response_id) if body.previous_response_id else []
+        await asyncio.sleep(0)
         chat = chat_of(body, before)
         return before, await self._truncated(body, asking_for_summary(chat) if summary else chat)
 

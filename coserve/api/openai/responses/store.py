@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,10 +19,12 @@ from coserve.api.openai.responses.schemas import (
     StoredItem,
 )
 from coserve.core.access.principal import principal
-from coserve.core.errors import NotFound
+from coserve.core.errors import InvalidRequest, NotFound
 
 MAX_BYTES = 256 << 20
 """Most bytes of stored responses, of all projects together."""
+MAX_REQUEST_BYTES = 4 << 20
+"""Most bytes of stored items, as JSON, that one request reads: they are decoded on the event loop."""
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -38,24 +40,21 @@ _GONE = "it was not stored, was deleted or dropped for later ones, or the daemon
 @dataclass(slots=True, eq=False)
 class _Stored:
     response: bytes
-    items: bytes
-    """JSON of its own items, the output last. Those before them are its parents'."""
-    ids: tuple[str, ...]
-    """Ids of its own items."""
+    items: tuple[bytes, ...]
+    """JSON of each of its own items, the output last. Those before them are its parents'."""
+    places: dict[str, int]
+    """Index in `items` of each id, the first one that has it."""
     inputs: int
     """Number of its own items before the output."""
     parent: _Stored | None
     """The previous response of the same project."""
     holders: int = 1
     """Stored responses that continue it, and 1 if it is stored itself. Its items are forgotten at 0."""
+    size: int = 0
+    """Memory of its own items, bytes."""
 
-    @property
-    def size(self) -> int:
-        """Memory of its own items, bytes."""
-        return len(self.items) + len(self.ids) * _ENTRY_BYTES
-
-    def own(self) -> list[StoredItem]:
-        return msgspec.json.decode(self.items, type=list[StoredItem])
+    def __post_init__(self) -> None:
+        self.size = sum(map(len, self.items)) + len(self.items) * _ENTRY_BYTES
 
     def chain(self) -> Iterator[_Stored]:
         """Yield the responses of its conversation, newest first."""
@@ -64,8 +63,8 @@ class _Stored:
             yield each
             each = each.parent
 
-    def conversation(self) -> list[StoredItem]:
-        return [item for each in reversed(list(self.chain())) for item in each.own()]
+    def conversation(self) -> list[bytes]:
+        return [item for each in reversed(list(self.chain())) for item in each.items]
 
 
 @dataclass
@@ -79,7 +78,7 @@ class _Project:
     def add(self, id: str, new: _Stored) -> None:
         self.stored[id] = new
         self.bytes += len(new.response) + new.size
-        for item in new.ids:
+        for item in new.places:
             self.items[item].append(new)
         if new.parent is not None:
             new.parent.holders += 1
@@ -92,7 +91,7 @@ class _Project:
             if each.holders:
                 break
             self.bytes -= each.size
-            for item in each.ids:
+            for item in each.places:
                 self.items[item].remove(each)
                 if not self.items[item]:
                     del self.items[item]
@@ -119,8 +118,9 @@ class ResponseStore:
         parent = own.stored.get(response.previous_response_id or "")
         given = inputs if parent else [*before, *inputs]
         items = [*given, *map(_of_output, response.output)]
-        ids = tuple({item.id: None for item in items})
-        new = _Stored(b"".join(encode_json(response)), msgspec.json.encode(items), ids, len(given), parent)
+        places = {item.id: place for place, item in reversed(list(enumerate(items)))}
+        encoded = tuple(map(msgspec.json.Encoder().encode, items))
+        new = _Stored(b"".join(encode_json(response)), encoded, places, len(given), parent)
         if len(new.response) + sum(each.size for each in new.chain()) > self._most_bytes:
             return
         own.add(response.id, new)
@@ -136,18 +136,32 @@ class ResponseStore:
         """Return the items before a response's output, oldest first. Raises `NotFound`."""
         found = self._find(id)[1]
         before = [] if found.parent is None else found.parent.conversation()
-        return before + found.own()[: found.inputs]
+        return _decode([*before, *found.items[: found.inputs]])
 
     def conversation(self, id: str) -> list[StoredItem]:
-        """Return the items that come before the input of the next response. Raises `NotFound`."""
-        return self._find(id, "previous_response_id")[1].conversation()
+        """Return the items that come before the input of the next response. Raises `NotFound`, and `InvalidRequest` for
+        more than `MAX_REQUEST_BYTES`."""
+        field = "previous_response_id"
+        items = self._find(id, field)[1].conversation()
+        if sum(map(len, items)) > MAX_REQUEST_BYTES:
+            raise _too_large(field)
+        return _decode(items)
 
-    def item(self, id: str, field: str) -> StoredItem:
-        """Return an item of a stored response or its conversation. Raises `NotFound`, for `field`."""
-        for name, project in self._projects.items():
-            if id in project.items and principal().sees(name):
-                return next(item for item in project.items[id][0].own() if item.id == id)
-        raise NotFound(f"no item {id[:80]!r}: {_GONE}", field=field)
+    def items(self, ids: Mapping[int, str]) -> list[StoredItem]:
+        """Return items of stored responses or their conversations. `ids`: each by its place in the request's `input`.
+        Raises `NotFound` for that field, and `InvalidRequest` for more than `MAX_REQUEST_BYTES`."""
+        seen = [project.items for name, project in self._projects.items() if principal().sees(name)]
+        found: list[bytes] = []
+        left = MAX_REQUEST_BYTES
+        for place, id in ids.items():
+            owner = next((items[id][0] for items in seen if id in items), None)
+            if owner is None:
+                raise NotFound(f"no item {id[:80]!r}: {_GONE}", field=f"input[{place}].id")
+            found.append(owner.items[owner.places[id]])
+            left -= len(found[-1])
+            if left < 0:
+                raise _too_large(f"input[{place}].id")
+        return _decode(found)
 
     def remove(self, id: str) -> None:
         """Raises `NotFound`."""
@@ -161,20 +175,40 @@ class ResponseStore:
         raise NotFound(f"no response {id[:80]!r}: {_GONE}", field=field)
 
 
+def _too_large(field: str) -> InvalidRequest:
+    return InvalidRequest(f"expected at most {MAX_REQUEST_BYTES} bytes of stored items in one request", field=field)
+
+
+def _decode(items: Sequence[bytes]) -> list[StoredItem]:
+    return msgspec.json.decode(b"[%s]" % b",".join(items), type=list[StoredItem])
+
+
 def stored_items(given: str | Sequence[InputItem]) -> list[StoredItem]:
     """Return the items of a request's `input` as lists of input items show them: with ids, texts as parts."""
     items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
-    return [_of_input(item) for item in items]
+    new = secrets.token_hex(14)
+    return [_of_input(item, f"{new}{place:04x}") for place, item in enumerate(items)]
 
 
-def _of_input(item: InputItem) -> StoredItem:
-    fields = msgspec.structs.asdict(item)
-    if not isinstance(item.id, str) or not item.id:
-        fields["id"] = f"{_PREFIXES[item.type]}_{secrets.token_hex(16)}"
-    if item.type == "message" and isinstance(item.content, str):
-        part = "output_text" if item.role == "assistant" else "input_text"
-        fields["content"] = [{"type": part, "text": item.content}]
-    return StoredItem(**fields)
+def _of_input(item: InputItem, new: str) -> StoredItem:
+    """Return the item as stored. `new`: the digits of its id if it has none."""
+    assert item.type != "item_reference", "references are replaced by their items first"
+    content = item.content
+    if item.type == "message" and isinstance(content, str):
+        content = [{"type": "output_text" if item.role == "assistant" else "input_text", "text": content}]
+    return StoredItem(  # as there may be 16,384, each field by name: a third of the time
+        id=item.id if isinstance(item.id, str) and item.id else f"{_PREFIXES[item.type]}_{new}",
+        type=item.type,
+        role=item.role,
+        content=content,
+        call_id=item.call_id,
+        name=item.name,
+        arguments=item.arguments,
+        output=item.output,
+        status=item.status,
+        summary=item.summary,
+        encrypted_content=item.encrypted_content,
+    )
 
 
 def _of_output(item: OutputItem) -> StoredItem:
