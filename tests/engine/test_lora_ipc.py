@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.engine.lora_server.gpu_driver import GpuDriver, IpcUnavailable
+from coserve.engine.lora_server.gpu_driver import BLOCK, GpuDriver, IpcUnavailable
 from coserve.engine.lora_server.ipc import (
     AHEAD,
     PAGE,
@@ -212,6 +212,13 @@ def test_opened_memory_is_given_back(driver: FakeDriver) -> None:
     assert not driver.opened and driver.allocated
     own.close()
     assert not driver.allocated
+
+
+def test_a_server_opens_nothing_of_an_engine_but_a_mailbox(driver: FakeDriver) -> None:
+    """Memory behind it in the same block would be open, too: that of another mailbox, or anything else."""
+    boxes = mailboxes()
+    assert [len(memory) % BLOCK for memory in driver.allocated.values()] == [0]
+    boxes.close()
 
 
 class Behind(HostStream):

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from coserve.kernels.gpu.rounding import cdiv
+
 LIBRARY = "libcuda.so.1"
 LAZY_PEER_ACCESS = 1
 """`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`."""
@@ -16,6 +18,9 @@ PORTABLE_MAPPED = 3
 """`CU_MEMHOSTREGISTER_PORTABLE` and `CU_MEMHOSTREGISTER_DEVICEMAP`."""
 AT_LEAST = 0
 """`CU_STREAM_WAIT_VALUE_GEQ`: the difference, as a signed 32-bit number, is not negative."""
+BLOCK = 1 << 21
+"""Bytes of the driver's blocks. Smaller allocations may share one, and a process that opens one of them opens the whole
+block (CUDA C++ Programming Guide, "Interprocess Communication")."""
 FENCE = 0
 """`CU_STREAM_WRITE_VALUE_DEFAULT`: whoever sees the word sees all writes of the stream before it."""
 
@@ -96,11 +101,11 @@ class GpuDriver:
         self._check("cuCtxSetCurrent", self._enter(self._context))
 
     def allocate(self, size: int) -> tuple[int, bytes]:
-        """Allocate memory apart from torch's, whose blocks cannot all be opened by others. Return its address, and the
-        handle by which another process opens it."""
+        """Allocate whole blocks, apart from torch's memory, not all of which can be opened by others. Return the
+        address, and the handle by which another process opens it."""
         self.enter()
         found, handle = ctypes.c_uint64(), _Handle()
-        self._check("cuMemAlloc", self._allocate(ctypes.byref(found), size))
+        self._check("cuMemAlloc", self._allocate(ctypes.byref(found), BLOCK * cdiv(size, BLOCK)))
         self._taken.append(("cuMemFree", self._free, found.value))
         self._check("cuIpcGetMemHandle", self._export(ctypes.byref(handle), found.value))
         return found.value, bytes(handle)
