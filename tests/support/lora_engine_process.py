@@ -1,20 +1,22 @@
-"""An engine's process, of another base than the tests', that begins a step with a LoRA server which others use, too,
-and stays in it: `python -m tests.support.lora_engine_process DATA SERVERS DEVICE TIMEOUT`, the data folder, which it
-fills, and the servers'. It prints a line when it is there."""
+"""An engine's process, of another base than the tests', that makes a step with a LoRA server which others use, too,
+begins another one, and stays in it: `python -m tests.support.lora_engine_process DATA SERVERS DEVICE TIMEOUT`, the data
+folder, which it fills, and the servers'. It prints a line when it is there."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from coserve.config import Config
 from coserve.engine.lora_server.placement import part_of
+from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.start import make_servers
 from coserve.kernels.lora.segments import Segments
-from coserve.model.base import load_base, wrap_base
+from coserve.model.base import Base, load_base, wrap_base
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.lora_servers import REFS, digests_of, save_adapters
@@ -33,14 +35,23 @@ def main() -> None:
     assert own is not None
     own.wait()
     own.load(REFS[0], digests_of(DataFolder(data).adapter(REFS[0])))()
-    step = own.step(Segments((0, 1), (0,)), [own.slot(REFS[0])])
-    assert step is not None
-    site, spec = next(iter(part_of(base.spec, 0, 1, 1).sites.items()))
-    x_TD, chosen_TK = torch.zeros(1, spec.in_features), torch.zeros(1, spec.chosen, dtype=torch.int64)
-    step.gate_up(site, x_TD.to(device), chosen_TK.to(device))().cpu()
+    exchange(
+        base, own, device, 1 << 10
+    )  # the server loads its kernels in the first step, which may wait for all streams
+    exchange(base, own, device, 1)
     assert not own.troubles or device == "cpu", own.troubles
     print("in a step", flush=True)
     threading.Event().wait()
+
+
+def exchange(base: Base, own: LoraServers, device: str, most: int) -> None:
+    """Begin a step of one token, and make so many of its exchanges, or all."""
+    step = own.step(Segments((0, 1), (0,)), [own.slot(REFS[0])])
+    assert step is not None
+    for number, (site, spec) in enumerate(islice(part_of(base.spec, 0, 1, 1).sites.items(), most)):
+        chosen = torch.zeros(1, spec.chosen, dtype=torch.float32 if number % 2 else torch.int64, device=device)
+        x_ND = torch.zeros(spec.chosen if number % 2 else 1, spec.in_features, device=device)
+        (step.down if number % 2 else step.gate_up)(site, x_ND, chosen)().cpu()
 
 
 if __name__ == "__main__":
