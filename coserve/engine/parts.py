@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from threading import Thread
@@ -147,11 +147,16 @@ class EngineParts:
     def host_budget(self) -> int:
         """Bytes of host memory for this rank's shards of idle adapters."""
         most = self.config.host_adapter_bytes
-        return max(1, (int(ADAPTER_SHARE * free_memory()) if most is None else most) // self.config.tp)
+        return max(1, self._adapter_share if most is None else most // self.config.tp)
+
+    @cached_property
+    def _adapter_share(self) -> int:
+        """Bytes of this rank's share of the memory that is free at the start."""
+        return int(ADAPTER_SHARE * free_memory()) // self.config.tp
 
     def host_memory(self, budget: int) -> HostMemory:
-        """The host tier's memory. On a GPU a thread begins to pin it."""
-        memory = HostMemory(budget, for_kernels=self._packed_form.for_kernels)
+        """The host tier's memory. On a GPU a thread begins to pin it. Adapters in use may take a share beside it."""
+        memory = HostMemory(budget, for_kernels=self._packed_form.for_kernels, most_outside=self._adapter_share)
         if self.base.device.type == "cuda":
             memory.pin(partial(use_device, self.base.device))
         return memory

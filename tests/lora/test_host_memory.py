@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coserve.core.errors import CorruptAdapter
+from coserve.core.errors import CorruptAdapter, RequestOutOfMemory
 from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.entry import State
@@ -225,6 +225,33 @@ async def test_a_publication_finds_room_though_idle_adapters_fill_the_memory() -
     store.close()
 
 
+async def test_a_request_whose_adapter_has_no_room_beside_those_in_use_fails_alone() -> None:
+    size = packed_bytes(valued(0.0, rank=12))
+    memory = HostMemory(taken(size) * PAGE, for_kernels=False, most_outside=size)
+    store, changed = AdapterStore(lambda ref, _: valued(float(ref.id), rank=12), size, memory=memory), asyncio.Event()
+    store.notify(changed.set)
+    refs = [AdapterRef(str(i), 1) for i in range(3)]
+    for ref in refs:
+        assert not store.ready(ref)
+        while store.reading(ref):
+            await changed.wait()
+            changed.clear()
+        if ref != refs[-1]:
+            store.acquire(ref)
+            store.waited(ref)
+    failure = store.failure(refs[-1])
+    assert isinstance(failure, RequestOutOfMemory) and f"{size} of the {size} bytes" in str(failure)
+    store.waited(refs[-1])
+    store.release(refs[0])
+    assert not store.ready(refs[-1])
+    while store.reading(refs[-1]):
+        await changed.wait()
+        changed.clear()
+    store.acquire(refs[-1])
+    assert has_its_value(store, refs[-1]) and has_its_value(store, refs[1])
+    store.close()
+
+
 def test_memory_is_not_reserved_before_it_is_used() -> None:
     """Or a process with much of it could not fork."""
     size = 200 * (2 << 20)
@@ -244,3 +271,15 @@ def _unreserved() -> int:
         elif line.startswith("VmFlags:") and "nr" in line.split():
             found += size
     return found
+
+
+def test_adapters_that_find_no_room_are_bounded() -> None:
+    memory = HostMemory(PAGE, for_kernels=False, most_outside=2 * PAGE)
+    inside, one, two = (memory.room(PAGE) for _ in range(3))
+    with pytest.raises(MemoryError, match=f"and {2 * PAGE} bytes beside it; 7 of the 7 bytes of this one are missing"):
+        memory.room(7)
+    assert memory.outside == 2
+    del one
+    gc.collect()
+    assert len(memory.room(PAGE).parts[0]) == PAGE
+    assert len(memory.room(0).parts) <= 1 and inside.parts and two.parts

@@ -82,9 +82,13 @@ class HostMemory:
     it cannot be pinned, copies from it are slower, as CUDA copies the bytes once more.
     """
 
-    def __init__(self, size: int, *, for_kernels: bool) -> None:
-        """`size`: bytes; what is left of the last page is not used. `for_kernels`: see `packed`."""
+    def __init__(self, size: int, *, for_kernels: bool, most_outside: int | None = None) -> None:
+        """`size`: bytes; what is left of the last page is not used. `for_kernels`: see `packed`. `most_outside`: bytes
+        of adapters that find no room here; None: unlimited."""
         self._for_kernels, self._pages = for_kernels, size // PAGE
+        self._most_outside, self._outside_bytes = most_outside, 0
+        self._left = deque[int]()
+        """Bytes of released rooms outside, not yet subtracted. Appended by finalizers, as `_dropped`."""
         self._lock, self._pool = Lock(), PagePool(max(1, self._pages))
         if not self._pages:
             self._pool.allocate(1)  # a pool has a page
@@ -128,7 +132,7 @@ class HostMemory:
     def room(self, size: int) -> Room:
         """Return memory of `size` bytes: here if there is room, else outside, allocated for this adapter alone.
 
-        Raises `MemoryError`, `RuntimeError`: there is no memory outside.
+        Raises `MemoryError`, `RuntimeError`: there is no memory outside, or more than `most_outside` would be used.
         """
         wanted = -(-size // PAGE)
         with self._lock:
@@ -139,15 +143,34 @@ class HostMemory:
                 self._reused += dropped.read
             self._reused = [event for event in self._reused if not _ended(event)]
             pages, after = self._pool.allocate(wanted), tuple(self._reused)
-            self.outside += pages is None
+            if pages is None:
+                self._take_outside(size)
         if pages is None:
             if self._for_kernels and self.outside == 1:
                 log.warning("%s", NO_ROOM)
             pinned = self._for_kernels and torch.cuda.is_available()
-            return Room((torch.empty(size, dtype=torch.uint8, pin_memory=pinned),))
+            try:
+                found = Room((torch.empty(size, dtype=torch.uint8, pin_memory=pinned),))
+            except Exception:
+                self._left.append(size)
+                raise
+            weakref.finalize(found, self._left.append, size).atexit = False
+            return found
         found = Room(tuple(self._parts(pages, size)), after)
         weakref.finalize(found, self._dropped.append, _Dropped(pages, found.read)).atexit = False
         return found
+
+    def _take_outside(self, size: int) -> None:
+        """Count an adapter that finds no room. Raises `MemoryError`."""
+        while self._left:
+            self._outside_bytes -= self._left.popleft()
+        missing = 0 if self._most_outside is None else self._outside_bytes + size - self._most_outside
+        if missing > 0:
+            raise MemoryError(
+                f"adapters in use fill host_adapter_bytes ({self.bytes}) and {self._outside_bytes} bytes beside it; "
+                f"{missing} of the {size} bytes of this one are missing"
+            )
+        self._outside_bytes, self.outside = self._outside_bytes + size, self.outside + 1
 
     def copy(self, source: Unread | LoraWeights, room: Room) -> LoraWeights:
         """Write an adapter into memory of its size. Raises as `Unread.write`."""

@@ -178,7 +178,7 @@ class AdapterStore:
         if entry is None or (entry.host is None and not entry.reading):
             try:
                 found = self._read_files(ref, None if entry is None else entry.digests)
-                weights = self._copy(ref, found, self._room(found))
+                weights = self._copy(ref, found, self._room(ref, found))
             except Exception:
                 self._mirror.dropped(ref)
                 raise
@@ -358,7 +358,7 @@ class AdapterStore:
         try:
             loop, ref = asyncio.get_running_loop(), entry.ref
             found = await loop.run_in_executor(self._threads, self._read_files, ref, entry.digests)
-            if (room := self._room(found)) is None:
+            if (room := self._room(ref, found)) is None:
                 return self._copy(ref, found, None)
             return await loop.run_in_executor(self._threads, self._copy, ref, found, room)
         finally:
@@ -369,15 +369,16 @@ class AdapterStore:
             found = self._load(ref, digests)
             return self._memory.packed(found) if self._memory is not None and isinstance(found, LoraWeights) else found
 
-    def _room(self, found: Unread | LoraWeights) -> Room | None:
+    def _room(self, ref: AdapterRef, found: Unread | LoraWeights) -> Room | None:
         """Return memory for a copy, evicting idle adapters if there is none otherwise. None: the store has no memory of
-        its own."""
+        its own. Raises `RequestOutOfMemory`."""
         if self._memory is None:
             return None
         size = packed_bytes(found) if isinstance(found, LoraWeights) else found.layout.bytes
         while self._memory.bytes >= size > self._memory.free_bytes and self._evict_one():
             pass
-        return self._memory.room(size)
+        with _memory_errors(ref):
+            return self._memory.room(size)
 
     def _copy(self, ref: AdapterRef, found: Unread | LoraWeights, room: Room | None) -> LoraWeights:
         if self._memory is None or room is None:
