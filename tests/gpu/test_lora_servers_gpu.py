@@ -377,7 +377,7 @@ def test_an_engine_beside_another_one_has_the_coupled_tokens(folder: Path, expec
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_gpu_that_waits_for_a_server_goes_on_when_it_is_lost(killed: bool, folder: Path, expected: Found) -> None:
     """The server stops in a step, so that the engine's GPU waits; then it is killed, or found by the timeout. The next
-    one opens the same mailbox, with a page of its own."""
+    one opens the same mailbox."""
 
     def stop(tokens: int) -> None:
         if tokens == 3:

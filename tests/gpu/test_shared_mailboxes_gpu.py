@@ -213,3 +213,21 @@ def test_a_gpu_that_waits_for_a_shared_server_goes_on_when_it_is_lost(
             wait_for(own, lambda info: info.starts >= 2 and info.adapters == len(REFS))
         exchanges.check(own, losses=1)
         assert not own.troubles and listener(at) != server
+
+
+def test_engines_come_and_go_while_another_one_hangs_in_a_step(
+    base: Base, data: Path, at: Path, tmp_path: Path
+) -> None:
+    """The server opens, registers and gives back memory meanwhile. Were that to wait for all its streams, it would take
+    until the step is given up."""
+    with engine(base, data, at) as own:
+        exchanges, server = Exchanges(base, data, 6), listener(at)
+        exchanges.check(own)
+        with engine_in_a_step(tmp_path, at, str(DEVICE), timeout=20.0) as pid:
+            os.kill(pid, signal.SIGSTOP)
+            began = time.monotonic()
+            with timed("another engine comes and goes"), engine(base, data, at) as other:
+                exchanges.check(other)
+            assert time.monotonic() - began < 20.0, "it has waited for the engine that hangs"
+            exchanges.check(own)
+        assert listener(at) == server, "the server has ended, too"
