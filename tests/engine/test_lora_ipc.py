@@ -8,6 +8,7 @@ import gc
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from coserve.engine.lora_server.connect import try_mailboxes
 from coserve.engine.lora_server.gpu_driver import BLOCK, GpuDriver, IpcUnavailable
 from coserve.engine.lora_server.ipc import (
     AHEAD,
@@ -212,6 +214,17 @@ def test_opened_memory_is_given_back(driver: FakeDriver) -> None:
     assert not driver.opened and driver.allocated
     own.close()
     assert not driver.allocated
+
+
+def test_an_engine_tries_mailboxes_on_the_same_stream_at_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 32 starts torch would return the streams on which it copies adapters or captures graphs."""
+    made = list[torch.device]()
+    monkeypatch.setattr("coserve.engine.lora_server.connect.use_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Stream", made.append)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    for _ in range(3):
+        try_mailboxes([], torch.device("cuda", 7), 1.0, lambda: None)
+    assert len(made) == 1
 
 
 def test_a_server_opens_nothing_of_an_engine_but_a_mailbox(driver: FakeDriver) -> None:

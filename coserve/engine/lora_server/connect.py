@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 
 import torch
 
@@ -46,6 +47,10 @@ class Streams:
             self._free.append(stream)
 
 
+_streams_of = cache(Streams)
+"""An engine's streams for the messages of each start, by device: torch's 32 would become those of its other work."""
+
+
 def connect(settings: StartServer, opened: Callable[[ServerEnd], None] = lambda _: None) -> Transport:
     """Connect a server to its engine. `opened` is called with the end of a mailbox before this waits for a message of
     it. Raises `IpcUnavailable`, or another `ConnectionError` if the engine or one of its servers does not connect
@@ -84,7 +89,7 @@ def try_mailboxes(
 ) -> None:
     """Exchange a message over each mailbox with a server that calls `connect`. `connected` waits until all have: it
     raises if one cannot. Raises `IpcUnavailable` if what comes back is wrong, or does not within `deadline` seconds."""
-    with Streams(device).one():
+    with _streams_of(device).one():
         trials = [transport.for_trial() for transport in transports]
         for trial in trials:
             trial.send(TRIAL, [_trial(device)])
