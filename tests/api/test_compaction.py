@@ -75,6 +75,37 @@ async def test_a_question_without_an_answer_is_asked_once(api: Api, client: Asyn
     assert (await prompt(api)).count("<|im_start|>user") == 1
 
 
+STRICT = (
+    "{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+async def test_templates_whose_roles_alternate_read_a_compaction(tmp_path: Path) -> None:
+    """Gemma's and Mistral's refuse two messages of the user after one another, which it leaves."""
+    async with serve_api(tmp_path, tokens=with_template(STRICT), context=1024) as api, api.openai() as client:
+        api.reply = [*tokenizer().encode(SUMMARY, add_special=False), 0]
+        talk: Any = [{"role": "user", "content": "Rain?"}]
+        for question in ("Snow?", "Wind?"):
+            talk += [{"role": "assistant", "content": "No."}, {"role": "user", "content": question}]
+        for _ in range(2):
+            short = await client.responses.compact(model="fake", input=talk)
+            items: Any = [item.to_dict(warnings=False) for item in short.output]
+            await client.responses.create(model="fake", input=[*items, {"role": "user", "content": "Hail?"}])
+            asked = await prompt(api)
+            assert "<|im_start|>user\nRain?\n\nSnow?\n\nWind?<|im_end|>" in asked
+            talk = items
+
+
+async def test_log_probabilities_are_no_part_of_a_compaction(client: AsyncOpenAI) -> None:
+    wanted: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    short = await client.responses.compact(model="fake", input=TALK, extra_body=wanted)
+    assert short.output[-1].type == "compaction"
+
+
 async def test_what_cannot_be_compacted_is_refused(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="at least one item"):
         await client.responses.compact(model="fake")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,27 @@ async def test_a_grammar_reaches_the_engine(api: Api, parameters: dict[str, Any]
     await ask(api, **parameters)
     grammar = (await api.last_request()).grammar
     assert grammar is not None and ("a+" in str(grammar)) is (parameters.get("grammar", {}).get("type") == "regex")
+
+
+@pytest.mark.parametrize("text", [False, True])
+async def test_a_schema_of_properties_is_an_object(api: Api, text: bool) -> None:
+    """As Outlines reads it, and TGI's documentation writes it; in JSON Schema, it allows a number, too."""
+    schema = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    given: Any = json.dumps(schema) if text else schema
+    for parameters in (
+        {"grammar": {"type": "json", "value": given}},
+        {"response_format": {"type": "json_object", "schema": given}},
+    ):
+        await ask(api, **parameters)
+        found = (await api.last_request()).grammar
+        await ask(api, grammar={"type": "json", "value": {"type": "object"} | schema})
+        assert found == (await api.last_request()).grammar is not None
+
+
+async def test_an_error_of_a_schema_names_what_may_have_it(api: Api) -> None:
+    format = {"type": "json_object", "schema": {"type": "nonsense"}}
+    status, body = await api.call("POST", "/", json={"inputs": "x", "parameters": {"response_format": format}})
+    assert status == 422 and body["error"].startswith("grammar or response_format: expected a JSON schema")
 
 
 async def test_a_long_prompt_is_cut(api: Api) -> None:

@@ -6,9 +6,13 @@ from coserve.api.http.responses import ErrorFormat, error_info
 from coserve.api.tgi.schemas import TgiError, TgiErrorType
 from coserve.core.errors import CoserveError, QueueFull
 
-_FIELDS = {"prompt": "inputs", "adapter": "adapter_id", "max_tokens": "max_new_tokens"} | dict.fromkeys(
-    ("structured_outputs.json", "structured_outputs.regex"), "grammar"
-)
+_FIELDS = {
+    "prompt": "inputs",
+    "adapter": "adapter_id",
+    "max_tokens": "max_new_tokens",
+    "structured_outputs.json": "grammar or response_format",
+    "structured_outputs.regex": "grammar",
+}
 """TGI's names for our fields."""
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
@@ -35,7 +36,7 @@ from coserve.config import Config
 from coserve.core.errors import CoserveError, InvalidRequest
 from coserve.core.limits import MAX_CHOICES, MAX_STOPS
 from coserve.core.schemas import Choice, GenerateChunk, GenerateRequest
-from coserve.core.schemas.output_format import StructuredOutputs
+from coserve.core.schemas.output_format import JsonSchema, StructuredOutputs
 
 DEFAULT_TOKENS = 100
 
@@ -210,15 +211,25 @@ def _structured(parameters: TgiParameters) -> StructuredOutputs | None:
     if form is not None:
         if grammar is not None:
             raise InvalidRequest("expected it without response_format", field="parameters.grammar")
-        return StructuredOutputs(json_object=True) if form.schema is None else StructuredOutputs(json=form.schema)
+        return StructuredOutputs(json_object=True) if form.schema is None else _schema(form.schema)
     match grammar:
         case None:
             return None
         case TgiGrammar("regex", str(expression)):
             return StructuredOutputs(regex=expression)
         case TgiGrammar("json", schema) | TgiGrammar("json_schema", {"schema": dict(schema)}):
-            return StructuredOutputs(json=schema)
+            return _schema(schema)
     raise InvalidRequest(f"expected the value of a {grammar.type}", field="parameters.grammar.value")
+
+
+def _schema(given: JsonSchema | str) -> StructuredOutputs:
+    """Return the schema, for objects if it has properties and no type: TGI's Outlines reads it so."""
+    schema: object = given
+    with suppress(msgspec.DecodeError, RecursionError):  # a text that is no JSON is refused later
+        schema = msgspec.json.decode(given) if isinstance(given, str) else given
+    if isinstance(schema, dict) and "properties" in schema:
+        return StructuredOutputs(json={"type": "object"} | schema)
+    return StructuredOutputs(json=given)
 
 
 def has_details(parameters: TgiParameters) -> bool:

@@ -111,7 +111,13 @@ class ResponsesApi:
     )
     async def compact(self, body: CompactRequest) -> CompactedResponse:
         plain = msgspec.structs.replace(
-            self._referred(body), stream=False, text=None, structured_outputs=None, tool_choice="none", include=None
+            self._referred(body),
+            stream=False,
+            text=None,
+            structured_outputs=None,
+            tool_choice="none",
+            include=None,
+            top_logprobs=None,
         )
         before, chat = await self._chat(plain, summary=True)
         found = response(plain, await self._api.answer_chat(chat))

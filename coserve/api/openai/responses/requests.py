@@ -84,8 +84,17 @@ def _messages(body: ResponseRequest, before: Sequence[InputItem]) -> list[ChatMe
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     if len(before) + len(items) > MAX_MESSAGES:
         raise InvalidRequest(f"expected at most {MAX_MESSAGES} items with those of previous responses", field="input")
-    for index, item in enumerate([*before, *items], -len(before)):
+    numbered = list(enumerate([*before, *items], -len(before)))
+    compacted = max((index for index, item in numbered if item.type == "compaction"), default=-len(before))
+    asked: list[str] = []
+    for index, item in numbered:
         message = _message(item, f"input[{index}]")
+        if index < compacted and message.role == "user":  # its answer is left out, and many templates refuse two
+            asked.append(message.text)
+            continue
+        if asked:
+            found.append(ChatMessage(role="user", content="\n\n".join(asked)))
+            asked = []
         last = found[-1] if found else None
         if last is not None and last.role == message.role == "assistant" and _continues(last, message):
             if last.tool_calls:
