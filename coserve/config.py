@@ -348,8 +348,8 @@ class Config:
             _check_secret("api_key", self.api_key)
         for name, hosts in (("host", (self.host,)), ("allowed_hosts", self.allowed_hosts)):
             for host in hosts:
-                if not re.fullmatch(r"[A-Za-z0-9._:-]+", host):
-                    raise ConfigError(f"{name}: expected a host name or address, got {host!r}")
+                if not re.fullmatch(r"[A-Za-z0-9._-]+|[0-9A-Fa-f.:]*:[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*", host):
+                    raise ConfigError(f"{name}: expected a host name or address without a port, got {host!r}")
         if self.host not in ("127.0.0.1", "::1", "localhost") and self.api_key is None:
             raise ConfigError(f"host: {self.host!r} is not loopback; set api_key to serve others")
 

@@ -118,6 +118,14 @@ def test_a_key_of_sixteen_characters_opens_other_addresses(tmp_path: Path) -> No
             load_config({"host": "0.0.0.0"}, environ)
 
 
+def test_a_host_has_no_port() -> None:
+    """It would match no `Host` and no `Origin`: their ports do not count."""
+    for hosts in (("page.example:3000",), ("localhost", "127.0.0.1:8000"), ("[::1]",)):
+        with pytest.raises(ConfigError, match=r"^allowed_hosts: expected a host name or address"):
+            Config(allowed_hosts=hosts)
+    assert Config(allowed_hosts=("fd00::1", "page.example")).allowed_hosts == ("fd00::1", "page.example")
+
+
 def test_no_host_is_allowed_by_an_empty_name() -> None:
     for hosts in (("",), (" ",), ("a", "")):
         with pytest.raises(ConfigError, match=r"^allowed_hosts: expected"):
