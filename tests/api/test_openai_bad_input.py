@@ -119,6 +119,24 @@ async def test_malformed_json(api: Api, path: str, content: bytes) -> None:
     await check_works(api, path)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", b'{"prompt": 1e999}', "prompt"),
+        ("/v1/completions", b'{"prompt": "x", "user": {"a": [1, -1e999]}}', "user.a[1]"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x", "z": 1e999}]}', "messages[0].z"),
+        ("/v1/responses", b'{"input": [{"role": "user", "content": [{"text": 1e999}]}]}', "input[0].content[0].text"),
+        ("/generate", b'{"prompt": "x", "structured_outputs": {"json": [1e999]}}', "structured_outputs.json[0]"),
+    ],
+)
+async def test_a_number_that_no_double_holds(api: Api, path: str, body: bytes, field: str) -> None:
+    """The decoder reads no further, and does not know the names of the fields before it."""
+    status, answer = await api.call("POST", path, data=body)
+    error = answer["error"]
+    assert (status, error.get("param", error.get("field"))) == (400, field)
+    assert error["message"].removeprefix(f"{field}: ") == "number out of range"
+
+
 async def test_bodies_over_the_limit_and_wrong_methods(api: Api) -> None:
     large = json.dumps(TEXT | {"user": "x" * (1 << 20)})
     status, answer = await api.call("POST", PATHS[0], data=io.BytesIO(large.encode()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -73,6 +74,8 @@ def _decoded(content: bytes, decode: Callable[[], T], type: type[Any]) -> T:
         return decode()
     except msgspec.ValidationError as error:
         value = _untyped(content)
+        if value is None and (field := _infinite(content)) is not None:
+            raise InvalidRequest("number out of range", field=field[:MAX_FIELD] or None) from None
         take_other_names(value, fields_of(type))
         raise explain(error, value, type) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -107,6 +110,22 @@ def _untyped(content: bytes) -> object:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _infinite(content: bytes) -> str | None:
+    """Return the field of a number that no double holds, which msgspec does not name; None if there is none."""
+    left: list[tuple[str, object]] = []
+    with suppress(ValueError, RecursionError):
+        left.append(("", json.loads(content)))
+    while left:
+        path, value = left.pop()
+        if isinstance(value, float) and math.isinf(value):
+            return path
+        if isinstance(value, dict):
+            left += [(f"{path}.{name}" if path else name, entry) for name, entry in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{path}[{place}]", entry) for place, entry in enumerate(value)]
+    return None
 
 
 def _why(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
