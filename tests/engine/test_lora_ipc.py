@@ -111,6 +111,9 @@ def test_the_trial_fits_into_the_mailbox_of_a_tiny_base() -> None:
     assert torch.equal(ours.receive(1, [TRIAL_SPEC])[0], trial[0])
     ends[0].send(1, [torch.arange(8)])
     assert ends[0].waiting is not None, "the trial answers no message of a step"
+    ends[0].renew()
+    ours.send(1, trial)
+    assert ours.waiting is not None, "the trial of the start before answers none"
 
 
 def test_a_message_that_is_too_long_is_refused_and_the_next_one_goes() -> None:

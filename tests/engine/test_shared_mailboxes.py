@@ -6,8 +6,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ from coserve.core.errors import LoraServerLost
 from coserve.core.link.lora_servers import socket_path
 from coserve.core.logs.setup import LogSettings
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
-from coserve.engine.lora_server.ipc import IpcTransport, Mailboxes
-from coserve.engine.lora_server.messages import LoadPairs, PairsLoaded, StartServer
+from coserve.engine.lora_server.ipc import IpcTransport, Mailboxes, ServerEnd
+from coserve.engine.lora_server.messages import ConnectTransport, LoadPairs, PairsLoaded, ServerReady, StartServer
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.reading import PairsReader
 from coserve.engine.lora_server.running import RunningServers, Server, Told, start_servers
-from coserve.engine.lora_server.sessions import Sessions
+from coserve.engine.lora_server.sessions import Sessions, Watch
 from coserve.engine.lora_server.shared import connect_to_server
 from coserve.engine.lora_server.terms import HeldPairs
 from coserve.kernels.lora.segments import Segments
@@ -73,18 +74,8 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert not HostDriver.open_now
 
 
-def start(
-    base: Base, data: Path, at: Path, boxes: Mailboxes | None, deadline: float = 60.0, kind: str = "cpu"
-) -> RunningServers:
-    """An engine's server, which holds both adapters in the slots 0 and 1. `kind`: what it says of its
-    device."""
-
-    def launch(settings: StartServer) -> Server:
-        if settings.mailbox is not None:
-            settings = replace(settings, mailbox=replace(settings.mailbox, device=kind))
-        return connect_to_server(at, settings)
-
-    settings = StartServer(
+def settings_of(base: Base, data: Path, deadline: float = 60.0) -> StartServer:
+    return StartServer(
         index=0,
         servers=1,
         ep=1,
@@ -97,6 +88,20 @@ def start(
         threads=torch.get_num_threads(),
         logs=LogSettings(),
     )
+
+
+def start(
+    base: Base, data: Path, at: Path, boxes: Mailboxes | None, deadline: float = 60.0, kind: str = "cpu"
+) -> RunningServers:
+    """An engine's server, which holds both adapters in the slots 0 and 1. `kind`: what it says of its
+    device."""
+
+    def launch(settings: StartServer) -> Server:
+        if settings.mailbox is not None:
+            settings = replace(settings, mailbox=replace(settings.mailbox, device=kind))
+        return connect_to_server(at, settings)
+
+    settings = settings_of(base, data, deadline)
     loaded = threading.Semaphore(0)
 
     def told(_: int, message: Told) -> None:
@@ -184,6 +189,58 @@ def test_an_engine_that_is_silent_in_a_step_leaves_and_knows_it(base: Base, data
         with pytest.raises(LoraServerLost):
             two.begin(SEGMENTS.bounds, SEGMENTS.adapters)
         check(base, data, one)
+
+
+def test_an_engine_knows_of_a_step_that_was_given_up_before_the_connection_closes(
+    base: Base, data: Path, at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(base, data, at) as one:
+        monkeypatch.setattr(IpcTransport, "left", True)
+        assert one.lost and "given up a step" in one.why
+
+
+def test_an_engine_that_computes_nothing_is_not_silent(base: Base, data: Path, at: Path) -> None:
+    """Between two steps it may be so for longer than the timeout."""
+    with engine(base, data, at, deadline=0.5) as one:
+        check(base, data, one)
+        assert not threading.Event().wait(1.6)
+        check(base, data, one)
+
+
+def test_an_engine_that_ends_before_its_first_message_holds_nothing(base: Base, data: Path, at: Path) -> None:
+    boxes = Mailboxes(CPU, base.spec, 1, 64)
+    _, mailbox = boxes.offer(0)
+    server = connect_to_server(at, replace(settings_of(base, data), mailbox=mailbox))
+    with closing(server.channel):
+        assert server.channel.receive() == ServerReady()
+        server.channel.send(ConnectTransport())
+        server.process.kill()
+        assert server.process.wait() == 0
+    assert not HostDriver.open_now
+    boxes.close()
+
+
+class Slow:
+    """A server's end whose engine sends the second message after the first look, and then nothing."""
+
+    def __init__(self) -> None:
+        self.looks, self.given_up = 0, threading.Event()
+
+    @property
+    def waiting(self) -> tuple[int, int] | None:
+        self.looks += not self.given_up.is_set()
+        return 0, min(self.looks, 2)
+
+    def give_up(self) -> None:
+        self.given_up.set()
+
+
+def test_an_engine_is_silent_that_has_sent_nothing_between_two_looks() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, closing(Watch(theirs, 0.05)) as watch:
+        slow = Slow()
+        watch.look_at(cast("ServerEnd", slow))
+        assert slow.given_up.wait(60.0) and slow.looks == 3
 
 
 def test_mailboxes_of_another_kind_of_device_are_refused(base: Base, data: Path, at: Path) -> None:
