@@ -27,7 +27,7 @@ from coserve.core.hints import (
     hint,
     option_hint,
 )
-from coserve.core.schemas import FinetuneRequest, GenerateRequest, ImportRequest
+from coserve.core.schemas import AliasRequest, FinetuneRequest, GenerateRequest, ImportRequest
 from coserve.core.types import LoraSettings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +78,8 @@ def test_a_slip_and_a_name_of_another_library_are_answered_with_ours(
 
 
 @pytest.mark.parametrize(
-    ("kind", "meant"), [(FinetuneRequest, "adapter"), (ImportRequest, "name"), (LoadLoraRequest, "lora_name")]
+    ("kind", "meant"),
+    [(FinetuneRequest, "adapter"), (ImportRequest, "name"), (LoadLoraRequest, "lora_name"), (AliasRequest, "target")],
 )
 def test_names_of_the_field_with_the_adapters_name(kind: type, meant: str) -> None:
     for name in {"adapter", "name", "id", "lora_name", "adapter_name"} - {meant}:

@@ -52,7 +52,7 @@ ALIASES = {
     "validation_file": "validation",
 }
 _ALIKE = (
-    ("adapter", "name", "id", "lora_name", "adapter_name", "model"),
+    ("adapter", "name", "id", "lora_name", "adapter_name", "model", "target"),
     ("max_tokens", "max_output_tokens", "max_completion_tokens"),
     ("input", "prompt", "messages"),
 )
