@@ -199,7 +199,7 @@ def test_a_gpu_that_waits_for_a_shared_server_goes_on_when_it_is_lost(
     killed: bool, base: Base, data: Path, at: Path
 ) -> None:
     """The server is stopped, and then killed, or found by the timeout. The next one opens the same mailbox."""
-    with engine(base, data, at, timeout=TIMEOUT if killed else 5.0) as own:
+    with engine(base, data, at, timeout=TIMEOUT if killed else 8.0) as own:
         exchanges, server = Exchanges(base, data, 5), listener(at)
         exchanges.check(own)
         os.kill(server, signal.SIGSTOP)
