@@ -19,6 +19,9 @@ Tools = Annotated[list[_Object], Meta(max_length=MAX_TOOLS)]
 """JSON schemas of functions, as in OpenAI's API. The template shows them to the model."""
 TemplateOptions = Annotated[dict[Annotated[str, Meta(max_length=64)], Any], Meta(max_length=32)]
 """Variables that the template reads, such as Qwen3's `enable_thinking`."""
+Malformed = Literal["refused", "text", "entry"]
+"""What becomes of a call's arguments that are no JSON object: an error, the text, or the text as the entry `arguments`
+of an object."""
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -93,15 +96,15 @@ def characters(messages: Iterable[ChatMessage]) -> int:
 
 
 def for_template(
-    messages: Sequence[ChatMessage], field: str = "messages", *, any_arguments: bool = False
+    messages: Sequence[ChatMessage], field: str = "messages", *, malformed: Malformed = "refused"
 ) -> list[dict[str, object]]:
     """Return the messages as transformers passes them to a chat template: calls' arguments as objects, weights
-    included. `any_arguments`: a text that is no JSON object stays a text, since a model may have written it. Raise
-    `InvalidRequest` with the field for keys that the role does not allow, and for other arguments."""
-    return [_for_template(message, f"{field}[{index}]", any_arguments) for index, message in enumerate(messages)]
+    included. `malformed`: what becomes of a text that is no JSON object, which a model may have written. Raise
+    `InvalidRequest` with the field for keys that the role does not allow, and for refused arguments."""
+    return [_for_template(message, f"{field}[{index}]", malformed) for index, message in enumerate(messages)]
 
 
-def _for_template(message: ChatMessage, field: str, any_arguments: bool) -> dict[str, object]:
+def _for_template(message: ChatMessage, field: str, malformed: Malformed) -> dict[str, object]:
     found: dict[str, object] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text,  # some templates read it of every message, and none writes an empty text
@@ -111,7 +114,7 @@ def _for_template(message: ChatMessage, field: str, any_arguments: bool) -> dict
             raise InvalidRequest(f"expected {name} on assistant messages only", field=f"{field}.{name}")
     if message.tool_calls:
         calls = enumerate(message.tool_calls)
-        found["tool_calls"] = [_call(call, f"{field}.tool_calls[{index}]", any_arguments) for index, call in calls]
+        found["tool_calls"] = [_call(call, f"{field}.tool_calls[{index}]", malformed) for index, call in calls]
     given = {
         "name": message.name or None,
         "tool_call_id": message.tool_call_id or None,
@@ -121,14 +124,16 @@ def _for_template(message: ChatMessage, field: str, any_arguments: bool) -> dict
     return found | {name: value for name, value in given.items() if value is not None}
 
 
-def _call(call: ToolCall, field: str, any_arguments: bool) -> dict[str, object]:
+def _call(call: ToolCall, field: str, malformed: Malformed) -> dict[str, object]:
     arguments = call.function.arguments or {}
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments, type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError) as error:
-            if not any_arguments:
+            if malformed == "refused":
                 wanted = "expected arguments that are a JSON object"
                 raise InvalidRequest(wanted, field=f"{field}.function.arguments") from error
+            if malformed == "entry":
+                arguments = {"arguments": arguments}
     named: dict[str, object] = {} if call.id is None else {"id": call.id}
     return named | {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -58,6 +58,21 @@ async def test_arguments_that_a_model_wrote_wrong_are_shown_to_it(api: Api, argu
     assert json.dumps(arguments, ensure_ascii=False) in await prompt_of(api, "/v1/chat/completions", chat)
 
 
+async def test_a_template_that_reads_each_argument_gets_wrong_ones_as_one(tmp_path: Path) -> None:
+    """Qwen3-Coder's, Qwen3.5's and GLM's refuse a text."""
+    each = "{% for name, value in call.function.arguments|items %}<{{ name }}>{{ value }}{% endfor %}"
+    template = QWEN3.replace("{{ call.function.arguments | tojson }}", each)
+    call = {"id": "c1", "type": "function", "function": {"name": "sky", "arguments": '{"city": "Kö'}}
+    chat = {"messages": [PLAIN[1], {"role": "assistant", "tool_calls": [CALL, call]}, PLAIN[3]]}
+    async with serve_api(tmp_path, tokens=with_template(template), context=1024) as reads:
+        text = await prompt_of(reads, "/v1/chat/completions", chat)
+        assert "<city>Köln" in text and '<arguments>{"city": "Kö' in text
+        refused = await reads.answered(
+            400, "POST", "/v1/chat/completions", json={"messages": [PLAIN[2] | {"role": "user"}]}
+        )
+        assert refused["error"]["param"] == "messages[0].tool_calls"
+
+
 async def test_documents_are_shown_by_a_template_that_reads_them(api: Api, tmp_path: Path) -> None:
     asked = {"messages": [PLAIN[1]], "documents": [{"title": "Sky", "text": "It is dry."}]}
     refused = await api.answered(400, "POST", "/v1/chat/completions", json=asked)

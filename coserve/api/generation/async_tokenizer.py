@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -92,13 +93,20 @@ def encode_chat(context: TaskContext, chat: bytes, limit: int, keep: int | None)
 
 def chat_ids(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     """Return token ids by the base's template. Raises `InvalidRequest`."""
-    return tokenizer.chat(
-        for_template(chat.messages, any_arguments=True),
+    render = partial(
+        tokenizer.chat,
         tools=chat.tools,
         options=chat.options,
         add_generation_prompt=chat.add_generation_prompt,
         continue_final=chat.continue_final_message,
     )
+    messages = for_template(chat.messages, malformed="text")
+    try:
+        return render(messages)
+    except InvalidRequest:  # some templates read arguments as objects only
+        if (changed := for_template(chat.messages, malformed="entry")) == messages:
+            raise
+        return render(changed)
 
 
 def find_end_of_turn(context: TaskContext) -> int | None:
