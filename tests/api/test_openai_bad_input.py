@@ -119,6 +119,38 @@ async def test_malformed_json(api: Api, path: str, content: bytes) -> None:
     await check_works(api, path)
 
 
+LONG = "x" * 300
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"$defs": [1]}}}
+USE = {"type": "tool_use", "id": "c", "name": "f", "input": {LONG: 1}}
+UNCHECKED: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/responses", {"input": [{"type": "function_call", "call_id": LONG, "name": "f"}]}, "input[0].call_id"),
+    ("/v1/responses", {"input": [{"type": "function_call", "call_id": "c", "name": LONG}]}, "input[0].name"),
+    ("/v1/responses", {"input": "x", "tools": [TOOL["function"] | {"type": "function"}]}, "tools"),
+    ("/v1/chat/completions", CHAT | {"tools": [TOOL]}, "tools"),
+    (
+        "/v1/chat/completions",
+        CHAT | {"chat_template_kwargs": {f"x{n}": 1 for n in range(32)}, "documents": [{"text": "x"}]},
+        "chat_template_kwargs",
+    ),
+    (
+        "/v1/messages",
+        {"messages": [TURN, {"role": "assistant", "content": [USE]}]},
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    ("/v1/messages", {"messages": [TURN], "tools": [{"name": "f", "input_schema": {"$defs": 5}}]}, "tools"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), UNCHECKED, ids=repr)
+async def test_limits_of_chats_hold_in_every_dialect(api: Api, path: str, body: dict[str, Any], field: str) -> None:
+    """Most are checked as a helper process reads the chat."""
+    forced = {"type": "any"} if path == "/v1/messages" else "required"
+    given = body | {"max_tokens" if path != "/v1/responses" else "max_output_tokens": 4}
+    status, answer = await api.call("POST", path, json=given | ({"tool_choice": forced} if "tools" in body else {}))
+    assert status == 400, answer
+    assert answer["error"]["message"].startswith(field) and ": expected " in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [

@@ -11,6 +11,7 @@ import msgspec
 
 from coserve.core.errors import InvalidRequest, PromptTooLong
 from coserve.core.messages import Chat, for_template
+from coserve.core.validation import explain
 from coserve.data.offload.pool import HelperPool
 from coserve.data.offload.protocol import TaskContext
 from coserve.data.pretrained.tokenizer import Tokenizer
@@ -88,6 +89,10 @@ def encode_chat(context: TaskContext, chat: bytes, limit: int, keep: int | None)
         found = msgspec.json.decode(chat, type=Chat)
     except RecursionError:
         raise InvalidRequest("expected messages and tools of moderate depth", field="messages") from None
+    except msgspec.ValidationError as error:  # a limit that the dialect does not check
+        wrong = explain(error, msgspec.json.decode(chat), Chat)
+        wrong.field = "chat_template_kwargs" if wrong.field == "options" else wrong.field
+        raise wrong from None
     return _checked(last_tokens(chat_ids(context.tokenizer, found), keep), limit, "messages")
 
 

@@ -83,7 +83,10 @@ def forced_call(body: ChatRequest) -> JsonSchema | None:
         raise InvalidRequest("expected tools of which it can be one, got none", field="tool_choice")
     definitions: JsonSchema = {}
     for function in functions:
-        for key, found in ((function.parameters or {}).get("$defs") or {}).items():
+        own = (function.parameters or {}).get("$defs") or {}
+        if not isinstance(own, dict):
+            raise InvalidRequest("expected $defs that are an object", field="tools")
+        for key, found in own.items():
             if definitions.setdefault(key, found) != found:
                 raise InvalidRequest(f"expected one definition of {key!r} in all tools' $defs", field="tools")
     return {"anyOf": [_call_of(function) for function in functions], "$defs": definitions}
