@@ -20,7 +20,7 @@ Tools = Annotated[list[_Object], Meta(max_length=MAX_TOOLS)]
 TemplateOptions = Annotated[dict[Annotated[str, Meta(max_length=64)], Any], Meta(max_length=32)]
 """Variables that the template reads, such as Qwen3's `enable_thinking`."""
 Malformed = Literal["refused", "text", "entry"]
-"""What becomes of a call's arguments that are no JSON object: an error, the text, or the text as the entry `arguments`
+"""Treatment of a call's arguments that are no JSON object: an error, the text, or the text as the entry `arguments`
 of an object."""
 
 
