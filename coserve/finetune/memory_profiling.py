@@ -143,11 +143,12 @@ def _longest_steps(kv: KvCache, tokens: int, pages: Sequence[int], context: int)
     most, own = min(kv.most_expanded, tokens // EXPANDED_TOKENS * context), tuple(pages)
     short = EXPANDED_TOKENS - 1 if most else tokens
     yield [TokenRun(min(short, tokens - first), 0, own, slot=0) for first in range(0, tokens, short)]
-    if most:
-        chunk = min(tokens, most)
-        repeated = tuple(islice(cycle(pages), kv.pages_for(most)))
-        others = [TokenRun(tokens - chunk, 0, own, slot=0)] if tokens > chunk else []
-        yield [TokenRun(chunk, most - chunk, repeated, slot=0), *others]
+    for count in (1, tokens // EXPANDED_TOKENS) if most else ():
+        chunk, context = min(tokens, most) // count, most // count
+        repeated = tuple(islice(cycle(pages), kv.pages_for(context)))
+        runs = [TokenRun(chunk, context - chunk, repeated, slot=0)] * count
+        others = [TokenRun(tokens - count * chunk, 0, own, slot=0)] if tokens > count * chunk else []
+        yield [*runs, *others]
 
 
 class MemoryMeter(Protocol):
