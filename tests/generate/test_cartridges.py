@@ -146,7 +146,7 @@ def test_heads_of_latent_attention_take_cartridges() -> None:
     model = tiny_family("mistral4", v_head_dim=12, max_position_embeddings=256)
     whole, settings = text(TOKENS + 9), LoraSettings(r=TOKENS, cartridge=True)
     latents = wrap_base(model, name="mistral4", eos_token_ids=()).spec
-    with pytest.raises(InvalidRequest, match=r"latents \(start coserve with --mla-cache heads\)"):
+    with pytest.raises(InvalidRequest, match=r"one size, .* only with --mla-cache heads"):
         resolve_targets(settings, latents)
     base = wrap_base(model, name="mistral4", eos_token_ids=(), mla_cache="heads")
     cartridge = first_cartridge(make_spec(lora=settings, prefix=whole[:TOKENS]), base)

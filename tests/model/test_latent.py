@@ -140,6 +140,11 @@ def test_a_page_holds_latents_once() -> None:
     assert base.spec.prefixes == prefix_sites([KvShape(1, 8, 8, latent=True)]) == {}, "which have no heads"
 
 
+def test_a_base_without_latents_says_that_the_setting_has_no_effect() -> None:
+    assert "mla_cache has no effect" in wrap_base(tiny_family("llama"), name="llama", mla_cache="heads").note
+    assert "mla_cache" not in wrap_base(tiny_family("llama"), name="llama").note
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "mistral4"])
 def test_heads_are_cached_where_the_setting_says_so(family: str) -> None:
     """The memory plan counts what pages hold, and layers of one size take cartridges."""

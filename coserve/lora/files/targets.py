@@ -24,8 +24,8 @@ from coserve.lora.files.ends import check_tokens
 MAX_ALPHA = 1e9
 """Largest alpha of any adapter, new or imported, so that what is trained can be published and imported again."""
 NO_CARTRIDGES = (
-    "expected layers with keys and values of one size, cached as such and not as latents (start coserve with "
-    "--mla-cache heads), no recurrent states, and one GPU"
+    "expected layers with keys and values of one size, no recurrent states, and one GPU; of multi-head latent "
+    "attention its heads count, and only with --mla-cache heads"
 )
 INITS = ("default", "gaussian", "orthogonal")
 

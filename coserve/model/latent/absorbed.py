@@ -64,10 +64,13 @@ def latent_shapes(attention: Sequence[nn.Module], shapes: Sequence[KvShape]) -> 
 
 
 def heads_note(attention: Sequence[nn.Module], setting: str) -> str:
-    """Say for an operator that MLA modules cache keys and values of all heads; empty if none does. `setting`: the one
-    that demands it; empty: none."""
-    kept = any(_has_latents(module) and not hasattr(module, SIZES) for module in attention)
+    """Say for an operator that MLA modules cache keys and values of all heads, or that there are none; else empty.
+    `setting`: the one that demands heads; empty: none."""
+    latent = [module for module in attention if _has_latents(module)]
+    if setting == "mla_cache" and not latent:
+        return "mla_cache has no effect: the base has no multi-head latent attention"
     why = setting or "a projection has a bias"
+    kept = any(not hasattr(module, SIZES) for module in latent)
     return f"keys and values of all heads are cached, not latents ({why})" if kept else ""
 
 
