@@ -78,7 +78,9 @@ StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOPS)]
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 """Number of most likely tokens that are returned with each token."""
 CacheSalt = Annotated[str, Meta(max_length=256)]
-AuthorName = Annotated[str, Meta(max_length=256)]
+MAX_LABEL: Final = 256
+"""Most characters of a name or an id in a chat."""
+AuthorName = Annotated[str, Meta(max_length=MAX_LABEL)]
 """Type of `name` and `tool_call_id` of a chat message."""
 Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
 LocalPath = Annotated[str, Meta(min_length=1, max_length=4096)]

@@ -125,6 +125,8 @@ USE = {"type": "tool_use", "id": "c", "name": "f", "input": {LONG: 1}}
 UNCHECKED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"input": [{"type": "function_call", "call_id": LONG, "name": "f"}]}, "input[0].call_id"),
     ("/v1/responses", {"input": [{"type": "function_call", "call_id": "c", "name": LONG}]}, "input[0].name"),
+    ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": LONG}]}, "input[0].call_id"),
+    ("/v1/responses", {"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
     ("/v1/responses", {"input": "x", "tools": [TOOL["function"] | {"type": "function"}]}, "tools"),
     ("/v1/chat/completions", CHAT | {"tools": [TOOL]}, "tools"),
     (

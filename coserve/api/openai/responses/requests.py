@@ -11,7 +11,7 @@ from coserve.api.http.body_types import refuse_unsupported
 from coserve.api.openai.responses.schemas import LOGPROBS, InputItem, ResponseRequest, TextFormat
 from coserve.api.openai.schemas import ChatRequest, StreamOptions
 from coserve.core.errors import EmptyPrompt, InvalidRequest
-from coserve.core.limits import MAX_MESSAGES
+from coserve.core.limits import MAX_LABEL, MAX_MESSAGES
 from coserve.core.messages import MAX_TOOLS, ChatMessage, FunctionCall, ToolCall
 from coserve.core.sampling import SamplingFields
 from coserve.core.schemas.empty_fields import is_empty
@@ -115,14 +115,12 @@ def _message(item: InputItem, field: str) -> ChatMessage:
         case "item_reference":
             raise AssertionError("references are replaced by their items first")
         case "function_call":
-            if item.name is None or item.call_id is None:
-                raise InvalidRequest("expected a name and a call_id", field=field)
-            call = ToolCall(function=FunctionCall(name=item.name, arguments=item.arguments), id=item.call_id)
+            name, call_id = _label(item.name, f"{field}.name"), _label(item.call_id, f"{field}.call_id")
+            call = ToolCall(function=FunctionCall(name=name, arguments=item.arguments), id=call_id)
             return ChatMessage(role="assistant", tool_calls=[call])
         case "function_call_output":
-            if item.call_id is None:
-                raise InvalidRequest("expected a call_id", field=field)
-            return ChatMessage(role="tool", content=_text(item.output, f"{field}.output"), tool_call_id=item.call_id)
+            call_id = _label(item.call_id, f"{field}.call_id")
+            return ChatMessage(role="tool", content=_text(item.output, f"{field}.output"), tool_call_id=call_id)
         case "reasoning":
             thoughts = _text(item.content, f"{field}.content") or None
             return ChatMessage(role="assistant", reasoning_content=thoughts)
@@ -134,6 +132,14 @@ def _message(item: InputItem, field: str) -> ChatMessage:
             if item.role is None:
                 raise InvalidRequest("expected a role", field=f"{field}.role")
             return ChatMessage(role=item.role, content=_text(item.content, f"{field}.content"))
+
+
+def _label(given: str | None, field: str) -> str:
+    """Return a name or an id, which chats have of at most `MAX_LABEL` characters. A model may write a longer one."""
+    if given is None or len(given) > MAX_LABEL:
+        got = "none" if given is None else f"{len(given)} characters"
+        raise InvalidRequest(f"expected a text of at most {MAX_LABEL} characters, got {got}", field=field)
+    return given
 
 
 def _continues(last: ChatMessage, message: ChatMessage) -> bool:

@@ -12,7 +12,6 @@ from coserve.api.openai.schemas import ChatLogprob, ModelName, OpenAIErrorInfo, 
 from coserve.core.limits import (
     MAX_MESSAGES,
     MAX_PARTS,
-    AuthorName,
     CacheSalt,
     LogprobCount,
     PositiveTokenCount,
@@ -43,8 +42,8 @@ class InputItem(Wire, frozen=True, omit_defaults=True):
     role: Role | None = None
     content: Text | Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)] | None = None
     """A text, or parts of type `input_text`, `output_text` or `text`, of reasoning `reasoning_text`."""
-    call_id: AuthorName | None = None
-    name: AuthorName | None = None
+    call_id: Text | None = None
+    name: Text | None = None
     arguments: Text | None = None
     output: Text | Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)] | None = None
     id: Any = None
