@@ -203,7 +203,7 @@ BAD_TENSORS: dict[str, tuple[bytes, type[AdapterError], str]] = {
     "dora": (_with(f"{PREFIX}q_proj.lora_magnitude_vector", ONE), CorruptAdapter, "with use_dora = false"),
     "bias": (_with(f"{PREFIX}q_proj.lora_B.bias", ONE), UnsupportedAdapter, "bias"),
     "base": (_with(f"{PREFIX}q_proj.base_layer.bias", ONE), UnsupportedAdapter, "base itself"),
-    "head": (_with("base_model.model.lm_head.weight", ONE), UnsupportedAdapter, "expected only"),
+    "head": (_with("base_model.model.lm_head.weight", ONE), UnsupportedAdapter, "several GPUs"),
     "lora head": (_with("base_model.model.lm_head.lora_A.weight", ONE), UnsupportedAdapter, "decoder layers"),
     "embedding": (_with("base_model.model.model.embed_tokens.lora_embedding_A", ONE), UnsupportedAdapter, "embedding"),
     "prefix": (_with("model.layers.0.self_attn.q_proj.lora_A.weight", ONE), UnsupportedAdapter, "expected only"),

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from coserve.core.errors import UnsupportedAdapter
 from coserve.kernels.lora.segments import Segments
+from coserve.lora.files.peft import inspect_adapter
 from coserve.lora.store.files import load_adapter, save_adapter
 from coserve.lora.store.packing import packed
 from coserve.model.base import wrap_base
@@ -105,3 +108,13 @@ def test_rows_of_a_mixed_batch_equal_pefts(case: str, tmp_path: Path) -> None:
 def load_dora(folder: Path, base) -> LoraWeights:
     """What is stored of a DoRA adapter, magnitudes included."""
     return load_adapter(folder / "1", base.spec, device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("case", ["head", "embedding", "whole-head", "whole-embedding", "tokens"])
+def test_a_base_on_several_gpus_says_that_ends_need_one(case: str, tmp_path: Path) -> None:
+    family, settings = CASES[case]
+    spec = wrap_base(model_of(family), name="tiny").spec
+    save_peft(model_of(family), tmp_path, seed=0, r=3, **settings)
+    inspect_adapter(tmp_path, spec)
+    with pytest.raises(UnsupportedAdapter, match="on several GPUs"):
+        inspect_adapter(tmp_path, msgspec.structs.replace(spec, ends={}))

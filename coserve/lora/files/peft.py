@@ -371,11 +371,17 @@ _KINDS = {
     "modules_to_save": "the input embedding and the head alone can be replaced, on one GPU",
     "lora_B.bias": "LoRA with a bias is not implemented",
 }
+_ENDS = {"lm_head", "embed_tokens", "wte", "wpe", "embed_out"}
 
 
 def _site_of(name: str, base: BaseSpec) -> tuple[str, str, str]:
     """Split a tensor's name into its site, the site's name in the file, and `lora_A`, `lora_B` or `_MAGNITUDE`."""
     shown = repr(name[:120])
+    if not base.ends and not _ENDS.isdisjoint(name.split(".")):
+        raise UnsupportedAdapter(
+            f"tensor {shown}: expected linear modules of decoder layers: the input embedding and the head take no "
+            "adapters here, as on several GPUs"
+        )
     for part, reason in _KINDS.items():
         if f".{part}" in f".{name}":
             raise UnsupportedAdapter(f"tensor {shown}: {reason}")
@@ -392,7 +398,7 @@ def _site_of(name: str, base: BaseSpec) -> tuple[str, str, str]:
         return site, named, f"lora_{rest.removesuffix('.weight').removeprefix('embedding_')}"
     if other is not None:
         raise UnsupportedAdapter(f"tensor {shown}: it adapts {other}, but coserve runs the language model alone")
-    if rest not in known or named.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens", "wte", "wpe", "embed_out"):
+    if rest not in known or named.rsplit(".", 1)[-1] in _ENDS:
         raise UnsupportedAdapter(
             f"tensor {shown}: expected linear modules of decoder layers, or {' and '.join(base.ends) or 'one GPU'}"
         )
