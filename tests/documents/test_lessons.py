@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.api.documents.evaluation import Scored, better
-from coserve.core.errors import CheckpointUnreadable
+from coserve.core.errors import CheckpointUnreadable, EmptyCorpus
 from coserve.core.schemas import DocumentSettings
 from coserve.core.schemas.documents import Recipe
 from coserve.data.corpus.batch import corpus_batch
@@ -136,3 +136,10 @@ def test_long_rows_lose_their_end() -> None:
     assert corpus.rows == 1
     assert corpus.lengths.tolist() == [8]
     assert corpus.is_valid()
+
+
+@pytest.mark.parametrize(("recipe", "lessons"), [("lm", []), ("topk_kd", [lesson(0, prompt=64)])])
+def test_a_document_that_leaves_nothing_to_learn_is_refused(recipe: Recipe, lessons: list[Lesson]) -> None:
+    """One token has none behind it, and a prompt may be as long as a row."""
+    with pytest.raises(EmptyCorpus, match="expected a document of at least 2 tokens"):
+        lesson_corpus(lessons, [[5]], DocumentSettings(recipe=recipe), 64)

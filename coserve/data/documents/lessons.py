@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from coserve.core.errors import EmptyCorpus
 from coserve.core.schemas import ChosenLogprob, DocumentSettings, PromptLogprob
 from coserve.data.corpus.tokenized import REST, Corpus
 
@@ -88,7 +89,7 @@ def lesson_corpus(
     these rows, which are the last ones.
 
     The targets are soft (candidates with weights) for `topk_kd`, `cartridge` and `encoder`, and for `ce` with an
-    `lm_weight` above 0; otherwise they are tokens.
+    `lm_weight` above 0; otherwise they are tokens. Raises `EmptyCorpus` if there is no row.
     """
     lm, kd = settings.recipe == "lm", settings.recipe in ("topk_kd", "cartridge", "encoder")
     weight = settings.lm_weight
@@ -106,6 +107,10 @@ def lesson_corpus(
         for start in range(0, len(tokens) - 1, max(1, longest - 1)):
             first, *rest = tokens[start : start + longest]
             own.append(_Row([first], rest, *_certain(rest, weight, columns)))
+    if not (learned or own):
+        raise EmptyCorpus(
+            f"nothing is left to learn: expected a document of at least 2 tokens, or questions of less than {longest}"
+        )
     return _corpus([*learned, *own], soft=soft), len(own)
 
 
