@@ -276,7 +276,7 @@ class AsyncClient:
         return AsyncJobHandle(self._caller, await self._caller.json(request, Job))
 
     async def jobs(self, *, after: str | None = None, limit: int | None = None) -> JobList:
-        """Return a page of jobs, newest first."""
+        """Return a page of jobs, newest first, as `data`; `has_more`: the next page is `after` the last one's id."""
         query = {"after": after, "limit": limit}
         return await self._caller.json(self._caller.request("GET", "/finetune", query=query), JobList)
 
@@ -312,7 +312,8 @@ class AsyncClient:
         tag: str | None = None,
     ) -> AdapterList:
         """Return a page of adapters (their current versions), by name: those whose name contains `search`, of the base
-        with this name, made by this `source` (job, import, load, convert), in memory or not, with this tag."""
+        with this name, made by this `source` (job, import, load, convert), in memory or not, with this tag. The list is
+        `data`; `has_more`: the next page is `after` the last one's id."""
         query = {"after": after, "limit": limit, "search": search, "base": base, "source": source, "tag": tag}
         query |= {"resident": None if resident is None else str(resident).lower()}
         return await self._caller.json(self._caller.request("GET", "/adapters", query=query), AdapterList)
