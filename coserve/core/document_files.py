@@ -18,7 +18,7 @@ def read_document(*paths: Path) -> str:
     """Return the text of files, and of all files of folders, by name. Errors name the file unless there is but one.
     Raises `UnreadableCorpus`, from the `OSError` if there is one, and `EmptyCorpus`."""
     alone = len(paths) == 1 and not paths[0].is_dir()
-    return "\n\n".join(_text(file, "" if alone else f"{file.name}: ") for path in paths for file in _files(path))
+    return "\n\n".join(_text(file, "" if alone else f"{file.name}: ") for path in paths for file in files_of(path))
 
 
 def refuse_rows(file: Path) -> None:
@@ -28,7 +28,8 @@ def refuse_rows(file: Path) -> None:
         raise UnreadableCorpus(f"{file.name}: expected a document of text, Markdown or PDF, got rows: {instead}")
 
 
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
+    """Return a file, or those of a folder that are read, by name. Raises `UnreadableCorpus` for rows, `EmptyCorpus`."""
     if not path.is_dir():
         refuse_rows(path)
         return [path]

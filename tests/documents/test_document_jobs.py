@@ -196,13 +196,14 @@ async def test_the_sdk_and_the_command_line_learn_files(
             await client.learn("file", "text", generator="model")
         with pytest.raises(InvalidRequest, match="recipe"):
             await client.learn("file", "text", recipe="magic")  # type: ignore[arg-type]
-    given = ["learn", "two", str(tmp_path / "a.txt"), str(tmp_path / "b.md"), "--questions-per-chunk", "2"]
+    given = ["learn", "two", str(tmp_path), "--questions-per-chunk", "2"]
     given += ["--set", "document.answer_tokens=4", "--set", "document.publish=always", "--set", "training.steps=1"]
     given += ["--set", f"document.questions={json.dumps(ASKED['questions'])}"]
     assert await asyncio.to_thread(run, [*given, "--url", url]) == 0
     shown = capsys.readouterr()
     assert "succeeded" in shown.out
     assert "in context" in shown.out
+    assert f"note: files of {tmp_path} (2): a.txt, b.md\n" in shown.err
     (tmp_path / "none.tsv").write_text("\n")
     assert await asyncio.to_thread(run, [*given[:3], "--questions", str(tmp_path / "none.tsv"), "--url", url]) == 2
     assert "no question in" in capsys.readouterr().err

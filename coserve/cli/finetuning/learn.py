@@ -10,7 +10,11 @@ import typer
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, Wait, connected
 from coserve.cli.finetuning.settings import Detach, SetFields, request_settings
 from coserve.cli.jobs import follow_job, print_job, print_note
+from coserve.core.document_files import files_of
 from coserve.core.schemas.documents import Recipe
+
+_SHOWN = 10
+"""Most names of a folder's files in its note."""
 
 
 def learn(
@@ -68,6 +72,10 @@ def learn(
     with connected(url, key, wait) as client:
         job = client.learn(adapter, file=files, **settings, **document)
         told = job.info.notes
+        for folder in filter(Path.is_dir, files):
+            found = [str(file.relative_to(folder)) for file in files_of(folder)]
+            more = ", ..." if len(found) > _SHOWN else ""
+            print_note(f"note: files of {folder} ({len(found)}): {', '.join(found[:_SHOWN])}{more}")
         for note in told:
             print_note(f"note: {note}")
         if detach:
