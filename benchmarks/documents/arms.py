@@ -42,9 +42,9 @@ def daemon(options: Sequence[str], folder: Path) -> contextlib.AbstractContextMa
 
 def right(question: Question, text: str) -> bool:
     """Whether an answer has the expected values, or for an unanswerable question none of the document's; for a
-    choice, whether it begins with its letter."""
+    choice, whether it begins with its letter, which is not the article "A"."""
     if question.kind == "choice":
-        return re.match(rf"\W*{question.answers[0]}\b", text) is not None
+        return re.match(rf"\W*{question.answers[0]}\b(?! (?!is\b)[a-z])", text) is not None
     found: list[bool] = [answer.lower() in text.lower() for answer in question.answers]
     return not any(found) if question.kind == "unanswerable" else all(found)
 

@@ -46,6 +46,8 @@ def test_articles_of_quality_are_documents_of_choices(tmp_path: Path) -> None:
         False,
         False,
     ]
+    article = Question("choice", "?", ("A",))
+    assert [right(article, text) for text in ("A", "A.", "A is right", "A man sang")] == [True, True, True, False]
 
 
 def test_answers_count_by_kind() -> None:
