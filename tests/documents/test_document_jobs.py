@@ -106,7 +106,9 @@ async def test_what_has_learned_nothing_is_not_published(api: Api, caplog: pytes
     events = await api.events(job["id"])
     _, job = await api.call("GET", f"/finetune/{job['id']}")
     assert (job["state"], job["error"]["code"], job["result"]) == ("failed", "not_learned", None)
-    assert job["document"]["evaluation"]["learned"] is False
+    found = job["document"]["evaluation"]
+    assert found["learned"] is False
+    assert f"nats a token: floor {found['floor']['nll']:.3f}, " in job["error"]["message"]
     assert events[-1][1]["state"] == "failed"
     assert (await api.call("GET", "/adapters/nothing"))[0] == 404
     await api.settled()

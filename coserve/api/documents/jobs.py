@@ -191,7 +191,7 @@ class DocumentJobs:
         rivals = "the base without the document"
         rivals += f" and than {found.other_adapter} of another document" if found.other is not None else ""
         why = f"{found.questions} held-out questions do not show, with 95% confidence, that the adapter is better than"
-        why += f" {rivals}"
+        why += f" {rivals} ({_losses(found)})"
         return await self._unproved(id, document, why)
 
     async def _unproved(self, id: str, document: DocumentJob, why: str) -> bool:
@@ -250,9 +250,12 @@ def _other(registry: Registry, *, record: JobRecord) -> str | None:
 
 
 def _summary(found: DocumentEvaluation) -> str:
-    parts = [f"{name} {score.nll:.3f}" for name, score in _arms(found)]
     recovered = "" if found.recovered is None else f", {found.recovered:.0%} of the context's gain"
-    return f"nats a token: {', '.join(parts)}{recovered}; retention {found.retention:+.1%}"
+    return f"{_losses(found)}{recovered}; retention {found.retention:+.1%}"
+
+
+def _losses(found: DocumentEvaluation) -> str:
+    return "nats a token: " + ", ".join(f"{name} {score.nll:.3f}" for name, score in _arms(found))
 
 
 def _arms(found: DocumentEvaluation) -> list[tuple[str, AnswerScore]]:
