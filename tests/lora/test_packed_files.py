@@ -19,7 +19,6 @@ from coserve.core.types import AdapterDigests, AdapterRef, LoraSettings
 from coserve.finetune.init import new_adapter
 from coserve.lora.files.packed_header import PACKED_FILE, is_sound
 from coserve.lora.files.tensorfile import digest_file
-from coserve.lora.store import packed_files
 from coserve.lora.store.files import load_packed, save_adapter
 from coserve.lora.store.host_memory import HostMemory
 from coserve.lora.store.packed_files import PackedFiles, PackedForm
@@ -152,9 +151,8 @@ def test_adapters_that_wait_to_be_written_are_bounded_in_bytes(
         folder.mkdir()
     digests = [save(folder) for folder in folders]
     size = packed_bytes(load_packed(folders[0], SPEC, dtype=FORM.dtype))
-    monkeypatch.setattr(packed_files, "MAX_WAITING", most * size)
     monkeypatch.setattr(os, "fsync", lambda _: written.wait())
-    files, held = PackedFiles(FORM, LoadTimes()), list[weakref.ref[LoraWeights]]()
+    files, held = PackedFiles(FORM, LoadTimes(), most * size), list[weakref.ref[LoraWeights]]()
     try:
         for folder, own in zip(folders, digests, strict=True):
             found = files.load(folder, own, lambda: load_packed(folder, SPEC, dtype=FORM.dtype))  # noqa: B023

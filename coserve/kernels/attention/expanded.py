@@ -64,12 +64,17 @@ def most_expanded(shapes: Iterable[KvShape]) -> int:
     return EXPANDED_BYTES // each if each else 0
 
 
+def is_long(run: TokenRun) -> bool:
+    """Whether a step expands the context of a run, if memory lasts."""
+    return run.tokens >= EXPANDED_TOKENS
+
+
 def long_chunks(runs: Sequence[TokenRun], most: int) -> list[int]:
     """Return the indices of the runs whose contexts are expanded, of at most `most` tokens together."""
     found = list[int]()
     for index, run in enumerate(runs):
         context = run.position + run.tokens
-        if run.tokens >= EXPANDED_TOKENS and context <= most:
+        if is_long(run) and context <= most:
             found.append(index)
             most -= context
     return found

@@ -68,8 +68,8 @@ class PackedForm:
 class PackedFiles:
     """The packed files of an engine's adapters."""
 
-    def __init__(self, form: PackedForm, times: LoadTimes) -> None:
-        self._form, self._times = form, times
+    def __init__(self, form: PackedForm, times: LoadTimes, max_waiting: int = MAX_WAITING) -> None:
+        self._form, self._times, self._max_waiting = form, times, max_waiting
         self._writer, self._lock, self._waiting = ThreadPoolExecutor(1, "pack"), Lock(), 0
         self._fillers = ThreadPoolExecutor(min(FILLERS, usable_cores()), "adapter-bytes")
         self._refused: str | None = None
@@ -102,7 +102,7 @@ class PackedFiles:
     def _may_wait(self, size: int) -> bool:
         """Count an adapter as waiting to be written, if there is room for it."""
         with self._lock:
-            fits = not self._waiting or self._waiting + size <= MAX_WAITING
+            fits = not self._waiting or self._waiting + size <= self._max_waiting
             self._waiting += size if fits else 0
         return fits
 
