@@ -140,6 +140,14 @@ def test_a_zip_file_with_a_huge_directory_is_refused(tmp_path: Path) -> None:
         unpack(tmp_path, make("zip", *((f"{i}{'x' * 300}", b"") for i in range(4000))))
 
 
+@pytest.mark.parametrize(("at", "value"), [(6, 64), (8, 32), (8, 64)], ids=["version", "patched", "encrypted"])
+def test_kinds_of_zip_files_that_nobody_reads_are_refused(tmp_path: Path, at: int, value: int) -> None:
+    archive = bytearray(make("zip", *BOTH))
+    archive[archive.index(b"PK\1\2") + at] |= value  # in the directory
+    with pytest.raises(CorruptAdapter, match="damaged, or is no tar or zip file"):
+        unpack(tmp_path, bytes(archive))
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(kind=st.sampled_from(KINDS), at=st.integers(0, 1 << 16), value=st.integers(0, 255), cut=st.booleans())
 def test_damaged_archives_are_refused_or_whole(

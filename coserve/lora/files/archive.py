@@ -27,7 +27,16 @@ MEMBERS: Final = 1000
 """Most files and folders in an archive."""
 DIRECTORY_BYTES: Final = 1 << 20
 """Most bytes of a zip file's central directory, and of a tar header: Python's libraries read both into memory."""
-BROKEN = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, ValueError, struct.error)
+BROKEN = (
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    NotImplementedError,  # a kind of zip file that `zipfile` does not read
+    gzip.BadGzipFile,
+    zlib.error,
+    EOFError,
+    ValueError,
+    struct.error,
+)
 
 CHUNK: Final = 256 << 10
 
