@@ -156,6 +156,7 @@ def test_the_command_plans_from_a_config_and_a_trace(tmp_path: Path) -> None:
     assert re.search(
         r": coserve lora-server FOLDER --servers (\d+), and coserve serve --lora-server \1 ", shared.stdout
     )
+    assert "unless servers see the daemons' GPUs" in " ".join(shared.stdout.split())
     assert "--lora-server-at FOLDER" in shared.stdout
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "hidden_size": 8}))
     refused = runner.invoke(app, ["plan", str(tmp_path)])

@@ -77,7 +77,7 @@ def plan(
     command = f"coserve serve --lora-server {server.gpus} --lora-server-ep {server.ep}"
     if engines > 1:
         command = f"coserve lora-server FOLDER --servers {server.gpus}, and {command} --lora-server-at FOLDER"
-        command += "; messages go through host memory then, which is slower than this counts"
+        command += "; unless servers see the daemons' GPUs, messages take longer than this counts"
     parts = " + ".join(f"{1e6 * one:.0f}" for one in (server.receive, server.compute, server.send))
     print(
         f"{capacity} adapters must fit. Apart from the engines: {gpus} (experts among {server.ep}, layers "
