@@ -34,7 +34,15 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.settings import refuse_config
 from tests.support.examples import in_turns
 from tests.support.executors import eager
-from tests.support.families import ATTENTION_ONLY, REFUSED, REFUSED_BY_CONFIG, SERVED, SERVED_SINCE_5_24, tiny_family
+from tests.support.families import (
+    ATTENTION_ONLY,
+    PUBLISHED,
+    REFUSED,
+    REFUSED_BY_CONFIG,
+    SERVED,
+    SERVED_SINCE_5_24,
+    tiny_family,
+)
 from tests.support.host_waits import copies_from_the_host
 from tests.support.lora_backends import GROUPED
 from tests.support.lora_reference import alone, save_peft
@@ -117,12 +125,26 @@ def test_a_familys_tokens_logprobs_and_gradients_are_those_of_transformers_and_p
 ) -> None:
     """And its sites stacked into groups, as a GPU serves it without the compiler, give its own logits; a CUDA graph can
     hold its steps."""
-    base = wrap_base(tiny_family(family), name=family)
+    _check(family, tmp_path)
+
+
+@pytest.mark.parametrize("published", in_turns(PUBLISHED))
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_a_served_family_that_have_other_parts(
+    published: tuple[str, dict[str, object]], tmp_path: Path
+) -> None:
+    family, settings = published
+    _check(family, tmp_path, **settings)
+
+
+def _check(family: str, tmp_path: Path, **settings: object) -> None:
+    base = wrap_base(tiny_family(family, **settings), name=family)
     sites = _targets(family, base)
-    expected, adapters = {"base": _by_its_own_forward(tiny_family(family))}, {}
+    expected, adapters = {"base": _by_its_own_forward(tiny_family(family, **settings))}, {}
     for rank in RANKS:
         ref = AdapterRef(f"of-rank-{rank}", 1)
-        peft_model = save_peft(tiny_family(family), tmp_path / ref.id, seed=rank, r=rank, target_modules=sites)
+        model = tiny_family(family, **settings)
+        peft_model = save_peft(model, tmp_path / ref.id, seed=rank, r=rank, target_modules=sites)
         adapters[ref] = load_adapter(tmp_path / ref.id, base.spec, device="cpu", dtype=torch.float32)
         assert list(adapters[ref].sites) == sites
         expected[ref.id] = _by_its_own_forward(peft_model)
@@ -172,7 +194,7 @@ def test_a_family_that_cannot_be_served_is_refused_with_the_reason(family: str, 
         assert re.search(reason, str(error))
     else:
         assert family in SERVED_SINCE_5_24
-        test_a_familys_tokens_logprobs_and_gradients_are_those_of_transformers_and_peft(family, tmp_path)
+        _check(family, tmp_path)
 
 
 @pytest.mark.parametrize("family", REFUSED_BY_CONFIG)

@@ -231,6 +231,19 @@ _SETTINGS: dict[str, dict[str, object]] = {
 }
 """Settings of one family, besides `_SHAPE`."""
 
+PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
+    "granite-4-micro": (
+        "granitemoehybrid",
+        {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "num_local_experts": 0},
+    ),
+    "gemma-4-31b": (
+        "gemma4_text",
+        {key: value for key, value in _GEMMA4.items() if key not in ("model_type", "top_k_experts")}
+        | {"enable_moe_block": False, "hidden_size_per_layer_input": 0},
+    ),
+}
+"""Models with other layers than the one of their family that the rest of the tests take: the family, and settings."""
+
 _EXPERTS = ("expert weights cannot be adapted",)
 
 
