@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -32,6 +33,7 @@ def show_prospect(
     sizes: BaseSizes = import_module("coserve.model.formats.sizes").read_sizes(
         model, dtype, quantization=quantization, mla_cache=mla_cache, trust_remote_code=trust_remote_code
     )
+    wish = replace(wish, context=min(wish.context, sizes.spec.context))  # no request is longer than the base's context
     need, fits = needed(sizes, wish), [fit(sizes, wish, gb) for gb in GPUS]
     if as_json:
         print_json({"wish": wish, "need": need, "total": need.total, "gpus": fits})

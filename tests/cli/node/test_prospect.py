@@ -116,6 +116,11 @@ def test_the_command_prints_every_use_and_every_gpu(tmp_path: Path) -> None:
     assert shown["need"]["training"] == shown["need"]["jobs"] == 0
 
 
+def test_requests_are_no_longer_than_the_bases_context() -> None:
+    asked = json.loads(CliRunner().invoke(app, ["memory", "bundled", "--context", "9999", "--json"]).output)
+    assert asked["wish"]["context"] == 1024
+
+
 def shown(monkeypatch: pytest.MonkeyPatch, use: MemoryUse | None, *options: str) -> tuple[int, str]:
     client = SimpleNamespace(health=lambda: SimpleNamespace(memory=use, status="ready"), close=lambda: None)
     monkeypatch.setattr(memory, "connect", lambda *_: client)
