@@ -44,6 +44,9 @@ NO_PREFIX_CACHE = (
 BY_TOKENS = "generation: the recurrences of a prompt's layers run token by token, not in chunks"
 
 
+NOT_EXPANDED = "generation: prompts behind more than {} tokens of contexts in a step are slower: they absorb latents"
+
+
 class HasKv(Protocol):
     """The attributes of `model.Base` that the cache needs."""
 
@@ -102,6 +105,8 @@ class KvCache:
         else:
             values = views(layout.values, [(shape.heads, shape.values) for shape in kv_shapes])
         self.most_expanded = most_expanded(kv_shapes)
+        if 0 < self.most_expanded < pages * page_tokens:
+            self.notes += (NOT_EXPANDED.format(self.most_expanded),)
         self.views = Pages(keys, values, latent)
         """Keys and values of each layer."""
 

@@ -229,6 +229,13 @@ def test_long_chunks_are_expanded_as_far_as_memory_lasts() -> None:
     assert long_chunks(runs, 46 + 100) == [1, 4, 5], "those behind one that is too long"
 
 
+@pytest.mark.parametrize(("pages", "told"), [(16, False), (17, True)])
+def test_an_operator_is_told_where_long_contexts_are_slow(pages: int, told: bool) -> None:
+    shape = KvShape(1, 24, 20, latent=True, expanded=(1 << 30) // 256)
+    cached = KvCache([shape], pages=pages, page_tokens=16, dtype=torch.float32, device=torch.device("cpu"))
+    assert any("more than 256 tokens of contexts" in note for note in cached.notes) == told
+
+
 def test_a_base_says_what_a_token_takes() -> None:
     """On a GPU in 16 bits; elsewhere a row's bits must not depend on how its prompt was cut."""
     base = wrap_base(tiny_family("deepseek_v3"), name="deepseek_v3")
