@@ -114,3 +114,10 @@ async def test_what_cannot_be_compacted_is_refused(client: AsyncOpenAI) -> None:
     wrong: Any = [{"type": "compaction", "encrypted_content": None}, TALK[1]]
     with pytest.raises(openai.BadRequestError, match="text of a compaction"):
         await client.responses.create(model="fake", input=wrong)
+
+
+async def test_a_summary_that_is_cut_is_no_compaction(client: AsyncOpenAI) -> None:
+    """What it would replace would be lost."""
+    with pytest.raises(openai.BadRequestError, match="room for a whole summary") as caught:
+        await client.responses.compact(model="fake", input=TALK, extra_body={"max_output_tokens": 1})
+    assert caught.value.body["param"] == "max_output_tokens"

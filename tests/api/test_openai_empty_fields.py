@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.inspect import StructType, type_info
 
+from coserve.api.anthropic.schemas import MessagesRequest
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
 from coserve.api.tgi.schemas import TgiParameters, TgiRequest
@@ -220,3 +221,13 @@ async def test_a_web_search_is_asked_for_even_without_options(client: AsyncOpenA
     with pytest.raises(openai.BadRequestError, match="web_search_options is not supported") as caught:
         await client.chat.completions.create(model="fake", messages=[TURN], web_search_options=options)  # type: ignore[list-item]
     assert caught.value.param == "web_search_options"
+
+
+@pytest.mark.parametrize("name", ["id", "thinking", "other"])
+def test_nulls_of_other_kinds_of_blocks_ask_for_nothing(name: str) -> None:
+    """In a list of blocks each of which may be of any kind."""
+    block = {"type": "text", "text": "x"}
+    whole = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
+    given = whole | {"messages": [{"role": "user", "content": [block | {name: None}]}]}
+    plain, got = (decode_dialect(msgspec.json.encode(one), MessagesRequest) for one in (whole, given))
+    assert got == plain

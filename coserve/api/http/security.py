@@ -37,7 +37,6 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 REQUEST_ID = web.RequestKey("request_id", str)
 CLIENT_ID = re.compile(r"[!-~]{1,128}")
 """An `X-Request-Id` of a client that the log and the response take over; instead of another one they have a new id."""
-_ASKED_METHOD = "Access-Control-Request-Method"
 BEGUN = web.RequestKey("begun", bool)
 """Set once the response's headers are sent: no other response is possible."""
 
@@ -47,7 +46,8 @@ ORIGIN = web.RequestKey("origin", str)
 
 def is_preflight(request: web.Request) -> bool:
     """Return whether a browser asks what a page may send. Such a request has no API key, and reaches no handler."""
-    return request.method == "OPTIONS" and "Origin" in request.headers and _ASKED_METHOD in request.headers
+    asks = {"Origin", "Access-Control-Request-Method"}
+    return request.method == "OPTIONS" and all(name in request.headers for name in asks)
 
 
 class Gate:

@@ -69,11 +69,12 @@ def learn(
         "questions_per_chunk": questions_per_chunk,
     }
     document: dict[str, Any] = settings.pop("document", {}) | {n: v for n, v in own.items() if v is not None}
+    folders = {folder: files_of(folder) for folder in files if folder.is_dir()}  # as they are now
     with connected(url, key, wait) as client:
         job = client.learn(adapter, file=files, **settings, **document)
         told = job.info.notes
-        for folder in filter(Path.is_dir, files):
-            found = [str(file.relative_to(folder)) for file in files_of(folder)]
+        for folder, own_files in folders.items():
+            found = [str(file.relative_to(folder)) for file in own_files]
             more = ", ..." if len(found) > _SHOWN else ""
             print_note(f"note: files of {folder} ({len(found)}): {', '.join(found[:_SHOWN])}{more}")
         for note in told:

@@ -3,10 +3,11 @@ them. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from msgspec.inspect import AnyType, ListType, NoneType, StructType, Type, type_info
+from msgspec.inspect import AnyType, Field, ListType, NoneType, StructType, Type, type_info
 
 from coserve.core.validation import members
 
@@ -14,7 +15,7 @@ DEPTH = 8
 """Most levels of a field's value to search for content; deeper values count as not empty."""
 
 IDLE = frozenset({"cache_control", "index", "phase"})
-"""Fields that clients put into messages, their parts and calls whatever the server: marks of a prompt cache, a streamed
+"""Fields that clients send whatever the server, at any level: marks of a prompt cache, a streamed
 call's place, and whether an answer is the final one."""
 
 
@@ -37,8 +38,8 @@ def drop_empty(value: object, type: type) -> None:
 @dataclass(frozen=True)
 class _Levels:
     """The structs nested in a type, as a tree. `fields`: for a struct, or for several of which a value may be any, the
-    subtree of each field; `not_null`: optional fields that do not accept null; `items`: for a list, the subtree of its
-    entries."""
+    subtree of each field; `not_null`: fields whose null asks for nothing (`_null_is_idle`); `items`: for a list, the
+    subtree of its entries."""
 
     fields: dict[str, _Levels | None] | None
     not_null: frozenset[str]
@@ -53,19 +54,27 @@ def _levels(type: type) -> _Levels | None:
 
 
 def _levels_of(info: Type) -> _Levels | None:
-    fields: dict[str, _Levels | None] | None = None
-    not_null, items, most = frozenset[str](), None, None
-    for leaf in members(info):
-        if isinstance(leaf, StructType):
-            fields = (fields or {}) | {field.encode_name: _levels_of(field.type) for field in leaf.fields}
-            not_null |= frozenset(
-                field.encode_name
-                for field in leaf.fields
-                if not field.required and not any(isinstance(each, NoneType | AnyType) for each in members(field.type))
-            )
+    leaves, not_null = list(members(info)), set[str]()
+    structs = [leaf for leaf in leaves if isinstance(leaf, StructType)]
+    fields: dict[str, _Levels | None] | None = {} if structs else None
+    items, most = None, None
+    for leaf in leaves:
+        if isinstance(leaf, StructType) and fields is not None:
+            for field in leaf.fields:
+                if _null_is_idle(field, structs):
+                    not_null.add(field.encode_name)
+                fields[field.encode_name] = _levels_of(field.type)
         elif isinstance(leaf, ListType) and (inner := _levels_of(leaf.item_type)) is not None:
             items, most = inner, leaf.max_length
-    return None if fields is None and items is None else _Levels(fields, not_null, items, most)
+    return None if fields is None and items is None else _Levels(fields, frozenset(not_null), items, most)
+
+
+def _null_is_idle(field: Field, structs: Sequence[StructType]) -> bool:
+    """Whether a field's null asks for nothing in a value that may be any of the structs: the field is optional and does
+    not accept null, or some of the structs have no such field."""
+    takes_null = any(isinstance(each, NoneType | AnyType) for each in members(field.type))
+    in_all = all(any(one.encode_name == field.encode_name for one in each.fields) for each in structs)
+    return not (takes_null or field.required) or not (in_all or (takes_null and field.required))
 
 
 def _drop(value: object, levels: _Levels | None) -> None:

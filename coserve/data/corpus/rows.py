@@ -364,7 +364,7 @@ _KINDS: dict[type, str] = {NoneType: "null", bool: "a bool", str: "a text", list
 
 def parse_row(obj: object, line: int, columns: Columns | None = None) -> Row:
     """Convert decoded JSON to a row; fields that are null count as absent, and unknown fields of messages that are
-    empty are removed from `obj`. Raises `MalformedRow` with `line`, which counts from 1."""
+    empty or in `empty_fields.IDLE` are removed from `obj`. Raises `MalformedRow` with `line`, which counts from 1."""
     columns = Columns() if columns is None else columns
     if not isinstance(obj, dict):
         raise MalformedRow(f"expected an object, got {_KINDS.get(type(obj), 'a number')}; {FORMATS}", line=line)

@@ -121,9 +121,11 @@ class ResponsesApi:
         )
         before, chat = await self._chat(plain, summary=True)
         found = response(plain, await self._api.answer_chat(chat))
-        parts = (part.text for item in found.output if isinstance(item, MessageItem) for part in item.content)
+        texts = [part.text for item in found.output if isinstance(item, MessageItem) for part in item.content]
+        if found.status != "completed" or not any(texts):
+            raise InvalidRequest("expected room for a whole summary, got a part", field="max_output_tokens")
         items = [*before, *stored_items(plain.input)]
-        summary = StoredItem(id=new_id("cmp"), type="compaction", encrypted_content="".join(parts))
+        summary = StoredItem(id=new_id("cmp"), type="compaction", encrypted_content="".join(texts))
         return CompactedResponse(
             id=found.id,
             created_at=found.created_at,

@@ -24,7 +24,7 @@ from coserve.core.errors import InvalidRequest, NotFound
 MAX_BYTES = 256 << 20
 """Most bytes of stored responses, of all projects together."""
 MAX_REQUEST_BYTES = 4 << 20
-"""Most bytes of stored items, as JSON, that one request reads: they are decoded on the event loop."""
+"""Most bytes of stored items, as JSON, that one request continues or refers to: they are decoded on the event loop."""
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -50,7 +50,7 @@ class _Stored:
     """The previous response of the same project."""
     holders: int = 1
     """Stored responses that continue it, and 1 if it is stored itself. Its items are forgotten at 0."""
-    size: int = 0
+    size: int = field(init=False)
     """Memory of its own items, bytes."""
 
     def __post_init__(self) -> None:
