@@ -100,6 +100,12 @@ def _stop_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
+def same_bits_in_any_batch() -> None:
+    """Let MKL give a row of a product the same bits whatever the other rows are, in this process; before its first
+    product. Otherwise that holds for some shapes only, and for fewer on processors without AVX-512."""
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
 def usable_cores(quota: Path = CPU_QUOTA) -> int:
     """Return the CPU cores that this process may use: its CPU affinity, reduced to a container's `quota`; at least
     one."""

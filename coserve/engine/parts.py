@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from coserve.admission.recompute_plan import host_bytes
 from coserve.config import Config
 from coserve.core.errors import AdapterNotFound, UnsupportedBase
 from coserve.core.gpu_memory import MemoryModel
-from coserve.core.processes import free_memory, usable_cores, usable_memory
+from coserve.core.processes import free_memory, same_bits_in_any_batch, usable_cores, usable_memory
 from coserve.core.types import AdapterDigests, AdapterRef
 from coserve.engine.device_memory import DeviceMemory, Fixed
 from coserve.engine.lora_server.start import make_servers
@@ -65,9 +64,6 @@ AnySessions = TypeVar("AnySessions")
 
 EXACT_THREADS = 2
 """Most CPU threads with which torch's kernels give a row the same bits in every batch."""
-MKL_MODE = ("MKL_CBWR", "AUTO,STRICT")
-"""Variable that MKL reads at its first product: a row has the same bits whatever the other rows are. Otherwise that
-holds for some shapes only, and for fewer on processors without AVX-512."""
 PROBES = 3
 """Forwards timed for each number of threads in `choose_threads`."""
 SMALL_STEP = 0.03
@@ -85,7 +81,7 @@ times."""
 def set_up_threads(config: Config) -> None:
     """Set this process's thread count and switch interval; ranks share the cores. Call it before anything is
     computed."""
-    os.environ.setdefault(*MKL_MODE)
+    same_bits_in_any_batch()
     torch.set_num_threads(config.threads or max(1, default_threads() // config.tp))
     sys.setswitchinterval(SWITCH_INTERVAL)
 

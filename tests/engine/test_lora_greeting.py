@@ -74,7 +74,9 @@ def test_an_engine_refuses_a_server_that_says_no_version(answer: bytes, tmp_path
 
 
 @pytest.mark.parametrize("hello", [framed(OTHER), framed(["not a greeting"])])
-def test_a_server_reads_nothing_more_of_an_engine_of_another_version(hello: bytes) -> None:
+def test_a_server_reads_nothing_more_of_an_engine_of_another_version(
+    hello: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     """Another engine of that server is none the worse."""
     ours, theirs = socket.socketpair()
     with ours, ThreadPoolExecutor(1) as other:
@@ -85,6 +87,7 @@ def test_a_server_reads_nothing_more_of_an_engine_of_another_version(hello: byte
         session.result(60.0)
         with pytest.raises((PeerLost, ConnectionResetError)):
             receive_hello(ours)
+    assert "expected a message of another process" not in caplog.text
 
 
 def test_files_come_with_a_greeting() -> None:

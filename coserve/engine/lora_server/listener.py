@@ -10,11 +10,12 @@ import msgspec
 
 from coserve.core.link.lora_servers import ListenerSettings
 from coserve.core.logs.setup import set_up_logging
-from coserve.core.processes import obey_parent
+from coserve.core.processes import obey_parent, same_bits_in_any_batch
 
 
 def main() -> None:
     obey_parent()
+    same_bits_in_any_batch()
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.listen()  # engines may connect while torch is imported
     settings = msgspec.json.decode(sys.argv[2], type=ListenerSettings)

@@ -9,12 +9,13 @@ import sys
 import msgspec
 
 from coserve.core.link.channel import Channel
-from coserve.core.processes import obey_parent
+from coserve.core.processes import obey_parent, same_bits_in_any_batch
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer
 
 
 def main() -> None:
     obey_parent()
+    same_bits_in_any_batch()
     sock = socket.socket(fileno=int(sys.argv[1]))
     channel = Channel[AnyFromServer, AnyToServer](sock, msgspec.msgpack.Decoder(AnyToServer))
     from coserve.engine.lora_server.server import serve  # imports torch, which takes seconds

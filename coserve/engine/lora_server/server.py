@@ -166,6 +166,7 @@ class LoraServer:
             if told:  # a step that waits for the other layers ends the server
                 log.warning("adapter %s: its last layers cannot be read", load.ref, exc_info=error)
             else:
+                log.warning("adapter %s cannot be read", load.ref, exc_info=error)
                 self._tell(PairsRefused(number=load.number, message=f"{type(error).__name__}: {error}"[:300]))
 
     def _tell(self, answer: AnyFromServer) -> None:

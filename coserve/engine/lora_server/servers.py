@@ -118,8 +118,8 @@ class LoraServers:
                 running = self._start(self._starts, self._answered)
             except Exception as error:
                 known = isinstance(error, ConnectionError | StartupError)
-                self._refused = str(error)
-                log.warning("the LoRA servers did not start: %s", error, exc_info=None if known else error)
+                self._refused = str(error) or type(error).__name__
+                log.warning("the LoRA servers did not start: %s", self._refused, exc_info=None if known else error)
                 if self._starts == 1:
                     with self._changed:
                         self._failure = error

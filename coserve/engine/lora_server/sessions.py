@@ -83,6 +83,8 @@ class Sessions:
                     self._serve(channel, connection, files)
         except ENGINES_ERRORS as error:
             log_event(log, "an engine has left", reason=str(error) or "it has closed the connection")
+            if not isinstance(error, ConnectionError):
+                log.warning("an engine's session has failed", exc_info=error)
         except BaseException:
             log.critical("the LoRA server ends by a fault", exc_info=True)
             logging.shutdown()

@@ -100,7 +100,8 @@ def _mailboxes(base: Base, servers: int, tokens: int) -> tuple[Mailboxes | None,
 
 def _note(error: Exception | str) -> str:
     """Return a note on the slower way, and log it."""
-    note = f"LoRA servers are reached through host memory, which is slower: {error}"
+    why = str(error) or type(error).__name__
+    note = f"LoRA servers are reached through host memory, which is slower: {why}"
     log.warning("%s", note)
     return note
 
