@@ -53,10 +53,14 @@ class HostAdmission:
         self._needs, self._limit = needs, limit
         self._started: dict[str, int] = {}
         """Bytes of each started job."""
+        self._asked = ("", 0)
+        """The job that was asked for last, and its bytes: a job that waits is asked for at each tick."""
 
     def admit(self, spec: JobSpec) -> Start | Hold:
         """See `MemoryAdmission.admit`."""
-        size = self._needs(spec)
+        if self._asked[0] != spec.id:
+            self._asked = spec.id, self._needs(spec)
+        size = self._asked[1]
         _check_host(size, self._limit)
         if (hold := _host_hold(size + sum(self._started.values()), self._limit)) is None:
             self._started[spec.id] = size

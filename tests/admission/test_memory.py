@@ -169,9 +169,11 @@ def test_host_memory_alone_admits_jobs_where_the_gpu_s_is_not_planned() -> None:
 
     size = needs(spec())
     assert size == job_memory(spec(), BASE, MemoryModel(costs=COSTS, training=GIB), LIMIT).pinned
-    memory = HostAdmission(needs, 2 * size)
+    asked = list[str]()
+    memory = HostAdmission(lambda own: asked.append(own.id) or needs(own), 2 * size)
     assert memory.admit(spec("one")) == memory.admit(spec("two")) == Start()
     held = memory.admit(spec("three"))
+    assert memory.admit(spec("three")) == held and asked == ["one", "two", "three"], "computed once"
     assert isinstance(held, Hold) and f"takes {3 * size} bytes of the {2 * size} for it" in held.message
     memory.release("one")
     assert memory.admit(spec("three")) == Start()
