@@ -97,16 +97,17 @@ class _Portal:
 
     def iterate(self, source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """Turn an asynchronous generator into a plain one; closing the result closes `source`."""
+        items = _Items(source)
         try:
             while True:
                 try:
-                    item = self.call(_next(source))
+                    item = self.call(items.next())
                 except StopAsyncIteration:
                     return
                 yield item
         finally:
             if self._close.alive:  # otherwise the loop's end has closed it
-                self.call(source.aclose())
+                self.call(items.close())
 
     def close(self) -> None:
         self._check_thread()
@@ -114,8 +115,27 @@ class _Portal:
             self._close()
 
 
-async def _next(source: AsyncGenerator[T, None]) -> T:
-    return await anext(source)
+class _Items(Generic[T]):
+    """The items of an asynchronous generator. It can be closed while one is awaited: an interruption may come at any
+    place of the waiting thread, also before that knows what it waits for."""
+
+    def __init__(self, source: AsyncGenerator[T, None]) -> None:
+        self._source = source
+        self._awaiting: asyncio.Task[Any] | None = None
+
+    async def next(self) -> T:
+        self._awaiting = asyncio.current_task()
+        try:
+            return await anext(self._source)
+        finally:
+            self._awaiting = None
+
+    async def close(self) -> None:
+        if self._awaiting is not None:
+            if not self._awaiting.cancelling():  # a second time would interrupt its cleaning up
+                self._awaiting.cancel()
+            await asyncio.wait([self._awaiting])
+        await self._source.aclose()
 
 
 def _stop(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import pty
 import select
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Self
 
 import pytest
 
@@ -95,7 +95,7 @@ class Terminal:
             start_new_session=True,
         )
         os.close(other)
-        self.pid, self.seen = self._process.pid, ""
+        self.seen = ""
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
@@ -118,14 +118,20 @@ class Terminal:
                 pass
         except OSError:  # the other side is closed
             pass
-        os.close(self._fd)
         return self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._fd)
 
 
 @pytest.mark.timeout(120)
 def test_ctrl_c_ends_an_answer_and_ctrl_d_leaves(server: ChatServer) -> None:
-    terminal = Terminal(server.url)
-    try:
+    with Terminal(server.url) as terminal:
         terminal.until("Ctrl-D leaves")
         terminal.until("> ")
         terminal.type("\x03")  # at the prompt it is a new line
@@ -141,9 +147,6 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_leaves(server: ChatServer) -> None:
         terminal.until("> ")
         terminal.type("\x04")
         assert terminal.end() == 0
-    except BaseException:
-        os.kill(terminal.pid, signal.SIGKILL)
-        raise
     assert [message["content"] for message in server.asked[1]["messages"]] == [
         "say ahoy there pause",
         "ahoy there",
@@ -152,15 +155,11 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_leaves(server: ChatServer) -> None:
 
 
 def test_an_error_at_the_terminal_ends_one_answer(server: ChatServer) -> None:
-    terminal = Terminal("http://127.0.0.1:9")
-    try:
+    with Terminal("http://127.0.0.1:9") as terminal:
         terminal.until("> ")
         terminal.type("hello\n")
         terminal.until("no daemon answers")
         terminal.until("> ")
         terminal.type("\x04")
         assert terminal.end() == 0
-    except BaseException:
-        os.kill(terminal.pid, signal.SIGKILL)
-        raise
     assert coserve("chat", url="http://127.0.0.1:9", stdin="hello\n").returncode == 1

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -85,6 +86,44 @@ def test_an_interrupt_cancels_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(KeyboardInterrupt):
                 client.health()
         assert cancelled.wait(5)
+
+
+def endless(left: threading.Event) -> MockTransport:
+    """One chunk of a stream, and then nothing; leaving takes a moment."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        try:
+            yield sse(chunk("one"))[0]
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            left.set()
+
+    return MockTransport(lambda _: Response(200, {"Content-Type": "text/event-stream"}, chunks()))
+
+
+@pytest.mark.parametrize("place", ["concurrent.futures.Future.result", "asyncio.run_coroutine_threadsafe"])
+def test_an_interrupt_leaves_a_stream_wherever_it_comes(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the next chunk is awaited, and just after it has been asked for."""
+    left = threading.Event()
+    real = {"asyncio.run_coroutine_threadsafe": asyncio.run_coroutine_threadsafe}.get(place, lambda *_: None)
+
+    with Client(transport=endless(left)) as client:
+        stream = client.stream("hi")
+        assert next(stream).text == "one"
+        with monkeypatch.context() as patch:
+
+            def interrupted(*given: Any) -> None:
+                patch.undo()
+                real(*given)
+                raise KeyboardInterrupt
+
+            patch.setattr(place, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+        assert left.is_set()
+        with pytest.raises(StopIteration):
+            next(stream)
 
 
 def test_a_client_that_is_forgotten_leaves_no_thread() -> None:

@@ -86,14 +86,11 @@ def _converse(conversation: Conversation) -> None:
     print(COMMANDS, file=sys.stderr)
     while True:
         try:
-            line = input("> ")
+            conversation.take(input("> "))
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print()
-            continue
-        try:
-            conversation.take(line)
         except CoserveError as error:
             print(f"coserve: {explain(error)}", file=sys.stderr)
