@@ -62,7 +62,8 @@ from coserve.finetune.sessions.session import SliceTimer, TrainingSession
 from coserve.kernels.lora.backend import choose_backend
 from coserve.lora.files.bdlora import blocks_at, packed_shapes
 from coserve.lora.files.targets import resolve_targets
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
+from coserve.model.load import load_base
 from coserve.model.lora import LoraWeights
 from coserve.state.folder import DataFolder
 

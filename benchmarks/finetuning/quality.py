@@ -47,7 +47,8 @@ from coserve.core.types import LoraSettings
 from coserve.data.corpus.tokenized import Corpus
 from coserve.finetune.init import new_adapter
 from coserve.finetune.loop import learning_rate
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
+from coserve.model.load import load_base
 from coserve.model.lora import LoraWeights
 
 NAME = "finetune_quality.json"

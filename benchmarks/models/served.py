@@ -36,7 +36,8 @@ from coserve.finetune.packed_rows import pack_rows
 from coserve.generate.generator import Generator
 from coserve.kernels.lora.segments import Segments
 from coserve.memory.kv import KvCache
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
+from coserve.model.load import load_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.settings import refuse_config
 from coserve.model.wrappers import model_class

@@ -25,7 +25,8 @@ from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.kernels.attention.interface import TokenRun
 from coserve.kernels.quantized import fp8
 from coserve.memory.kv import KvCache
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
+from coserve.model.load import load_base
 
 MODEL = "smollm2"
 PAGES = ("serve.md", "fine-tune.md", "memory.md", "operate.md")

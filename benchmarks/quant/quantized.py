@@ -35,10 +35,11 @@ from benchmarks.serving.case import FULL, SEED, TINY, Bench, Load, Shape, make_b
 from coserve.kernels.quantized import fp8
 from coserve.kernels.quantized.weights import Fp8Weight
 from coserve.memory.kv import KvCache
-from coserve.model.base import Base, load_base, wrap_base
+from coserve.model.base import Base, wrap_base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import GemmChoice, measure_gemms
 from coserve.model.groups import share_inputs
+from coserve.model.load import load_base
 from coserve.model.quantized.modules import quantize_layers
 
 GIB = 1 << 30

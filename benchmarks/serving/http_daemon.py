@@ -145,7 +145,7 @@ async def offline(size: Size, model: Path, root: Path) -> None:
     from coserve.core.sampling import SamplingParams
     from coserve.core.types import AdapterRef, Slo
     from coserve.engine.worker import build_engine
-    from coserve.model.base import load_base
+    from coserve.model.load import load_base
     from coserve.state.folder import DataFolder
     from tests.support.local_link import local_pair
 

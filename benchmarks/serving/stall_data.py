@@ -80,7 +80,7 @@ class Folders:
 
 
 def main() -> None:
-    from coserve.model.base import load_base
+    from coserve.model.load import load_base
 
     base = load_base(sys.argv[1], device=sys.argv[2], dtype="auto", load_format="dummy")
     sys.stdout.buffer.write(msgspec.json.encode(base.spec))

@@ -3,62 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from importlib import resources
-from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coserve.core.errors import UnsupportedBase
 from coserve.core.types import BaseSpec, SiteSpec
-from coserve.data.pretrained.gguf import is_gguf
-from coserve.data.pretrained.source import fetch_files, hub_revision, locate
 from coserve.kernels.attention.interface import Attention, KvShape
-from coserve.kernels.gpu.device import usable_device
 from coserve.kernels.lora.dora import squared_norms, squared_rows
 from coserve.kernels.lora.types import LoraPair
 from coserve.kernels.recurrent.interface import StateShape
 from coserve.kernels.recurrent.wrappers import recurrence_of
-from coserve.model import probe, seam
+from coserve.model import seam
 from coserve.model.adapters.dora_scales import complete_scales, rank_scale
 from coserve.model.adapters.end_sites import EndSites
 from coserve.model.context import Context, context_of, fix_frequencies
 from coserve.model.experts.sites import expert_sites
 from coserve.model.fingerprint import fingerprint
-from coserve.model.formats.dense import open_folder
-from coserve.model.formats.gguf import open_gguf
-from coserve.model.formats.gguf import read_config as gguf_config
-from coserve.model.formats.interface import Format
-from coserve.model.formats.load import DenseModel, from_files
-from coserve.model.formats.source import eos_of, loadable, read_config, set_generation
+from coserve.model.formats.source import eos_of
 from coserve.model.forward_context import ForwardContext, running
 from coserve.model.latent.absorbed import cache_latents, heads_note, restore
 from coserve.model.lora import LoraBatch, LoraSites, LoraWeights, default_targets, prefix_sites, site_shape, site_weight
 from coserve.model.packed import CHECKED_ROWS, choose_rows, pack_weights
 from coserve.model.parallel.adapter import AdapterPartition
 from coserve.model.parallel.lora import Strategy
-from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import shard_of
 from coserve.model.parallel.sharding import Sharding
+from coserve.model.probe.compare import Reversed, check_forward
+from coserve.model.probe.forward import SEQUENCES, Forward, check_tokens, eager_forward
+from coserve.model.probe.observe import Observed, decoder_layers, observe, refuse_statically
 from coserve.model.quantized.modules import TEXTS, quantization_of
 from coserve.model.recurrent.seam import hook, recurring
 from coserve.model.seam import PaddedAttention, ReferenceAttention
-from coserve.model.settings import refuse_config
-from coserve.model.sharded import Shard, load_shard
-from coserve.model.truncate import truncate_layers
-from coserve.model.wrappers import drop_other_parts, model_class, without_images
+from coserve.model.sharded import Shard
+from coserve.model.wrappers import without_images
 
-__all__ = ["Attention", "Base", "load_base", "wrap_base"]
+__all__ = ["Attention", "Base", "wrap_base"]
 
 CPU_ROWS = 16
 """Multiple to which packed rows are padded on CPU: below 8 rows, a row's bits depend on the batch's size, unless
 weights are packed (`model.packed`)."""
-DUMMY_SEED = 0
 
 
 @dataclass
@@ -231,105 +219,6 @@ class Base:
         return weights if partition is None else LoraWeights(weights.settings, partition.shard(weights.sites))
 
 
-def load_base(
-    source: str,
-    *,
-    device: str,
-    dtype: str,
-    trust_remote_code: bool = False,
-    load_format: str = "auto",
-    few_layers: bool = False,
-    mesh: Mesh | None = None,
-    strategy: str = Strategy.NFS,
-    ep: int = 1,
-    quantization: str = "none",
-    mla_cache: str = "latents",
-) -> Base:
-    """Load a base from `"bundled"`, a folder, a hub name (both safetensors only; maybe with @REVISION) or a GGUF file.
-
-    `device`: auto, cpu or cuda. `dtype`: auto (float32 on CPU, bfloat16 on CUDA) or a name of torch's. `load_format`:
-    auto (weights from files) or dummy (only config.json is read; random weights, the same each time on one kind of
-    device). `few_layers`: random weights, and only the first layers (`truncate.truncate_layers`). `mesh`: the ranks
-    that hold the base together, a shard each; all of them call this at the same time. `strategy`: nfs or slora, for
-    adapters that are not block-diagonal. `ep`, `mla_cache`: as these settings. `quantization`: fp8 or nf4, on one rank.
-
-    Raises:
-        UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
-        ConfigError: no such device.
-        RuntimeError: another rank of `mesh` is gone.
-    """
-    where = usable_device(device)
-    kind = (torch.bfloat16 if where.type == "cuda" else torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    folder = Path(str(resources.files("coserve") / "assets" / "tiny")) if source == "bundled" else Path(locate(source))
-    gguf, local = is_gguf(str(folder)), folder.exists()
-    if source == "bundled" and not (folder / "config.json").is_file():
-        raise UnsupportedBase("the bundled base is not part of this installation")
-    path, revision = hub_revision(str(folder))
-    name, hub_name = (source, None) if local else (path, path)
-    if local and folder == Path(source):
-        name = folder.resolve().name
-    with loadable(name):
-        form: Format | None = None
-        if gguf:
-            config = gguf_config(folder)
-        else:
-            config, form = read_config(path, name, revision, local=local, trust_remote_code=trust_remote_code)
-        refuse_config(config)
-        kind_of_model = model_class(config)
-        if few_layers:
-            truncate_layers(config)
-    drawn, sharded = load_format == "dummy" or few_layers, mesh is not None and mesh.size > 1
-    origin = "GGUF" if gguf else None if form is None else form.name
-    note = "" if origin is None or drawn else f"the base's weights are dequantised from {origin} at load"
-    if (sharded or note or quantization != "none") and not (local or drawn):
-        folder = fetch_files(source, ("*.safetensors", "*.json"))
-    opened = partial(open_gguf, folder, config) if gguf else partial(open_folder, folder, form, where)
-    if mesh is not None and sharded:
-        with loadable(name), ExitStack() as stack:
-            loaded = load_shard(
-                None if drawn else stack.enter_context(opened()),
-                config,
-                mesh,
-                name=name,
-                device=where,
-                dtype=kind,
-                seed=DUMMY_SEED,
-                strategy=Strategy(strategy),
-                by_expert=ep > 1,
-                trust_remote_code=trust_remote_code,
-            )
-            if not drawn:
-                set_generation(loaded.model, folder)
-        # Outside of `loadable`: the RuntimeError of collectives with a dead rank says nothing about the base.
-        shard = loaded.share_fingerprint(where)
-        return wrap_base(shard.model, name=name, hub_name=hub_name, shard=shard, note=note, mla_cache=mla_cache)
-    with loadable(name):
-        dense = DenseModel(config, kind, where, trust_remote_code, quantization)
-        if drawn:
-            model = dense.random(DUMMY_SEED)
-        elif note or quantization != "none":
-            with opened() as tensors:
-                model = dense.load(tensors)
-            set_generation(model, folder)
-        else:
-            model = from_files(
-                kind_of_model.from_pretrained,
-                path,
-                whole=False,
-                revision=revision,
-                config=config,
-                dtype=kind,
-                device_map=None if where.type == "cpu" else where,  # a tensor at a time: host memory never holds all
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                local_files_only=local,
-            )
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise UnsupportedBase(f"{name}: it brings an adapter of its own; expected a base model")
-    drop_other_parts(model)
-    return wrap_base(model.to(where), name=name, hub_name=hub_name, note=note, mla_cache=mla_cache)
-
-
 def wrap_base(
     model: PreTrainedModel,
     *,
@@ -342,36 +231,47 @@ def wrap_base(
 ) -> Base:
     """Freeze a loaded causal LM, hook its attention and linear sites, and check that its logits stay the same.
 
-    `shard`: the model is one rank's shard of a base. `note`: see `Base`. `mla_cache`: as the setting. On CPU, families
-    with a mixture of experts group rows by expert, so their bits, but not their values, may depend on the batch.
+    `eos_token_ids`: None: those of the model's own settings. `shard`: set if the model is one rank's shard of a base.
+    `note`: see `Base`. `mla_cache`: latents or heads. On CPU, families with a mixture of experts group rows by expert,
+    so their bits, but not their values, may depend on the batch.
 
     Raises:
         UnsupportedBase: a family that the hooks cannot serve, with the reason.
     """
-    probe.refuse_statically(model)
+    refuse_statically(model)
     model.eval().requires_grad_(False)
     hook(model)
     without_images(model)
     restore(model)
     model.config.return_dict = True
-    context = context_of(model.config, least=2 * max(probe.SEQUENCES))
+    context = context_of(model.config, least=2 * max(SEQUENCES))
     fix_frequencies(model, model.device)
-    expected, linears = probe.eager_forward(model)
-    seen = probe.observe(model, context.tokens)
+    expected, linears = eager_forward(model)
+    seen = observe(model, context.tokens)
     for module, chunk in seen.chunks.items():
         setattr(module, seam.CHUNK, chunk)
-    path, layers = probe.decoder_layers(model, seen)
+    path, layers = decoder_layers(model, seen)
     model.set_attn_implementation(seam.NAME)
-    slora = shard is not None and shard.sharding.strategy is Strategy.SLORA  # which splits an adapter's A
-    heads = "mla_cache" if mla_cache == "heads" else "lora_sharding slora" if slora else ""
-    seen.kv_shapes = seen.kv_shapes if heads else cache_latents(seen.attention, seen.kv_shapes)
-    modules = {n: m for n, m in linears.items() if n.startswith(f"{path}.") and not isinstance(m, nn.Embedding)}
+    heads_because = ""  # the setting that keeps latents out of the cache
+    if mla_cache == "heads":
+        heads_because = "mla_cache"
+    elif shard is not None and shard.sharding.strategy is Strategy.SLORA:  # it splits an adapter's A
+        heads_because = "lora_sharding slora"
+    if not heads_because:
+        seen.kv_shapes = cache_latents(seen.attention, seen.kv_shapes)
+    modules = {
+        name: module
+        for name, module in linears.items()
+        if name.startswith(f"{path}.") and not isinstance(module, nn.Embedding)
+    }
     if shard is not None:
         expected = replace(expected, logits=shard.sharding.vocabulary.gather(expected.logits))
     identity = fingerprint(model) if shard is None else shard.fingerprint
-    packed = model.device.type == "cpu" and shard is None and quantization_of(model) == "none" and pack_weights(model)
+    quantization = quantization_of(model)
+    packed = model.device.type == "cpu" and shard is None and quantization == "none" and pack_weights(model)
     ends = EndSites() if shard is not None else EndSites.hook(model, len(layers), linears)
     spec = _spec(model, name, hub_name, identity, context, path, modules, eos_token_ids, seen)
+    notes = note, TEXTS.get(quantization), heads_note(seen.attention, heads_because)
     base = Base(
         model=model,
         spec=msgspec.structs.replace(spec, ends=dict(ends.specs), tied=ends.tied),
@@ -384,29 +284,29 @@ def wrap_base(
         states=seen.states,
         sharding=None if shard is None else shard.sharding,
         ends=ends,
-        note="; ".join(filter(None, (note, TEXTS.get(quantization_of(model)), heads_note(seen.attention, heads)))),
+        note="; ".join(filter(None, notes)),
     )
     _check_forward(base, expected)
     if packed:
-        choose_rows(base, probe.tokens(model, CHECKED_ROWS))
+        choose_rows(base, check_tokens(model, CHECKED_ROWS))
     return base
 
 
-def _check_forward(base: Base, expected: probe.Forward) -> None:
+def _check_forward(base: Base, expected: Forward) -> None:
     """Check that packed sequences give the logits that each sequence gave by itself, in any order of rows."""
-    ids_T = torch.cat([probe.tokens(base.model, length) for length in probe.SEQUENCES])
-    positions_T = torch.cat([torch.arange(length, device=base.device) for length in probe.SEQUENCES])
-    bounds = 0, probe.SEQUENCES[0], sum(probe.SEQUENCES)
+    ids_T = torch.cat([check_tokens(base.model, length) for length in SEQUENCES])
+    positions_T = torch.cat([torch.arange(length, device=base.device) for length in SEQUENCES])
+    bounds = 0, SEQUENCES[0], sum(SEQUENCES)
     attention = ReferenceAttention(bounds)
     packed = partial(base.forward, ids_T, positions_T, attention=attention, lora=None, keep=None)
-    turned = partial(base.forward, ids_T.flip(0), positions_T.flip(0), probe.Reversed(attention), lora=None, keep=None)
+    turned = partial(base.forward, ids_T.flip(0), positions_T.flip(0), Reversed(attention), lora=None, keep=None)
     family, layers = base.spec.family, base.layers
     with torch.no_grad():
-        probe.check_forward(f"{family}, packed sequences", packed, layers, expected)
+        check_forward(f"{family}, packed sequences", packed, layers, expected)
         if any(one.latent for one in base.kv_shapes):
             absorbed = partial(packed, attention=ReferenceAttention(bounds, reads_pages=True))
-            probe.check_forward(f"{family}, over a cache of latents", absorbed, layers, expected)
-        probe.check_forward(f"{family}, tokens that meet in attention only", turned, layers, expected.flip())
+            check_forward(f"{family}, over a cache of latents", absorbed, layers, expected)
+        check_forward(f"{family}, tokens that meet in attention only", turned, layers, expected.flip())
 
 
 def _spec(
@@ -418,7 +318,7 @@ def _spec(
     path: str,
     modules: dict[str, nn.Module],
     eos_token_ids: Collection[int] | None,
-    seen: probe.Observed,
+    seen: Observed,
 ) -> BaseSpec:
     text = model.config.get_text_config()
     sites = {}

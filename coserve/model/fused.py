@@ -26,7 +26,6 @@ from coserve.kernels.lora.exchange import Exchange
 from coserve.kernels.lora.interface import PreparedLora
 from coserve.kernels.lora.types import FrozenWeight, SiteGroup
 from coserve.kernels.quantized.weights import QuantizedWeight
-from coserve.model import probe
 from coserve.model.adapters.end_terms import Ends
 from coserve.model.base import Base
 from coserve.model.compiled import Backend, Layers, compiler
@@ -46,6 +45,8 @@ from coserve.model.parallel.exchange import exchanges_of
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.modules import shard_of
 from coserve.model.parallel.residual import add_in_sums
+from coserve.model.probe.compare import check_forward
+from coserve.model.probe.forward import SEQUENCES, check_tokens, recorded
 from coserve.model.recurrent.ops import RUNNING_RECURRENCE
 from coserve.model.recurrent.unrepeated import drop_repeats
 
@@ -260,14 +261,14 @@ class FusedBase:
     def check(self) -> None:
         """Raise `UnsupportedBase` if compiled layers give other logits than the model does, for many rows and for
         one."""
-        for length in (probe.SEQUENCES[0], 1):
-            tokens_T = probe.tokens(self.base.model, length)
+        for length in (SEQUENCES[0], 1):
+            tokens_T = check_tokens(self.base.model, length)
             positions_T, attention = torch.arange(length, device=self.base.device), PackedAttention((0, length))
-            with torch.no_grad(), probe.recorded(self.base.layers) as forward:
+            with torch.no_grad(), recorded(self.base.layers) as forward:
                 expected = forward(self.base.run(tokens_T, positions_T, attention, keep=None))
             compiled = partial(self.forward, tokens_T, positions_T, attention, lora=None, keep=None)
             what = f"{self.base.spec.family}, compiled, {length} rows"
-            probe.check_forward(what, compiled, self.base.layers, expected)
+            check_forward(what, compiled, self.base.layers, expected)
 
     def _stub(self, index: int) -> Callable[..., object]:
         """Make a replacement of a layer's forward that also sets `current.layer`."""

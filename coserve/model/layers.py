@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from coserve.core.errors import UnsupportedBase
 from coserve.kernels.attention.interface import Attention
-from coserve.model import probe, seam
+from coserve.model import seam
 from coserve.model.base import Base
 from coserve.model.faults import out_of_memory
+from coserve.model.probe.compare import check_equal
+from coserve.model.probe.forward import SEQUENCES, check_tokens, join_streams, part_streams
 from coserve.model.seam import ReferenceAttention
 
 
@@ -83,15 +85,15 @@ class LayerCut:
 
         with self._stubs(record), torch.set_grad_enabled(gradient):
             self._base.run(tokens_T, positions_T, attention, keep=tokens_T.new_zeros(1))
-        return LayerInputs(tokens_T, positions_T, attention, probe.join_streams(entering[0]), tuple(calls))
+        return LayerInputs(tokens_T, positions_T, attention, join_streams(entering[0]), tuple(calls))
 
     def layer(self, i: int, h_1TD: Tensor, inputs: LayerInputs, attention: Attention | None = None) -> Tensor:
         """Run layer i's own forward: hidden states (1, T, D) in and out. `attention`: instead of the batch's."""
         call = inputs.calls[i]
         kwargs = call.kwargs if attention is None else call.kwargs | {seam.ARGUMENT: attention}
         with self._base.recurring(inputs.attention):
-            output = self._base.layers[i](probe.part_streams(h_1TD, self._streams), *call.args, **kwargs)
-        return probe.join_streams(output[0] if isinstance(output, tuple) else output)
+            output = self._base.layers[i](part_streams(h_1TD, self._streams), *call.args, **kwargs)
+        return join_streams(output[0] if isinstance(output, tuple) else output)
 
     def head(self, h_1KD: Tensor, inputs: LayerInputs, keep_K: Tensor, *, gather: bool = True) -> Tensor:
         """Return the logits (K, V) of K tokens, given the last layer's output at these tokens.
@@ -101,7 +103,7 @@ class LayerCut:
         """
 
         def put(layer: int, passing: Tensor, call: LayerCall) -> Tensor:
-            return probe.part_streams(h_1KD, self._streams) if layer == 0 else passing
+            return part_streams(h_1KD, self._streams) if layer == 0 else passing
 
         tokens_K, positions_K = inputs.tokens_T[keep_K], inputs.positions_T[keep_K]
         with self._stubs(put):
@@ -135,8 +137,8 @@ class LayerCut:
                     layer.forward = forward
 
     def _check(self) -> None:
-        base, length = self._base, probe.SEQUENCES[0]
-        tokens_T, positions_T = probe.tokens(base.model, length), torch.arange(length, device=base.device)
+        base, length = self._base, SEQUENCES[0]
+        tokens_T, positions_T = check_tokens(base.model, length), torch.arange(length, device=base.device)
         attention, family = ReferenceAttention((0, length)), base.spec.family
 
         def learn(i: int) -> Callable[[nn.Module, tuple[object, ...], object], None]:
@@ -163,7 +165,7 @@ class LayerCut:
             if out_of_memory(error):
                 raise
             raise UnsupportedBase(f"{family} cannot be run layer by layer: {error}") from error
-        probe.check_equal(f"{family}, layer by layer", got_KV, expected_TV[keep_K])
+        check_equal(f"{family}, layer by layer", got_KV, expected_TV[keep_K])
 
     def _backward_reads_logits(self, h_1KD: Tensor, inputs: LayerInputs, keep_K: Tensor) -> bool:
         saved = set[int]()

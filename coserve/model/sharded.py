@@ -17,7 +17,7 @@ from coserve.model.parallel.drawn import DrawnWeights
 from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.sharding import Sharding
-from coserve.model.probe import refuse_statically
+from coserve.model.probe.observe import refuse_statically
 
 
 class Shard(NamedTuple):

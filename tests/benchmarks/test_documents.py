@@ -23,7 +23,7 @@ from coserve.core.schemas.documents import DocumentSettings, Phase
 from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import LoraSettings
-from coserve.model.base import load_base
+from coserve.model.load import load_base
 
 
 def test_articles_of_quality_are_documents_of_choices(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.bdlora.quality import read_corpus
 from benchmarks.finetuning.quality import NAME, TRIED, by_coserve, by_peft, differences, padded, publish, start_of
 from coserve.data.corpus.tokenized import Corpus
-from coserve.model.base import load_base
+from coserve.model.load import load_base
 
 
 def row(side: str, seed: int, value: float, *losses: float) -> dict[str, Any]:

@@ -30,9 +30,9 @@ from coserve.kernels.gpu.launcher import Grid, Launcher
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.types import FrozenWeight, SiteGroup
 from coserve.memory.plan import Work
-from coserve.model.base import load_base
 from coserve.model.gemm_choice import GemmChoice, load_gemms, save_gemms
 from coserve.model.layers import LayerCut
+from coserve.model.load import load_base
 from coserve.model.parallel.fully_sharded import RankLora
 from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support import sharded

@@ -26,8 +26,9 @@ from coserve.generate.grammars import CACHED, Grammars
 from coserve.generate.sampling.masks import Masks
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.memory.kv import KvCache
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
 from coserve.model.fused import FusedBase
+from coserve.model.load import load_base
 from coserve.queues.request import Request
 from tests.support.examples import in_turns
 from tests.support.executors import InTurn, eager, graphs

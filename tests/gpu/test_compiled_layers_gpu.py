@@ -17,8 +17,9 @@ from coserve.finetune.micro_batch import MicroBatchRunner, run_to_end
 from coserve.finetune.optimizer import AdapterOptimizer
 from coserve.finetune.packed_rows import pack_rows
 from coserve.kernels.lora.segments import Segments
-from coserve.model.base import Base, load_base, wrap_base
+from coserve.model.base import Base, wrap_base
 from coserve.model.layers import LayerCut
+from coserve.model.load import load_base
 from coserve.model.lora import LoraBatch
 from coserve.model.parallel.mesh import LoneRank
 from coserve.model.training.compiled_layers import CompiledLayers

@@ -17,9 +17,9 @@ from coserve.finetune.packed_rows import pack_jobs
 from coserve.kernels.gpu.capture import TRAINING_PRIORITY
 from coserve.kernels.gpu.graph_memory import GraphMemory
 from coserve.kernels.lora.segments import Segments
-from coserve.model.base import load_base
 from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
+from coserve.model.load import load_base
 from coserve.model.lora import KeptLora, LoraBatch
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.training.compiled_layers import CompiledLayers

@@ -15,8 +15,8 @@ from coserve.core.types import AdapterRef
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import LoraBackend
 from coserve.kernels.lora.segments import Segments
-from coserve.model.base import load_base
 from coserve.model.fused import FusedBase
+from coserve.model.load import load_base
 from coserve.model.lora import LoraBatch
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
 from tests.support.gpu_engine import NEW, adapter, gpu_base, prompt, request, texts

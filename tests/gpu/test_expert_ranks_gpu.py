@@ -14,8 +14,8 @@ from coserve.generate.execution.slot_lora import slot_lora
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.segments import Segments
 from coserve.lora.store.packing import copied_into, packed, packed_bytes
-from coserve.model.base import load_base
 from coserve.model.fused import FusedBase
+from coserve.model.load import load_base
 from coserve.model.parallel.mesh import Mesh
 from tests.support.lora_backends import GROUPED
 from tests.support.ranks import Ranks

@@ -15,7 +15,8 @@ from coserve.generate.execution.start import make_start
 from coserve.generate.generator import Generator
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.memory.kv import KvCache
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
+from coserve.model.load import load_base
 from coserve.model.lora import LoraWeights
 from coserve.model.parallel.mesh import Mesh
 from tests.support.families import tiny_family

@@ -10,8 +10,8 @@ from coserve.core.types import FinishReason
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.generate.grammars import Grammars
 from coserve.memory.kv import KvCache
-from coserve.model.base import load_base
 from coserve.model.fused import FusedBase
+from coserve.model.load import load_base
 from tests.support.executors import graphs
 from tests.support.generation import collect, request
 from tests.support.grammars import ANY, follows, generator, requests

@@ -34,7 +34,7 @@ from coserve.kernels.lora.experts.interface import RemoteTerms
 from coserve.kernels.lora.segments import Segments
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
-from coserve.model.base import load_base
+from coserve.model.load import load_base
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.generation import prompt, request

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.attention.packed import PackedAttention
-from coserve.model.base import load_base
+from coserve.model.load import load_base
 from coserve.model.parallel.mesh import GroupMesh, Mesh
 from coserve.model.parallel.symmetric import SymmetricMesh
 from tests.support.families import tiny_family

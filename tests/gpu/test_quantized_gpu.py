@@ -20,9 +20,10 @@ from coserve.kernels.gemm import gemv, skinny
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.quantized import fp8, nf4
 from coserve.kernels.quantized.weights import Fp8Weight
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.layers import LayerCut
+from coserve.model.load import load_base
 from coserve.model.lora import LoraBatch
 from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support.families import tiny_family

@@ -24,7 +24,8 @@ from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.start import make_servers
 from coserve.engine.lora_server.terms import HeldPairs
 from coserve.kernels.lora.segments import Segments
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
+from coserve.model.load import load_base
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.lora_servers import REFS, digests_of, engine_in_a_step, listener, save_adapters, shared_servers

@@ -18,9 +18,10 @@ from coserve.generate.sampling.choices import Choice
 from coserve.generate.sampling.rows import SamplingRow
 from coserve.kernels.attention.interface import TokenRun
 from coserve.memory.kv import KvCache
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
 from coserve.model.fused import FusedBase
 from coserve.model.gemm_choice import GemmChoice
+from coserve.model.load import load_base
 from coserve.model.lora import LoraWeights
 from coserve.model.parallel.mesh import Mesh
 from tests.support import sharded

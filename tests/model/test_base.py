@@ -16,8 +16,9 @@ from transformers.models.mamba import MambaConfig
 
 from coserve.core.errors import ConfigError, UnsupportedBase
 from coserve.kernels.attention.interface import KvShape
-from coserve.model.base import load_base, wrap_base
+from coserve.model.base import wrap_base
 from coserve.model.formats.load import load_whole
+from coserve.model.load import load_base
 from coserve.model.wrappers import drop_other_parts
 from tests.support.examples import sample
 from tests.support.families import tiny_family

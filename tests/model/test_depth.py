@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from coserve.core.errors import UnsupportedBase
 from coserve.model import base as base_module
 from coserve.model import seam
-from coserve.model.base import load_base, wrap_base
+from coserve.model.base import wrap_base
+from coserve.model.load import load_base
 from coserve.model.lora import LoraSites
 from coserve.model.parallel.mesh import Mesh
 from tests.support.ranks import Ranks

@@ -23,10 +23,11 @@ from coserve.kernels.lora.segments import Segments
 from coserve.lora.files.peft import QUANTIZATION, inspect_adapter
 from coserve.lora.store.files import load_adapter
 from coserve.memory.kv import KvCache
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
 from coserve.model.formats.sizes import read_sizes
 from coserve.model.fused import FusedBase
 from coserve.model.layers import LayerCut
+from coserve.model.load import load_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.quantized.modules import QuantizedLinear
 from coserve.model.training.compiled_layers import CompiledLayers

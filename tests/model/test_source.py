@@ -17,8 +17,8 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntry
 from coserve.core.errors import UnsupportedBase
 from coserve.data.pretrained.source import INDEX, check_source, fetch_files
 from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.model.base import load_base
 from coserve.model.formats.sizes import read_sizes
+from coserve.model.load import load_base
 
 
 def refused(source: object, **kwargs: bool) -> str:

@@ -10,7 +10,7 @@ from transformers.models.gemma3n import Gemma3nTextConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
-from coserve.model.base import load_base
+from coserve.model.load import load_base
 from coserve.model.truncate import layer_kinds, truncate_layers
 from tests.support.model_folder import make_model_folder
 

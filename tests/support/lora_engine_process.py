@@ -16,7 +16,8 @@ from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.start import make_servers
 from coserve.kernels.lora.segments import Segments
-from coserve.model.base import Base, load_base, wrap_base
+from coserve.model.base import Base, wrap_base
+from coserve.model.load import load_base
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.lora_servers import REFS, digests_of, save_adapters

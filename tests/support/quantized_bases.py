@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
+from coserve.model.load import load_base
 from coserve.model.quantized.modules import QuantizedLinear
 from tests.support.families import tiny_family
 

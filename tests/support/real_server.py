@@ -16,7 +16,8 @@ from coserve.core.types import LoraSettings
 from coserve.engine.spatial.training_stream import TrainingStream
 from coserve.engine.worker import build_engine
 from coserve.kernels.lora.types import LoraPair
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
+from coserve.model.load import load_base
 from coserve.model.lora import LoraWeights
 from tests.support.api_server import Api, serve_api
 from tests.support.local_link import local_pair

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from coserve.engine.spatial.training_stream import TrainingStream
-from coserve.model.base import load_base
+from coserve.model.load import load_base
 from tests.support.real_server import serve_real
 
 JOB = {

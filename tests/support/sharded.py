@@ -22,10 +22,11 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.backend import make_backend
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
 from coserve.model.dropout import DropoutSpec
 from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCut
+from coserve.model.load import load_base
 from coserve.model.lora import KeptLora, LoraBatch, LoraWeights
 from coserve.model.parallel.adapter import AdapterPartition, Matrices
 from coserve.model.parallel.mesh import Mesh

@@ -36,7 +36,7 @@ async def start(settings: str) -> dict[str, object]:
     from coserve.engine.warming.compilations import watch_compilations
     from coserve.engine.warming.part_runner import PartRunner
     from coserve.engine.worker import build_engine
-    from coserve.model.base import load_base
+    from coserve.model.load import load_base
     from tests.support.local_link import local_pair
 
     compilations = watch_compilations()

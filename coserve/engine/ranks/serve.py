@@ -35,7 +35,8 @@ from coserve.kernels.gpu.device import use_device
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.allocator import read_device
 from coserve.memory.kv import KvCache
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
+from coserve.model.load import load_base
 from coserve.model.lora import LoraWeights
 from coserve.model.parallel.join import join
 from coserve.model.parallel.lockstep import Lockstep

@@ -31,8 +31,9 @@ from coserve.engine.warming.part_runner import PartRunner
 from coserve.engine.warmup.messages import PartReport, WarmUpTask
 from coserve.engine.warmup.parts import gpu_of
 from coserve.kernels.gpu.device import interpreted
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
 from coserve.model.faults import out_of_memory
+from coserve.model.load import load_base
 from coserve.model.parallel.mesh import LoneRank
 
 NICENESS = 5

@@ -15,13 +15,13 @@ from coserve.core.types import BaseSpec, SiteSpec
 from coserve.data.pretrained.gguf import is_gguf
 from coserve.data.pretrained.source import check_source, hub_revision, locate
 from coserve.memory.state_pool import state_bytes
-from coserve.model import probe
 from coserve.model.context import context_of
 from coserve.model.formats.gguf import read_config as gguf_config
 from coserve.model.formats.source import loadable, read_config
 from coserve.model.latent.absorbed import latent_shapes
 from coserve.model.lora import default_targets, site_weight
 from coserve.model.parallel.build import empty_model
+from coserve.model.probe.observe import decoder_layers, observe_shapes
 from coserve.model.quantized.modules import quantizable, weight_bytes
 from coserve.model.settings import refuse_config
 
@@ -71,8 +71,8 @@ def config_sizes(
     """Return the sizes of a config's model. Raises `UnsupportedBase` if they depend on values."""
     kind: torch.dtype = getattr(torch, dtype)
     model = empty_model(config, torch.bfloat16, trust_remote_code=trust_remote_code).eval()  # experts need bf16
-    seen = probe.observe_shapes(model)
-    path, _ = probe.decoder_layers(model, seen)
+    seen = observe_shapes(model)
+    path, _ = decoder_layers(model, seen)
     shapes = list(seen.kv_shapes)
     if mla_cache == "latents":
         shapes = latent_shapes(seen.attention, shapes)

@@ -17,7 +17,6 @@ from coserve.core.errors import UnsupportedBase
 from coserve.core.gpu_memory import Kept, TrainingCosts
 from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.interface import PreparedLora
-from coserve.model import probe
 from coserve.model.agreement import on_all_ranks
 from coserve.model.base import Base
 from coserve.model.experts.sites import has_experts
@@ -27,6 +26,7 @@ from coserve.model.groups import share_inputs
 from coserve.model.layers import LayerCall, LayerCut, LayerInputs
 from coserve.model.lora import SharedInput, shared_of
 from coserve.model.parallel.mesh import LoneRank, Mesh
+from coserve.model.probe.forward import check_tokens
 from coserve.model.recurrent.seam import recurring
 from coserve.model.training.kinds import kind_of, own_tensors, plain
 from coserve.model.training.ops import AttendRows, TracedRanks
@@ -353,7 +353,7 @@ NO_PASS = RunningPass(PackedAttention((0,)), None, ())
 def _example_inputs(base: Base, cut: LayerCut, tokens: int) -> LayerInputs:
     positions_T = torch.arange(tokens, device=base.device) % EXAMPLE_ROW
     bounds = (*range(0, tokens, EXAMPLE_ROW), tokens)
-    return cut.embed(probe.tokens(base.model, tokens), positions_T, PackedAttention(bounds))
+    return cut.embed(check_tokens(base.model, tokens), positions_T, PackedAttention(bounds))
 
 
 def _mark(device: torch.device) -> Callable[[], None]:

@@ -26,7 +26,7 @@ from coserve.generate.generator import Generator
 from coserve.lora.store.files import load_adapter
 from coserve.lora.store.store import AdapterStore
 from coserve.memory.kv import KvCache
-from coserve.model.base import load_base
+from coserve.model.load import load_base
 from tests.support.answers import answers
 from tests.support.crash_oracle import curve_of, job_request
 from tests.support.daemon_process import DaemonProcess, Died, Json

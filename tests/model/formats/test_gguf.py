@@ -15,8 +15,9 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 from coserve.core.errors import UnsupportedBase
 from coserve.data.pretrained.source import check_source
 from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
 from coserve.model.formats.gguf import read_config
+from coserve.model.load import load_base
 from coserve.model.parallel.mesh import LoneRank
 from tests.support.families import tiny_family
 from tests.support.gguf_files import write_by_names, write_llama

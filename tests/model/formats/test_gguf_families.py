@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from coserve.core.errors import UnsupportedBase
-from coserve.model.base import load_base
+from coserve.model.load import load_base
 from tests.support.families import tiny_family
 from tests.support.gguf_files import permute, write_by_names, write_llama
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaForCausalLM
 
 from coserve.core.errors import UnsupportedBase
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
 from coserve.model.formats.load import DenseModel
+from coserve.model.load import load_base
 from coserve.model.parallel.mesh import LoneRank
 from tests.support import quantised
 from tests.support.families import tiny_family

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FalconConfig
 
 from coserve.core.errors import UnsupportedBase
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
+from coserve.model.load import load_base
 from coserve.model.parallel import checkpoint
 from coserve.model.parallel.build import empty_model
 from coserve.model.parallel.families.partitions import plan_of, planned_blocks

@@ -26,8 +26,9 @@ from coserve.kernels.attention.packed import PackedAttention
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.store.packing import packed
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
 from coserve.model.fused import FusedBase
+from coserve.model.load import load_base
 from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.parallel.adapter import Matrices
 from coserve.model.parallel.mesh import LoneRank, Mesh

@@ -17,9 +17,10 @@ from coserve.kernels.attention.expanded import ExpandedAttention, StepTerms
 from coserve.kernels.attention.interface import KvShape, TokenRun
 from coserve.memory.kv import KvCache
 from coserve.memory.state_pool import state_bytes
-from coserve.model.base import Base, load_base
+from coserve.model.base import Base
 from coserve.model.experts.shards import EXPERTS
 from coserve.model.fused import FusedBase
+from coserve.model.load import load_base
 from coserve.model.parallel.adapter import Matrices
 from coserve.model.parallel.families.plans import PLANS
 from coserve.model.parallel.mesh import LoneRank, Mesh

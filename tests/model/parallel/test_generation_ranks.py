@@ -11,7 +11,7 @@ from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef
 from coserve.generate.generator import Generator
 from coserve.memory.kv import KvCache
-from coserve.model.base import load_base
+from coserve.model.load import load_base
 from coserve.model.parallel.mesh import Mesh
 from tests.support.examples import in_turns
 from tests.support.executors import eager

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coserve.core.errors import UnsupportedBase
-from coserve.model.base import load_base
+from coserve.model.load import load_base
 from coserve.model.parallel.mesh import Mesh
 from tests.support import sharded
 from tests.support.ranks import Ranks

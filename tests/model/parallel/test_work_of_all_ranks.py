@@ -16,13 +16,13 @@ from coserve.finetune.host_copy import HostCopy
 from coserve.finetune.memory_profiling import Conditions, MemoryProfiler, NoMeter
 from coserve.generate.execution.start import check_compiled
 from coserve.memory.plan import Work
-from coserve.model import probe
 from coserve.model.agreement import FailedTogether, on_all_ranks
 from coserve.model.faults import out_of_memory as lacks_memory
 from coserve.model.fused import FusedBase
 from coserve.model.layers import LayerCut
 from coserve.model.parallel.adapter import AdapterPartition
 from coserve.model.parallel.mesh import Mesh
+from coserve.model.probe import compare
 from coserve.model.training import compiled_layers
 from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support.finetuning import Bench, job_spec, random_corpus
@@ -124,7 +124,7 @@ def _steps(mesh: Mesh, folder: str, point: str) -> str:
     loaded = load(folder, mesh)
     fused = FusedBase(loaded, compiled=False)
     error = (lambda: RuntimeError("no compiler")) if point == "check_equal" else None
-    points: dict[str, Point] = {"check_equal": (probe, "check_equal"), "attend": (torch.ops.coserve, "attend")}
+    points: dict[str, Point] = {"check_equal": (compare, "check_equal"), "attend": (torch.ops.coserve, "attend")}
     with fails_on(mesh, 1, (points[point],), 1, error=error):
         note = check_compiled(fused)
     assert together(mesh)
