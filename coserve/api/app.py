@@ -21,6 +21,7 @@ from coserve.api.http.responses import NATIVE_ERRORS, ErrorFormat
 from coserve.api.http.route import Route, tagged
 from coserve.api.http.security import Gate, finish_headers, guard, is_preflight
 from coserve.api.http.server import CappedRunner, Connections, keep_waiting
+from coserve.api.http.sse import WRITE_TIMEOUT
 from coserve.api.http.uploads import UploadReader
 from coserve.api.native.aliases import AliasApi
 from coserve.api.native.handlers import NativeApi
@@ -65,9 +66,9 @@ def make_app(
     bodies = BodyReader(service.helpers, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
     uploads = UploadReader(bodies, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
     tgi, tinker = TgiApi(service, config), TinkerApi(service, bodies)
-    native = NativeApi(service, config, bodies, uploads, tgi)
+    native = NativeApi(service, bodies, uploads, tgi)
     openai, tokenizer = OpenAIApi(service, config), TokenizerApi(service, bodies, max_texts=max_texts)
-    responses = ResponsesApi(openai, write_timeout=config.read_timeout)
+    responses = ResponsesApi(openai)
     answers = batch_answers(openai, responses, bodies)
     batches = BatchRunner(BatchStore(service.folder.batches), service.files, answers, service.access.quotas.admit)
     described = tagged(
@@ -84,7 +85,7 @@ def make_app(
                 FilesApi(service, uploads),
                 FineTuningApi(service),
             ),
-            "Anthropic": (AnthropicApi(openai, tokenizer, write_timeout=config.read_timeout),),
+            "Anthropic": (AnthropicApi(openai, tokenizer),),
             "Training sessions": (SessionsApi(service, bodies),),
             "Tinker": (tinker,),
             "Tokenizer": (tokenizer,),
@@ -119,6 +120,7 @@ def make_app(
     guarded = guard(check, service.metrics.responded, format_of, lambda path: no_such_path(path, fixed))
     app = web.Application(middlewares=[connections.middleware(), idle.middleware(), access.middleware(), guarded])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
+    app[WRITE_TIMEOUT] = config.read_timeout
     _add_routes(app, routes)
     app.on_response_prepare.append(finish_headers)
     app.on_response_prepare.append(access.add_headers)

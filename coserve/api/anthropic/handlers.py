@@ -20,7 +20,7 @@ from coserve.api.anthropic.schemas import (
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import ErrorFormat, json_response
 from coserve.api.http.route import Route
-from coserve.api.http.sse import EventStream
+from coserve.api.http.sse import event_response
 from coserve.api.openai.errors import openai_error
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.requests import adapter_of
@@ -56,9 +56,8 @@ ANTHROPIC_ERRORS = ErrorFormat(AnthropicError, anthropic_error)
 
 
 class AnthropicApi:
-    def __init__(self, api: OpenAIApi, tokenizer: TokenizerApi, *, write_timeout: float) -> None:
-        """`write_timeout`: seconds that a write may wait for the client."""
-        self._api, self._tokenizer, self._write_timeout = api, tokenizer, write_timeout
+    def __init__(self, api: OpenAIApi, tokenizer: TokenizerApi) -> None:
+        self._api, self._tokenizer = api, tokenizer
 
     @Route(
         "POST",
@@ -74,10 +73,8 @@ class AnthropicApi:
         chat = chat_of(body, self._api.chat_template)
         if not body.stream:
             return json_response(message(await self._api.answer_chat(chat)))
-        stream = EventStream(request, write_timeout=self._write_timeout)
-        events = MessageEvents().of(self._api.chat_chunks(chat))
-        await stream.send_all(events, anthropic_error, error_event="error", event_of=lambda event: event.type)
-        return await stream.close()
+        events, event_of = MessageEvents().of(self._api.chat_chunks(chat)), lambda event: event.type
+        return await event_response(request, events, anthropic_error, error_event="error", event_of=event_of)
 
     @Route(
         "POST",

@@ -19,7 +19,7 @@ from coserve.api.http.parsing import decode_dialect, decode_json, decode_last, p
 from coserve.api.http.responses import NATIVE_ERRORS, error_response, json_response
 from coserve.api.http.room import check_copy
 from coserve.api.http.route import PAGE, Route
-from coserve.api.http.sse import EventStream
+from coserve.api.http.sse import event_response
 from coserve.api.http.uploads import VALIDATION, UploadReader, is_upload
 from coserve.api.jobs.preparation import submission_events
 from coserve.api.jobs.sources import UploadedRows
@@ -27,7 +27,6 @@ from coserve.api.service import Service
 from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.schemas import TgiRequest, TgiResponse, TgiStreamEvent
-from coserve.config import Config
 from coserve.core.errors import InvalidRequest, RequestError
 from coserve.core.health import Health, Warming
 from coserve.core.names import ADAPTER_FILES
@@ -89,11 +88,8 @@ DOCS = {
 
 
 class NativeApi:
-    def __init__(
-        self, service: Service, config: Config, bodies: BodyReader, uploads: UploadReader, tgi: TgiApi
-    ) -> None:
-        self._service, self._config, self._bodies, self._tgi = service, config, bodies, tgi
-        self._uploads = uploads
+    def __init__(self, service: Service, bodies: BodyReader, uploads: UploadReader, tgi: TgiApi) -> None:
+        self._service, self._bodies, self._uploads, self._tgi = service, bodies, uploads, tgi
 
     # ---- generation
 
@@ -116,10 +112,8 @@ class NativeApi:
             return await self._tgi.respond(request, body)
         if not body.stream:
             return json_response(await collect_native(body, self._service.generation.stream(body)))
-        stream = EventStream(request, write_timeout=self._config.read_timeout)
-        if await stream.send_all(self._service.generation.stream(body), NATIVE_ERRORS.make, error_event="error"):
-            await stream.send(STREAM_END)
-        return await stream.close()
+        chunks = self._service.generation.stream(body)
+        return await event_response(request, chunks, NATIVE_ERRORS.make, error_event="error", last=STREAM_END)
 
     # ---- jobs
 
@@ -154,10 +148,8 @@ class NativeApi:
         jobs = self._service.jobs
         if "text/event-stream" not in request.headers.get("Accept", ""):
             return json_response(await jobs.submit(settings, rows, key), status=202)
-        stream = EventStream(request, write_timeout=self._config.read_timeout, status=202)
         events = submission_events(partial(jobs.submit, settings, rows, key), HEARTBEAT)
-        await stream.send_all(events, NATIVE_ERRORS.make, error_event="error")
-        return await stream.close()
+        return await event_response(request, events, NATIVE_ERRORS.make, status=202, error_event="error")
 
     @Route("GET", "/finetune", "List jobs, newest first", query=PAGE, errors=(404,))
     async def list_jobs(self, request: web.Request) -> JobList:
@@ -176,12 +168,9 @@ class NativeApi:
         headers=("Last-Event-ID",),
     )
     async def job_events(self, request: web.Request, id: str) -> web.StreamResponse:
-        stream = EventStream(request, write_timeout=self._config.read_timeout)
         events = self._service.jobs.views.events(id, _last_event(request), HEARTBEAT)
-        await stream.send_all(events, NATIVE_ERRORS.make, error_event="error", id_of=lambda event: event.seq)
-        if not stream.begun:
-            await stream.open()  # nothing more to send: the client had seen all events
-        return await stream.close()
+        make, id_of = NATIVE_ERRORS.make, lambda event: event.seq
+        return await event_response(request, events, make, error_event="error", id_of=id_of)
 
     @Route("POST", "/finetune/{id}/pause", "Pause a job", errors=(409, 507))
     async def pause_job(self, id: str) -> Job:

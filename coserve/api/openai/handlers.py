@@ -20,7 +20,7 @@ from coserve.api.generation.output_grammar import is_constrained
 from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.prompts import encode_prompt
 from coserve.api.http.responses import json_response
-from coserve.api.http.sse import EventStream
+from coserve.api.http.sse import event_response
 from coserve.api.openai.chat import ChatLogprobsBuilder, chat_completion, chat_events
 from coserve.api.openai.completions import CompletionLogprobsBuilder, completion, completion_events
 from coserve.api.openai.errors import openai_error, openai_route
@@ -67,7 +67,7 @@ class OpenAIApi:
     async def completions(self, request: web.Request, body: CompletionRequest) -> web.StreamResponse:
         if not body.stream:
             return json_response(await self.answer_completion(body))
-        return await self._stream(request, self._completion_chunks(body))
+        return await event_response(request, self._completion_chunks(body), openai_error, last=STREAM_END)
 
     @openai_route(
         "POST",
@@ -81,7 +81,7 @@ class OpenAIApi:
     async def chat_completions(self, request: web.Request, body: ChatRequest) -> web.StreamResponse:
         if not body.stream:
             return json_response(await self.answer_chat(body))
-        return await self._stream(request, self.chat_chunks(body))
+        return await event_response(request, self.chat_chunks(body), openai_error, last=STREAM_END)
 
     async def answer_completion(self, body: CompletionRequest) -> Completion:
         """Return the whole answer. Raises as `InFlightRequests.stream`."""
@@ -207,10 +207,3 @@ class OpenAIApi:
             return native.prompt
         check_tokens(len(native.prompt), self._service.engine.spec.context, "prompt")  # before it is decoded
         return await self._service.texts.decode(native.prompt, skip_special=native.skip_special_tokens)
-
-    async def _stream(self, request: web.Request, events: AsyncGenerator[msgspec.Struct, None]) -> web.StreamResponse:
-        """Send events, then `[DONE]`; an error after the first event is also sent as an event."""
-        stream = EventStream(request, write_timeout=self._config.read_timeout)
-        await stream.send_all(events, openai_error)
-        await stream.send(STREAM_END)
-        return await stream.close()

@@ -16,7 +16,7 @@ from coserve.api.generation.full_response import collect
 from coserve.api.http.body_types import refuse_unsupported
 from coserve.api.http.responses import error_response, json_response
 from coserve.api.http.route import Route
-from coserve.api.http.sse import EventStream
+from coserve.api.http.sse import event_response
 from coserve.api.service import Service
 from coserve.api.tgi.errors import TGI_ERRORS, tgi_error
 from coserve.api.tgi.schemas import (
@@ -134,10 +134,8 @@ class TgiApi:
 
     async def _stream(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
         native = tgi_request(body, stream=True)
-        stream = EventStream(request, write_timeout=self._config.read_timeout)
         async with aclosing(self._service.generation.stream(native)) as chunks:
-            await stream.send_all(self._events(body, native, chunks), tgi_error)
-        return await stream.close()
+            return await event_response(request, self._events(body, native, chunks), tgi_error)
 
     async def _events(
         self, body: TgiRequest, native: GenerateRequest, chunks: AsyncGenerator[GenerateChunk, None]

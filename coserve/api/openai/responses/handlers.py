@@ -11,7 +11,7 @@ from aiohttp import web
 
 from coserve.api.http.responses import ErrorFormat, encoded_json, json_response
 from coserve.api.http.route import PAGE
-from coserve.api.http.sse import EventStream
+from coserve.api.http.sse import event_response
 from coserve.api.openai.errors import openai_error, openai_route
 from coserve.api.openai.handlers import OpenAIApi
 from coserve.api.openai.lists import behind, in_order, list_query
@@ -49,9 +49,8 @@ def _error(error: CoserveError) -> OpenAIError:
 
 
 class ResponsesApi:
-    def __init__(self, api: OpenAIApi, *, write_timeout: float) -> None:
-        self._api, self._write_timeout = api, write_timeout
-        self._store = ResponseStore()
+    def __init__(self, api: OpenAIApi) -> None:
+        self._api, self._store = api, ResponseStore()
 
     async def _truncated(self, body: ResponseRequest, chat: ChatRequest) -> ChatRequest:
         """Return the chat, with `truncation` auto without as many of its oldest messages as do not fit; whole if there
@@ -86,10 +85,8 @@ class ResponsesApi:
             return json_response(await self.answer(body))
         body = self._referred(body)
         before, chat = await self._chat(body)
-        stream = EventStream(request, write_timeout=self._write_timeout)
         events = self._stored(body, before, ResponseEvents(body).of(self._api.chat_chunks(chat)))
-        await stream.send_all(events, _error, event_of=lambda event: event.type)
-        return await stream.close()
+        return await event_response(request, events, _error, event_of=lambda event: event.type)
 
     @openai_route(
         "POST",
