@@ -10,27 +10,8 @@ from typing import Annotated
 
 import typer
 
-from coserve.cli import merging
+from coserve.cli import common, distillation, merging
 from coserve.cli.app import command_group
-from coserve.cli.common import (
-    AsJson,
-    Limit,
-    client_command,
-    json_text,
-    print_json,
-    print_list,
-    say_if_starting,
-    say_more,
-    seconds,
-)
-from coserve.cli.distillation import (
-    LOSSLESS,
-    delete_unused,
-    output_errors,
-    read_rows,
-    result_lines,
-    start_distillation,
-)
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.job_table import age
 from coserve.cli.jobs import follow_job
@@ -44,10 +25,10 @@ adapters_app = command_group("List, import, download, read ahead, roll back, con
 HEADERS = ("ADAPTER", "RANK", "SIZE", "AGE", "SOURCE", "NEWER", "ALIASES", "TAGS", "KEPT")
 
 
-@client_command(adapters_app, "list")
+@common.client_command(adapters_app, "list")
 def list_adapters(
     client: Client,
-    limit: Limit = PAGE_SIZE,
+    limit: common.Limit = PAGE_SIZE,
     after: Annotated[str | None, typer.Option(help="list those whose names come after this one")] = None,
     search: Annotated[str | None, typer.Option(help="list those whose names contain this, in any case")] = None,
     source: Annotated[str | None, typer.Option(help="list those made by job, import, load or convert")] = None,
@@ -56,33 +37,33 @@ def list_adapters(
     resident: Annotated[
         bool | None, typer.Option("--resident/--not-resident", help="list those in memory, or only on disk")
     ] = None,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """List adapters with their current versions, and the newest one if a rollback has left a newer one behind."""
     filters = {"search": search, "source": source, "tag": tag, "base": base}
     page = client.adapters(after=after, limit=limit, resident=resident, **filters)
-    say_if_starting(client)
-    print_list(page.data, as_json, HEADERS, [_cells(adapter, time.time()) for adapter in page.data])
+    common.say_if_starting(client)
+    common.print_list(page.data, as_json, HEADERS, [_cells(adapter, time.time()) for adapter in page.data])
     if page.has_more:
         given = [f" --{name} {shlex.quote(value)}" for name, value in filters.items() if value is not None]
         given += [] if resident is None else [" --resident" if resident else " --not-resident"]
-        say_more(f"adapters list{''.join(given)}", limit, page.data[-1].id)
+        common.say_more(f"adapters list{''.join(given)}", limit, page.data[-1].id)
 
 
-@client_command(adapters_app, "show")
-def show_adapter(client: Client, name: str, as_json: AsJson = False) -> None:
+@common.client_command(adapters_app, "show")
+def show_adapter(client: Client, name: str, as_json: common.AsJson = False) -> None:
     """Show an adapter as JSON, on a terminal indented unless --json is given."""
-    print(json_text(client.adapter(name), sys.stdout.isatty() and not as_json))
+    print(common.json_text(client.adapter(name), sys.stdout.isatty() and not as_json))
 
 
-@client_command(adapters_app, "import")
-def import_adapter(client: Client, name: str, source: str, as_json: AsJson = False) -> None:
+@common.client_command(adapters_app, "import")
+def import_adapter(client: Client, name: str, source: str, as_json: common.AsJson = False) -> None:
     """Upload PEFT files as the next version of NAME: a folder, an archive (.tar, .tar.gz, .zip), or a URL of either,
     which is fetched here (s3://BUCKET/PATH, hf://OWNER/NAME)."""
     _show_adapter(client.import_adapter(name, source), as_json)
 
 
-@client_command(adapters_app, "download")
+@common.client_command(adapters_app, "download")
 def download_adapter(
     client: Client,
     name: str,
@@ -105,7 +86,7 @@ def download_adapter(
     print(saved)
 
 
-@client_command(adapters_app, "merge")
+@common.client_command(adapters_app, "merge")
 def merge_adapter(
     client: Client,
     name: str,
@@ -119,12 +100,12 @@ def merge_adapter(
     print(folder)
 
 
-@client_command(adapters_app, "delete")
+@common.client_command(adapters_app, "delete")
 def delete_adapter(
     client: Client,
     name: str,
     yes: Annotated[bool, typer.Option("--yes", help="delete all versions without asking")] = False,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Delete one version of an adapter (NAME@VERSION), or all of them (NAME), after a question unless --yes is
     given."""
@@ -132,7 +113,7 @@ def delete_adapter(
         _confirm(client.adapter(name))
     gone = client.delete_adapter(name)
     if as_json:
-        print_json(gone)
+        common.print_json(gone)
         return
     print(f"deleted {', '.join(f'{gone.id}@{version}' for version in gone.versions)}")
     if gone.current_ref is not None:
@@ -155,7 +136,7 @@ def _confirm(adapter: Adapter) -> None:
         raise typer.Exit(FAILED)
 
 
-@client_command(adapters_app, "set")
+@common.client_command(adapters_app, "set")
 def update_adapter(
     client: Client,
     name: str,
@@ -165,12 +146,12 @@ def update_adapter(
     clear_tags: Annotated[bool, typer.Option("--clear-tags", help="take all tags off NAME")] = False,
     ttl: Annotated[
         float | None,
-        typer.Option(parser=seconds, metavar="TIME", help="time until NAME is deleted: 90d, 12h, 30m; 0: never"),
+        typer.Option(parser=common.seconds, metavar="TIME", help="time until NAME is deleted: 90d, 12h, 30m; 0: never"),
     ] = None,
     pinned: Annotated[
         bool | None, typer.Option("--pin/--unpin", help="keep this version in host memory, or no longer")
     ] = None,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Set the tags and the time to live of an adapter, and whether a version of it stays in host memory."""
     if clear_tags and tags:
@@ -181,19 +162,19 @@ def update_adapter(
     _show_adapter(client.update_adapter(name, tags=given, ttl=ttl, pinned=pinned), as_json)
 
 
-@client_command(adapters_app, "prefetch")
-def prefetch_adapter(client: Client, name: str, as_json: AsJson = False) -> None:
+@common.client_command(adapters_app, "prefetch")
+def prefetch_adapter(client: Client, name: str, as_json: common.AsJson = False) -> None:
     """Have an adapter read into host memory before its first request."""
     _show_adapter(client.prefetch_adapter(name), as_json)
 
 
-@client_command(adapters_app, "rollback")
-def roll_back_adapter(client: Client, name: str, version: int, as_json: AsJson = False) -> None:
+@common.client_command(adapters_app, "rollback")
+def roll_back_adapter(client: Client, name: str, version: int, as_json: common.AsJson = False) -> None:
     """Make an older VERSION the current one of NAME, until a newer one is published."""
     _show_adapter(client.rollback_adapter(name, version), as_json)
 
 
-@client_command(adapters_app, "convert")
+@common.client_command(adapters_app, "convert")
 def convert_adapter(
     client: Client,
     name: str,
@@ -224,12 +205,12 @@ def convert_adapter(
             help="double the rank until distillation leaves at most this divergence from NAME, in nats a token", min=0
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Make a BD-LoRA adapter of a LoRA one (or the reverse), by truncated SVD of each shard."""
     if max_output_error is not None and (rows is None or max_error is not None):
         raise typer.BadParameter("--max-output-error needs --distill, and no --max-error")
-    data = None if rows is None else read_rows(client, rows)
+    data = None if rows is None else distillation.read_rows(client, rows)
     if max_output_error is not None and rank is None:
         rank = -(-client.adapter(name).rank // bd_blocks) * bd_blocks
     missed: list[str] = []
@@ -238,30 +219,30 @@ def convert_adapter(
         _show_conversion(done, as_json)
         if data is None:
             break
-        if done.error < LOSSLESS:
+        if done.error < distillation.LOSSLESS:
             typer.echo(f"nothing was lost: not distilled, {rows} is not used", err=True)
             break
         try:
-            started = start_distillation(client, done, data)
+            started = distillation.start_distillation(client, done, data)
         except CoserveError:  # mostly untrainable rows: delete the adapter that was converted for them
             client.delete_adapter(done.adapter.ref)
             raise
         job = follow_job(started, as_json)
         if not as_json:
-            print("\n".join(result_lines(job)))
-        _, after = output_errors(job)
+            print("\n".join(distillation.result_lines(job)))
+        _, after = distillation.output_errors(job)
         if max_output_error is None or after <= max_output_error:
             break
         missed += [done.adapter.ref, f"{job.adapter}@{job.version}"]
         rank = 2 * done.rank
-    deleted = delete_unused(client, missed)
+    deleted = distillation.delete_unused(client, missed)
     if deleted and not as_json:
         print(f"deleted {', '.join(deleted)}: beyond --max-output-error")
 
 
 def _show_conversion(done: ConvertedAdapter, as_json: bool) -> None:
     if as_json:
-        print_json(done)
+        common.print_json(done)
         return
     _show_adapter(done.adapter, False)
     print(f"error {done.error:.3g}; within {done.max_error:g} from rank {done.smallest_rank} on")
@@ -271,7 +252,7 @@ def _show_conversion(done: ConvertedAdapter, as_json: bool) -> None:
 
 def _show_adapter(adapter: Adapter, as_json: bool) -> None:
     if as_json:
-        print_json(adapter)
+        common.print_json(adapter)
         return
     lists = {"tags": adapter.tags, "aliases": adapter.aliases}
     marks = [f"{name} {', '.join(values)}" for name, values in lists.items() if values]

@@ -11,15 +11,8 @@ from typing import Annotated
 
 import typer
 
+from coserve.cli import common
 from coserve.cli.app import command_group
-from coserve.cli.common import (
-    AsJson,
-    Limit,
-    client_command,
-    json_text,
-    say_if_starting,
-    say_more,
-)
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.job_plot import collect_steps, save_plot
 from coserve.cli.job_table import cut_line, job_line, job_notes, job_table, preparing_line
@@ -52,19 +45,19 @@ def print_note(line: str | None) -> None:
         print(line, file=sys.stderr)
 
 
-@client_command(jobs_app, "list")
+@common.client_command(jobs_app, "list")
 def list_jobs(
     client: Client,
-    limit: Limit = PAGE_SIZE,
+    limit: common.Limit = PAGE_SIZE,
     after: Annotated[str | None, typer.Option(help="list the jobs older than this one")] = None,
     notes: Annotated[
         bool, typer.Option("--notes", help="below each job why it failed or waits, and the daemon's notes")
     ] = False,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """List the newest jobs with their progress."""
     page = client.jobs(after=after, limit=limit)
-    say_if_starting(client)
+    common.say_if_starting(client)
     if as_json:
         for job in page.data:
             print_job(job, True)
@@ -74,16 +67,16 @@ def list_jobs(
         if not notes and (noted := sum(bool(job_notes(job)) for job in page.data)):
             print_note(f"jobs with notes: {noted} (coserve jobs list --notes)")
     if page.has_more:
-        say_more("jobs list", limit, page.data[-1].id)
+        common.say_more("jobs list", limit, page.data[-1].id)
 
 
-@client_command(jobs_app, "show")
+@common.client_command(jobs_app, "show")
 def show_job(client: Client, id: str) -> None:
     """Show a job as JSON."""
-    print(json_text(client.job(id).info, sys.stdout.isatty()))
+    print(common.json_text(client.job(id).info, sys.stdout.isatty()))
 
 
-@client_command(jobs_app, "watch")
+@common.client_command(jobs_app, "watch")
 def watch_job(client: Client, id: str) -> None:
     """Follow a job to its end."""
     job = client.job(id)
@@ -91,16 +84,16 @@ def watch_job(client: Client, id: str) -> None:
     follow_job(job, False)
 
 
-@client_command(jobs_app, "samples")
-def show_samples(client: Client, id: str, as_json: AsJson = False) -> None:
+@common.client_command(jobs_app, "samples")
+def show_samples(client: Client, id: str, as_json: common.AsJson = False) -> None:
     """Show what the adapter of a job has generated while it was trained (--sample-prompt)."""
     job = client.job(id)
     with closing(job.events()) as events:
         for sample in _collect_samples(job.info, events):
-            print(json_text(sample) if as_json else "\n".join(sample_lines(sample)))
+            print(common.json_text(sample) if as_json else "\n".join(sample_lines(sample)))
 
 
-@client_command(jobs_app, "plot")
+@common.client_command(jobs_app, "plot")
 def plot_job(
     client: Client,
     id: str,
@@ -122,25 +115,25 @@ def plot_job(
     print(f"saved: {path}")
 
 
-@client_command(jobs_app, "pause")
+@common.client_command(jobs_app, "pause")
 def pause_job(client: Client, id: str) -> None:
     """Stop a job at a checkpoint."""
     print_job(client.job(id).pause(), False)
 
 
-@client_command(jobs_app, "resume")
+@common.client_command(jobs_app, "resume")
 def resume_job(client: Client, id: str) -> None:
     """Queue a paused job again."""
     print_job(client.job(id).resume(), False)
 
 
-@client_command(jobs_app, "cancel")
+@common.client_command(jobs_app, "cancel")
 def cancel_job(client: Client, id: str) -> None:
     """Cancel a job; it leaves no adapter."""
     print_job(client.job(id).cancel(), False)
 
 
-@client_command(jobs_app, "delete")
+@common.client_command(jobs_app, "delete")
 def delete_jobs(client: Client, ids: list[str]) -> None:
     """Delete jobs that have ended, with their events; their adapters stay."""
     for id in ids:
@@ -149,7 +142,7 @@ def delete_jobs(client: Client, ids: list[str]) -> None:
 
 
 def print_job(job: Job, as_json: bool) -> None:
-    print(json_text(job) if as_json else job_line(job))
+    print(common.json_text(job) if as_json else job_line(job))
 
 
 def _collect_samples(job: Job, events: Iterable[JobEvent]) -> Iterator[Sample]:

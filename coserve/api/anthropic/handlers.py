@@ -6,17 +6,9 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+from coserve.api.anthropic import schemas
 from coserve.api.anthropic.answers import MessageEvents, message
 from coserve.api.anthropic.requests import chat_of, template_chat
-from coserve.api.anthropic.schemas import (
-    AnthropicError,
-    AnthropicErrorInfo,
-    CountTokensRequest,
-    Message,
-    MessageEvent,
-    MessagesRequest,
-    TokenCountResponse,
-)
 from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import ErrorFormat, json_response
 from coserve.api.http.route import Route
@@ -43,16 +35,16 @@ _PARAMS = {"adapter": "model", "max_completion_tokens": "max_tokens"}
 """Names of the fields that errors of the chat name."""
 
 
-def anthropic_error(error: CoserveError) -> AnthropicError:
+def anthropic_error(error: CoserveError) -> schemas.AnthropicError:
     """Return the error as `{"type": "error", "error": {"type", "message"}}`."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     text = openai_error(error, _PARAMS).error.message
     if isinstance(error, PromptTooLong) and error.length is not None and error.context is not None:
         text = f"prompt is too long: {error.length} tokens > {error.context - 1} maximum"  # clients parse it
-    return AnthropicError(AnthropicErrorInfo(kind, text))
+    return schemas.AnthropicError(schemas.AnthropicErrorInfo(kind, text))
 
 
-ANTHROPIC_ERRORS = ErrorFormat(AnthropicError, anthropic_error)
+ANTHROPIC_ERRORS = ErrorFormat(schemas.AnthropicError, anthropic_error)
 
 
 class AnthropicApi:
@@ -64,12 +56,12 @@ class AnthropicApi:
         "/v1/messages",
         "Answer, as Anthropic's messages do",
         dialect=True,
-        response=Message,
-        events=MessageEvent,
+        response=schemas.Message,
+        events=schemas.MessageEvent,
         errors=(404, 422),
         error_formats=(ANTHROPIC_ERRORS,),
     )
-    async def create_message(self, request: web.Request, body: MessagesRequest) -> web.StreamResponse:
+    async def create_message(self, request: web.Request, body: schemas.MessagesRequest) -> web.StreamResponse:
         chat = chat_of(body, self._api.chat_template)
         if not body.stream:
             return json_response(message(await self._api.answer_chat(chat)))
@@ -80,8 +72,8 @@ class AnthropicApi:
         "POST",
         "/v1/messages/count_tokens",
         "Count the tokens of a prompt, as Anthropic's messages do",
-        body=CountTokensRequest,
-        response=TokenCountResponse,
+        body=schemas.CountTokensRequest,
+        response=schemas.TokenCountResponse,
         errors=(404,),
         error_formats=(ANTHROPIC_ERRORS,),
     )
@@ -91,7 +83,7 @@ class AnthropicApi:
 
 def count_tokens(context: TaskContext, base: BaseLimits, body: bytes) -> tuple[bytes, str | None]:
     """Helper task of `POST /v1/messages/count_tokens`: see `TextTask`."""
-    request = decode_dialect(body, CountTokensRequest)
+    request = decode_dialect(body, schemas.CountTokensRequest)
     adapter = adapter_of(request.model, base.name)
     ids = template_ids(context.tokenizer, template_chat(request, context.tokenizer.chat_template))
-    return msgspec.json.encode(TokenCountResponse(input_tokens=len(ids))), adapter
+    return msgspec.json.encode(schemas.TokenCountResponse(input_tokens=len(ids))), adapter

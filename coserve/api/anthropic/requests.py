@@ -5,19 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from coserve.api.anthropic.schemas import (
-    CountTokensRequest,
-    CustomTool,
-    InputBlock,
-    InputMessage,
-    MessagesRequest,
-    RedactedThinkingBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolChoice,
-    ToolResultBlock,
-    ToolUseBlock,
-)
+from coserve.api.anthropic import schemas
 from coserve.api.http.body_types import refuse_unsupported
 from coserve.api.openai.schemas import ChatRequest, StreamOptions
 from coserve.core.errors import EmptyPrompt, InvalidRequest
@@ -25,13 +13,13 @@ from coserve.core.messages import Chat, ChatMessage, FunctionCall, TemplateOptio
 from coserve.core.schemas.output_format import JsonSchemaFormat, ResponseFormat
 
 
-def chat_of(body: MessagesRequest, template: str | None) -> ChatRequest:
+def chat_of(body: schemas.MessagesRequest, template: str | None) -> ChatRequest:
     """Return the chat that the request asks for. `template`: the base's chat template. Raises `InvalidRequest` and
     `EmptyPrompt`."""
     refuse_unsupported(body)
     format = body.output_format if body.output_config is None else body.output_config.format
     schema = None if format is None else JsonSchemaFormat(schema=format.schema, name="answer", strict=True)
-    choice = body.tool_choice or ToolChoice(type="auto")
+    choice = body.tool_choice or schemas.ToolChoice(type="auto")
     return ChatRequest(
         model=body.model,
         messages=_messages(body),
@@ -52,7 +40,7 @@ def chat_of(body: MessagesRequest, template: str | None) -> ChatRequest:
     )
 
 
-def template_chat(body: CountTokensRequest, template: str | None) -> Chat:
+def template_chat(body: schemas.CountTokensRequest, template: str | None) -> Chat:
     """Return what the base's chat template renders of the request. Raises `InvalidRequest` and `EmptyPrompt`."""
     return Chat(
         messages=_messages(body),
@@ -62,51 +50,51 @@ def template_chat(body: CountTokensRequest, template: str | None) -> Chat:
     )
 
 
-def _messages(body: CountTokensRequest) -> list[ChatMessage]:
+def _messages(body: schemas.CountTokensRequest) -> list[ChatMessage]:
     if not body.messages:
         raise EmptyPrompt("expected at least one message", field="messages")
     system = [] if not body.system else [ChatMessage(role="system", content=_text(body.system))]
     return [*system, *(found for message in body.messages for found in _of_message(message))]
 
 
-def _of_message(message: InputMessage) -> Iterator[ChatMessage]:
+def _of_message(message: schemas.InputMessage) -> Iterator[ChatMessage]:
     if isinstance(message.content, str):
         yield ChatMessage(role=message.role, content=message.content)
     elif message.role == "assistant":
         yield _answer(message.content)
     else:
-        texts: list[TextBlock] = []
+        texts: list[schemas.TextBlock] = []
         for block in message.content:
             match block:
-                case TextBlock():
+                case schemas.TextBlock():
                     texts.append(block)
-                case ToolResultBlock():
+                case schemas.ToolResultBlock():
                     if texts:
                         yield ChatMessage(role=message.role, content=_text(texts))
                         texts = []
                     yield ChatMessage(role="tool", content=_text(block.content), tool_call_id=block.tool_use_id)
-                case ThinkingBlock() | RedactedThinkingBlock() | ToolUseBlock():
+                case schemas.ThinkingBlock() | schemas.RedactedThinkingBlock() | schemas.ToolUseBlock():
                     raise InvalidRequest("expected thinking and tool_use in the assistant's messages", field="messages")
         if texts or not message.content:
             yield ChatMessage(role=message.role, content=_text(texts))
 
 
-def _answer(blocks: Iterable[InputBlock]) -> ChatMessage:
-    texts: list[TextBlock] = []
+def _answer(blocks: Iterable[schemas.InputBlock]) -> ChatMessage:
+    texts: list[schemas.TextBlock] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     for block in blocks:
         match block:
-            case TextBlock():
+            case schemas.TextBlock():
                 texts.append(block)
-            case ThinkingBlock(thinking=thinking):
+            case schemas.ThinkingBlock(thinking=thinking):
                 thoughts.append(thinking)
-            case RedactedThinkingBlock():
+            case schemas.RedactedThinkingBlock():
                 pass
-            case ToolUseBlock():
+            case schemas.ToolUseBlock():
                 function = FunctionCall(name=block.name, arguments=block.input)
                 calls.append(ToolCall(function=function, id=block.id, type="function"))
-            case ToolResultBlock():
+            case schemas.ToolResultBlock():
                 raise InvalidRequest("expected tool_result in the user's messages", field="messages")
     return ChatMessage(
         role="assistant",
@@ -116,25 +104,25 @@ def _answer(blocks: Iterable[InputBlock]) -> ChatMessage:
     )
 
 
-def _text(content: str | Sequence[TextBlock] | None) -> str:
+def _text(content: str | Sequence[schemas.TextBlock] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(block.text for block in content)
 
 
-def _is_begun(body: CountTokensRequest) -> bool:
+def _is_begun(body: schemas.CountTokensRequest) -> bool:
     """Return whether the last message is the beginning of the answer."""
     last = body.messages[-1]
     blocks = [] if isinstance(last.content, str) else last.content
-    return last.role == "assistant" and not any(isinstance(block, ToolUseBlock) for block in blocks)
+    return last.role == "assistant" and not any(isinstance(block, schemas.ToolUseBlock) for block in blocks)
 
 
-def _tools(body: CountTokensRequest) -> list[dict[str, Any]]:
+def _tools(body: schemas.CountTokensRequest) -> list[dict[str, Any]]:
     """Return the tools as OpenAI has them."""
     return [_tool(tool) for tool in body.tools or []]
 
 
-def _tool(tool: CustomTool) -> dict[str, Any]:
+def _tool(tool: schemas.CustomTool) -> dict[str, Any]:
     given = {"description": tool.description, "strict": tool.strict}
     function = {"name": tool.name, "parameters": tool.input_schema}
     return {
@@ -143,7 +131,7 @@ def _tool(tool: CustomTool) -> dict[str, Any]:
     }
 
 
-def _tool_choice(choice: ToolChoice) -> object:
+def _tool_choice(choice: schemas.ToolChoice) -> object:
     match choice.type:
         case "any":
             return "required"
@@ -153,7 +141,7 @@ def _tool_choice(choice: ToolChoice) -> object:
             return choice.type
 
 
-def _options(body: CountTokensRequest, template: str | None) -> TemplateOptions:
+def _options(body: schemas.CountTokensRequest, template: str | None) -> TemplateOptions:
     """Return the chat template's variables. Agents ask for thinking with any model: a template that does not read
     `enable_thinking` gets no such variable, since unknown ones are refused."""
     if body.thinking is None or "enable_thinking" not in (template or ""):

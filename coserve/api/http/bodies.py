@@ -21,16 +21,8 @@ from coserve.api.http.decode_tasks import decode_body, decode_corpus, decoded, u
 from coserve.api.http.parsing import decode_json
 from coserve.api.http.room import ROOM, leave_room
 from coserve.api.http.server import ask_for_body
+from coserve.core import errors
 from coserve.core.cancellation import uncancelled_thread
-from coserve.core.errors import (
-    BodyTooLarge,
-    InvalidRequest,
-    MalformedJson,
-    QueueFull,
-    RequestTimeout,
-    UnknownField,
-    UnsupportedEncoding,
-)
 from coserve.core.schemas import FinetuneRequest
 from coserve.data.offload.pool import HelperPool
 from coserve.data.offload.protocol import name_of
@@ -105,16 +97,16 @@ class BodyReader:
                     else:
                         file = staging / f"rows-{secrets.token_hex(8)}"
                         settings = await self._helpers.run(decode_corpus, bytes(body), str(file))
-                except (InvalidRequest, MalformedJson, UnknownField) as error:
+                except (errors.InvalidRequest, errors.MalformedJson, errors.UnknownField) as error:
                     if error.field != "adapter" and b'"adapter"' not in body:  # it looks like a file of rows
                         error.message += f"; {SEND_FILE}"
                     raise
             yield settings, file if file is not None and await asyncio.to_thread(file.exists) else None
-        except BodyTooLarge as error:
+        except errors.BodyTooLarge as error:
             if self._max_body <= MAX_JSON_BYTES:
                 raise
             advice = f"a larger corpus goes as a file, of at most {self._max_body} bytes (multipart/form-data)"
-            raise BodyTooLarge(f"{error.message}; {advice}") from None
+            raise errors.BodyTooLarge(f"{error.message}; {advice}") from None
         finally:
             if file is not None:
                 await uncancelled_thread(file.unlink, missing_ok=True)
@@ -123,7 +115,7 @@ class BodyReader:
         self._held += size
         if self._held > TOTAL_BYTES:
             self._held -= size
-            raise QueueFull("too many request bodies at once")
+            raise errors.QueueFull("too many request bodies at once")
 
     async def _next_chunk(self, request: web.Request, limit: int) -> bytes:
         """Return the next 64 KiB of the body, or its rest; empty at its end."""
@@ -140,16 +132,16 @@ class BodyReader:
 def check_head(request: web.Request, limit: int, *, compressed: bool = False) -> None:
     """Refuse a body by its headers, before it is read."""
     if "Content-Encoding" in request.headers and not compressed:
-        raise UnsupportedEncoding("compressed bodies are not accepted")
+        raise errors.UnsupportedEncoding("compressed bodies are not accepted")
     if request.content_length is not None and request.content_length > limit:
-        raise BodyTooLarge(f"expected a body of at most {limit} bytes, got {request.content_length}")
+        raise errors.BodyTooLarge(f"expected a body of at most {limit} bytes, got {request.content_length}")
 
 
 async def check_size(request: web.Request, limit: int) -> None:
     """Refuse a body that exceeds `limit` bytes or its project's quota, while it arrives: a chunked body does not
     declare its size. Raises `BodyTooLarge`, `StorageQuotaExceeded`."""
     if request.content.total_bytes > limit:
-        raise BodyTooLarge(f"expected a body of at most {limit} bytes")
+        raise errors.BodyTooLarge(f"expected a body of at most {limit} bytes")
     if (room := request.get(ROOM)) is not None:
         await room.arrived(request.content.total_bytes)
 
@@ -160,13 +152,13 @@ def body_errors() -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise RequestTimeout("the body came too slowly") from None
+        raise errors.RequestTimeout("the body came too slowly") from None
     except (ClientPayloadError, web.RequestPayloadError) as error:
-        raise InvalidRequest(f"the body broke off: {type(error).__name__}") from None
+        raise errors.InvalidRequest(f"the body broke off: {type(error).__name__}") from None
     except (
         ValueError,
         RuntimeError,
         AssertionError,
         HttpProcessingError,
     ):  # aiohttp's multipart reader raises all four
-        raise InvalidRequest("the body is not multipart/form-data") from None
+        raise errors.InvalidRequest("the body is not multipart/form-data") from None

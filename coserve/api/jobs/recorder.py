@@ -15,17 +15,8 @@ from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.progress import Progress, ProgressWriter
 from coserve.api.jobs.watchers import JobWatchers
 from coserve.api.metrics.prometheus import Metrics
+from coserve.core import errors
 from coserve.core.cancellation import cancel_all, keep_task
-from coserve.core.errors import (
-    AdapterError,
-    CoserveError,
-    EngineUnavailable,
-    InternalError,
-    JobNotFound,
-    StorageBusy,
-    StorageError,
-    WrongJobState,
-)
 from coserve.core.link.engine import DropAdapter
 from coserve.core.link.jobs import CancelJob, JobCancelled, JobFailed, JobPaused, JobStarted, JobSucceeded, JobWaiting
 from coserve.core.schemas import ErrorInfo
@@ -60,7 +51,7 @@ class JobRecorder:
         self._folder, self._registry, self._engine, self._metrics = folder, registry, engine, metrics
         self.retries = Retries(FOR_EVER)
         """Retries of writes that must not be lost, for as long as the machine refuses them."""
-        self._lock_retries = Retries(FOR_EVER, errors=StorageBusy)
+        self._lock_retries = Retries(FOR_EVER, errors=errors.StorageBusy)
         self._queue: asyncio.Queue[JobMessage] = asyncio.Queue()
         self._held: dict[str, deque[JobMessage]] = {}
         """For each job: a success that cannot be written now, and the job's later messages."""
@@ -115,9 +106,9 @@ class JobRecorder:
         """Write a message, whatever fails, and notify watchers."""
         try:
             await self._write(message)
-        except (WrongJobState, JobNotFound) as error:
+        except (errors.WrongJobState, errors.JobNotFound) as error:
             await self._correct_engine(message, error)
-        except CoserveError as error:
+        except errors.CoserveError as error:
             log.error("job %s: %s not written: %s", message.id, type(message).__name__, error.message)
         except Exception:  # our own fault in one message: the others must still be written
             log.exception("job %s: %s not written", message.id, type(message).__name__)
@@ -135,7 +126,7 @@ class JobRecorder:
         if isinstance(message, JobSucceeded) and id not in self._held:
             try:
                 await self._apply(message)
-            except StorageError:
+            except errors.StorageError:
                 self._hold(message)
             return
         retries = self._lock_retries if isinstance(message, JobWaiting) else self.retries
@@ -176,7 +167,7 @@ class JobRecorder:
         describe = partial(record_adapter, path, message.ref, spec, source=f"job:{id}", created_at=time.time())
         try:
             record = await asyncio.to_thread(describe)
-        except AdapterError as error:
+        except errors.AdapterError as error:
             info = ErrorInfo(code=error.code, message=error.message)
             await self.end(id, lambda registry: registry.set_state(id, JobState.FAILED, error=info))
             await self._discard(message)
@@ -199,18 +190,18 @@ class JobRecorder:
             return
         id, what = message.id, type(message).__name__
         text = f"what the engine said of the job ({what}) could not be recorded; see the daemon's log"
-        error = ErrorInfo(code=InternalError.code, message=text)
+        error = ErrorInfo(code=errors.InternalError.code, message=text)
         change = partial(Registry.set_state, id=id, state=JobState.FAILED, error=error)
         try:
             await self.retries.run(f"job {id}", lambda: self.end(id, change))
-            with suppress(EngineUnavailable):
+            with suppress(errors.EngineUnavailable):
                 self._engine.send(CancelJob(id=id))
             if isinstance(message, JobSucceeded):
                 await self._discard(message)
         except Exception:  # our own fault in one job: messages of others must still be written
             log.exception("job %s: its failure is not written", id)
 
-    async def _correct_engine(self, message: JobMessage, error: CoserveError) -> None:
+    async def _correct_engine(self, message: JobMessage, error: errors.CoserveError) -> None:
         """Handle an engine that runs a job which has ended in the registry: cancel it there and delete what it
         published. Never raises."""
         if isinstance(message, JobCancelled):
@@ -223,14 +214,14 @@ class JobRecorder:
                     return  # published by this job: the message came twice
                 await self._discard(message)
             elif record is None or record.state.terminal:
-                with suppress(EngineUnavailable):
+                with suppress(errors.EngineUnavailable):
                     self._engine.send(CancelJob(id=message.id))
-        except (OSError, CoserveError) as problem:
+        except (OSError, errors.CoserveError) as problem:
             log.warning("job %s: the engine still has it: %s", message.id, problem)
 
     async def _discard(self, message: JobSucceeded) -> None:
         """Delete what a job published if the registry does not have it: the engine's copy and the files."""
-        with suppress(EngineUnavailable):
+        with suppress(errors.EngineUnavailable):
             self._engine.send(DropAdapter(ref=message.ref))
         await remove_unlisted(self._folder.adapter(message.ref), f"adapter {message.ref}")
 
@@ -241,5 +232,5 @@ class JobRecorder:
     async def _find(self, id: str) -> JobRecord | None:
         try:
             return await self._registry(lambda registry: registry.job(id))
-        except JobNotFound:
+        except errors.JobNotFound:
             return None

@@ -27,30 +27,10 @@ from coserve.api.service import Service
 from coserve.api.tgi.errors import TGI_ERRORS
 from coserve.api.tgi.handlers import TgiApi
 from coserve.api.tgi.schemas import TgiRequest, TgiResponse, TgiStreamEvent
+from coserve.core import schemas
 from coserve.core.errors import InvalidRequest, RequestError
 from coserve.core.health import Health, Warming
 from coserve.core.names import ADAPTER_FILES
-from coserve.core.schemas import (
-    STREAM_END,
-    Adapter,
-    AdapterList,
-    AdapterUpdate,
-    ConvertedAdapter,
-    ConvertRequest,
-    DeletedAdapter,
-    DeletedJob,
-    FinetuneRequest,
-    GenerateChunk,
-    GenerateRequest,
-    GenerateResponse,
-    ImportRequest,
-    Job,
-    JobEvent,
-    JobList,
-    Pointers,
-    RollbackRequest,
-    SubmissionEvent,
-)
 
 HEARTBEAT = 15.0
 MAX_RETRY_AFTER = 10
@@ -97,9 +77,9 @@ class NativeApi:
         "POST",
         "/generate",
         "Generate text with the base or one adapter",
-        body=(GenerateRequest, TgiRequest),
-        response=(GenerateResponse, TgiResponse),
-        events=(GenerateChunk, TgiStreamEvent),
+        body=(schemas.GenerateRequest, TgiRequest),
+        response=(schemas.GenerateResponse, TgiResponse),
+        events=(schemas.GenerateChunk, TgiStreamEvent),
         stream_end=True,
         errors=(404, 422),
         error_formats=(NATIVE_ERRORS, TGI_ERRORS),
@@ -113,7 +93,7 @@ class NativeApi:
         if not body.stream:
             return json_response(await collect_native(body, self._service.generation.stream(body)))
         chunks = self._service.generation.stream(body)
-        return await event_response(request, chunks, NATIVE_ERRORS.make, error_event="error", last=STREAM_END)
+        return await event_response(request, chunks, NATIVE_ERRORS.make, error_event="error", last=schemas.STREAM_END)
 
     # ---- jobs
 
@@ -121,10 +101,10 @@ class NativeApi:
         "POST",
         "/finetune",
         "Start a fine-tuning job",
-        body=FinetuneRequest,
+        body=schemas.FinetuneRequest,
         upload=("file", VALIDATION),
-        response=Job,
-        events=SubmissionEvent,
+        response=schemas.Job,
+        events=schemas.SubmissionEvent,
         status=202,
         headers=("Idempotency-Key",),
         errors=(404, 409, 422, 507),
@@ -134,7 +114,7 @@ class NativeApi:
         if not is_upload(request):
             async with self._service.stopping.read(self._bodies.corpus(request, self._staging)) as (settings, file):
                 return await self._submit(request, settings, UploadedRows(file), key)
-        async with self._service.stopping.read(self._uploads.read(request, FinetuneRequest, self._staging)) as (
+        async with self._service.stopping.read(self._uploads.read(request, schemas.FinetuneRequest, self._staging)) as (
             settings,
             folder,
         ):
@@ -143,7 +123,7 @@ class NativeApi:
             return await self._submit(request, settings, UploadedRows(folder / "file", held), key)
 
     async def _submit(
-        self, request: web.Request, settings: FinetuneRequest, rows: UploadedRows, key: str | None
+        self, request: web.Request, settings: schemas.FinetuneRequest, rows: UploadedRows, key: str | None
     ) -> web.StreamResponse:
         jobs = self._service.jobs
         if "text/event-stream" not in request.headers.get("Accept", ""):
@@ -152,18 +132,18 @@ class NativeApi:
         return await event_response(request, events, NATIVE_ERRORS.make, status=202, error_event="error")
 
     @Route("GET", "/finetune", "List jobs, newest first", query=PAGE, errors=(404,))
-    async def list_jobs(self, request: web.Request) -> JobList:
+    async def list_jobs(self, request: web.Request) -> schemas.JobList:
         return await self._service.jobs.list(*page(request.query))
 
     @Route("GET", "/finetune/{id}", "Show a job")
-    async def get_job(self, id: str) -> Job:
+    async def get_job(self, id: str) -> schemas.Job:
         return await self._service.jobs.views.get(id)
 
     @Route(
         "GET",
         "/finetune/{id}/events",
         "Follow a job: its past events, then live ones, until its end",
-        events=JobEvent,
+        events=schemas.JobEvent,
         query=("after",),
         headers=("Last-Event-ID",),
     )
@@ -173,15 +153,15 @@ class NativeApi:
         return await event_response(request, events, make, error_event="error", id_of=id_of)
 
     @Route("POST", "/finetune/{id}/pause", "Pause a job", errors=(409, 507))
-    async def pause_job(self, id: str) -> Job:
+    async def pause_job(self, id: str) -> schemas.Job:
         return await self._service.jobs.pause(id)
 
     @Route("POST", "/finetune/{id}/resume", "Resume a job", errors=(409, 507))
-    async def resume_job(self, id: str) -> Job:
+    async def resume_job(self, id: str) -> schemas.Job:
         return await self._service.jobs.resume(id)
 
     @Route("POST", "/finetune/{id}/cancel", "Cancel a job", errors=(409, 507))
-    async def cancel_job(self, id: str) -> Job:
+    async def cancel_job(self, id: str) -> schemas.Job:
         return await self._service.jobs.cancel(id)
 
     @Route(
@@ -190,13 +170,13 @@ class NativeApi:
         "Delete a job that has ended, and its events; its adapter stays",
         errors=(409, 507),
     )
-    async def delete_job(self, id: str) -> DeletedJob:
+    async def delete_job(self, id: str) -> schemas.DeletedJob:
         return await self._service.jobs.delete(id)
 
     # ---- adapters
 
     @Route("GET", "/adapters", "List adapters by name", query=(*PAGE, *FILTERS))
-    async def list_adapters(self, request: web.Request) -> AdapterList:
+    async def list_adapters(self, request: web.Request) -> schemas.AdapterList:
         after, limit = page(request.query, FILTERS)
         return await self._service.adapters.list(after, limit, adapter_filter(request.query))
 
@@ -204,22 +184,22 @@ class NativeApi:
         "POST",
         "/adapters",
         "Import PEFT files",
-        body=ImportRequest,
+        body=schemas.ImportRequest,
         upload=("file",),
         status=201,
         errors=(409, 422, 507),
     )
-    async def import_adapter(self, request: web.Request) -> Adapter:
+    async def import_adapter(self, request: web.Request) -> schemas.Adapter:
         check = partial(check_copy, request)
         if not is_upload(request):
-            body = await self._bodies.read(request, ImportRequest)
+            body = await self._bodies.read(request, schemas.ImportRequest)
             return await self._service.adapters.import_files(body, None, check)
-        upload = self._uploads.read(request, ImportRequest, self._staging, ADAPTER_FILES)
+        upload = self._uploads.read(request, schemas.ImportRequest, self._staging, ADAPTER_FILES)
         async with self._service.stopping.read(upload) as (settings, folder):
             return await self._service.adapters.import_files(settings, folder, check)
 
     @Route("GET", "/adapters/{id}", "Show an adapter")
-    async def get_adapter(self, id: str) -> Adapter:
+    async def get_adapter(self, id: str) -> schemas.Adapter:
         return await self._service.adapters.get(*ref_from_path(id))
 
     @Route("GET", "/adapters/{id}/download", "Download PEFT files", media="application/x-tar", errors=(422,))
@@ -244,7 +224,7 @@ class NativeApi:
         "Set an adapter's tags, its time to live, or whether a version stays in host memory",
         errors=(422, 507),
     )
-    async def update_adapter(self, id: str, body: AdapterUpdate) -> Adapter:
+    async def update_adapter(self, id: str, body: schemas.AdapterUpdate) -> schemas.Adapter:
         return await self._service.adapters.update(*ref_from_path(id), body)
 
     @Route(
@@ -253,21 +233,21 @@ class NativeApi:
         "Delete an adapter: one version of it (`name@version`) or all (`name`)",
         errors=(409, 507),
     )
-    async def delete_adapter(self, id: str) -> DeletedAdapter:
+    async def delete_adapter(self, id: str) -> schemas.DeletedAdapter:
         return await self._service.adapters.delete(*ref_from_path(id))
 
     @Route(
         "POST",
         "/adapters/{id}/rollback",
         "Make an older version of an adapter the current one",
-        body=RollbackRequest,
+        body=schemas.RollbackRequest,
         errors=(507,),
     )
-    async def roll_back_adapter(self, request: web.Request, id: str) -> Adapter:
+    async def roll_back_adapter(self, request: web.Request, id: str) -> schemas.Adapter:
         name, version = ref_from_path(id)
         if version is not None:
             raise InvalidRequest("expected a name without a version: the body names it", field="id")
-        body = await self._bodies.read(request, RollbackRequest)
+        body = await self._bodies.read(request, schemas.RollbackRequest)
         return await self._service.adapters.roll_back(name, body.version)
 
     @Route(
@@ -277,7 +257,7 @@ class NativeApi:
         status=202,
         errors=(422,),
     )
-    async def prefetch_adapter(self, id: str) -> Adapter:
+    async def prefetch_adapter(self, id: str) -> schemas.Adapter:
         return await self._service.adapters.prefetch(*ref_from_path(id))
 
     @Route(
@@ -287,13 +267,13 @@ class NativeApi:
         status=201,
         errors=(409, 422, 507),
     )
-    async def convert_adapter(self, id: str, body: ConvertRequest) -> ConvertedAdapter:
+    async def convert_adapter(self, id: str, body: schemas.ConvertRequest) -> schemas.ConvertedAdapter:
         return await self._service.conversions.convert(*ref_from_path(id), body)
 
     # ---- the daemon
 
     async def pointers(self, request: web.Request) -> web.StreamResponse:
-        return json_response(Pointers(version=__version__, docs=DOCS))
+        return json_response(schemas.Pointers(version=__version__, docs=DOCS))
 
     @Route("GET", "/health", "What works", response=Health, starting=Health, public=True)
     async def health(self, request: web.Request) -> web.StreamResponse:
@@ -344,7 +324,7 @@ class _Probe(msgspec.Struct):
     inputs: msgspec.Raw | UnsetType = UNSET
 
 
-def decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestError:
+def decode_generate(content: bytes) -> schemas.GenerateRequest | TgiRequest | RequestError:
     """Decode a native request, or one of LoRAX and TGI, which has `inputs`. Errors in the latter are returned, not
     raised."""
     if b'"inputs"' in content and decode_last(content, _Probe).inputs is not UNSET:
@@ -352,7 +332,7 @@ def decode_generate(content: bytes) -> GenerateRequest | TgiRequest | RequestErr
             return decode_dialect(content, TgiRequest)
         except RequestError as error:
             return error
-    return decode_json(content, GenerateRequest)
+    return decode_json(content, schemas.GenerateRequest)
 
 
 def _last_event(request: web.Request) -> int:

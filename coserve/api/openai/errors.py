@@ -8,15 +8,7 @@ from functools import partial
 from coserve.api.http.responses import ErrorFormat, error_info
 from coserve.api.http.route import Route
 from coserve.api.openai.schemas import OpenAIError, OpenAIErrorInfo
-from coserve.core.errors import (
-    AdapterNotFound,
-    CoserveError,
-    NotFound,
-    PromptTooLong,
-    QueueFull,
-    Unauthorized,
-    UnknownField,
-)
+from coserve.core import errors
 from coserve.core.hints import near_miss
 
 PREFIX = "/v1"
@@ -55,32 +47,32 @@ _MEANT = {"jobs": "/finetune", "load": "/metrics", "lora": "/adapters", "loras":
 """Our equivalents of other servers' paths, by the first part of their path."""
 
 
-def _type(error: CoserveError) -> str:
+def _type(error: errors.CoserveError) -> str:
     match error:
-        case Unauthorized():
+        case errors.Unauthorized():
             return "authentication_error"
-        case QueueFull():
+        case errors.QueueFull():
             return "rate_limit_error"
     if error.status == 404:
         return "not_found_error"
     return "invalid_request_error" if error.status < 500 else "server_error"
 
 
-def openai_error(error: CoserveError, params: Mapping[str, str] = _PARAMS) -> OpenAIError:
+def openai_error(error: errors.CoserveError, params: Mapping[str, str] = _PARAMS) -> OpenAIError:
     """Return the error as `{"error": {"message", "type", "param", "code"}}`. `params`: the dialect's field names."""
     info = error_info(error)
     message, code = info.message, info.code
-    if isinstance(error, AdapterNotFound):
+    if isinstance(error, errors.AdapterNotFound):
         message, code = f"{message}; GET {PREFIX}/models lists the base and its adapters", "model_not_found"
-    elif isinstance(error, PromptTooLong):
+    elif isinstance(error, errors.PromptTooLong):
         message, code = _too_long(error), "context_length_exceeded"
-    unknown = isinstance(error, UnknownField)  # it has the name that the client gave it
+    unknown = isinstance(error, errors.UnknownField)  # it has the name that the client gave it
     param = info.field if info.field is None or unknown else params.get(info.field, info.field)
-    message = str(CoserveError(message, field=param))  # with the field in front, like all messages
+    message = str(errors.CoserveError(message, field=param))  # with the field in front, like all messages
     return OpenAIError(error=OpenAIErrorInfo(message=message, type=_type(error), param=param, code=code))
 
 
-def _too_long(error: PromptTooLong) -> str:
+def _too_long(error: errors.PromptTooLong) -> str:
     """Return OpenAI's wording, because clients parse these words and numbers."""
     if error.context is None:
         return error.message
@@ -98,7 +90,7 @@ def is_openai(path: str) -> bool:
     return path == PREFIX or path.startswith(PREFIX + "/")
 
 
-def no_such_path(path: str, known: Iterable[str]) -> NotFound:
+def no_such_path(path: str, known: Iterable[str]) -> errors.NotFound:
     """Return the error for a path without a route; it names a missing feature of OpenAI or vLLM. `known`: paths of the
     routes, one of which may be meant, such as that with `/v1` in front."""
     whole = path.removeprefix(PREFIX).removeprefix("/v2").strip("/")
@@ -106,9 +98,9 @@ def no_such_path(path: str, known: Iterable[str]) -> NotFound:
     features = _FEATURES if is_openai(path) else _FEATURES_OF_VLLM
     feature = features.get(whole, features.get(first))
     if feature is not None:
-        return NotFound(f"{feature} not implemented")
+        return errors.NotFound(f"{feature} not implemented")
     meant = f"; did you mean {_MEANT[first]!r}?" if first in _MEANT else near_miss(path[:80], known)
-    return NotFound(f"there is no such path{meant}")
+    return errors.NotFound(f"there is no such path{meant}")
 
 
 OPENAI_ERRORS = ErrorFormat(OpenAIError, openai_error)

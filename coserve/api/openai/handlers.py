@@ -21,22 +21,12 @@ from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.prompts import encode_prompt
 from coserve.api.http.responses import json_response
 from coserve.api.http.sse import event_response
+from coserve.api.openai import schemas
 from coserve.api.openai.chat import ChatLogprobsBuilder, chat_completion, chat_events
 from coserve.api.openai.completions import CompletionLogprobsBuilder, completion, completion_events
 from coserve.api.openai.errors import openai_error, openai_route
 from coserve.api.openai.models import delete_model, get_model, list_models
 from coserve.api.openai.requests import PLACEHOLDER_MODELS, chat_request, completion_requests
-from coserve.api.openai.schemas import (
-    ChatChunk,
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    DeletedModel,
-    Model,
-    ModelList,
-    SharedParams,
-)
 from coserve.api.openai.tool_choice import naming_fields, with_allowed_tools, without_format
 from coserve.api.openai.usage import ResponseMeta, new_meta
 from coserve.api.service import Service
@@ -44,7 +34,7 @@ from coserve.config import Config
 from coserve.core.errors import AdapterNotFound, InvalidRequest, PromptTooLong
 from coserve.core.schemas import STREAM_END, GenerateRequest
 
-RequestT = TypeVar("RequestT", bound=SharedParams)
+RequestT = TypeVar("RequestT", bound=schemas.SharedParams)
 
 
 class OpenAIApi:
@@ -59,12 +49,12 @@ class OpenAIApi:
         "POST",
         "/v1/completions",
         "Generate text, as OpenAI and vLLM do",
-        response=Completion,
-        events=Completion,
+        response=schemas.Completion,
+        events=schemas.Completion,
         stream_end=True,
         errors=(404, 422),
     )
-    async def completions(self, request: web.Request, body: CompletionRequest) -> web.StreamResponse:
+    async def completions(self, request: web.Request, body: schemas.CompletionRequest) -> web.StreamResponse:
         if not body.stream:
             return json_response(await self.answer_completion(body))
         return await event_response(request, self._completion_chunks(body), openai_error, last=STREAM_END)
@@ -73,17 +63,17 @@ class OpenAIApi:
         "POST",
         "/v1/chat/completions",
         "Continue a chat, as OpenAI and vLLM do",
-        response=ChatCompletion,
-        events=ChatChunk,
+        response=schemas.ChatCompletion,
+        events=schemas.ChatChunk,
         stream_end=True,
         errors=(404, 422),
     )
-    async def chat_completions(self, request: web.Request, body: ChatRequest) -> web.StreamResponse:
+    async def chat_completions(self, request: web.Request, body: schemas.ChatRequest) -> web.StreamResponse:
         if not body.stream:
             return json_response(await self.answer_chat(body))
         return await event_response(request, self.chat_chunks(body), openai_error, last=STREAM_END)
 
-    async def answer_completion(self, body: CompletionRequest) -> Completion:
+    async def answer_completion(self, body: schemas.CompletionRequest) -> schemas.Completion:
         """Return the whole answer. Raises as `InFlightRequests.stream`."""
         body, requests, echoes = await self._prepare_completion(body)
         stream = partial(self._service.generation.stream, group=PromptGroup(len(requests)))
@@ -91,14 +81,14 @@ class OpenAIApi:
         responses = await gather([collect(each, stream(each), new) for each in requests])
         return await completion(body, self._meta("cmpl", body), echoes, responses)
 
-    async def _completion_chunks(self, body: CompletionRequest) -> AsyncGenerator[Completion, None]:
+    async def _completion_chunks(self, body: schemas.CompletionRequest) -> AsyncGenerator[schemas.Completion, None]:
         body, requests, echoes = await self._prepare_completion(body)
         stream = partial(self._service.generation.stream, group=PromptGroup(len(requests)))
         async with aclosing(merge_streams([partial(stream, each) for each in requests])) as chunks:
             async for event in completion_events(body, self._meta("cmpl", body), echoes, chunks):
                 yield event
 
-    async def answer_chat(self, body: ChatRequest) -> ChatCompletion:
+    async def answer_chat(self, body: schemas.ChatRequest) -> schemas.ChatCompletion:
         """Return the whole answer. Raises as `InFlightRequests.stream`."""
         body, native, parsers = await self._prepare_chat(body)
         new = partial(ChatLogprobsBuilder, body, self._service.tokenizer.vocabulary)
@@ -107,7 +97,7 @@ class OpenAIApi:
             found = await collect(native, stream, new)
         return await chat_completion(body, self._meta("chatcmpl", body), parsers, found)
 
-    async def chat_chunks(self, body: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+    async def chat_chunks(self, body: schemas.ChatRequest) -> AsyncGenerator[schemas.ChatChunk, None]:
         """Yield the events of the answer. Raises as `InFlightRequests.stream`."""
         body, native, parsers = await self._prepare_chat(body)
         meta, vocabulary = self._meta("chatcmpl", body), self._service.tokenizer.vocabulary
@@ -116,14 +106,14 @@ class OpenAIApi:
                 async for event in chat_events(body, meta, vocabulary, parsers, chunks):
                     yield event
 
-    async def fits(self, body: ChatRequest) -> bool:
+    async def fits(self, body: schemas.ChatRequest) -> bool:
         """Return whether the context has room for the prompt. Raises `InvalidRequest`, also from the chat template."""
         try:
             return await self.prompt_tokens(body) < self._service.engine.spec.context
         except PromptTooLong:
             return False
 
-    async def prompt_tokens(self, body: ChatRequest) -> int:
+    async def prompt_tokens(self, body: schemas.ChatRequest) -> int:
         """Return the tokens of the prompt, which may be more than the context. Raises `InvalidRequest`, also from the
         chat template, and `PromptTooLong` for a prompt too long to count."""
         _, native, _ = await self._prepare_chat(body)
@@ -135,24 +125,26 @@ class OpenAIApi:
             return error.length
 
     async def _prepare_completion(
-        self, body: CompletionRequest
-    ) -> tuple[CompletionRequest, list[GenerateRequest], list[str]]:
+        self, body: schemas.CompletionRequest
+    ) -> tuple[schemas.CompletionRequest, list[GenerateRequest], list[str]]:
         body = await self._resolve_placeholder(body)
         requests = completion_requests(body, self._service.engine.spec, self._config.max_queue)
         return body, requests, [await self._echo(body, each) for each in requests]
 
-    async def _prepare_chat(self, body: ChatRequest) -> tuple[ChatRequest, GenerateRequest, AnswerParsers]:
+    async def _prepare_chat(
+        self, body: schemas.ChatRequest
+    ) -> tuple[schemas.ChatRequest, GenerateRequest, AnswerParsers]:
         body = without_format(with_allowed_tools(await self._resolve_placeholder(body)))
         native = chat_request(body, self._service.engine.spec, self.chat_template)
         parsers = AnswerParsers(self._answer_format(body, native), self._service.tokenizer)
         return body, parsers.format.prepared(native), parsers
 
     @openai_route("GET", "/v1/models", "List the base and the adapters")
-    async def list_models(self) -> ModelList:
+    async def list_models(self) -> schemas.ModelList:
         return await list_models(self._service)
 
     @openai_route("GET", "/v1/models/{id}", "Show the base or an adapter", slashes=True)
-    async def get_model(self, id: str) -> Model:
+    async def get_model(self, id: str) -> schemas.Model:
         return await get_model(self._service, id)
 
     @openai_route(
@@ -162,10 +154,10 @@ class OpenAIApi:
         slashes=True,
         errors=(409, 507),
     )
-    async def delete_model(self, id: str) -> DeletedModel:
+    async def delete_model(self, id: str) -> schemas.DeletedModel:
         return await delete_model(self._service, id)
 
-    def _answer_format(self, body: ChatRequest, native: GenerateRequest) -> AnswerFormat:
+    def _answer_format(self, body: schemas.ChatRequest, native: GenerateRequest) -> AnswerFormat:
         template = self.chat_template
         family = tool_family(template, self._config.tool_parser)
         if is_constrained(native):  # the text has no reasoning; it is one forced call, or has no calls
@@ -196,10 +188,10 @@ class OpenAIApi:
                 return msgspec.structs.replace(body, model=None)
         return body
 
-    def _meta(self, kind: str, body: SharedParams) -> ResponseMeta:
+    def _meta(self, kind: str, body: schemas.SharedParams) -> ResponseMeta:
         return new_meta(kind, body.model, self._service.engine.spec)
 
-    async def _echo(self, body: CompletionRequest, native: GenerateRequest) -> str:
+    async def _echo(self, body: schemas.CompletionRequest, native: GenerateRequest) -> str:
         """Return the prompt's text for `echo`; empty without it. Raises `PromptTooLong`."""
         if not body.echo or native.prompt is None:
             return ""

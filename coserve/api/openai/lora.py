@@ -14,16 +14,8 @@ from coserve.api.http.parsing import local_path
 from coserve.api.http.room import check_copy
 from coserve.api.http.route import Route
 from coserve.api.http.uploads import UploadReader, is_upload
+from coserve.api.openai import schemas
 from coserve.api.openai.errors import openai_route
-from coserve.api.openai.schemas import (
-    LoadLoraRequest,
-    ServedConfig,
-    ServedLora,
-    ServedModel,
-    ServedParallel,
-    ServerInfo,
-    UnloadLoraRequest,
-)
 from coserve.api.service import Service
 from coserve.config import Config
 from coserve.core.errors import CoserveError, ForbiddenPath, InvalidRequest, NotFound
@@ -39,25 +31,25 @@ class LoraApi:
         "POST",
         "/v1/load_lora_adapter",
         "Load an adapter, as vLLM does, or one whose tensors are in the body",
-        body=LoadLoraRequest,
+        body=schemas.LoadLoraRequest,
         upload=("file",),
         media="text/plain",
         errors=(404, 409, 422, 507),
     )
     async def load_lora_adapter(self, request: web.Request) -> web.StreamResponse:
         if not is_upload(request):
-            body = await self._bodies.read(request, LoadLoraRequest, dialect=True)
+            body = await self._bodies.read(request, schemas.LoadLoraRequest, dialect=True)
             if body.lora_path is None:
                 raise InvalidRequest("expected a lora_path, or files in a multipart body", field="lora_path")
             folder = self._folder(body.lora_path)
             return await self._load(request, body, folder)
-        upload = self._uploads.read(request, LoadLoraRequest, self._service.folder.staging, ADAPTER_FILES)
+        upload = self._uploads.read(request, schemas.LoadLoraRequest, self._service.folder.staging, ADAPTER_FILES)
         async with self._service.stopping.read(upload) as (settings, folder):
             if settings.lora_path is not None:
                 raise InvalidRequest("expected either a lora_path or files, got both", field="lora_path")
             return await self._load(request, settings, folder)
 
-    async def _load(self, request: web.Request, settings: LoadLoraRequest, source: Path) -> web.Response:
+    async def _load(self, request: web.Request, settings: schemas.LoadLoraRequest, source: Path) -> web.Response:
         await check_copy(request, source)
         with _own_field():
             await self._service.adapters.load(source, settings.lora_name, in_place=settings.load_inplace)
@@ -66,21 +58,21 @@ class LoraApi:
     @openai_route(
         "POST", "/v1/unload_lora_adapter", "Unload an adapter, as vLLM does", media="text/plain", errors=(404, 409, 507)
     )
-    async def unload_lora_adapter(self, body: UnloadLoraRequest) -> web.Response:
+    async def unload_lora_adapter(self, body: schemas.UnloadLoraRequest) -> web.Response:
         with _own_field():
             await self._service.adapters.unload(body.lora_name)
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     @Route("GET", "/server_info", "What trainers read of vLLM's settings")
-    async def server_info(self) -> ServerInfo:
+    async def server_info(self) -> schemas.ServerInfo:
         engine, config = self._service.engine, self._config
         spec = engine.spec
-        served = ServedConfig(
-            ServedModel(spec.name, f"torch.{spec.dtype}", engine.max_model_len),
-            ServedLora(MAX_RANK, config.max_running),
-            ServedParallel(config.tp),
+        served = schemas.ServedConfig(
+            schemas.ServedModel(spec.name, f"torch.{spec.dtype}", engine.max_model_len),
+            schemas.ServedLora(MAX_RANK, config.max_running),
+            schemas.ServedParallel(config.tp),
         )
-        return ServerInfo(served)
+        return schemas.ServerInfo(served)
 
     @Route(
         "POST",

@@ -5,16 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from coserve.api.http.body_types import refuse_unless_neutral, refuse_unsupported
+from coserve.api.openai import schemas
 from coserve.api.openai.names import PREFIX, ref_of
-from coserve.api.openai.schemas import (
-    MAX_PROMPTS,
-    MAX_SEQUENCES,
-    ChatRequest,
-    CompletionRequest,
-    ModelName,
-    SharedParams,
-    StreamOptions,
-)
 from coserve.api.openai.tool_choice import forced_call
 from coserve.core.errors import AdapterNotFound, EmptyPrompt, InvalidRequest
 from coserve.core.limits import MAX_SEED, TokenId
@@ -34,7 +26,7 @@ _CLASSES: dict[str, SloClass] = {"flex": "batch", "priority": "interactive"}
 """Request class of each service tier."""
 
 
-def adapter_of(model: ModelName | None, base: str) -> str | None:
+def adapter_of(model: schemas.ModelName | None, base: str) -> str | None:
     """Return the adapter that `model` names; None: the base, which is called `base`. Raises `AdapterNotFound`."""
     if not model or model == base:
         return None
@@ -45,7 +37,7 @@ def adapter_of(model: ModelName | None, base: str) -> str | None:
     return model
 
 
-def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int) -> list[GenerateRequest]:
+def completion_requests(body: schemas.CompletionRequest, spec: BaseSpec, max_queue: int) -> list[GenerateRequest]:
     """Return one request for each prompt. `max_queue`: most choices that may wait. Raises `InvalidRequest`,
     `EmptyPrompt`, `AdapterNotFound`."""
     _check(body)
@@ -56,9 +48,9 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
         raise InvalidRequest(f"expected at least n, {body.n}, got {body.best_of}", field="best_of")
     if candidates > body.n and body.stream:
         raise InvalidRequest(f"expected n, {body.n}, with stream, got {candidates}", field="best_of")
-    choices, most = len(prompts) * candidates, min(MAX_SEQUENCES, max_queue)
+    choices, most = len(prompts) * candidates, min(schemas.MAX_SEQUENCES, max_queue)
     if choices > most:
-        why = "" if most == MAX_SEQUENCES else " (the daemon's max_queue)"
+        why = "" if most == schemas.MAX_SEQUENCES else " (the daemon's max_queue)"
         raise InvalidRequest(
             f"expected at most {most} choices of all prompts{why}, got {choices}",
             field="n" if candidates == body.n else "best_of",
@@ -88,7 +80,7 @@ def completion_requests(body: CompletionRequest, spec: BaseSpec, max_queue: int)
     ]
 
 
-def chat_request(body: ChatRequest, spec: BaseSpec, template: str | None) -> GenerateRequest:
+def chat_request(body: schemas.ChatRequest, spec: BaseSpec, template: str | None) -> GenerateRequest:
     """Translate a chat request. `template`: the base's chat template. Raises `InvalidRequest`, `AdapterNotFound`."""
     _check(body)
     call = forced_call(body)
@@ -110,7 +102,7 @@ def chat_request(body: ChatRequest, spec: BaseSpec, template: str | None) -> Gen
     )
 
 
-def _template_options(body: ChatRequest, template: str) -> TemplateOptions:
+def _template_options(body: schemas.ChatRequest, template: str) -> TemplateOptions:
     """Return the chat template's variables. Some clients send an effort to every model: a template that reads none gets
     none, and `none` turns its thinking off."""
     options = body.chat_template_kwargs or {}
@@ -121,12 +113,12 @@ def _template_options(body: ChatRequest, template: str) -> TemplateOptions:
     return dict.fromkeys(THINKING, False) | options if body.reasoning_effort == "none" else options
 
 
-def _check(body: SharedParams) -> None:
+def _check(body: schemas.SharedParams) -> None:
     """Raise `InvalidRequest` for features that are not implemented, by name."""
     refuse_unsupported(body)
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("expected prompt_logprobs without stream only", field="prompt_logprobs")
-    options = body.stream_options or StreamOptions()
+    options = body.stream_options or schemas.StreamOptions()
     if (options.include_usage or options.continuous_usage_stats) and not body.stream:
         raise InvalidRequest("expected stream_options with stream only", field="stream_options")
 
@@ -140,8 +132,8 @@ def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> list[str | li
         return [ids]
     texts = [entry for entry in prompt if isinstance(entry, str)]
     lists = [entry for entry in prompt if isinstance(entry, list)]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"expected at most {MAX_PROMPTS} prompts, got {len(prompt)}", field="prompt")
+    if len(prompt) > schemas.MAX_PROMPTS:
+        raise InvalidRequest(f"expected at most {schemas.MAX_PROMPTS} prompts, got {len(prompt)}", field="prompt")
     if len(prompt) not in (len(texts), len(lists)):
         raise InvalidRequest("expected a text, token ids, or a list of one of them, got a mixture", field="prompt")
     found: list[str | list[TokenId]] = [*texts, *lists]
@@ -150,7 +142,7 @@ def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> list[str | li
     return found
 
 
-def _shared_fields(body: SharedParams, spec: BaseSpec) -> dict[str, Any]:
+def _shared_fields(body: schemas.SharedParams, spec: BaseSpec) -> dict[str, Any]:
     """Return the fields of the `GenerateRequest` that completions and chats give alike. Raises `AdapterNotFound`."""
     counted = body.stream_options is not None and body.stream_options.continuous_usage_stats
     return {name: getattr(body, name) for name in GenerationFields.__struct_fields__} | {

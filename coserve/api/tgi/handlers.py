@@ -18,19 +18,8 @@ from coserve.api.http.responses import error_response, json_response
 from coserve.api.http.route import Route
 from coserve.api.http.sse import event_response
 from coserve.api.service import Service
+from coserve.api.tgi import schemas
 from coserve.api.tgi.errors import TGI_ERRORS, tgi_error
-from coserve.api.tgi.schemas import (
-    BASE_NAME,
-    TgiDetails,
-    TgiGrammar,
-    TgiInfo,
-    TgiParameters,
-    TgiRequest,
-    TgiResponse,
-    TgiSequence,
-    TgiStreamDetails,
-    TgiStreamEvent,
-)
 from coserve.api.tgi.tokens import TgiLogprobsBuilder, finish_reason, token_of, top_tokens
 from coserve.config import Config
 from coserve.core.errors import CoserveError, InvalidRequest
@@ -52,13 +41,13 @@ class TgiApi:
         "/",
         "Generate text, as the clients of LoRAX, TGI and huggingface_hub ask for it",
         dialect=True,
-        response=TgiResponse,
+        response=schemas.TgiResponse,
         listed=True,
-        events=TgiStreamEvent,
+        events=schemas.TgiStreamEvent,
         errors=(404, 422),
         error_formats=(TGI_ERRORS,),
     )
-    async def generate_root(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
+    async def generate_root(self, request: web.Request, body: schemas.TgiRequest) -> web.StreamResponse:
         """Respond as TGI's root route: a list of one response, or a stream."""
         return await self._stream(request, body) if body.stream else json_response([await self._collect(body)])
 
@@ -67,14 +56,14 @@ class TgiApi:
         "/generate_stream",
         "Generate text as LoRAX and TGI do, a token an event",
         dialect=True,
-        events=TgiStreamEvent,
+        events=schemas.TgiStreamEvent,
         errors=(404, 422),
         error_formats=(TGI_ERRORS,),
     )
-    async def generate_stream(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
+    async def generate_stream(self, request: web.Request, body: schemas.TgiRequest) -> web.StreamResponse:
         return await self._stream(request, body)
 
-    async def respond(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
+    async def respond(self, request: web.Request, body: schemas.TgiRequest) -> web.StreamResponse:
         """Respond in TGI's format, also to errors."""
         try:
             return await self._stream(request, body) if body.stream else json_response(await self._collect(body))
@@ -82,10 +71,10 @@ class TgiApi:
             return error_response(error, TGI_ERRORS)
 
     @Route("GET", "/info", "The base and the limits, as TGI says them")
-    async def info(self) -> TgiInfo:
+    async def info(self) -> schemas.TgiInfo:
         engine = self._service.engine
         spec = engine.spec
-        return TgiInfo(
+        return schemas.TgiInfo(
             model_id=spec.name,
             model_sha=spec.fingerprint,
             model_dtype=spec.dtype,
@@ -100,8 +89,8 @@ class TgiApi:
             version=__version__,
         )
 
-    async def _collect(self, body: TgiRequest) -> TgiResponse:
-        parameters = body.parameters or TgiParameters()
+    async def _collect(self, body: schemas.TgiRequest) -> schemas.TgiResponse:
+        parameters = body.parameters or schemas.TgiParameters()
         native = tgi_request(body, stream=False)
         new = partial(TgiLogprobsBuilder, parameters, self._service.tokenizer.vocabulary.special_ids)
         full = await collect(native, self._service.generation.stream(native), new)
@@ -111,7 +100,7 @@ class TgiApi:
         before = body.inputs if parameters.return_full_text else ""
         text = before + best.text
         if not has_details(parameters):
-            return TgiResponse(generated_text=text)
+            return schemas.TgiResponse(generated_text=text)
         prefill = [] if full.prompt is None else full.prompt.prefill.as_list()
 
         def shared(choice: Choice, scores: TgiLogprobsBuilder) -> dict[str, Any]:
@@ -124,23 +113,23 @@ class TgiApi:
                 "top_tokens": scores.tops(),
             }
 
-        sequences = [TgiSequence(**shared(*other), generated_text=before + other[0].text) for other in others]
-        details = TgiDetails(
+        sequences = [schemas.TgiSequence(**shared(*other), generated_text=before + other[0].text) for other in others]
+        details = schemas.TgiDetails(
             **shared(best, best_scores),
             prompt_tokens=found.usage.prompt_tokens,
             best_of_sequences=sequences or UNSET,
         )
-        return TgiResponse(generated_text=text, details=details)
+        return schemas.TgiResponse(generated_text=text, details=details)
 
-    async def _stream(self, request: web.Request, body: TgiRequest) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, body: schemas.TgiRequest) -> web.StreamResponse:
         native = tgi_request(body, stream=True)
         async with aclosing(self._service.generation.stream(native)) as chunks:
             return await event_response(request, self._events(body, native, chunks), tgi_error)
 
     async def _events(
-        self, body: TgiRequest, native: GenerateRequest, chunks: AsyncGenerator[GenerateChunk, None]
-    ) -> AsyncGenerator[TgiStreamEvent, None]:
-        parameters, special = body.parameters or TgiParameters(), self._service.tokenizer.vocabulary.special_ids
+        self, body: schemas.TgiRequest, native: GenerateRequest, chunks: AsyncGenerator[GenerateChunk, None]
+    ) -> AsyncGenerator[schemas.TgiStreamEvent, None]:
+        parameters, special = body.parameters or schemas.TgiParameters(), self._service.tokenizer.vocabulary.special_ids
         parts = [body.inputs] if parameters.return_full_text else []
         index = 0
         async for chunk in chunks:
@@ -152,17 +141,17 @@ class TgiApi:
                 token = token_of(entry, chunk.text if last else "", parameters, special)
                 top = top_tokens(entry, parameters, special)
                 if not last or chunk.finish_reason is None:
-                    yield TgiStreamEvent(index=index, token=token, top_tokens=top)
+                    yield schemas.TgiStreamEvent(index=index, token=token, top_tokens=top)
                     continue
                 assert chunk.usage is not None, "the last chunk counts"
-                details = TgiStreamDetails(
+                details = schemas.TgiStreamDetails(
                     finish_reason=finish_reason(chunk.finish_reason, chunk.stop_reason),
                     prompt_tokens=chunk.usage.prompt_tokens,
                     input_length=chunk.usage.prompt_tokens,
                     generated_tokens=chunk.usage.completion_tokens,
                     seed=chunk.seed if native.temperature else None,
                 )
-                yield TgiStreamEvent(
+                yield schemas.TgiStreamEvent(
                     index=index,
                     token=token,
                     top_tokens=top,
@@ -171,9 +160,9 @@ class TgiApi:
                 )
 
 
-def tgi_request(body: TgiRequest, *, stream: bool) -> GenerateRequest:
+def tgi_request(body: schemas.TgiRequest, *, stream: bool) -> GenerateRequest:
     """Translate a request. Raises `InvalidRequest`, which names the parameter."""
-    parameters = body.parameters or TgiParameters()
+    parameters = body.parameters or schemas.TgiParameters()
     refuse_unsupported(parameters, within="parameters.")
     if stream and parameters.decoder_input_details:
         raise InvalidRequest("expected it left out in streams", field="parameters.decoder_input_details")
@@ -184,7 +173,7 @@ def tgi_request(body: TgiRequest, *, stream: bool) -> GenerateRequest:
     scored = stream or has_details(parameters) or (parameters.best_of or 1) > 1
     return GenerateRequest(
         prompt=body.inputs,
-        adapter=None if parameters.adapter_id == BASE_NAME else parameters.adapter_id or None,
+        adapter=None if parameters.adapter_id == schemas.BASE_NAME else parameters.adapter_id or None,
         stream=stream,
         n=parameters.best_of or 1,
         max_tokens=parameters.max_new_tokens or DEFAULT_TOKENS,
@@ -204,7 +193,7 @@ def tgi_request(body: TgiRequest, *, stream: bool) -> GenerateRequest:
     )
 
 
-def _structured(parameters: TgiParameters) -> StructuredOutputs | None:
+def _structured(parameters: schemas.TgiParameters) -> StructuredOutputs | None:
     grammar, form = parameters.grammar, parameters.response_format
     if form is not None:
         if grammar is not None:
@@ -213,9 +202,9 @@ def _structured(parameters: TgiParameters) -> StructuredOutputs | None:
     match grammar:
         case None:
             return None
-        case TgiGrammar("regex", str(expression)):
+        case schemas.TgiGrammar("regex", str(expression)):
             return StructuredOutputs(regex=expression)
-        case TgiGrammar("json", schema) | TgiGrammar("json_schema", {"schema": dict(schema)}):
+        case schemas.TgiGrammar("json", schema) | schemas.TgiGrammar("json_schema", {"schema": dict(schema)}):
             return _schema(schema)
     raise InvalidRequest(f"expected the value of a {grammar.type}", field="parameters.grammar.value")
 
@@ -230,5 +219,5 @@ def _schema(given: JsonSchema | str) -> StructuredOutputs:
     return StructuredOutputs(json=given)
 
 
-def has_details(parameters: TgiParameters) -> bool:
+def has_details(parameters: schemas.TgiParameters) -> bool:
     return bool(parameters.details or parameters.decoder_input_details)

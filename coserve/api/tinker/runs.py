@@ -10,20 +10,10 @@ from dataclasses import dataclass, field
 
 from coserve.api.service import Service
 from coserve.api.sessions.session import ClientSession
+from coserve.api.tinker import schemas
 from coserve.api.tinker.calls import NAMES, DecodedCall, output_of
 from coserve.api.tinker.futures import Order, Result
 from coserve.api.tinker.paths import SavedPath, check_base, parse_path, run_of, targets
-from coserve.api.tinker.schemas import (
-    CreateModel,
-    LoadWeights,
-    ModelResult,
-    OptimStep,
-    PathResult,
-    SaveForSampler,
-    SaveWeights,
-    StepResult,
-    TinkerLora,
-)
 from coserve.core.access.principal import principal
 from coserve.core.errors import InvalidRequest, NotFound, SessionEnded
 from coserve.core.training.calls import Step
@@ -130,23 +120,23 @@ class Runs:
             raise NotFound(f"no model {model[:80]!r}: it was unloaded, or the daemon was restarted", field="model_id")
         return found
 
-    async def create(self, run: Run, body: CreateModel) -> Result:
-        spec, asked = self._service.engine.spec, body.lora_config or TinkerLora()
+    async def create(self, run: Run, body: schemas.CreateModel) -> Result:
+        spec, asked = self._service.engine.spec, body.lora_config or schemas.TinkerLora()
         check_base(body.base_model, spec)
         found = targets(spec, attention=asked.train_attn, mlp=asked.train_mlp)
         lora = LoraSettings(r=asked.rank, alpha=ALPHA, targets=found)
         seed = secrets.randbits(32) if asked.seed is None else asked.seed
         await self._open(run, body.base_model, lora, seed, None, with_optimizer=False)
-        return ModelResult(run.model, "create_model")
+        return schemas.ModelResult(run.model, "create_model")
 
-    async def create_from_state(self, run: Run, body: LoadWeights) -> Result:
+    async def create_from_state(self, run: Run, body: schemas.LoadWeights) -> Result:
         path = parse_path(body.path, sampler=False)
         if body.base_model is not None:
             check_base(body.base_model, self._service.engine.spec)
         saved = await asyncio.to_thread(read_state, self._service.folder, *path.state)
         base = body.base_model or saved.base
         await self._open(run, base, saved.lora, saved.seed, path.state, with_optimizer=body.optimizer)
-        return PathResult(path=body.path, model_id=run.model)
+        return schemas.PathResult(path=body.path, model_id=run.model)
 
     async def _open(
         self,
@@ -191,29 +181,29 @@ class Runs:
             raise InvalidRequest(message, field=error.field) from error
         return await asyncio.to_thread(output_of, call.shapes, done.values, done.metrics)
 
-    async def optim_step(self, run: Run, body: OptimStep) -> Result:
+    async def optim_step(self, run: Run, body: schemas.OptimStep) -> Result:
         done = await self._sessions.call(opened(run), Step(body.adam_params))
-        return StepResult(done.metrics)
+        return schemas.StepResult(done.metrics)
 
-    async def save(self, run: Run, body: SaveWeights) -> Result:
+    async def save(self, run: Run, body: schemas.SaveWeights) -> Result:
         path = SavedPath(run.model, False, body.path or f"state-{secrets.token_hex(4)}")
         await self._sessions.save_state(opened(run), path.name, str(path), overwrite=body.overwrite)
-        return PathResult(path=str(path))
+        return schemas.PathResult(path=str(path))
 
-    async def load(self, run: Run, body: LoadWeights) -> Result:
+    async def load(self, run: Run, body: schemas.LoadWeights) -> Result:
         path = parse_path(body.path, sampler=False)
         await self._sessions.load(opened(run), path.state, with_optimizer=body.optimizer)
-        return PathResult(path=body.path, model_id=run.model)
+        return schemas.PathResult(path=body.path, model_id=run.model)
 
-    async def save_for_sampler(self, run: Run, body: SaveForSampler) -> Result:
+    async def save_for_sampler(self, run: Run, body: schemas.SaveForSampler) -> Result:
         if body.path is not None:
             path = SavedPath(run.model, True, body.path)
             await self._sessions.save_adapter(opened(run), path.adapter)
-            return PathResult(path=str(path))
+            return schemas.PathResult(path=str(path))
         ref = await self._sessions.sampler(opened(run))
         id = f"{run.owner.id}:sample:{body.sampling_session_seq_id}"
         self.samplers[id] = SamplerTarget(run.base, snapshot=ref)
-        return PathResult(sampling_session_id=id)
+        return schemas.PathResult(sampling_session_id=id)
 
 
 def opened(run: Run) -> ClientSession:

@@ -23,6 +23,7 @@ import msgspec
 
 from coserve.cli.daemon.rank_watch import WatchedRank, find_loss
 from coserve.config import Config, config_to_json
+from coserve.core import ranks
 from coserve.core.cancellation import cancel_all
 from coserve.core.errors import CoserveError, error_from_code
 from coserve.core.health import RankInfo
@@ -30,17 +31,6 @@ from coserve.core.link.channel import AsyncChannel
 from coserve.core.link.link import PeerLost
 from coserve.core.logs.format import log_event
 from coserve.core.processes import how_ended, is_stopped, signal_child, start_child
-from coserve.core.ranks import (
-    HEARTBEAT,
-    SILENCE,
-    Heartbeat,
-    RankFailed,
-    RankPlace,
-    RankReady,
-    RankRefused,
-    RankReport,
-    board_bytes,
-)
 from coserve.state.folder import DataFolder
 
 log = logging.getLogger(__name__)
@@ -54,7 +44,7 @@ death within this time is reported instead of the fault."""
 class _Rank:
     number: int
     process: asyncio.subprocess.Process
-    reports: AsyncChannel[Never, RankReport]
+    reports: AsyncChannel[Never, ranks.RankReport]
     watched: WatchedRank
     lost: bool = False
     exiting: asyncio.Task[None] | None = None
@@ -83,14 +73,14 @@ class RankGroup:
         staging = DataFolder(config.data_dir).staging  # emptied at the daemon's start
         self._rendezvous = staging / f"ranks-{secrets.token_hex(8)}"
         pairs = [socket.socketpair() for _ in range(config.tp - 1)]
-        board = _shared_memory(board_bytes(config.tp))
+        board = _shared_memory(ranks.board_bytes(config.tp))
         try:
             for number in range(config.tp):
                 leads = number == 0
                 commands = [ours for ours, _ in pairs] if leads else [pairs[number - 1][1]]
                 ours, theirs = socket.socketpair()
                 with theirs:
-                    place = RankPlace(
+                    place = ranks.RankPlace(
                         rank=number,
                         size=config.tp,
                         rendezvous=self._rendezvous.absolute().as_uri(),
@@ -98,7 +88,9 @@ class RankGroup:
                         monitor=theirs.fileno(),
                         commands=tuple(sock.fileno() for sock in commands),
                     )
-                    reports = await AsyncChannel[Never, RankReport].open(ours, msgspec.msgpack.Decoder(RankReport))
+                    reports = await AsyncChannel[Never, ranks.RankReport].open(
+                        ours, msgspec.msgpack.Decoder(ranks.RankReport)
+                    )
                     others: list[socket.socket | IO[bytes]] = [*([theirs] if leads else []), *commands, board]
                     process = await start_child(
                         "coserve.engine.process" if leads else "coserve.engine.ranks.process",
@@ -174,14 +166,14 @@ class RankGroup:
                 report = await rank.reports.receive()
                 rank.watched.looks = 0
                 match report:
-                    case Heartbeat():
+                    case ranks.Heartbeat():
                         rank.watched.received(report)
-                    case RankReady():
+                    case ranks.RankReady():
                         rank.watched.ready = True
-                    case RankRefused(code=code, message=message):
+                    case ranks.RankRefused(code=code, message=message):
                         self.refusal = self.refusal or error_from_code(code, message)
                         self._lose(rank, f"refused to start: {message}")
-                    case RankFailed(message=message):
+                    case ranks.RankFailed(message=message):
                         await asyncio.sleep(CONSEQUENCE)
                         self._lose(rank, f"failed: {message}")
 
@@ -194,10 +186,10 @@ class RankGroup:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(ranks.HEARTBEAT)
             for rank in self._ranks:
                 rank.watched.look()
-                rank.watched.stopped = rank.watched.silent > SILENCE and is_stopped(rank.process.pid)
+                rank.watched.stopped = rank.watched.silent > ranks.SILENCE and is_stopped(rank.process.pid)
             found = find_loss([rank.watched for rank in self._ranks])
             if found is not None:
                 watched, how = found

@@ -11,17 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from coserve.cli.common import (
-    DEFAULT_URL,
-    AsJson,
-    Key,
-    Url,
-    Wait,
-    connected,
-    optimizer_named,
-    target_names,
-    with_options,
-)
+from coserve.cli import common
 from coserve.cli.finetuning.settings import (
     ColumnNames,
     Detach,
@@ -72,7 +62,7 @@ def _finetune(
         typer.Option(
             help="what updates the weights; the 8-bit ones need coserve[bitsandbytes]",
             show_default=Optimizer.ADAMW,
-            parser=optimizer_named,
+            parser=common.optimizer_named,
             metavar=f"<{'|'.join(Optimizer)}>",
         ),
     ] = None,
@@ -91,10 +81,10 @@ def _finetune(
     ] = None,
     set_fields: SetFields = None,
     detach: Detach = False,
-    wait: Wait = False,
-    as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
-    key: Key = None,
+    wait: common.Wait = False,
+    as_json: common.AsJson = False,
+    url: common.Url = common.DEFAULT_URL,
+    key: common.Key = None,
     *,
     options: dict[str, Any],
 ) -> None:
@@ -112,7 +102,7 @@ def _finetune(
     named = column_names(columns or [])
     own = {
         "columns": named or None,
-        "targets": [name for text in targets for name in target_names(text)] if targets else None,
+        "targets": [name for text in targets for name in common.target_names(text)] if targets else None,
         "dpo_beta": None if dpo_beta is None else {"type": "dpo", "beta": dpo_beta},
         "optimizer": optimizer,
         "sample_prompt": sample_prompt or None,
@@ -124,7 +114,7 @@ def _finetune(
             "--rank, --alpha, --targets, --bd-blocks and fields of lora shape a new adapter; --continue-from has its "
             "own"
         )
-    with connected(url, key, wait) as client:
+    with common.connected(url, key, wait) as client:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # printed below instead
             job = client.finetune(
                 adapter, file=file, validation=validation_file, on_preparing=_show_preparing, **settings
@@ -140,7 +130,7 @@ def _finetune(
             follow_job(job, as_json)
 
 
-finetune = with_options(_finetune, field_options())
+finetune = common.with_options(_finetune, field_options())
 
 
 def _rows(file: Path, names: dict[str, str]) -> list[dict[str, Any]]:

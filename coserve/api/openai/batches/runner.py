@@ -21,19 +21,9 @@ from coserve.api.http.parsing import decode_last
 from coserve.api.openai.batches.schemas import Answered, BatchAnswer, BatchLine, BatchResult
 from coserve.api.openai.batches.store import ERRORS, OUTPUT, BatchProblem, BatchRecord, BatchStatus, BatchStore
 from coserve.api.openai.errors import openai_error
+from coserve.core import errors
 from coserve.core.access.principal import Principal, Scope, act_as
 from coserve.core.cancellation import cancel_all, task_group, uncancelled_thread
-from coserve.core.errors import (
-    CoserveError,
-    EngineUnavailable,
-    InternalError,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    QueueFull,
-    QuotaExceeded,
-    StorageError,
-)
 from coserve.state.durable import read_errors, write_errors
 from coserve.state.files import FileStore
 from coserve.state.item_log import ItemLog
@@ -94,7 +84,7 @@ class BatchRunner:
         purpose, `StorageError`."""
         try:
             content = self._files.content(record.input_file_id, "batch")
-        except (InvalidRequest, NotFound) as error:
+        except (errors.InvalidRequest, errors.NotFound) as error:
             raise type(error)(error.message, field="input_file_id") from None
         await uncancelled_thread(self.store.add, record, content)
         self._start(record)
@@ -104,7 +94,7 @@ class BatchRunner:
         `InvalidRequest` for one that has ended."""
         record = self.store.get(id)
         if record.ended:
-            raise InvalidRequest(f"expected a batch that runs, got one that is {record.status}", field="id")
+            raise errors.InvalidRequest(f"expected a batch that runs, got one that is {record.status}", field="id")
         task = self._tasks.get(id)
         if record.status == "finalizing" and task is not None:  # its files are being made, at once
             await asyncio.wait({task})
@@ -128,12 +118,12 @@ class BatchRunner:
         while not self.store.get(id).ended:
             try:
                 await step()
-            except StorageError as error:
+            except errors.StorageError as error:
                 log.warning("batch %s waits: %s", id, error.message)
                 await asyncio.sleep(RETRY)
             except Exception:  # our own fault in one batch: it alone fails
                 log.exception("batch %s ended by an internal error", id)
-                problem = BatchProblem(InternalError.code, "internal error; the daemon's log has it")
+                problem = BatchProblem(errors.InternalError.code, "internal error; the daemon's log has it")
                 step = partial(self._end, id, "failed", [problem])
 
     async def _advance(self, id: str) -> None:
@@ -187,7 +177,7 @@ class BatchRunner:
                     elif raw.strip():
                         try:
                             line = decode_last(raw, BatchLine)
-                        except CoserveError as error:
+                        except errors.CoserveError as error:
                             wrong("invalid_json_line", str(error)[:500], number)
                         else:
                             if line.url != record.endpoint:
@@ -233,7 +223,7 @@ class BatchRunner:
             try:
                 self._admit(project)
                 return
-            except QuotaExceeded as error:
+            except errors.QuotaExceeded as error:
                 await asyncio.sleep(error.retry_after or RETRY)
 
     async def _write(self, id: str, results: asyncio.Queue[_Found | None]) -> None:
@@ -258,9 +248,9 @@ class BatchRunner:
             try:
                 name, status, answer = OUTPUT, 200, await self._answers[record.endpoint](body)
                 break
-            except (EngineUnavailable, QueueFull, Overloaded):
+            except (errors.EngineUnavailable, errors.QueueFull, errors.Overloaded):
                 await asyncio.sleep(RETRY)
-            except CoserveError as error:
+            except errors.CoserveError as error:
                 name, status, answer = ERRORS, error.status, msgspec.json.encode(openai_error(error))
                 break
         id = secrets.token_hex(12)

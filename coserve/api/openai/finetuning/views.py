@@ -7,21 +7,9 @@ import time
 import msgspec
 from msgspec import UNSET
 
+from coserve.api.openai.finetuning import schemas
 from coserve.api.openai.finetuning.requests import default_rate
 from coserve.api.openai.finetuning.results import result_file
-from coserve.api.openai.finetuning.schemas import (
-    Checkpoint,
-    CheckpointMetrics,
-    Dpo,
-    DpoHyperparameters,
-    FineTuningEvent,
-    FineTuningJob,
-    Hyperparameters,
-    JobError,
-    Level,
-    Method,
-    Supervised,
-)
 from coserve.api.openai.names import ORGANIZATION, model_name
 from coserve.core.schemas import EventLevel, JobEvent
 from coserve.core.training.jobs import JobState
@@ -29,15 +17,15 @@ from coserve.core.training.step_metrics import StepMetrics
 from coserve.core.types import BaseSpec
 from coserve.state.registry.records import JobOrigin, JobRecord
 
-_LEVELS: dict[EventLevel, Level] = {"info": "info", "warning": "warn", "error": "error"}
+_LEVELS: dict[EventLevel, schemas.Level] = {"info": "info", "warning": "warn", "error": "error"}
 
 
-def job_object(record: JobRecord, base: BaseSpec) -> FineTuningJob:
+def job_object(record: JobRecord, base: BaseSpec) -> schemas.FineTuningJob:
     """Return a job. `base`: the daemon's base, shown as the model of a job that trains a new adapter."""
     spec, origin = record.spec, record.origin or JobOrigin(training_file="")
     method, hyperparameters = _method(record, base)
     ended, eta, error = record.state.terminal, record.eta, record.error
-    return FineTuningJob(
+    return schemas.FineTuningJob(
         id=spec.id,
         created_at=int(record.created_at),
         finished_at=None if record.finished_at is None else int(record.finished_at),
@@ -54,28 +42,28 @@ def job_object(record: JobRecord, base: BaseSpec) -> FineTuningJob:
         method=method,
         hyperparameters=hyperparameters,
         metadata=record.metadata,
-        error=None if error is None else JobError(code=error.code, message=error.message, param=error.field),
+        error=None if error is None else schemas.JobError(code=error.code, message=error.message, param=error.field),
     )
 
 
-def _method(record: JobRecord, base: BaseSpec) -> tuple[Method, Hyperparameters]:
+def _method(record: JobRecord, base: BaseSpec) -> tuple[schemas.Method, schemas.Hyperparameters]:
     """Return the method with the values that the job has, and its hyperparameters."""
     spec, training = record.spec, record.spec.training
     rate = training.learning_rate / default_rate(training.loss, base)
     asked = None if record.origin is None else record.origin.batch_rows
-    common = Hyperparameters(
+    common = schemas.Hyperparameters(
         batch_size=asked or max(1, round(training.batch_tokens * spec.rows / max(1, spec.tokens))),
         learning_rate_multiplier=float(f"{rate:.6g}"),
         n_epochs=None if training.epochs is None else max(1, round(training.epochs)),
     )
     if training.loss is None:
-        return Method(type="supervised", supervised=Supervised(hyperparameters=common)), common
-    own = DpoHyperparameters(**msgspec.structs.asdict(common), beta=training.loss.beta)
-    return Method(type="dpo", dpo=Dpo(hyperparameters=own)), common
+        return schemas.Method(type="supervised", supervised=schemas.Supervised(hyperparameters=common)), common
+    own = schemas.DpoHyperparameters(**msgspec.structs.asdict(common), beta=training.loss.beta)
+    return schemas.Method(type="dpo", dpo=schemas.Dpo(hyperparameters=own)), common
 
 
-def event_object(event: JobEvent) -> FineTuningEvent:
-    return FineTuningEvent(
+def event_object(event: JobEvent) -> schemas.FineTuningEvent:
+    return schemas.FineTuningEvent(
         id=f"{event.job}-{event.seq}",
         created_at=int(event.created_at),
         level=_LEVELS[event.level],
@@ -85,24 +73,24 @@ def event_object(event: JobEvent) -> FineTuningEvent:
     )
 
 
-def checkpoint_objects(record: JobRecord, step: int | None, base: BaseSpec) -> list[Checkpoint]:
+def checkpoint_objects(record: JobRecord, step: int | None, base: BaseSpec) -> list[schemas.Checkpoint]:
     """Return the weights that the job published. `step`: their optimizer step."""
     if record.result is None or record.finished_at is None or step is None:
         return []
     metrics = record.metrics
-    checkpoint = Checkpoint(
+    checkpoint = schemas.Checkpoint(
         id=f"{record.spec.id}-{step}",
         created_at=int(record.finished_at),
         fine_tuned_model_checkpoint=model_name(record.result, base.name),
         fine_tuning_job_id=record.spec.id,
         step_number=step,
-        metrics=CheckpointMetrics(step=step) if metrics is None or metrics.step != step else _metrics(metrics),
+        metrics=schemas.CheckpointMetrics(step=step) if metrics is None or metrics.step != step else _metrics(metrics),
     )
     return [checkpoint]
 
 
-def _metrics(metrics: StepMetrics) -> CheckpointMetrics:
-    return CheckpointMetrics(
+def _metrics(metrics: StepMetrics) -> schemas.CheckpointMetrics:
+    return schemas.CheckpointMetrics(
         step=metrics.step,
         train_loss=metrics.loss,
         train_mean_token_accuracy=UNSET if metrics.token_accuracy is None else metrics.token_accuracy,
