@@ -265,8 +265,8 @@ class Config:
     )
     pinned_memory_bytes: int | None = option(
         None,
-        "pinned host memory for the state of jobs on a GPU: copies for checkpoints, and paged moments; in bytes; "
-        "default: half of the memory that the daemon may use",
+        "host memory for the state of jobs, in bytes: on a GPU pinned copies for checkpoints, and paged moments; on a "
+        "CPU all of the state, with such copies; default: half of the memory that the daemon may use",
     )
     micro_batch_tokens: int = option(
         2048,

@@ -22,6 +22,7 @@ from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.sampling import SamplingParams
 from coserve.core.types import AdapterRef, LoraSettings, Slo
 from coserve.engine.engine import Engine
+from coserve.engine.job_runner import JobPlaces
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.generator import Generator
@@ -155,6 +156,7 @@ class Bench:
             make_policy(config),
             engine_end,
             clock=time.monotonic,
+            jobs=JobPlaces(),
         )
         if grammars is not None:
             grammars.notify(self.engine.wake)

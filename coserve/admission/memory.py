@@ -49,7 +49,7 @@ class HostAdmission:
     shared_tokens: int | None = None
 
     def __init__(self, needs: Callable[[JobSpec], int] = lambda _: 0, limit: int | None = None) -> None:
-        """`needs`: returns the bytes of a job's state on the host. `limit`: of all jobs; None: unlimited."""
+        """`needs`: returns the bytes of host memory of a job's state. `limit`: bytes of all jobs; None: unlimited."""
         self._needs, self._limit = needs, limit
         self._started: dict[str, int] = {}
         """Bytes of each started job."""

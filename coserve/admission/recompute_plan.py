@@ -129,26 +129,38 @@ def has_reference(spec: JobSpec) -> bool:
 
 
 def host_bytes(spec: JobSpec, base: BaseSpec, *, ranks: int, fully_sharded: bool) -> int:
-    """Return the pinned host memory that a job's state takes, over all ranks: rank 0 keeps what it gathers, the others
-    their own shards. Raises as `job_memory`."""
+    """Return the host memory that a job's state takes, over all ranks.
+
+    On a GPU these are pinned copies: rank 0's of what it gathers, the others' of their own shards. On a CPU the state
+    itself lies there, too. Raises as `job_memory`.
+    """
     optimizer, early = spec.training.optimizer, spec.training.early_stopping_patience is not None
     own, whole = lora_shapes(spec.lora, base, ranks=ranks, fully_sharded=fully_sharded), lora_shapes(spec.lora, base)
-    size = pinned_bytes(own, optimizer, early_stopping=early)
-    if ranks == 1:
-        return size
-    return (ranks - 1) * size + gathered_bytes(own, whole, ranks, optimizer, early_stopping=early)
+    copies = pinned_bytes(own, optimizer, early_stopping=early)
+    if ranks > 1:
+        copies = (ranks - 1) * copies + gathered_bytes(own, whole, ranks, optimizer, early_stopping=early)
+    if base.device != "cpu":
+        return copies
+    return copies + ranks * _job_state(spec, base, own, ranks=ranks, fully_sharded=fully_sharded).total
+
+
+def _job_state(
+    spec: JobSpec, base: BaseSpec, shapes: tuple[SiteShape, ...], *, ranks: int, fully_sharded: bool
+) -> JobStateBytes:
+    """Return what a job keeps on one device between micro-batches. `shapes`: the adapter's on that device."""
+    compared = shapes if has_reference(spec) else ()
+    if spec.teacher is not None:
+        taught = LoraSettings(r=spec.teacher.rank)
+        compared = lora_shapes(taught, base, ranks=ranks, fully_sharded=fully_sharded)
+    early = spec.training.early_stopping_patience is not None
+    return job_state_bytes(shapes, base.dtype, spec.training.optimizer, early_stopping=early, compared=compared)
 
 
 def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_tokens: int) -> JobMemory:
     """Return what a job needs. `micro_batch_tokens`: the engine's limit. Raises `InvalidRequest` for LoRA settings that
     do not fit the base."""
     shapes = lora_shapes(spec.lora, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
-    compared = shapes if has_reference(spec) else ()
-    if spec.teacher is not None:
-        taught = LoraSettings(r=spec.teacher.rank)
-        compared = lora_shapes(taught, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
-    early = spec.training.early_stopping_patience is not None
-    state = job_state_bytes(shapes, base.dtype, spec.training.optimizer, early_stopping=early, compared=compared)
+    state = _job_state(spec, base, shapes, ranks=model.ranks, fully_sharded=model.fully_sharded)
     pinned = host_bytes(spec, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     limit = micro_batch_limit(spec.training, micro_batch_tokens)
     longest = min(spec.longest or limit, limit)

@@ -23,7 +23,7 @@ from coserve.core.training.micro_step import MicroStep
 from coserve.engine.gauges import Reports
 from coserve.engine.idle import Idle
 from coserve.engine.inbox import Inbox
-from coserve.engine.job_runner import ONE_PLACE, JobPlaces, JobRunner
+from coserve.engine.job_runner import JobPlaces, JobRunner
 from coserve.engine.ports import Generates, StoresAdapters, Trains
 from coserve.engine.reception import Reception
 from coserve.engine.spatial.slices_in_flight import TURNS, EndedSlice, LaunchedStep, Marks, SlicesInFlight
@@ -63,7 +63,7 @@ class Engine:
         link: Link[FromEngine, ToEngine],
         *,
         clock: Callable[[], float],
-        jobs: JobPlaces = ONE_PLACE,
+        jobs: JobPlaces,
         marks: Marks = TURNS,
         attainment: float = ATTAINMENT,
         pace: Callable[[], Awaitable[None]] = _yield_to_loop,

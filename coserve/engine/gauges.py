@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from coserve.admission.memory import HostAdmission
 from coserve.core.link.link import FromEngine, Link, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.core.logs.throttled import ThrottledLog
@@ -29,9 +30,10 @@ class Reports:
         link: Link[FromEngine, ToEngine],
         clock: Callable[[], float],
         parts: tuple[Generates, StoresAdapters, JobRunner, Views, Stalls],
-        memory: DeviceMemory | None,
+        memory: DeviceMemory | HostAdmission,
     ) -> None:
-        self._link, self._parts, self._memory = link, parts, memory
+        self._link, self._parts = link, parts
+        self._memory = memory if isinstance(memory, DeviceMemory) else None
         self._unread = ThrottledLog(log, "the API process does not read what the engine sends", clock)
         self._due = 0.0
         self.serve_seconds = self.train_seconds = 0.0

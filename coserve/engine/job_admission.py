@@ -16,17 +16,14 @@ from coserve.engine.ports import Trains
 
 
 class JobAdmission:
-    """Admits jobs by memory, and tracks memory being freed. `device`: None: they are admitted by `host` alone."""
+    """Admits jobs by the GPU's memory or by host memory alone, and tracks memory being freed."""
 
     def __init__(
-        self,
-        device: DeviceMemory | None,
-        trainer: Trains,
-        send: Callable[[FromEngine], None],
-        host: HostAdmission | None = None,
+        self, memory: DeviceMemory | HostAdmission, trainer: Trains, send: Callable[[FromEngine], None]
     ) -> None:
-        self._device, self._trainer, self._send = device, trainer, send
-        self._memory = (host or HostAdmission()) if device is None else device.admission
+        self._device = memory if isinstance(memory, DeviceMemory) else None
+        self._memory = memory.admission if isinstance(memory, DeviceMemory) else memory
+        self._trainer, self._send = trainer, send
         self._asked: str | None = None
         """The last job for which `admit` was called."""
         self._held: dict[str, Cause] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coserve.admission.memory import HostAdmission
 from coserve.core.link.jobs import JobCancelled, JobFailed, JobPaused
@@ -33,18 +33,14 @@ from coserve.state.retries import FOR_EVER, Retries
 class JobPlaces:
     """Limits and resources for jobs. Up to `max_active` jobs have a place. They alternate; with `first_come` the oldest
     one trains, and others only while it cannot, or in micro-batches that they share with it. `threads` run their long
-    work; None: two threads for each job. `memory`: admits jobs by the GPU's memory, polled every `memory_poll` seconds
-    while a job waits for it; None: `host` admits them."""
+    work; None: two threads for each job. `memory` admits jobs: by the GPU's memory, which is read every `memory_poll`
+    seconds while a job waits for it, or by host memory alone (unlimited by default)."""
 
     max_active: int = 1
     threads: Executor | None = None
-    memory: DeviceMemory | None = None
-    host: HostAdmission | None = None
+    memory: DeviceMemory | HostAdmission = field(default_factory=HostAdmission)
     memory_poll: float = 1.0
     first_come: bool = False
-
-
-ONE_PLACE = JobPlaces()
 
 
 class JobRunner:
@@ -55,7 +51,7 @@ class JobRunner:
         self, trainer: Trains, send: Callable[[FromEngine], None], places: JobPlaces, *, changed: Callable[[], None]
     ) -> None:
         """`changed` is called, on any thread, when long work is done."""
-        self._memory = JobAdmission(places.memory, trainer, send, places.host)
+        self._memory = JobAdmission(places.memory, trainer, send)
         self.trainer, self._send, self._max_active = trainer, send, places.max_active
         self._threads = threads = places.threads or ThreadPoolExecutor(2 * places.max_active, "jobs")
         self._starts = Retries(FOR_EVER, changed=changed)

@@ -70,8 +70,8 @@ SMALL_STEP = 0.03
 """Seconds of a forward of one token. Once it is faster, `choose_threads` tries no further number of threads."""
 ADAPTER_SHARE = 0.25
 """Fraction of the host memory free at the start that idle adapters may take."""
-PINNED_SHARE = 0.5
-"""Fraction of the daemon's usable host memory for job state: pinned memory is never swapped."""
+JOBS_SHARE = 0.5
+"""Fraction of the daemon's usable host memory for the state of jobs, which on a GPU is pinned: never swapped."""
 SWITCH_INTERVAL = 2e-5
 """Seconds after which a thread releases the GIL to another. A step releases and reacquires it with every operation:
 with Python's default of 5 ms, next to a thread that compiles or reads an adapter, it would wait that long a thousand
@@ -207,29 +207,24 @@ class EngineParts:
             fully_sharded=config.lora_sharding == "slora",
             recompute=config.recompute,
             graphs=config.tp > 1 and config.compile != "off",
-            pinned=self._pinned_limit,
+            pinned=self._host_limit,
         )
 
     @property
-    def _pinned_limit(self) -> int:
-        return self.config.pinned_memory_bytes or int(PINNED_SHARE * usable_memory())
+    def _host_limit(self) -> int:
+        """Bytes of host memory for the state of jobs."""
+        return self.config.pinned_memory_bytes or int(JOBS_SHARE * usable_memory())
 
-    def host_admission(self) -> HostAdmission | None:
-        """The admission of jobs where the GPU's memory is not planned; None on a CPU."""
-        config = self.config
-        if self.base.device.type != "cuda":
-            return None
-        sharded = config.lora_sharding == "slora"
-        return HostAdmission(
-            lambda spec: host_bytes(spec, self.base.spec, ranks=config.tp, fully_sharded=sharded), self._pinned_limit
-        )
-
-    def device_memory(self, pool: PoolSize, taken_elsewhere: Callable[[], int] = lambda: 0) -> DeviceMemory | None:
-        """The GPU's memory, for the admission of jobs; None without a plan. Call it after the page pool is allocated.
-        `taken_elsewhere`: see `DeviceMemory`."""
+    def job_memory(
+        self, pool: PoolSize, taken_elsewhere: Callable[[], int] = lambda: 0
+    ) -> DeviceMemory | HostAdmission:
+        """The memory that admits jobs: the GPU's, or host memory alone if there is no plan of the GPU's. Call it after
+        the page pool is allocated. `taken_elsewhere`: see `DeviceMemory`."""
         model, plan, base, config = self.memory_model(pool), pool.plan, self.base, self.config
         if model is None or plan is None:
-            return None
+            fully_sharded = config.lora_sharding == "slora"
+            needs = partial(host_bytes, base=base.spec, ranks=config.tp, fully_sharded=fully_sharded)
+            return HostAdmission(needs, self._host_limit)
         pages = (pool.tokens // config.page_tokens + 1) * plan.page_bytes
         fixed = Fixed(
             held=pool.loaded + pages + plan.states,

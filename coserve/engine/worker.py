@@ -142,8 +142,7 @@ def build_engine(
         clock=time.monotonic,
         jobs=JobPlaces(
             config.max_active_jobs,
-            memory=parts.device_memory(pool, (lambda: 0) if followers is None else FollowersMemory(followers).taken),
-            host=parts.host_admission(),
+            memory=parts.job_memory(pool, (lambda: 0) if followers is None else FollowersMemory(followers).taken),
             first_come=config.policy_class.in_batches,
         ),
         marks=TURNS if training is None else Marks(training.mark, training.between, training.mark_step),

@@ -182,6 +182,15 @@ def test_host_memory_alone_admits_jobs_where_the_gpu_s_is_not_planned() -> None:
     assert HostAdmission().admit(spec(rank=256)) == Start()
 
 
+def test_on_a_cpu_host_memory_has_the_state_of_a_job_beside_its_copies() -> None:
+    on_cpu = msgspec.structs.replace(BASE, device="cpu")
+    for ranks in (1, 2):
+        model = MemoryModel(costs=COSTS, training=GIB, ranks=ranks)
+        state = job_memory(spec(), BASE, model, LIMIT).state.total
+        copies = host_bytes(spec(), BASE, ranks=ranks, fully_sharded=False)
+        assert host_bytes(spec(), on_cpu, ranks=ranks, fully_sharded=False) == copies + ranks * state
+
+
 def test_a_second_job_waits_until_the_first_ends() -> None:
     state, options = needs(spec(rank=64))
     memory = admission(state + options[0][1] + state // 2)

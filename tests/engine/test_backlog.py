@@ -12,6 +12,7 @@ from coserve.core.link.link import FromEngine, ToEngine
 from coserve.core.link.stats import EngineStats
 from coserve.engine.engine import Engine
 from coserve.engine.gauges import LOGGED_BACKLOG
+from coserve.engine.job_runner import JobPlaces
 from coserve.queues.policies.slack import Slack
 from tests.support.fake_ports import FakeGenerator, FakeTrainer, Meter, NoAdapters, Prices
 from tests.support.local_link import LocalLink
@@ -35,6 +36,7 @@ def test_a_backlog_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> N
             Slack(1.0),
             Unread(from_engine, to_engine),
             clock=loop.time,
+            jobs=JobPlaces(),
             pace=meter.pace,
         )
         run = asyncio.create_task(engine.run())

@@ -206,7 +206,7 @@ def test_jobs_wait_for_host_memory_where_the_gpu_s_is_not_planned() -> None:
     said_so, sizes = list[FromEngine](), {"one": 2, "large": 4, "two": 2}
     plans = {id: JobPlan(2, 4, 9, None, rows=2) for id in sizes}
     trainer = FakeTrainer(Meter(), FREE, plans, random.Random(0), lambda: 0.0, batch_rows=8)
-    places = JobPlaces(3, Inline(), host=HostAdmission(lambda job: sizes[job.id], limit=3))
+    places = JobPlaces(3, Inline(), HostAdmission(lambda job: sizes[job.id], limit=3))
     jobs = JobRunner(trainer, said_so.append, places, changed=lambda: None)
     for id in sizes:
         jobs.place(spec(id), paused=False)

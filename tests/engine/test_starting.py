@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from coserve.admission.memory import Hold, HostAdmission, Start
+from coserve.admission.recompute_plan import host_bytes
 from coserve.api.engine_client import EngineClient
 from coserve.config import Config
 from coserve.core.errors import UnsupportedBase
@@ -17,12 +19,13 @@ from coserve.core.health import Warming
 from coserve.core.link.engine import EngineWarming, Shutdown
 from coserve.core.link.link import FromEngine, ToEngine
 from coserve.engine import parts as parts_module
+from coserve.engine.device_memory import DeviceMemory
 from coserve.engine.parts import EngineParts, PoolSize
 from coserve.engine.starting import CAPTURING, LOADING, EndedAtStart, StartProgress, follow, until_shutdown
 from coserve.engine.worker import build_engine
 from coserve.memory.allocator import Reading
 from coserve.memory.plan import MemoryPlan
-from tests.support.finetuning import tiny_base
+from tests.support.finetuning import job_spec, random_corpus, tiny_base
 from tests.support.gpu_memory import COSTS
 from tests.support.local_link import LocalLink, local_pair
 from tests.support.real_server import bundled_base
@@ -113,15 +116,23 @@ def test_jobs_have_what_the_plan_sets_aside_for_them(parts: EngineParts, monkeyp
     now = Reading(total=80 * GIB, free=60 * GIB, reserved=10 * GIB, allocated=9 * GIB, peak=9 * GIB)
     monkeypatch.setattr(parts_module, "read_device", lambda _: now)
     pool = PoolSize(100 * 16, PLAN, loaded=8 * GIB)
-    model, device = parts.memory_model(pool), parts.device_memory(pool)
-    assert model is not None and device is not None
+    model, device = parts.memory_model(pool), parts.job_memory(pool)
+    assert model is not None and isinstance(device, DeviceMemory)
     assert (model.training, model.costs, model.ranks, model.fully_sharded) == (4 * GIB, COSTS, 2, True)
     use = device.use(0)
     assert (use.training, use.pages, use.weights) == (4 * GIB, 101 << 20, 8 * GIB)
     assert device.planned == use.planned == 8 * GIB + PLAN.set_aside
 
 
-def test_without_a_plan_jobs_are_not_admitted_by_memory(parts: EngineParts) -> None:
-    pool = PoolSize(1000)
-    assert parts.memory_model(pool) is None
-    assert parts.device_memory(pool) is None
+def test_without_a_plan_jobs_are_admitted_by_host_memory(parts: EngineParts, tmp_path: Path) -> None:
+    spec = job_spec(random_corpus(), "one")
+    size = host_bytes(spec, parts.base.spec, ranks=1, fully_sharded=False)
+    config = Config(data_dir=tmp_path, pinned_memory_bytes=2 * size - 1)
+    pool, own = PoolSize(1000), EngineParts(parts.base, config)
+    assert own.memory_model(pool) is None
+    memory = own.job_memory(pool)
+    assert isinstance(memory, HostAdmission)
+    assert memory.admit(spec) == Start()
+    assert isinstance(memory.admit(job_spec(random_corpus(), "two")), Hold)
+    memory = parts.job_memory(pool)  # half of the machine's
+    assert isinstance(memory, HostAdmission) and memory.admit(spec) == Start()

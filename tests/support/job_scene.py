@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from coserve.admission.memory import HostAdmission
 from coserve.core.cancellation import Cancellation, Cancelled
 from coserve.core.link.engine import Shutdown
 from coserve.core.link.generation import Generate, Tokens
@@ -160,7 +161,7 @@ async def scene(
         Slack(1.0) if mark is None else Spatial(),
         engine_end,
         clock=loop.time,
-        jobs=JobPlaces(active, memory=memory, memory_poll=memory_poll),
+        jobs=JobPlaces(active, memory=memory or HostAdmission(), memory_poll=memory_poll),
         marks=Marks(mark),
     )
     running = asyncio.create_task(engine.run())
