@@ -246,6 +246,24 @@ def test_parts_of_an_adapter_are_read_from_peft_and_packed_files(
             monkeypatch.delattr("coserve.engine.lora_server.reading.load_adapter")
 
 
+class Tables:
+    """`ExpertSlots` of a GPU that is not there."""
+
+    put = clear = lambda *_: pytest.fail("a reader changes no tables")
+
+    def __init__(self, *_: object) -> None: ...
+
+
+def test_readers_leave_a_gpu_to_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither tables nor streams: a wait for one, with the lock that steps need, would hold them up."""
+    monkeypatch.setattr("coserve.engine.lora_server.terms.ExpertSlots", Tables)
+    spec = wrap_base(tiny_family("mixtral"), name="mixtral").spec
+    held, pair = HeldPairs(spec.experts, 1, torch.device("cuda")), LoraPair(torch.zeros(1, 2), torch.zeros(2, 1), 1.0)
+    held.reserve(0, 1)
+    assert held.add(0, 1, {next(iter(spec.experts)): pair}, 1) == 1
+    held.end(0, 1)
+
+
 def test_a_server_takes_no_message_of_another_start_or_table() -> None:
     """Steps name what they know of the table; a slot that was filled later, or emptied, is refused."""
     base = wrap_base(tiny_family("mixtral"), name="mixtral")

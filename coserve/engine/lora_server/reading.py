@@ -34,8 +34,8 @@ class PairsRuns:
     rank: int
     """Largest rank of an expert's pair; 0: the adapter changes no experts of the part."""
     runs: Iterator[Mapping[str, LoraPair]]
-    """Pairs by parameter, on the device, in the order of their layers: each run has one layer or several. Raises
-    `StorageError` where a file cannot be read."""
+    """Pairs by parameter, complete on the device, in the order of their layers: each run has one layer or several.
+    Raises `StorageError` where a file cannot be read."""
     kept: object = None
     """To be kept as long as the pairs are: other readers share them meanwhile."""
 
@@ -67,13 +67,16 @@ class PairsReader:
         weights = load_adapter(path, self._spec, device="cpu", dtype=self._dtype, digests=digests)
         own = {name: self._share(pair) for name, pair in weights.experts.items() if name in self._part.sites}
         size = sum(matrix.nbytes for pair in own.values() for matrix in (pair.a_RD, pair.b_OR))
-        runs = ({name: self._placed(own[name]) for name in run} for run in self._runs([*own]))
+        runs = (self._placed({name: own[name] for name in run}) for run in self._runs([*own]))
         return PairsRuns(size, max((pair.rank for pair in own.values()), default=0), runs)
 
-    def _placed(self, pair: LoraPair) -> LoraPair:
-        """Copy a pair to the device, as its kernels need it."""
-        moved = pair.to(self._device)
-        return kernel_layout(moved) if self._device.type == "cuda" else moved
+    def _placed(self, pairs: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
+        """Copy pairs to the device, as its kernels need them."""
+        found = {name: pair.to(self._device) for name, pair in pairs.items()}
+        if self._device.type == "cuda":
+            found = {name: kernel_layout(pair) for name, pair in found.items()}
+            torch.cuda.current_stream(self._device).synchronize()  # steps read them on other streams
+        return found
 
     def _share(self, pair: LoraPair) -> LoraPair:
         """Return the part's experts of a pair; a copy, so that the others' memory is freed."""

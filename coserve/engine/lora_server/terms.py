@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -26,8 +26,11 @@ from coserve.kernels.lora.types import LoraPair
 
 
 class HeldPairs:
-    """A server's part of adapters' pairs, by slot. A slot is filled by one load at a time, layer after layer. Its
-    methods may be called on any thread."""
+    """A server's part of adapters' pairs, by slot. A slot is filled by one load at a time, layer after layer.
+
+    `add` and `end` may be called on any thread, all else on that of the engine's steps. This one alone changes a GPU's
+    tables, on its own stream, so that a change comes before the steps that need it, and nobody waits for the device.
+    """
 
     def __init__(self, sites: Mapping[str, SiteSpec], slots: int, device: torch.device) -> None:
         self.sites, self._device = sites, device
@@ -36,7 +39,6 @@ class HeldPairs:
         self.version = 0
         """Changes of the table so far."""
         self._table = ExpertSlots([*sites], slots, device) if device.type == "cuda" else None
-        self._settle()
 
     def reserve(self, slot: int, load: int) -> None:
         """Empty a slot, which this load alone may fill from now on."""
@@ -56,8 +58,9 @@ class HeldPairs:
                 self._clear(slot)
 
     def add(self, slot: int, load: int, pairs: Mapping[str, LoraPair], rank: int) -> int:
-        """Add the next layers' pairs, which are on the device; return the table's version when the slot had its first
-        ones. `rank`: at least that of any pair of the adapter. Raises `AdapterNotFound` if the load is void."""
+        """Add the next layers' pairs, which are complete on the device; return the table's version when the slot had
+        its first ones. `rank`: at least that of any pair of the adapter. Raises `AdapterNotFound` if the load is
+        void."""
         with self._changed:
             own = self._slots.get(slot)
             if own is None or own.load != load:
@@ -66,9 +69,6 @@ class HeldPairs:
                 self.version += 1
                 own.since, own.rank = self.version, rank
             own.pairs |= pairs
-            if self._table is not None and pairs:
-                self._table.put(slot, own.pairs)
-                self._settle()
             own.through = max((self.sites[name].layer for name in pairs), default=own.through)
             self._changed.notify_all()
             return own.since
@@ -89,7 +89,7 @@ class HeldPairs:
             if len(own) < len(found) or version > self.version:
                 wrong = sorted(found.keys() - own.keys())
                 raise LookupError(f"slots {wrong} do not hold what version {version} knows; here it is {self.version}")
-            segments, wait = Segments(bounds, slots), partial(self._wait, [*own.values()])
+            segments, wait = Segments(bounds, slots), partial(self._wait, own)
         if self._table is None:
             place = {slot: i for i, slot in enumerate(own)}
             places = Segments(bounds, tuple(place.get(slot, -1) for slot in slots))
@@ -100,12 +100,16 @@ class HeldPairs:
         most = max([1, *(held.rank for held in own.values())])
         return StepTerms(SlotExpertLora(self._table.tables, slots_T.to(self._device), most), self.sites, wait)
 
-    def _wait(self, own: Sequence[_Slot], layer: int) -> None:
-        """Wait until the pairs of these adapters are loaded up to a layer. Raises `LookupError` if one cannot be
-        read."""
+    def _wait(self, own: Mapping[int, _Slot], layer: int) -> None:
+        """Wait until the pairs of these slots are loaded up to a layer, and in the tables. Raises `LookupError` if one
+        cannot be read."""
         with self._changed:
-            self._changed.wait_for(lambda: all(held.through >= layer for held in own))
-        for held in own:
+            self._changed.wait_for(lambda: all(held.through >= layer for held in own.values()))
+            for slot, held in own.items():
+                if self._table is not None and held.in_table < len(held.pairs):
+                    self._table.put(slot, held.pairs)
+                    held.in_table = len(held.pairs)
+        for held in own.values():
             if held.error is not None:
                 raise LookupError(f"an adapter of the step could not be read: {held.error}") from held.error
 
@@ -115,12 +119,6 @@ class HeldPairs:
             self.version += 1
             if self._table is not None:
                 self._table.clear(slot)
-                self._settle()
-
-    def _settle(self) -> None:
-        """Wait for this thread's changes of the table, and copies of pairs: steps run on another stream."""
-        if self._table is not None:
-            torch.cuda.current_stream(self._device).synchronize()
 
 
 @dataclass(eq=False)
@@ -130,6 +128,8 @@ class _Slot:
     load: int
     """Number of the load that fills it."""
     pairs: dict[str, LoraPair] = field(default_factory=dict)
+    in_table: int = 0
+    """Number of pairs that the GPU's tables have."""
     rank: int = 0
     since: int = 0
     """Version of the table from which on the slot has its first pairs; 0: none is loaded."""
