@@ -145,6 +145,14 @@ class Config:
         "run Python code that comes with the model's files: of its tokenizer, and of its model if transformers has no "
         "such class",
     )
+    chat_template: Path | None = option(
+        None, "file of a Jinja chat template, for a base without one or in place of its own; default: the base's"
+    )
+    generation_config: str = option(
+        "auto",
+        "defaults of sampling that requests leave out: those of the base's generation_config.json (auto), or none",
+        choices=("auto", "none"),
+    )
     load_format: str = option(
         "auto",
         "weights of the base: from its files (auto), or random ones made on the device, for benchmarks (dummy)",

@@ -53,6 +53,8 @@ SETTINGS = [
     "compile",
     "cache_dir",
     "trust_remote_code",
+    "chat_template",
+    "generation_config",
     "load_format",
     "policy",
     "inference_batch_size",

@@ -234,7 +234,8 @@ def test_the_page_for_users_of_vllm_has_every_option_that_is_known() -> None:
     rows = [[re.findall(r"`--([\w-]+)", cell) for cell in line.split("|")[1:3]] for line in section.splitlines()]
     shown = {name.replace("-", "_"): ours for theirs, ours in (row for row in rows if len(row) == 2) for name in theirs}
     ours_of_vllm = {name: option for name, option in OPTION_ALIASES.items() if option != "rank"}
-    others = {"quantization", "revision"}  # the first has the same name, the second is a setting of PEFT, too
+    # Options that have the same name, and one that is a setting of PEFT, too.
+    others = {"quantization", "chat_template", "generation_config", "revision"}
     assert shown.keys() == ours_of_vllm.keys() | NEEDLESS_OPTIONS.keys() | others
     for name, option in ours_of_vllm.items():
         assert shown[name] == [option.replace("_", "-")]

@@ -44,6 +44,7 @@ from coserve.core.link.jobs import JobCancelled, JobFailed, JobPaused, JobSnapsh
 from coserve.core.link.link import FromEngine, Link, PeerLost, ToEngine
 from coserve.core.link.sessions import CallDone, CallFailed
 from coserve.core.link.stats import EngineStats
+from coserve.core.sampling import NEUTRAL, SamplingDefaults
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.files import FileStore
@@ -75,13 +76,15 @@ class Service:
         tokenizer: Tokenizer,
         engine: EngineClient | None = None,
         *,
+        sampling_defaults: SamplingDefaults = NEUTRAL,
         max_prompt_scores: int = MAX_PROMPT_SCORES,
         closing: float = CLOSING,
     ) -> None:
         """`engine`: an existing client, which has recorded the engine's start-up so far; None: a new one.
+        `sampling_defaults`: the base's own, for requests of clients that leave them out.
         `max_prompt_scores`: most prompt log-probabilities that all requests in flight may ask for together. `closing`:
         seconds that a tracker may take when the service closes."""
-        self.folder, self.tokenizer = folder, tokenizer
+        self.folder, self.tokenizer, self.sampling_defaults = folder, tokenizer, sampling_defaults
         self.files = FileStore(folder.files)
         self._config = config
         self.access = Access(config.api_key, registry, self.files)

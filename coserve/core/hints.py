@@ -130,7 +130,8 @@ OTHER_WAYS = {
         "max_prompt_length max_completion_length max_target_length truncation_mode"
     ),
     "settings of sampling are fields of the request itself": "sampling_params",
-    "the base's own tokenizer and chat template are used": "eos_token chat_template_path tokenizer_name*",
+    "the base's own tokenizer is used": "eos_token tokenizer_name*",
+    "the daemon's --chat-template gives the base a chat template": "chat_template_path",
     # optimizers and losses
     "the fields of training have all settings of optimizers and schedules": (
         "optim_args optim_target_modules lr_scheduler_kwargs"
@@ -210,8 +211,8 @@ NEEDLESS_OPTIONS = {
         "the base's chat template says how calls and reasoning are parsed; --tool-parser names another way",
     ),
     **dict.fromkeys(
-        ("chat_template", "tokenizer", "tokenizer_mode", "generation_config"),
-        "the base's own tokenizer and chat template are used, and the API's defaults of sampling",
+        ("tokenizer", "tokenizer_mode"),
+        "the base's own tokenizer is used",
     ),
     "enable_prompt_tokens_details": "usage has cached_tokens in every answer",
     "seed": "each request has its own seed",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypedDict
+from typing import Annotated, TypedDict, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -10,22 +10,36 @@ from msgspec import Meta
 from coserve.core.limits import MAX_LOGIT_BIAS, Penalty, RepetitionPenalty, Temperature, TokenCount, TokenId, TopK, TopP
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters for which a base may have defaults of its own, in its `generation_config.json`."""
+
+    temperature: Temperature | None = None
+    """0: greedy. None: the base's default, else 1."""
+    top_k: TopK | None = None
+    """Sample from this many of the most likely tokens. 0: off. None: the base's default, else 0."""
+    top_p: TopP | None = None
+    """Sample from the most likely tokens with this total probability. None: the base's default, else 1."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Minimum probability of a token, relative to the most likely one's. None: the base's default, else 0."""
+    repetition_penalty: RepetitionPenalty | None = None
+    """Divides positive logits of tokens in the prompt or output, and multiplies negative ones. None: the base's
+    default, else 1."""
+
+    def fill(self, request: Sampled) -> Sampled:
+        """Return the request with these values for what it leaves out."""
+        missing = [name for name in SamplingDefaults.__struct_fields__ if getattr(request, name) is None]
+        return msgspec.structs.replace(request, **{name: getattr(self, name) for name in missing})
+
+
+Sampled = TypeVar("Sampled", bound=SamplingDefaults)
+
+
+class SamplingFields(SamplingDefaults, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to choose tokens: parameters that mean the same in a request and in the engine. Each is also in
     `SamplingOptions`."""
 
     min_tokens: TokenCount = 0
     """Tokens per choice before it may end."""
-    temperature: Temperature = 1.0
-    """0: greedy."""
-    top_k: TopK = 0
-    """Sample from this many of the most likely tokens. 0: off."""
-    top_p: TopP = 1.0
-    """Sample from the most likely tokens with this total probability."""
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Minimum probability of a token, relative to the most likely one's."""
-    repetition_penalty: RepetitionPenalty = 1.0
-    """Divides positive logits of tokens in the prompt or output, and multiplies negative ones."""
     presence_penalty: Penalty = 0.0
     """Subtracted from the logits of tokens in the output."""
     frequency_penalty: Penalty = 0.0
@@ -42,6 +56,11 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
     Stop strings are handled in the API process, which has the text; the engine knows only `stop_token_ids`.
     """
 
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     max_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
@@ -50,15 +69,19 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
     seed: int = 0
 
 
+NEUTRAL = SamplingDefaults(**{name: getattr(SamplingParams(), name) for name in SamplingDefaults.__struct_fields__})
+"""Defaults that change no probability."""
+
+
 class SamplingOptions(TypedDict, total=False):
     """`SamplingFields` as keyword arguments."""
 
     min_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
     presence_penalty: float
     frequency_penalty: float
     ignore_eos: bool

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,10 +16,10 @@ from coserve.api.generation.targets import targets_of
 from coserve.config import Config
 from coserve.core.errors import EngineUnavailable
 from coserve.core.link.generation import CancelRequest, Generate, RequestFailed
-from coserve.core.sampling import SamplingParams
+from coserve.core.sampling import SamplingDefaults, SamplingParams
 from coserve.core.schemas import GenerateRequest
 from coserve.core.types import Slo
-from tests.support.api_server import REPLY, Api, read_events, tokenizer
+from tests.support.api_server import REPLY, Api, read_events, serve_api, tokenizer
 from tests.support.fake_engine import write_peft
 
 
@@ -329,3 +331,29 @@ def test_who_asks_for_the_time_of_the_whole_answer_is_not_shed_for_the_first_tok
     found = targets(Config(), slo_e2e=60.0)
     assert (found.shed, found.shed_e2e) == (False, True)
     assert not targets(Config(shed="off"), slo_e2e=60.0).shed_e2e
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"prompt": "the"}),
+        ("/v1/completions", {"prompt": "the"}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", CHAT),
+    ],
+)
+async def test_the_bases_sampling_defaults_hold_where_a_request_sets_none(
+    path: str, body: dict[str, Any], tmp_path: Path
+) -> None:
+    async with serve_api(tmp_path, sampling_defaults=SamplingDefaults(temperature=0.6, top_k=20, top_p=0.9)) as api:
+        answer = await api.answered(200, "POST", path, json=body)
+        sampling = (await api.last_request()).sampling
+        assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.6, 20, 0.9, 0.0)
+        assert answer.get("top_p", 0.9) == 0.9
+        await api.answered(200, "POST", path, json=body | {"temperature": 1.0, "top_p": 1.0})
+        sampling = (await api.last_request()).sampling
+        assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 20, 1.0)

@@ -127,6 +127,29 @@ def test_folder_with_its_configs(tmp_path: Path) -> None:
     assert tokenizer.decode(Tokenizer.load(str(tmp_path)).chat([{"role": "user", "content": "hi"}])) == "other"
 
 
+def test_a_template_from_a_file_replaces_the_bases_own(tmp_path: Path) -> None:
+    base = Tokenizer.from_folder(write_folder(tmp_path, byte_level(), chat_template="own"))
+    (tmp_path / "given.jinja").write_text("{{ messages[0].content }}<eos>")
+    given = base.with_chat_template(tmp_path / "given.jinja")
+    assert given.decode(given.chat([{"role": "user", "content": "hi"}]), skip_special=False) == "hi<eos>"
+    assert given.eos_token_ids == base.eos_token_ids and given.encode("hi") == base.encode("hi")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{% if %}", "chat_template: .*given.jinja: Expected an expression"),
+        (b"\xff", "chat_template: cannot read .*given.jinja: .*utf-8"),
+        (None, "chat_template: cannot read .*given.jinja: .*No such file"),
+    ],
+)
+def test_a_file_that_is_no_template_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "given.jinja").write_bytes(content)
+    with pytest.raises(UnsupportedBase, match=message):
+        BYTE_LEVEL.with_chat_template(tmp_path / "given.jinja")
+
+
 def test_explicit_no_bos_wins_over_the_post_processor(tmp_path: Path) -> None:
     write_folder(tmp_path, sentencepiece_like(), add_bos_token=False)
     tokenizer = Tokenizer.from_folder(tmp_path)

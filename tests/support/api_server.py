@@ -30,6 +30,7 @@ from coserve.api.tokenizer.handlers import MAX_TEXTS
 from coserve.api.tracking.feed import CLOSING
 from coserve.config import Config
 from coserve.core.link.generation import Generate
+from coserve.core.sampling import NEUTRAL, SamplingDefaults
 from coserve.core.types import BaseSpec
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.folder import DataFolder
@@ -227,6 +228,7 @@ async def serve_api(
     closing: float = CLOSING,
     engine_clock: Callable[[], float] = time.monotonic,
     tokens: Tokenizer | None = None,
+    sampling_defaults: SamplingDefaults = NEUTRAL,
     **settings: Any,
 ) -> AsyncIterator[Api]:
     """The API over the data folder at `path`; `settings` are those of `Config`, `patience`: with a locked registry,
@@ -246,6 +248,7 @@ async def serve_api(
             registry,
             tokens or tokenizer(),
             client,
+            sampling_defaults=sampling_defaults,
             max_prompt_scores=max_prompt_scores,
             closing=closing,
         )

@@ -132,9 +132,9 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     max_tokens: PositiveTokenCount
     stop_sequences: StopTexts | None = None
     stream: bool = False
-    temperature: Temperature = 1.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
     slo_class: SloClass | None = None
     """Class whose latency targets in the daemon's settings apply; null: `interactive`."""
     metadata: Any = None

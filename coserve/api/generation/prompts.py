@@ -8,7 +8,7 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer, check_tokens,
 from coserve.core.errors import EmptyPrompt, InvalidRequest, PromptTooLong
 from coserve.core.limits import MAX_PROMPT_LOGPROBS
 from coserve.core.messages import Chat, characters
-from coserve.core.sampling import SamplingFields, SamplingParams
+from coserve.core.sampling import NEUTRAL, SamplingFields, SamplingParams
 from coserve.core.schemas import GenerateRequest
 from coserve.core.types import BaseSpec
 from coserve.core.validation import above_vocabulary
@@ -121,6 +121,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters of choice `index`. `max_new_tokens`: how many tokens fit after the prompt;
     `stop_token_ids`: the ids from `stop_tokens`."""
+    request = NEUTRAL.fill(request)
     return SamplingParams(
         **{name: getattr(request, name) for name in SamplingFields.__struct_fields__},
         max_tokens=max_new_tokens if request.max_tokens is None else request.max_tokens,

@@ -90,6 +90,7 @@ class NativeApi:
             return error_response(body, TGI_ERRORS)
         if isinstance(body, TgiRequest):
             return await self._tgi.respond(request, body)
+        body = self._service.sampling_defaults.fill(body)
         if not body.stream:
             return json_response(await collect_native(body, self._service.generation.stream(body)))
         chunks = self._service.generation.stream(body)

@@ -32,6 +32,7 @@ from coserve.api.openai.usage import ResponseMeta, new_meta
 from coserve.api.service import Service
 from coserve.config import Config
 from coserve.core.errors import AdapterNotFound, InvalidRequest, PromptTooLong
+from coserve.core.sampling import SamplingDefaults
 from coserve.core.schemas import STREAM_END, GenerateRequest
 
 RequestT = TypeVar("RequestT", bound=schemas.SharedParams)
@@ -40,6 +41,10 @@ RequestT = TypeVar("RequestT", bound=schemas.SharedParams)
 class OpenAIApi:
     def __init__(self, service: Service, config: Config) -> None:
         self._service, self._config = service, config
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        return self._service.sampling_defaults
 
     @property
     def chat_template(self) -> str | None:
@@ -127,14 +132,15 @@ class OpenAIApi:
     async def _prepare_completion(
         self, body: schemas.CompletionRequest
     ) -> tuple[schemas.CompletionRequest, list[GenerateRequest], list[str]]:
-        body = await self._resolve_placeholder(body)
+        body = self.sampling_defaults.fill(await self._resolve_placeholder(body))
         requests = completion_requests(body, self._service.engine.spec, self._config.max_queue)
         return body, requests, [await self._echo(body, each) for each in requests]
 
     async def _prepare_chat(
         self, body: schemas.ChatRequest
     ) -> tuple[schemas.ChatRequest, GenerateRequest, AnswerParsers]:
-        body = without_format(with_allowed_tools(await self._resolve_placeholder(body)))
+        body = self.sampling_defaults.fill(await self._resolve_placeholder(body))
+        body = without_format(with_allowed_tools(body))
         native = chat_request(body, self._service.engine.spec, self.chat_template)
         parsers = AnswerParsers(self._answer_format(body, native), self._service.tokenizer)
         return body, parsers.format.prepared(native), parsers

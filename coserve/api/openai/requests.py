@@ -146,7 +146,7 @@ def _shared_fields(body: schemas.SharedParams, spec: BaseSpec) -> dict[str, Any]
     """Return the fields of the `GenerateRequest` that completions and chats give alike. Raises `AdapterNotFound`."""
     counted = body.stream_options is not None and body.stream_options.continuous_usage_stats
     return {name: getattr(body, name) for name in GenerationFields.__struct_fields__} | {
-        "top_k": max(0, body.top_k),
+        "top_k": None if body.top_k is None else max(0, body.top_k),
         "slo_class": body.slo_class or _CLASSES.get(body.service_tier or "auto"),
         "adapter": adapter_of(body.model, spec.name),
         "return_prompt_ids": bool(body.return_token_ids or counted),

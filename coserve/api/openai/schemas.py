@@ -62,8 +62,8 @@ class SharedParams(GenerationFields, frozen=True):
     stream_options: StreamOptions | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     """null or -1: a random seed. Of any other value, only the lowest 62 bits count."""
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOP_K)] = 0
-    """Sample from this many of the most likely tokens. -1 or 0: off."""
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOP_K)] | None = None
+    """Sample from this many of the most likely tokens. -1 or 0: off. null: the base's default, else 0."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """Log-probabilities name tokens as `token_id:123`."""

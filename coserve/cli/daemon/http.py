@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import socket
 import ssl
 import threading
@@ -13,6 +14,7 @@ from contextlib import AsyncExitStack
 from typing import TypeVar
 
 from aiohttp import web
+from msgspec.structs import asdict
 
 from coserve.api.app import make_app, make_runner
 from coserve.api.engine_client import EngineClient
@@ -23,6 +25,8 @@ from coserve.api.service import Service
 from coserve.config import Config
 from coserve.core.errors import ConfigError
 from coserve.core.garbage import GarbageCollection, freeze_and_collect_young
+from coserve.core.sampling import NEUTRAL, SamplingDefaults
+from coserve.data.pretrained.generation_config import load_sampling_defaults
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.failpoints import failpoint
 from coserve.state.folder import DataFolder
@@ -31,15 +35,17 @@ from coserve.state.reserve import Reserve
 from coserve.state.thread import RegistryThread
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 async def open_service(config: Config, folder: DataFolder, engine: EngineClient, stack: AsyncExitStack) -> Service:
     """Open the service over a data folder that is locked and recovered; `stack` closes it. Raises subclasses of
     `StartupError`."""
     tokenizer = await _in_daemon_thread(lambda: _load_tokenizer(config))
+    defaults = await _in_daemon_thread(lambda: _load_sampling_defaults(config))
     registry = RegistryThread(lambda: Registry(folder.database), reserve=Reserve(folder.reserve))
     stack.push_async_callback(registry.close)
-    service = Service(config, folder, registry, tokenizer, engine)
+    service = Service(config, folder, registry, tokenizer, engine, sampling_defaults=defaults)
     stack.push_async_callback(service.close)  # closed after the engine, whose last messages it records
     if (traces := open_traces()) is not None:
         service.generation.traces = traces
@@ -97,4 +103,18 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
 
 def _load_tokenizer(config: Config) -> Tokenizer:
     failpoint("daemon.start")
-    return Tokenizer.load(config.model, trust_remote_code=config.trust_remote_code)
+    tokenizer = Tokenizer.load(config.model, trust_remote_code=config.trust_remote_code)
+    return tokenizer if config.chat_template is None else tokenizer.with_chat_template(config.chat_template)
+
+
+def _load_sampling_defaults(config: Config) -> SamplingDefaults:
+    if config.generation_config == "none":
+        return NEUTRAL
+    found = load_sampling_defaults(config.model)
+    if found != NEUTRAL:
+        own = {name: value for name, value in asdict(found).items() if value != getattr(NEUTRAL, name)}
+        log.info(
+            "sampling defaults of the base: %s (--generation-config none: the API's)",
+            ", ".join(f"{name} {value}" for name, value in own.items()),
+        )
+    return found

@@ -102,6 +102,10 @@ class ChatTemplate:
         """Compile the template; return it and the variables that it reads."""
         return sandbox.SandboxedEnvironment([_GenerationBlocks]).compile_template(self._source)
 
+    def check(self) -> None:
+        """Raise `jinja2.TemplateError` for a template that does not compile."""
+        _ = self._compiled
+
     @cached_property
     def end_of_turn(self) -> str | None:
         """Return the first added token after the assistant's answer to one question. None: the template writes none

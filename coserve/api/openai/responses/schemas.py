@@ -209,8 +209,8 @@ class Response(Wire, frozen=True, kw_only=True):
     error: ResponseError | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float
-    top_p: float
+    temperature: float | None
+    top_p: float | None
     tools: list[Any]
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
