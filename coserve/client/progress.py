@@ -81,7 +81,7 @@ class Bar(Silent):
         elif event.sample is not None:
             for line in sample_lines(event.sample):
                 self._bar.console.print(line, markup=False, highlight=False)
-        elif event.document is not None and event.document.total:
+        elif event.document is not None:
             document = event.document
             self._bar.update(self._task, total=document.total, completed=document.done, note=document.phase)
         elif event.state is not None:

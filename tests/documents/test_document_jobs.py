@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from itertools import groupby
 from pathlib import Path
@@ -39,7 +40,12 @@ async def learn(api: Api, adapter: str, steps: int = 2, **document: Any) -> tupl
     """The events and the ended job of a document."""
     body = {"adapter": adapter, "document": SMALL | document, "training": {"steps": steps, "learning_rate": 4e-3}}
     job = await api.answered(202, "POST", "/finetune", json=body)
-    assert job["document"]["phase"] == "questions"
+    document = job["document"]
+    assert (document["phase"], document["done"], document["total"]) == (
+        "chunks",
+        document["chunks"],
+        document["chunks"],
+    )
     assert (await api.call("GET", "/health"))[1]["jobs"] == 1
     events = [event for _, event in await api.events(job["id"])]
     return events, (await api.call("GET", f"/finetune/{job['id']}"))[1]
@@ -48,8 +54,10 @@ async def learn(api: Api, adapter: str, steps: int = 2, **document: Any) -> tupl
 async def test_a_document_goes_through_its_phases_and_is_served(api: Api) -> None:
     events, job = await learn(api, "bridge", steps=12)
     assert job["state"] == "succeeded", job["error"]
-    phases = [event["document"]["phase"] for event in events if event["type"] == "document"]
-    assert [phase for phase, _ in groupby(phases)] == ["questions", "answers", "training", "evaluation", "done"]
+    shown = [event["document"] for event in events if event["type"] == "document"]
+    phases = [phase for phase, _ in groupby(each["phase"] for each in shown)]
+    assert phases == ["chunks", "questions", "answers", "training", "evaluation", "done"]
+    assert [each["total"] for each in shown if each["phase"] == "training"] == [12], "the steps"
     states = [event["state"] for event in events if event["type"] == "state"]
     assert states == ["queued", "running", "queued", "running", "succeeded"]
     found = job["document"]["evaluation"]
@@ -203,6 +211,8 @@ async def test_the_sdk_and_the_command_line_learn_files(
     given += ["--set", f"document.questions={json.dumps(ASKED['questions'])}"]
     assert await asyncio.to_thread(run, [*given, "--url", url]) == 0
     shown = capsys.readouterr()
+    phases = re.findall(r"^two@1  (\w+): ", shown.err, re.MULTILINE)
+    assert [phase for phase, _ in groupby(phases)] == ["chunks", "answers", "training", "evaluation"]
     assert "succeeded" in shown.out
     assert "in context" in shown.out
     assert f"note: files of {tmp_path} (2): a.txt, b.md\n" in shown.err

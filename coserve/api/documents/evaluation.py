@@ -65,6 +65,7 @@ class Evaluation:
         self._found = {each.key: each for each in await asyncio.to_thread(self._log.read)}
         self._done, self._total = 0, len(arms) * len(lessons) + 2 * len(reserved)
         self._writing = asyncio.Lock()
+        await self._show(0, self._total)
         async with task_group() as group:
             tasks = {arm: [group.create_task(score(lesson)) for lesson in lessons] for arm, score in arms.items()}
             kept = {arm: [group.create_task(arms[arm](text)) for text in reserved] for arm in ("floor", "adapter")}

@@ -124,7 +124,7 @@ class DocumentJobs:
         corpus, texts = await asyncio.to_thread(self._corpus, record, chunks, lessons)
         if job.settings.recipe == "encoder":
             record = msgspec.structs.replace(record, spec=msgspec.structs.replace(record.spec, first_rows=texts))
-        await self.prepared(record, corpus, msgspec.structs.replace(job, phase="training", done=0, total=0))
+        await self.prepared(record, corpus, job)
 
     async def _lessons(self, record: JobRecord, chunks: Chunks) -> tuple[DocumentJob, Lessons]:
         assert record.document is not None, "expected a document's job"

@@ -97,7 +97,10 @@ class CheckedDocument:
         return msgspec.structs.replace(lora, trainable_token_indices=tokens, decoder=decoder)
 
     def job(self, chunks: Chunks) -> DocumentJob:
-        return DocumentJob(self.settings, chunks=len(chunks.texts), tokens=chunks.tokens, digest=chunks.digest)
+        count = len(chunks.texts)
+        return DocumentJob(
+            self.settings, chunks=count, tokens=chunks.tokens, digest=chunks.digest, done=count, total=count
+        )
 
 
 class DocumentSubmission:

@@ -7,10 +7,12 @@ import builtins
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.core.errors import EngineUnavailable, QueueFull
-from coserve.core.schemas import Job, JobEvent, JobList
+from coserve.core.schemas import DocumentJob, Job, JobEvent, JobList
 from coserve.core.training.jobs import JobState
 from coserve.lora.files.targets import with_alpha
 from coserve.state.registry.records import JobRecord
@@ -155,10 +157,18 @@ def job_view(record: JobRecord, line: NotRunning) -> Job:
         notes=list(record.notes),
         samples=list(record.samples),
         stopped_early=record.state is JobState.SUCCEEDED and record.step < record.total_steps,
-        document=record.document,
+        document=_document(record),
         test=record.test,
         published_step=_published_step(record) if record.state is JobState.SUCCEEDED else None,
     )
+
+
+def _document(record: JobRecord) -> DocumentJob | None:
+    """Return the document's progress; in the phase `training` its items are the job's steps."""
+    document = record.document
+    if document is None or document.phase != "training":
+        return document
+    return msgspec.structs.replace(document, done=record.step, total=record.total_steps)
 
 
 def _published_step(record: JobRecord) -> int:

@@ -11,7 +11,7 @@ from coserve.core.names import VERSIONED_NAME
 from coserve.core.types import Wire
 
 Recipe = Literal["topk_kd", "ce", "lm", "cartridge", "encoder"]
-Phase = Literal["questions", "answers", "training", "evaluation", "done"]
+Phase = Literal["chunks", "questions", "answers", "training", "evaluation", "done"]
 Generator = Annotated[str, Meta(pattern=rf"\A(base|none|adapter:{VERSIONED_NAME})\Z")]
 
 
@@ -126,16 +126,18 @@ class DocumentJob(Wire, frozen=True):
     """Progress of a document's job."""
 
     settings: DocumentSettings
-    phase: Phase = "questions"
-    """The current or next phase. The document is split into chunks before the job is accepted."""
+    phase: Phase = "chunks"
+    """The current phase. `chunks`: the document is split, which it is before its job is accepted, and nothing is asked
+    yet. The user's own questions, and generator `none`, have no phase `questions`."""
     chunks: int = 0
     tokens: int = 0
     """Tokens of the document."""
     digest: str = ""
     """SHA-256 of the document's text; it distinguishes adapters of this document from those of others."""
     done: int = 0
-    """Items of this phase that are done, of `total`, which stays the same throughout: different questions that have the
-    chunk's words (if too few are found, others make up for them), answers, or evaluated items."""
+    """Items of this phase that are done, of `total`, which stays the same throughout: chunks; different questions that
+    have the chunk's words (if too few are found, others make up for them); answers; optimizer steps; evaluated
+    items."""
     total: int = 0
     questions: int = 0
     """Different questions, those held out included."""

@@ -42,6 +42,9 @@ class Registry(AccessTable, AdapterTable):
                 (spec.id, record.state, stored_key, _encode(record), self.owner(spec.adapter)),
             )
             self._append(spec.id, "state", f"job {record.state}", state=record.state)
+            if (document := record.document) is not None:
+                text = f"{document.phase}: {document.done} of {document.total}"
+                self._append(spec.id, "document", text, document=document)
             for note in record.notes:
                 self._append(spec.id, "message", note, level="warning")
             self._log_on_commit(
@@ -131,13 +134,14 @@ class Registry(AccessTable, AdapterTable):
             return self._save(msgspec.structs.replace(record, **fields))
 
     def record_corpus(self, spec: JobSpec, total_steps: int, document: DocumentJob) -> JobRecord:
-        """Record that a document's job has its corpus and waits to be trained, as `spec`. Raises `JobNotFound`,
-        `WrongJobState`."""
+        """Record that a document's job has its corpus and waits to be trained, as `spec`: it is in the phase
+        `training`. Raises `JobNotFound`, `WrongJobState`."""
+        document = msgspec.structs.replace(document, phase="training", done=0, total=total_steps)
         with self._transaction():
             record = self._move(self.job(spec.id), JobState.QUEUED)
-            message = f"job queued: {spec.rows} rows to learn, {total_steps} steps"
-            self._append(spec.id, "state", message, state=JobState.QUEUED)
-            self._append(spec.id, "document", message, document=document)
+            message = f"{spec.rows} rows to learn, {total_steps} steps"
+            self._append(spec.id, "state", f"job queued: {message}", state=JobState.QUEUED)
+            self._append(spec.id, "document", f"{document.phase}: {message}", document=document)
             return self._save(msgspec.structs.replace(record, spec=spec, total_steps=total_steps, document=document))
 
     def record_checkpoint(self, id: str, step: int) -> None:
