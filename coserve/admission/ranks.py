@@ -18,10 +18,10 @@ def blocks_fit(settings: LoraSettings, base: BaseSpec, ranks: int) -> bool:
     """
     if ranks == 1 or settings.bd_blocks == 1:
         return True
-    return all(_fit(site, blocks_at(settings, site), ranks) for site in target_sites(settings, base))
+    return all(site_fits(site, blocks_at(settings, site), ranks) for site in target_sites(settings, base))
 
 
-def _fit(site: str, blocks: tuple[int, int], ranks: int) -> bool:
+def site_fits(site: str, blocks: tuple[int, int], ranks: int) -> bool:
     """Return whether a site's blocks can be divided among `ranks` GPUs. `blocks`: number of blocks of A and of B; 1:
     dense."""
     in_a, in_b = blocks

@@ -17,6 +17,7 @@ from coserve.admission.optimizers import (
     paged_kinds,
     state_kinds,
 )
+from coserve.admission.ranks import site_fits
 from coserve.core.names import DECODER, is_prefix
 from coserve.core.training.settings import Optimizer
 from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
@@ -88,9 +89,9 @@ def shapes_at(
     for name in sites:
         site, (rank, _) = base.site(name), rank_and_scaling(settings, name)
         blocks = blocks_at(settings, name)
-        (a, b) = (rows * columns for rows, columns in packed_shapes(site, rank, blocks))
+        a, b = (rows * columns for rows, columns in packed_shapes(site, rank, blocks))
         if ranks > 1:
-            a, b = _part(name, site, (a, b), max(blocks), ranks, fully_sharded=fully_sharded)
+            a, b = _part(name, site, rank, blocks, ranks, fully_sharded=fully_sharded)
         magnitude = site.out_features if settings.use_dora else 0
         kept = site.chosen * (site.in_features + 2 * rank + site.out_features) if site.experts > 1 else 0
         kept = 2 * site.in_features * (2 + -(-rank // SHORT_ROW)) if is_prefix(name) else kept
@@ -101,24 +102,31 @@ def shapes_at(
 
 
 def _part(
-    name: str, site: SiteSpec, elements: tuple[int, int], blocks: int, ranks: int, *, fully_sharded: bool
+    name: str, site: SiteSpec, rank: int, blocks: tuple[int, int], ranks: int, *, fully_sharded: bool
 ) -> tuple[int, int]:
-    """Return the elements of A and B that one GPU holds (`parallel.lora`); never too few."""
-    a, b = elements
-    if site.experts > 1 and not site.by_expert:
-        return (-(-a // ranks), b) if name.endswith("down_proj") else (a, -(-b // ranks))
-    style = parallel_style(name)
-    if fully_sharded and style is None and not site.by_expert:
-        return -(-a // ranks), b  # the module may be whole on every GPU
-    if site.by_expert or (blocks > 1 and blocks % ranks == 0) or fully_sharded:
-        return -(-a // ranks), -(-b // ranks)
-    match style:
+    """Return the elements of A and B that one GPU holds (`parallel.lora.partition_pair`); never too few."""
+    if not site_fits(name, blocks, ranks):
+        blocks = 1, 1  # the pair is made dense
+    a, b = (rows * columns for rows, columns in packed_shapes(site, rank, blocks))
+    part_a, part_b = -(-a // ranks), -(-b // ranks)
+    if site.by_expert:
+        return part_a, part_b
+    if site.experts > 1:
+        return (part_a, b) if name.endswith("down_proj") else (a, part_b)
+    most = max(blocks)
+    split_rank = fully_sharded and most == 1 and rank % ranks == 0 and site.out_features % ranks == 0
+    match parallel_style(name):
         case ParallelStyle.COLUMN:
-            return a, -(-b // ranks)
+            shards = ranks // site.holders
+            if most > 1 and most % shards == 0:
+                part_a = -(-a // shards)
+            elif not split_rank:
+                part_a = a
+            return part_a, -(-b // shards)
         case ParallelStyle.ROW:
-            return -(-a // ranks), b
+            return part_a, (part_b if split_rank or (most > 1 and most % ranks == 0) else b)
         case None:
-            return a, b
+            return (part_a if split_rank else a), b  # the module may be whole on every GPU
 
 
 @dataclass(frozen=True)

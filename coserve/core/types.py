@@ -60,6 +60,8 @@ class SiteSpec(msgspec.Struct, frozen=True):
     """Layout of a fused gate and up in the parameter's outputs; empty: the parameter is no fused gate and up."""
     by_expert: bool = False
     """Expert parallelism: each of several GPUs has some experts whole, instead of a shard of every expert."""
+    holders: int = 1
+    """GPUs that hold the same outputs: several share a key/value head where a base has fewer of them than GPUs."""
 
 
 class BaseSpec(Wire, frozen=True):

@@ -323,10 +323,13 @@ def _spec(
     text = model.config.get_text_config()
     sites = {}
     for site, module in modules.items():
-        shard, (outputs, inputs) = shard_of(module), site_shape(module)
-        if shard is not None:
-            outputs, inputs = shard.partition.outputs.size, shard.partition.inputs.size
-        sites[site] = SiteSpec(inputs, outputs, int(site.removeprefix(f"{path}.").split(".", 1)[0]))
+        layer, shard = int(site.removeprefix(f"{path}.").split(".", 1)[0]), shard_of(module)
+        if shard is None:
+            outputs, inputs = site_shape(module)
+            sites[site] = SiteSpec(inputs, outputs, layer)
+        else:
+            whole = shard.partition
+            sites[site] = SiteSpec(whole.inputs.size, whole.outputs.size, layer, holders=whole.outputs.holders)
     return BaseSpec(
         name=name,
         hub_name=hub_name,

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from coserve.admission.ranks import blocks_fit, check_ranks, unmet_need
+from coserve.admission.shapes import lora_shapes
 from coserve.core.errors import InvalidRequest
 from coserve.core.training.settings import Optimizer
 from coserve.core.types import BaseSpec, LoraSettings, SiteSpec
 from coserve.kernels.lora.types import LoraPair
+from coserve.lora.files.bdlora import parallel_style
 from coserve.model.parallel.lora import Strategy, partition_pair
 from coserve.model.parallel.partition import Features, Parallel, SitePartition
 from tests.support.fake_engine import make_base
@@ -58,6 +60,30 @@ def test_the_rule_is_that_of_the_partition(site: str, ranks: int) -> None:
                 assert keeps or not fit, (blocks, in_a, in_b)
             else:
                 assert fit is (keeps or ranks == 1), (blocks, in_a, in_b)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.NFS, Strategy.SLORA])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("site", SITES)
+def test_what_is_planned_for_a_rank_is_what_it_holds(site: str, ranks: int, strategy: Strategy) -> None:
+    """Exactly, unless blocks are larger than a rank's shard, or the site is a fused projection: then never less."""
+    partition = partitioned(site, ranks)
+    spec = SiteSpec(SIZE, SIZE, 0, holders=partition.outputs.holders)
+    base, style = msgspec.structs.replace(make_base(10), sites={LAYER + site: spec}), parallel_style(LAYER + site)
+    for rank, blocks in ((8, 1), (12, 1), (24, 2), (24, 3), (24, 8), (24, 24)):
+        in_a, in_b = (blocks, 1) if partition.sums else (1, blocks)
+        pair = LoraPair(
+            torch.empty(rank, SIZE // in_a), torch.empty(SIZE, rank // in_b), 1.0, a_blocks=in_a, b_blocks=in_b
+        )
+        own = partition_pair(partition, pair, strategy)
+        settings = LoraSettings(r=rank, targets=(site,), bd_blocks=blocks)
+        if blocks > 1 and style is None:
+            settings = msgspec.structs.replace(settings, targets_bd_b=(site,))
+        (planned,) = lora_shapes(settings, base, ranks=ranks, fully_sharded=strategy is Strategy.SLORA)
+        held = own.a.local, own.b.local
+        if style is not None and (blocks == 1 or blocks % ranks == 0):
+            assert (planned.a, planned.b) == held, (rank, blocks)
+        assert planned.a >= held[0] and planned.b >= held[1], (rank, blocks)
 
 
 def test_plain_adapters_fit_any_number() -> None:

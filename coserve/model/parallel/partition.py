@@ -70,6 +70,11 @@ class Features:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dimension)
 
     @property
+    def holders(self) -> int:
+        """Number of ranks that hold the same features."""
+        return self.ranks.count(self.ranks[0])
+
+    @property
     def local(self) -> int:
         """Number of features that a rank holds."""
         return sum(stop - start for start, stop in self.ranks[0])

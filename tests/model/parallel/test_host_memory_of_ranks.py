@@ -33,7 +33,9 @@ LORA, RANKS = LoraSettings(r=1024), 2
 
 
 def sharded(folder: Path, rank: int) -> Base:
-    return load(save_base(folder, hidden_size=512, intermediate_size=1024), LoneRank(rank, RANKS))
+    """Both ranks share a key/value head: each has all of its B."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_key_value_heads": 1}
+    return load(save_base(folder, **sizes), LoneRank(rank, RANKS))
 
 
 def optimizer_of(base: Base) -> AdapterOptimizer:
