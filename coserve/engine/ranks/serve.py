@@ -121,7 +121,13 @@ def _make_follower(base: Base, config: Config, rank: OwnRank, warm_up: WarmUpTas
         return store.host_copy(shard)
 
     def build(tokens: int) -> FollowerParts:
-        kv = KvCache.for_base(base, tokens, config.page_tokens, kv_cache_dtype=config.kv_cache_dtype)
+        kv = KvCache.for_base(
+            base,
+            tokens,
+            config.page_tokens,
+            sequences=config.batch_requests,
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
         compiled = make_compiled(parts, kv, warm_up)  # rank 0 tells the operator
         sessions = parts.make_sessions(FollowedSessions, store, compiled=compiled.layers)
         made = FollowerParts(kv, compiled.executor, sessions, read, base.complete_scales)

@@ -6,6 +6,7 @@ sharded otherwise.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -34,6 +35,7 @@ from tests.support.examples import TURN, in_turns, on_days
 from tests.support.executors import eager
 from tests.support.families import tiny_family
 from tests.support.generation import collect, request
+from tests.support.model_folder import make_model_folder
 
 PROMPTS = ("The quick", "Once upon a time there was", "def main():", "a")
 GREEDY: Json = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
@@ -64,7 +66,7 @@ def expected(model: Path) -> list[list[int]]:
 def alone(model: Path, adapter: Path | None) -> list[list[int]]:
     """Tokens of each prompt by one process that holds the whole base: greedy, then drawn. `adapter`: its files."""
     base, tokenizer = load_base(str(model), device="cpu", dtype="float32"), Tokenizer.load(str(model))
-    kv = KvCache.for_base(base, 2048, 16)
+    kv = KvCache.for_base(base, 2048, 16, sequences=8)
     ref = None if adapter is None else AdapterRef("learned", 1)
     store = AdapterStore(lambda *_: load_adapter(adapter or Path(), base.spec, device="cpu", dtype=base.dtype), 1 << 40)
     generator = Generator(base, store, kv, eager(base, kv), max_running=8, step_tokens=256)
@@ -108,6 +110,17 @@ def test_texts_are_those_of_one_process(daemon: DaemonProcess, expected: list[li
     _, health = daemon.call("GET", "/health")
     assert health["tp"] == 2
     assert [(rank["rank"], rank["state"]) for rank in health["ranks"]] == [(0, "ready"), (1, "ready")]
+
+
+@pytest.mark.slow
+def test_all_ranks_have_room_for_the_recurrent_states_of_all_requests(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tiny_family("qwen3_5_text", vocab_size=vocab, max_position_embeddings=256).save_pretrained(folder)
+    with DaemonProcess(folder, tmp_path / "data", options=("--tp", "2", "--dtype", "float32")) as daemon:
+        daemon.wait_ready()
+        assert tokens(daemon) == alone(folder, None)
+        assert daemon.stop() == 0
 
 
 @pytest.mark.slow
