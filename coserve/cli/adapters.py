@@ -189,8 +189,7 @@ def convert_adapter(
         ),
     ] = None,
     new_name: Annotated[
-        str | None,
-        typer.Option("--name", help="of the new adapter", show_default="NAME-bdN; NAME-lora for one block"),
+        str | None, typer.Option("--name", help="of the new adapter", show_default="NAME-bdN; NAME-lora for one block")
     ] = None,
     rows: Annotated[
         str | None,

@@ -12,8 +12,7 @@ import typer
 def demo(
     report: Annotated[Path, typer.Option(help="folder for the report")] = Path("demo-report"),
     base: Annotated[
-        str,
-        typer.Option(help="'bundled', or 'smollm2': an adapter learns a task, accuracy before and after"),
+        str, typer.Option(help="'bundled', or 'smollm2': an adapter learns a task, accuracy before and after")
     ] = "bundled",
 ) -> None:
     """Show the main features: stream, fine-tune two adapters under load, compare, report."""

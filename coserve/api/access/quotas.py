@@ -52,10 +52,7 @@ class Quotas:
     def set(self, project: str, quota: Quota) -> None:
         """Replace a project's quota; its buckets are full again."""
         self._quotas[project] = quota
-        for buckets, limit in (
-            (self._requests, quota.requests_per_minute),
-            (self._tokens, quota.tokens_per_minute),
-        ):
+        for buckets, limit in ((self._requests, quota.requests_per_minute), (self._tokens, quota.tokens_per_minute)):
             buckets.pop(project, None)
             if limit is not None:
                 buckets[project] = Bucket(limit, self._clock())

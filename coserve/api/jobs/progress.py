@@ -42,12 +42,7 @@ class ProgressWriter:
     """
 
     def __init__(
-        self,
-        registry: RegistryThread,
-        metrics: Metrics,
-        watchers: JobWatchers,
-        retries: Retries,
-        lock_retries: Retries,
+        self, registry: RegistryThread, metrics: Metrics, watchers: JobWatchers, retries: Retries, lock_retries: Retries
     ) -> None:
         self._registry, self._metrics, self._watchers = registry, metrics, watchers
         self._retries, self._lock_retries = retries, lock_retries

@@ -41,13 +41,7 @@ T = TypeVar("T")
 class JobRecorder:
     """Writes the messages of all jobs from one queue. Messages that wait for a job's adapter leave the queue."""
 
-    def __init__(
-        self,
-        folder: DataFolder,
-        registry: RegistryThread,
-        engine: EngineClient,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, folder: DataFolder, registry: RegistryThread, engine: EngineClient, metrics: Metrics) -> None:
         self._folder, self._registry, self._engine, self._metrics = folder, registry, engine, metrics
         self.retries = Retries(FOR_EVER)
         """Retries of writes that must not be lost, for as long as the machine refuses them."""

@@ -76,12 +76,7 @@ class Submission:
     """Prepares jobs; nothing is stored yet."""
 
     def __init__(
-        self,
-        config: Config,
-        folder: DataFolder,
-        registry: RegistryThread,
-        tokenizer: Tokenizer,
-        helpers: HelperPool,
+        self, config: Config, folder: DataFolder, registry: RegistryThread, tokenizer: Tokenizer, helpers: HelperPool
     ) -> None:
         self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
         room = partial(registry.read, _room)
@@ -304,13 +299,7 @@ class Submission:
         return Teacher(ref=record.ref, digests=record.digests, rank=record.rank)
 
     async def _tokenize(
-        self,
-        request: FinetuneRequest,
-        source: Source,
-        held: Source | None,
-        columns: Columns,
-        longest: int,
-        show: Show,
+        self, request: FinetuneRequest, source: Source, held: Source | None, columns: Columns, longest: int, show: Show
     ) -> PendingCorpus:
         """Tokenise a small corpus of texts in a thread, other corpora and all chats in helper processes, which are
         killed when the client leaves. `held`: rows for validation."""

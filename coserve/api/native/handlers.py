@@ -166,10 +166,7 @@ class NativeApi:
         return await self._service.jobs.cancel(id)
 
     @Route(
-        "DELETE",
-        "/finetune/{id}",
-        "Delete a job that has ended, and its events; its adapter stays",
-        errors=(409, 507),
+        "DELETE", "/finetune/{id}", "Delete a job that has ended, and its events; its adapter stays", errors=(409, 507)
     )
     async def delete_job(self, id: str) -> schemas.DeletedJob:
         return await self._service.jobs.delete(id)

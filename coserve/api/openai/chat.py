@@ -139,18 +139,11 @@ async def chat_events(
         shown = chunk.prompt_token_ids if body.return_token_ids else None
         for choice in choices:
             yield ChatChunk(
-                **meta,
-                choices=[choice],
-                usage=counter.for_chunk,
-                prompt_token_ids=UNSET if shown is None else shown,
+                **meta, choices=[choice], usage=counter.for_chunk, prompt_token_ids=UNSET if shown is None else shown
             )
             shown = None
     if counter.wanted.include_usage:
-        yield ChatChunk(
-            **meta,
-            choices=[],
-            usage=counter.so_far,
-        )
+        yield ChatChunk(**meta, choices=[], usage=counter.so_far)
 
 
 def _delta(answer: AnswerDelta, new_id: Callable[[], str]) -> ChatDelta:

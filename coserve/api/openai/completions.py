@@ -109,11 +109,7 @@ async def completion(
             )
             await asyncio.sleep(0)  # yield: offsets of many tokens take long
     usage = total_usage([full.response.usage for full in responses])
-    return Completion(
-        **meta,
-        choices=choices,
-        usage=usage,
-    )
+    return Completion(**meta, choices=choices, usage=usage)
 
 
 def _best(
@@ -188,14 +184,6 @@ async def completion_events(
             token_ids=chunk.token_ids if body.return_token_ids else UNSET,
             prompt_token_ids=shown,
         )
-        yield Completion(
-            **meta,
-            choices=[choice],
-            usage=counter.for_chunk,
-        )
+        yield Completion(**meta, choices=[choice], usage=counter.for_chunk)
     if counter.wanted.include_usage:
-        yield Completion(
-            **meta,
-            choices=[],
-            usage=counter.so_far,
-        )
+        yield Completion(**meta, choices=[], usage=counter.so_far)

@@ -46,13 +46,7 @@ SAMPLERS = 4
 class TrainingSessions:
     """All sessions of the current engine."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: DataFolder,
-        registry: RegistryThread,
-        engine: EngineClient,
-    ) -> None:
+    def __init__(self, config: Config, folder: DataFolder, registry: RegistryThread, engine: EngineClient) -> None:
         self._config, self._folder, self._registry, self._engine = config, folder, registry, engine
         self._sessions: dict[str, ClientSession] = {}
         self._closing: set[str] = set()

@@ -115,9 +115,7 @@ class TgiApi:
 
         sequences = [schemas.TgiSequence(**shared(*other), generated_text=before + other[0].text) for other in others]
         details = schemas.TgiDetails(
-            **shared(best, best_scores),
-            prompt_tokens=found.usage.prompt_tokens,
-            best_of_sequences=sequences or UNSET,
+            **shared(best, best_scores), prompt_tokens=found.usage.prompt_tokens, best_of_sequences=sequences or UNSET
         )
         return schemas.TgiResponse(generated_text=text, details=details)
 

@@ -30,13 +30,7 @@ from coserve.state.durable import remove_dir
 from coserve.state.session_states import read_state, saved_states
 
 UNEMBEDDING = "LoRA of the unembedding is not available: train_unembed is ignored"
-RESULTS: Schema = (
-    schemas.TryAgain,
-    schemas.TinkerError,
-    schemas.ModelResult,
-    schemas.StepResult,
-    schemas.PathResult,
-)
+RESULTS: Schema = (schemas.TryAgain, schemas.TinkerError, schemas.ModelResult, schemas.StepResult, schemas.PathResult)
 CallT = TypeVar("CallT", bound=schemas.Body)
 
 

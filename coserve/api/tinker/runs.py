@@ -139,14 +139,7 @@ class Runs:
         return schemas.PathResult(path=body.path, model_id=run.model)
 
     async def _open(
-        self,
-        run: Run,
-        base: str,
-        lora: LoraSettings,
-        seed: int,
-        state: tuple[str, str] | None,
-        *,
-        with_optimizer: bool,
+        self, run: Run, base: str, lora: LoraSettings, seed: int, state: tuple[str, str] | None, *, with_optimizer: bool
     ) -> None:
         run.base = base
         run.session = await self._sessions.open(

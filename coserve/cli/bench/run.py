@@ -119,10 +119,7 @@ def _plain_warnings() -> Iterator[None]:
 
 async def _on_any_server(trace: Trace, totals: Totals, server: Server, on_interrupt: OnInterrupt) -> ReplayResult:
     if totals.jobs:
-        print(
-            f"{totals.jobs} fine-tuning jobs of the workload are not sent: only coserve has them",
-            file=sys.stderr,
-        )
+        print(f"{totals.jobs} fine-tuning jobs of the workload are not sent: only coserve has them", file=sys.stderr)
     only_prompts = Repeatable(lambda: (arrival for arrival in trace.arrivals if isinstance(arrival, PromptArrival)))
     async with _completions(trace, server, server.prefix or "", server.model or "") as target:
         models = await target.models()

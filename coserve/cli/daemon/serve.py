@@ -29,10 +29,7 @@ from coserve.cli.daemon.signals import StopSignals
 from coserve.cli.daemon.supervisor import Supervisor
 from coserve.cli.status_lines import address
 from coserve.config import Config
-from coserve.core.errors import (
-    PortInUse,
-    StartupError,
-)
+from coserve.core.errors import PortInUse, StartupError
 from coserve.core.health import EngineStatus, Warming
 from coserve.core.logs.format import log_event
 from coserve.data.pretrained.source import check_source

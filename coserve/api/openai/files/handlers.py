@@ -105,10 +105,7 @@ class FilesApi:
         return response
 
     @openai_route(
-        "DELETE",
-        "/v1/files/{id}",
-        "Delete a file; jobs that were made from it have their own copy",
-        errors=(507,),
+        "DELETE", "/v1/files/{id}", "Delete a file; jobs that were made from it have their own copy", errors=(507,)
     )
     async def delete_file(self, id: str) -> DeletedFile:
         if is_result(id):

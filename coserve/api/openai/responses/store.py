@@ -10,14 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from coserve.api.http.json_blocks import encode_json
-from coserve.api.openai.responses.schemas import (
-    InputItem,
-    MessageItem,
-    OutputItem,
-    OutputText,
-    Response,
-    StoredItem,
-)
+from coserve.api.openai.responses.schemas import InputItem, MessageItem, OutputItem, OutputText, Response, StoredItem
 from coserve.core.access.principal import principal
 from coserve.core.errors import InvalidRequest, NotFound
 
