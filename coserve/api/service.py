@@ -31,6 +31,7 @@ from coserve.api.jobs.manager import JobManager
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.jobs.sampling import JobSampler
 from coserve.api.metrics.prometheus import Metrics
+from coserve.api.node import Node
 from coserve.api.page.history import ReportHistory
 from coserve.api.sessions.sessions import TrainingSessions
 from coserve.api.stopping import Stopping
@@ -89,38 +90,35 @@ class Service:
         self._config = config
         self.access = Access(config.api_key, registry, self.files)
         self.engine = engine or EngineClient()
+        node = Node(config, folder, registry, tokenizer, self.engine)
         self.metrics = Metrics(self.engine.name)
         self.history = ReportHistory()
         self._registry = registry
-        self.recorder = JobRecorder(folder, registry, self.engine, self.metrics)
+        self.recorder = JobRecorder(node, self.metrics)
         self.helpers = HelperPool(tokenizer.state, MAX_BODY_HELPERS, config.logs)
         self._preparers = HelperPool(tokenizer.state, config.tokenizer_processes, config.logs)
         self.chats = HelperPool(tokenizer.state, CHAT_HELPERS, config.logs)
         self.texts = AsyncTokenizer(tokenizer, self.helpers, self.chats)
-        self.generation = InFlightRequests(
-            config, self.engine, registry, tokenizer, self.texts, self.metrics, max_prompt_scores=max_prompt_scores
-        )
+        self.generation = InFlightRequests(node, self.texts, self.metrics, max_prompt_scores=max_prompt_scores)
         self.generation.charge = self.access.quotas.charge
         asker = Asker(self.generation, self.texts, self.engine)
-        documents = DocumentJobs(config, folder, registry, tokenizer, self.texts, asker, self.engine, self.recorder)
-        tests = JobEvaluation(folder, registry, asker, self.recorder)
+        documents = DocumentJobs(node, self.texts, asker, self.recorder)
+        tests = JobEvaluation(node, asker, self.recorder)
 
         async def evaluate(record: JobRecord, snapshot: JobSnapshot) -> bool:
             return await documents.evaluate(record, snapshot) and await tests.evaluate(record, snapshot)
 
-        self._sampler = JobSampler(registry, self.engine, self.generation, self.recorder.deliver, evaluate)
+        self._sampler = JobSampler(node, self.generation, self.recorder.deliver, evaluate)
         self.background: list[Callable[[], Awaitable[None]]] = [documents.close]
         """Functions that stop the daemon's own work that sends requests; it resumes after the next start."""
         self.stopping = Stopping()
-        self.sessions = TrainingSessions(config, folder, registry, self.engine)
-        self.jobs = JobManager(
-            config, folder, registry, tokenizer, self._preparers, self.engine, self.recorder, self.stopping, documents
-        )
-        self.adapters = AdapterCatalog(config, folder, registry, self._preparers, self.engine, self.generation.in_use)
-        self.aliases = Aliases(registry, self.engine)
-        self.scrub = Scrub(registry, folder)
+        self.sessions = TrainingSessions(node)
+        self.jobs = JobManager(node, self._preparers, self.recorder, self.stopping, documents)
+        self.adapters = AdapterCatalog(node, self._preparers, self.generation.in_use)
+        self.aliases = Aliases(node)
+        self.scrub = Scrub(node)
         converters = HelperPool(tokenizer.state, 1, config.logs, max_memory=0)
-        self.conversions = Conversions(folder, registry, converters, self.engine, self.adapters, self.jobs.submit)
+        self.conversions = Conversions(node, converters, self.adapters, self.jobs.submit)
         own = (config.tracking_dir or folder.tracking).absolute()
         self._trackers = [
             TrackerFeed(name, own / name, registry, HelperPool(tokenizer.state, 1, config.logs), closing=closing)

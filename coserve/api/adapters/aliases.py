@@ -9,21 +9,20 @@ from collections.abc import Callable
 import msgspec
 
 from coserve.api.adapters.catalog import refuse_base_name
-from coserve.api.engine_client import EngineClient
+from coserve.api.node import Node
 from coserve.core.errors import AdapterNotFound, InvalidRequest
 from coserve.core.names import split_ref
 from coserve.core.schemas import Alias, AliasList, AliasRequest
 from coserve.core.types import AdapterRef
 from coserve.state.registry.records import AliasRecord
 from coserve.state.registry.registry import Registry
-from coserve.state.thread import RegistryThread
 
 
 class Aliases:
     """All aliases of the registry. Methods raise `AdapterNotFound` for an unknown alias or version."""
 
-    def __init__(self, registry: RegistryThread, engine: EngineClient) -> None:
-        self._registry, self._engine = registry, engine
+    def __init__(self, node: Node) -> None:
+        self._registry, self._engine = node.registry, node.engine
 
     async def list(self) -> AliasList:
         return AliasList(data=[_view(each) for each in await self._registry.read(lambda registry: registry.aliases())])

@@ -22,9 +22,8 @@ from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.adapters.size import refuse_too_large
-from coserve.api.engine_client import EngineClient
 from coserve.api.http.parsing import local_path
-from coserve.config import Config
+from coserve.api.node import Node
 from coserve.core.cancellation import Commits, keep_task, uncancelled
 from coserve.core.errors import (
     AdapterNotFound,
@@ -43,10 +42,8 @@ from coserve.data.offload.pool import HelperPool
 from coserve.lora.files.archive import AdapterArchive
 from coserve.state.durable import remove_dir, remove_unlisted, replace_dir
 from coserve.state.failpoints import failpoint
-from coserve.state.folder import DataFolder
 from coserve.state.registry.records import LOADED, AdapterRecord, Labels
 from coserve.state.registry.registry import Registry
-from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
@@ -60,18 +57,9 @@ Forget = Callable[[Registry], tuple[list[AdapterRef], int | None]]
 class AdapterCatalog:
     """All adapters of the registry. `in_use`: versions that requests in flight use."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: DataFolder,
-        registry: RegistryThread,
-        helpers: HelperPool,
-        engine: EngineClient,
-        in_use: AdaptersInUse,
-    ) -> None:
-        self._config, self._folder, self._registry = config, folder, registry
-        self._engine, self._in_use = engine, in_use
-        self._inspection = Inspection(helpers)
+    def __init__(self, node: Node, helpers: HelperPool, in_use: AdaptersInUse) -> None:
+        self._config, self._folder, self._registry, self._engine = node.config, node.folder, node.registry, node.engine
+        self._in_use, self._inspection = in_use, Inspection(helpers)
         self._importing = asyncio.Lock()
         self._commits = Commits()
         self._expiry: Expiry | None = None

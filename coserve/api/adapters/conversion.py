@@ -14,8 +14,8 @@ import msgspec
 
 from coserve.api.adapters.catalog import AdapterCatalog, refuse_base_name
 from coserve.api.adapters.lookup import find_adapter
-from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.sources import UploadedRows
+from coserve.api.node import Node
 from coserve.core.cancellation import uncancelled, uncancelled_thread
 from coserve.core.errors import AdapterError, InvalidRequest, StorageError
 from coserve.core.names import NAME_RULE, is_name
@@ -25,8 +25,6 @@ from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec
 from coserve.data.offload.pool import HelperPool
 from coserve.data.offload.protocol import TaskContext
 from coserve.lora.files.conversion import ConversionOptions, convert_adapter
-from coserve.state.folder import DataFolder
-from coserve.state.thread import RegistryThread
 
 NICENESS = 10
 """Niceness of the helper process: the engine and the API have priority."""
@@ -37,17 +35,15 @@ class Conversions:
 
     def __init__(
         self,
-        folder: DataFolder,
-        registry: RegistryThread,
+        node: Node,
         helpers: HelperPool,
-        engine: EngineClient,
         catalog: AdapterCatalog,
         submit: Callable[[FinetuneRequest, UploadedRows, str | None], Awaitable[Job]],
     ) -> None:
         """`helpers`: a pool for conversions only, since its processes run at a low priority; `submit`:
         `JobManager.submit`."""
-        self._folder, self._registry, self._helpers = folder, registry, helpers
-        self._engine, self._catalog, self._submit = engine, catalog, submit
+        self._folder, self._registry, self._engine = node.folder, node.registry, node.engine
+        self._helpers, self._catalog, self._submit = helpers, catalog, submit
 
     async def close(self) -> None:
         await self._helpers.close()

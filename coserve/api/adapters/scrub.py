@@ -7,15 +7,14 @@ import logging
 from functools import partial
 from pathlib import Path
 
+from coserve.api.node import Node
 from coserve.core.errors import AdapterError, StorageError
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from coserve.core.types import AdapterRef
 from coserve.lora.files.packed_header import PACKED_FILE, is_sound
 from coserve.lora.files.tensorfile import check_digest, digest_file
-from coserve.state.folder import DataFolder
 from coserve.state.registry.records import AdapterRecord
 from coserve.state.registry.registry import Registry
-from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +29,8 @@ class Scrub:
     """Reads every adapter's files once a day, at most `BYTES_PER_SECOND`. A damaged packed file is removed, and rebuilt
     by the next read; a damaged PEFT file is reported in `notes`."""
 
-    def __init__(self, registry: RegistryThread, folder: DataFolder) -> None:
-        self._registry, self._folder = registry, folder
+    def __init__(self, node: Node) -> None:
+        self._registry, self._folder = node.registry, node.folder
         self._damaged = dict[AdapterRef, str]()
         self._task: asyncio.Task[None] | None = None
 

@@ -8,14 +8,13 @@ import logging
 from collections import Counter
 from contextlib import suppress
 
-from coserve.api.engine_client import EngineClient
+from coserve.api.node import Node
 from coserve.core.cancellation import keep_task
 from coserve.core.errors import EngineUnavailable, StorageError
 from coserve.core.link.engine import PrefetchAdapter
 from coserve.core.types import AdapterRef
 from coserve.state.registry.records import AdapterRecord
 from coserve.state.registry.registry import Registry
-from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +29,8 @@ SHARE = 0.5
 class WarmSet:
     """Counts uses of adapters, and tells a new engine which ones to read."""
 
-    def __init__(self, registry: RegistryThread, engine: EngineClient) -> None:
-        self._registry, self._engine = registry, engine
+    def __init__(self, node: Node) -> None:
+        self._registry, self._engine = node.registry, node.engine
         self._uses = Counter[AdapterRef]()
         self._flush: asyncio.TimerHandle | None = None
         self._tasks = set[asyncio.Task[None]]()

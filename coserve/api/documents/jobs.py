@@ -13,11 +13,10 @@ import msgspec
 from coserve.api.documents.asking import Asker
 from coserve.api.documents.evaluation import Evaluation
 from coserve.api.documents.teaching import Lessons, Teaching
-from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.jobs.owner import act_as_owner
 from coserve.api.jobs.recorder import JobRecorder
-from coserve.config import Config
+from coserve.api.node import Node
 from coserve.core.cancellation import cancel_all
 from coserve.core.errors import (
     CoserveError,
@@ -37,11 +36,8 @@ from coserve.data.documents.encoder import encoded_tokens, prefix_tokens
 from coserve.data.documents.lessons import Lesson, held_out, least_questions, lesson_corpus
 from coserve.data.documents.pending import read_chunks
 from coserve.data.documents.reading import Chunks
-from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.state.folder import DataFolder
 from coserve.state.registry.records import JobRecord
 from coserve.state.registry.registry import Registry
-from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
@@ -57,20 +53,10 @@ class DocumentJobs:
     """One task for each job whose questions and answers are being made; at most `max_active_jobs` at a time, in the
     order of `begin`. `prepared` is called with the job and the corpus to train on."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: DataFolder,
-        registry: RegistryThread,
-        tokenizer: Tokenizer,
-        texts: AsyncTokenizer,
-        asker: Asker,
-        engine: EngineClient,
-        recorder: JobRecorder,
-    ) -> None:
-        self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
-        self._engine, self._recorder, self._texts, self._asker = engine, recorder, texts, asker
-        self._places = asyncio.Semaphore(config.max_active_jobs)
+    def __init__(self, node: Node, texts: AsyncTokenizer, asker: Asker, recorder: JobRecorder) -> None:
+        self._config, self._folder, self._registry, self._engine = node.config, node.folder, node.registry, node.engine
+        self._tokenizer, self._texts, self._asker, self._recorder = node.tokenizer, texts, asker, recorder
+        self._places = asyncio.Semaphore(self._config.max_active_jobs)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.prepared: Prepared
 

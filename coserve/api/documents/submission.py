@@ -10,7 +10,7 @@ import msgspec
 
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.http.parsing import local_path
-from coserve.config import Config
+from coserve.api.node import Node
 from coserve.core.errors import InvalidRequest
 from coserve.core.names import split_ref
 from coserve.core.schemas import DocumentJob, DocumentRequest, DocumentSettings, FinetuneRequest, UserQuestion
@@ -23,7 +23,6 @@ from coserve.data.documents.reading import Chunks, first_tokens, split_document
 from coserve.data.offload.pool import HelperPool
 from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.lora.files.targets import resolve_targets
-from coserve.state.thread import RegistryThread
 
 USUAL_CHUNK = 1024
 USUAL_PREFIX, USUAL_MEMORY = 512, 128
@@ -106,8 +105,8 @@ class CheckedDocument:
 class DocumentSubmission:
     """Checks documents and reads them in helper processes."""
 
-    def __init__(self, config: Config, registry: RegistryThread, helpers: HelperPool) -> None:
-        self._config, self._registry, self._helpers = config, registry, helpers
+    def __init__(self, node: Node, helpers: HelperPool) -> None:
+        self._config, self._registry, self._helpers = node.config, node.registry, helpers
 
     async def settings(self, request: FinetuneRequest, base: BaseSpec) -> CheckedDocument:
         """Return the settings with every value chosen. Raises `InvalidRequest`, `AdapterNotFound`, `BaseMismatch`."""

@@ -12,7 +12,6 @@ from contextlib import suppress
 from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.lookup import find_adapter
 from coserve.api.adapters.warm_set import WarmSet
-from coserve.api.engine_client import EngineClient
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.output_grammar import output_grammar
 from coserve.api.generation.output_queue import EngineOutput
@@ -24,7 +23,7 @@ from coserve.api.generation.targets import targets_of
 from coserve.api.generation.waiting_limit import IterationBudget, WaitingLimit
 from coserve.api.metrics.prometheus import Metrics
 from coserve.api.metrics.traces import Traces
-from coserve.config import Config
+from coserve.api.node import Node
 from coserve.core.access.principal import cache_salt, principal
 from coserve.core.errors import EngineUnavailable, Overloaded, QueueFull, error_from_code
 from coserve.core.grammar import Grammar
@@ -33,8 +32,6 @@ from coserve.core.logprobs import BYTES_PER_TOP
 from coserve.core.names import split_ref
 from coserve.core.schemas import GenerateChunk, GenerateRequest
 from coserve.core.types import AdapterDigests, AdapterRef, Slo
-from coserve.data.pretrained.tokenizer import Tokenizer
-from coserve.state.thread import RegistryThread
 
 MAX_PROMPT_SCORES = 1 << 21
 """Most prompt log-probabilities that all requests in flight may ask for together."""
@@ -46,22 +43,14 @@ class InFlightRequests:
     """All requests in flight. `max_prompt_scores`: most prompt log-probabilities that they may ask for together."""
 
     def __init__(
-        self,
-        config: Config,
-        engine: EngineClient,
-        registry: RegistryThread,
-        tokenizer: Tokenizer,
-        async_tokenizer: AsyncTokenizer,
-        metrics: Metrics,
-        *,
-        max_prompt_scores: int = MAX_PROMPT_SCORES,
+        self, node: Node, texts: AsyncTokenizer, metrics: Metrics, *, max_prompt_scores: int = MAX_PROMPT_SCORES
     ) -> None:
-        self._config, self._engine, self._registry, self._tokenizer = config, engine, registry, tokenizer
-        self._async_tokenizer, self._metrics = async_tokenizer, metrics
+        self._config, self._engine, self._registry = node.config, node.engine, node.registry
+        self._tokenizer, self._texts, self._metrics = node.tokenizer, texts, metrics
         self._states: dict[str, RequestState] = {}
         """State of the request, by the id of each of its sequences that has not ended."""
         self._budget = IterationBudget(ITERATION_VALUES)
-        self._waiting = WaitingLimit(config.max_queue, fair=config.fair)
+        self._waiting = WaitingLimit(node.config.max_queue, fair=node.config.fair)
         self._prompt_scores, self._max_prompt_scores = 0, max_prompt_scores
         self._stopped: EngineUnavailable | None = None
         self.charge: Callable[[str, int], None] = lambda project, tokens: None
@@ -69,7 +58,7 @@ class InFlightRequests:
         self.traces: Traces | None = None
         self.in_use = AdaptersInUse()
         """Adapter versions that requests in flight use."""
-        self.warm_set = WarmSet(registry, engine)
+        self.warm_set = WarmSet(node)
 
     # ---- messages of the engine
 
@@ -124,7 +113,7 @@ class InFlightRequests:
             bad_words: tuple[tuple[int, ...], ...] = ()
             if request.bad_words:
                 bad_words = await asyncio.to_thread(bad_word_ids, request.bad_words, self._tokenizer)
-            prompt = await encode_prompt(request, self._engine.spec, self._async_tokenizer)
+            prompt = await encode_prompt(request, self._engine.spec, self._texts)
             if read_prompt is not None:
                 read_prompt(prompt)
             adapter, digests = snapshot, None

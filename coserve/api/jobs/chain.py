@@ -10,17 +10,15 @@ import msgspec
 
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.adapters.lookup import find_adapter
-from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.conflicts import waiting_text
 from coserve.api.jobs.recorder import JobRecorder
+from coserve.api.node import Node
 from coserve.core.errors import AdapterNotFound, CapacityError, CoserveError, HelperLost, StorageError
 from coserve.core.schemas import ErrorInfo
 from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef, LoraSettings
-from coserve.state.folder import DataFolder
 from coserve.state.registry.records import AdapterRecord, JobRecord
 from coserve.state.registry.registry import Registry
-from coserve.state.thread import RegistryThread
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,8 @@ class JobChain:
     """Ends the waits of jobs. `decide` reads files without any lock; the caller of `apply` holds the lock on changes of
     jobs."""
 
-    def __init__(
-        self,
-        folder: DataFolder,
-        registry: RegistryThread,
-        engine: EngineClient,
-        recorder: JobRecorder,
-        inspection: Inspection,
-    ) -> None:
-        self._folder, self._registry, self._engine = folder, registry, engine
+    def __init__(self, node: Node, recorder: JobRecorder, inspection: Inspection) -> None:
+        self._folder, self._registry, self._engine = node.folder, node.registry, node.engine
         self._recorder, self._inspection = recorder, inspection
 
     async def followers(self, ended: str) -> list[str]:

@@ -15,6 +15,7 @@ from coserve.api.documents.asking import Asker
 from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.jobs.recorder import JobRecorder
+from coserve.api.node import Node
 from coserve.core.cancellation import task_group
 from coserve.core.errors import (
     CheckpointUnreadable,
@@ -32,9 +33,7 @@ from coserve.core.validation import decode_json
 from coserve.data.corpus.rows import parse_rows
 from coserve.data.evaluation import Match, Question, RowScore, matcher, mean_score, question, row_score
 from coserve.state.durable import read_errors, write_file
-from coserve.state.folder import DataFolder
 from coserve.state.registry.records import JobRecord
-from coserve.state.thread import RegistryThread
 
 
 class JobTest(Wire, frozen=True):
@@ -118,8 +117,8 @@ def _answer(text: str) -> GenerateRequest:
 class JobEvaluation:
     """Measures the adapters of jobs that have test rows."""
 
-    def __init__(self, folder: DataFolder, registry: RegistryThread, asker: Asker, recorder: JobRecorder) -> None:
-        self._folder, self._registry, self._asker, self._recorder = folder, registry, asker, recorder
+    def __init__(self, node: Node, asker: Asker, recorder: JobRecorder) -> None:
+        self._folder, self._registry, self._asker, self._recorder = node.folder, node.registry, asker, recorder
 
     async def evaluate(self, record: JobRecord, snapshot: JobSnapshot) -> bool:
         """Record the measures of a trained adapter, if its job has test rows. Returns False if the engine ends first.

@@ -13,7 +13,6 @@ import msgspec
 from coserve.admission.ranks import unmet_need
 from coserve.api.adapters.inspection import Inspection
 from coserve.api.documents.jobs import DocumentJobs
-from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.chain import Decision, JobChain
 from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
 from coserve.api.jobs.deaths import ENGINE_CRASHED, MAX_DEATHS, Deaths
@@ -26,8 +25,8 @@ from coserve.api.jobs.request_digests import KEY, check_same_request, request_di
 from coserve.api.jobs.sources import UploadedRows
 from coserve.api.jobs.submission import Submission
 from coserve.api.jobs.views import JobViews
+from coserve.api.node import Node
 from coserve.api.stopping import Stopping
-from coserve.config import Config
 from coserve.core.access.principal import idempotency_key, principal
 from coserve.core.cancellation import Commits, cancel_all, keep_task
 from coserve.core.errors import CoserveError, EngineUnavailable, InvalidRequest, QueueFull, QuotaExceeded, WrongJobState
@@ -38,14 +37,11 @@ from coserve.data.corpus.staging import PendingCorpus
 from coserve.data.corpus.tokenized import Corpus
 from coserve.data.documents.pending import PendingDocument
 from coserve.data.offload.pool import HelperPool
-from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.state.durable import remove_dir, remove_unlisted
 from coserve.state.failpoints import failpoint
-from coserve.state.folder import DataFolder
 from coserve.state.recover import drop_unrecorded_checkpoints, recover
 from coserve.state.registry.records import JobOrigin, JobRecord
 from coserve.state.registry.registry import Registry
-from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
@@ -57,27 +53,17 @@ KEY_PATIENCE = 60.0
 
 class JobManager:
     def __init__(
-        self,
-        config: Config,
-        folder: DataFolder,
-        registry: RegistryThread,
-        tokenizer: Tokenizer,
-        helpers: HelperPool,
-        engine: EngineClient,
-        recorder: JobRecorder,
-        stopping: Stopping,
-        documents: DocumentJobs,
+        self, node: Node, helpers: HelperPool, recorder: JobRecorder, stopping: Stopping, documents: DocumentJobs
     ) -> None:
-        self._config, self._folder, self._registry = config, folder, registry
-        self._engine, self._recorder = engine, recorder
-        self._submission = Submission(config, folder, registry, tokenizer, helpers)
-        self._chain = JobChain(folder, registry, engine, recorder, Inspection(helpers))
+        self._config, self._folder, self._registry, self._engine = node.config, node.folder, node.registry, node.engine
+        self._recorder, self._submission = recorder, Submission(node, helpers)
+        self._chain = JobChain(node, recorder, Inspection(helpers))
         recorder.ended = self._ended
         self._documents = documents
         documents.prepared = self._train_document
         self._releases: set[asyncio.Task[None]] = set()
         self._closed = False
-        self.views = JobViews(registry, recorder)
+        self.views = JobViews(node.registry, recorder)
         self._started: set[str] = set()
         """Ids of jobs sent to the current engine."""
         self._deaths: dict[str, Deaths] = {}
@@ -268,9 +254,7 @@ class JobManager:
             if made is None:
                 await self._registry(self._check_max_jobs)
                 async with self._stopping.interrupts():
-                    record, corpus, test = await self._submission.prepare(
-                        request, uploaded, spec, self._engine.pool, self._engine.memory, show, origin
-                    )
+                    record, corpus, test = await self._submission.prepare(request, uploaded, spec, show, origin)
                 record = msgspec.structs.replace(record, request_digests=digests)
                 # From here on the job is created even if the client leaves.
                 made = await self._commits.run(self._accept(request, record, corpus, test, key))
@@ -346,7 +330,7 @@ class JobManager:
 
     async def _train_document(self, record: JobRecord, corpus: Corpus, document: DocumentJob) -> None:
         """Start the training of a document's job, whose corpus was made."""
-        spec, steps = await self._submission.complete(record, corpus, self._engine.spec, self._engine.memory)
+        spec, steps = await self._submission.complete(record, corpus)
         async with self._changes:
             await asyncio.to_thread(corpus.save, self._folder.corpus(spec.id))
             record = await self._registry.with_reserve(lambda registry: registry.record_corpus(spec, steps, document))

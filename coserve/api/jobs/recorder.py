@@ -11,10 +11,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from coserve.api.engine_client import EngineClient
 from coserve.api.jobs.progress import Progress, ProgressWriter
 from coserve.api.jobs.watchers import JobWatchers
 from coserve.api.metrics.prometheus import Metrics
+from coserve.api.node import Node
 from coserve.core import errors
 from coserve.core.cancellation import cancel_all, keep_task
 from coserve.core.link.engine import DropAdapter
@@ -24,11 +24,9 @@ from coserve.core.training.jobs import JobState
 from coserve.core.types import AdapterRef
 from coserve.lora.files.record import record_adapter
 from coserve.state.durable import remove_unlisted
-from coserve.state.folder import DataFolder
 from coserve.state.registry.records import JobRecord
 from coserve.state.registry.registry import Registry
 from coserve.state.retries import FOR_EVER, Retries
-from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +39,8 @@ T = TypeVar("T")
 class JobRecorder:
     """Writes the messages of all jobs from one queue. Messages that wait for a job's adapter leave the queue."""
 
-    def __init__(self, folder: DataFolder, registry: RegistryThread, engine: EngineClient, metrics: Metrics) -> None:
-        self._folder, self._registry, self._engine, self._metrics = folder, registry, engine, metrics
+    def __init__(self, node: Node, metrics: Metrics) -> None:
+        self._folder, self._registry, self._engine, self._metrics = node.folder, node.registry, node.engine, metrics
         self.retries = Retries(FOR_EVER)
         """Retries of writes that must not be lost, for as long as the machine refuses them."""
         self._lock_retries = Retries(FOR_EVER, errors=errors.StorageBusy)
@@ -54,7 +52,7 @@ class JobRecorder:
         self.watchers = JobWatchers()
         self.ended: Callable[[str], None] = lambda _: None
         """Called with a job's id after its end was committed. It must return at once."""
-        self._progress = ProgressWriter(registry, metrics, self.watchers, self.retries, self._lock_retries)
+        self._progress = ProgressWriter(node.registry, metrics, self.watchers, self.retries, self._lock_retries)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from coserve.api.engine_client import EngineClient
 from coserve.api.generation.full_response import collect_native
 from coserve.api.generation.in_flight import InFlightRequests
 from coserve.api.jobs.owner import act_as_owner
 from coserve.api.jobs.progress import JobSample, Progress
+from coserve.api.node import Node
 from coserve.core.cancellation import cancel_all
 from coserve.core.errors import CoserveError, EngineUnavailable
 from coserve.core.link.jobs import JobNote, JobSnapshot, SnapshotDone
@@ -22,7 +22,6 @@ from coserve.core.training.settings import TrainingRequest
 from coserve.state.registry.missing_samples import without_samples
 from coserve.state.registry.records import JobRecord
 from coserve.state.registry.registry import Registry
-from coserve.state.thread import RegistryThread
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +33,14 @@ class JobSampler:
 
     def __init__(
         self,
-        registry: RegistryThread,
-        engine: EngineClient,
+        node: Node,
         generation: InFlightRequests,
         record: Callable[[Progress], None],
         evaluate: Callable[[JobRecord, JobSnapshot], Awaitable[bool]],
     ) -> None:
         """`record` gets each sample and note; it must return at once. `evaluate` is called with an evaluated job
         and its final snapshot; it returns False like `_sample`."""
-        self._registry, self._engine, self._generation, self._record = registry, engine, generation, record
+        self._registry, self._engine, self._generation, self._record = node.registry, node.engine, generation, record
         self._evaluate = evaluate
         self._tasks: dict[asyncio.Task[bool], str] = {}
         """Tasks that use a snapshot, with their jobs."""

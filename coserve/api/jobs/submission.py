@@ -31,11 +31,10 @@ from coserve.api.jobs.notes import row_notes
 from coserve.api.jobs.preparation import CorpusPreparation, Report, Show
 from coserve.api.jobs.sampling import sample_request
 from coserve.api.jobs.sources import Source, UploadedRows, corpus_source, local_rows, validation_source
-from coserve.config import Config
+from coserve.api.node import Node
 from coserve.core.access.principal import principal
 from coserve.core.cancellation import uncancelled_thread
 from coserve.core.errors import CoserveError, InvalidRequest, RequestError
-from coserve.core.gpu_memory import MemoryModel, PoolShape
 from coserve.core.names import split_ref
 from coserve.core.schemas import FinetuneRequest, Preparing
 from coserve.core.schemas.evaluation import MAX_EVAL_ROWS
@@ -56,15 +55,12 @@ from coserve.data.documents.encoder import encoded_tokens
 from coserve.data.documents.pending import PendingDocument
 from coserve.data.evaluation import Question
 from coserve.data.offload.pool import HelperPool
-from coserve.data.pretrained.tokenizer import Tokenizer
 from coserve.lora.files.matching import matching_targets
 from coserve.lora.files.peft import config_file
 from coserve.lora.files.targets import check_ends, resolve_targets, target_sites
 from coserve.state.durable import disk_errors
-from coserve.state.folder import DataFolder
 from coserve.state.registry.records import AdapterRecord, JobOrigin, JobRecord
 from coserve.state.registry.registry import Registry
-from coserve.state.thread import RegistryThread
 
 SMALL_FILE = 64 << 10
 """Largest file in bytes that is tokenised in a thread."""
@@ -75,35 +71,32 @@ NO_TEACHER = "it cannot be a teacher; expected an adapter, as NAME or NAME@VERSI
 class Submission:
     """Prepares jobs; nothing is stored yet."""
 
-    def __init__(
-        self, config: Config, folder: DataFolder, registry: RegistryThread, tokenizer: Tokenizer, helpers: HelperPool
-    ) -> None:
-        self._config, self._folder, self._registry, self._tokenizer = config, folder, registry, tokenizer
-        room = partial(registry.read, _room)
-        self._preparation = CorpusPreparation(helpers, folder.staging, config.tokenizer_processes, room=room)
-        self._texts = AsyncTokenizer(tokenizer, helpers, chats=helpers)
+    def __init__(self, node: Node, helpers: HelperPool) -> None:
+        self._config, self._folder, self._registry = node.config, node.folder, node.registry
+        self._engine, self._tokenizer = node.engine, node.tokenizer
+        room, workers = partial(self._registry.read, _room), self._config.tokenizer_processes
+        self._preparation = CorpusPreparation(helpers, self._folder.staging, workers, room=room)
+        self._texts = AsyncTokenizer(self._tokenizer, helpers, chats=helpers)
         self._preparing: dict[object, tuple[str, Preparing]] = {}
         """Corpora that are being tokenised, with their projects."""
         self._inspection = Inspection(helpers)
-        self._documents = DocumentSubmission(config, registry, helpers)
+        self._documents = DocumentSubmission(node, helpers)
 
     async def prepare(
         self,
         request: FinetuneRequest,
         uploaded: UploadedRows,
         spec: BaseSpec,
-        pool: PoolShape,
-        memory: MemoryModel | None,
         show: Show = lambda _: None,
         origin: JobOrigin | None = None,
     ) -> tuple[JobRecord, PendingCorpus | PendingDocument, JobTest | None]:
-        """Return the job's record, whose version is provisional, its corpus, and its test rows. `memory`: the engine's
-        memory model, if it has one. `show` is told the progress of a large corpus. `origin`: the files of OpenAI's API
-        that are `uploaded`.
+        """Return the job's record, whose version is provisional, its corpus, and its test rows. `show` is told
+        the progress of a large corpus. `origin`: the files of OpenAI's API that are `uploaded`.
 
         Raises `InvalidRequest`, `CorpusError` subclasses (with the line), `AdapterNotFound`, `AdapterBusy`,
         `BaseMismatch`, `ForbiddenPath`, `JobTooLarge`, `AdapterTooLarge`, `UnsupportedAdapter`.
         """
+        pool, memory = self._engine.pool, self._engine.memory
         refuse_base_name(request.adapter, spec, field="adapter")
         held = await asyncio.to_thread(validation_source, request, uploaded.validation, self._config.data_root)
         if held is not None:  # their number is known once they are read
@@ -229,12 +222,11 @@ class Submission:
         )
         return sized, plan.total_steps
 
-    async def complete(
-        self, record: JobRecord, corpus: Corpus, base: BaseSpec, memory: MemoryModel | None
-    ) -> tuple[JobSpec, int]:
+    async def complete(self, record: JobRecord, corpus: Corpus) -> tuple[JobSpec, int]:
         """Return the job of a document with the sizes of its corpus, and the number of its steps. Raises
         `JobTooLarge`."""
         assert record.asked is not None, "expected a document's job"
+        base, memory = self._engine.spec, self._engine.memory
         job, steps = await self._sized(record.spec, record.asked, corpus, corpus, base)
         if memory is not None:
             await asyncio.to_thread(check_fits, job, base, memory, self._config.micro_batch_tokens)

@@ -11,9 +11,8 @@ from coserve.admission.ends import NO_SESSIONS, learns_ends
 from coserve.admission.memory import check_fits
 from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.size import refuse_too_large
-from coserve.api.engine_client import EngineClient
+from coserve.api.node import Node
 from coserve.api.sessions.session import ClientSession
-from coserve.config import Config
 from coserve.core.access.principal import principal
 from coserve.core.errors import (
     CoserveError,
@@ -35,9 +34,7 @@ from coserve.core.types import AdapterRef, LoraSettings
 from coserve.lora.files.record import record_adapter
 from coserve.lora.files.targets import resolve_targets
 from coserve.state.durable import remove_dir
-from coserve.state.folder import DataFolder
 from coserve.state.session_states import read_state
-from coserve.state.thread import RegistryThread
 
 SAMPLERS = 4
 """Number of unnamed copies of the weights that a session keeps in memory for sampling; older ones are dropped."""
@@ -46,8 +43,8 @@ SAMPLERS = 4
 class TrainingSessions:
     """All sessions of the current engine."""
 
-    def __init__(self, config: Config, folder: DataFolder, registry: RegistryThread, engine: EngineClient) -> None:
-        self._config, self._folder, self._registry, self._engine = config, folder, registry, engine
+    def __init__(self, node: Node) -> None:
+        self._config, self._folder, self._registry, self._engine = node.config, node.folder, node.registry, node.engine
         self._sessions: dict[str, ClientSession] = {}
         self._closing: set[str] = set()
         """Sessions that were closed here and not yet in the engine."""
