@@ -106,7 +106,7 @@ def test_cycles_do_not_pile_up_under_a_load_without_end(quiet: None) -> None:
 def test_it_waits_for_a_pause_between_requests() -> None:
     async def main() -> None:
         interpreter = Interpreter()
-        middleware = IdleCollection(GarbageCollection(interpreter.collect, interpreter.count)).middleware()
+        middleware = IdleCollection(GarbageCollection(interpreter.collect, interpreter.count)).middleware
 
         async def answer(seconds: float) -> None:
             async def handler(request: web.Request) -> web.StreamResponse:

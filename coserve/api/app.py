@@ -118,7 +118,7 @@ def make_app(
 
     fixed = [route.path for route in routes if "{" not in route.path]
     guarded = guard(check, service.metrics.responded, format_of, lambda path: no_such_path(path, fixed))
-    app = web.Application(middlewares=[connections.middleware(), idle.middleware(), access.middleware(), guarded])
+    app = web.Application(middlewares=[connections.middleware, idle.middleware, access.middleware, guarded])
     app[SERVICE], app[ROUTES], app[CONNECTIONS] = service, routes, connections
     app[WRITE_TIMEOUT] = config.read_timeout
     _add_routes(app, routes)

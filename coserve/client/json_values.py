@@ -4,6 +4,7 @@ as null."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from enum import Enum
 
 import msgspec
@@ -48,39 +49,26 @@ def _check_all(value: object, field: str, plain: Types) -> None:
 def _check(value: object, plain: Types) -> None:
     """Check a value, skipping values of `plain` types. A corpus has millions of values, so the path of a wrong one is
     built only while its error propagates."""
+    items: Iterable[tuple[object, object]]
     if isinstance(value, dict):
-        _check_dict(value, plain)
+        items, step = value.items(), ".{}"
     elif isinstance(value, list | tuple):
-        if not plain.issuperset(map(type, value)):
-            _check_list(value, plain)
+        items, step = () if plain.issuperset(map(type, value)) else enumerate(value), "[{}]"
     elif isinstance(value, msgspec.Struct):
-        _check_dict({name: getattr(value, name) for name in value.__struct_fields__}, plain)
+        items, step = msgspec.structs.asdict(value).items(), ".{}"
     elif isinstance(value, Enum):
-        _check(value.value, plain)
-    elif type(value) not in plain:
-        _check_single(value)
-
-
-def _check_dict(value: dict[object, object], plain: Types) -> None:
+        return _check(value.value, plain)
+    else:
+        return None if type(value) in plain else _check_single(value)
     key: object = None
     try:
-        for key, each in value.items():
+        for key, each in items:
             if type(key) is not str and type(key) is not int:
                 raise InvalidRequest(f"expected str as the key, got {type(key).__name__}")
             if type(each) not in plain:
                 _check(each, plain)
     except InvalidRequest as error:
-        error.field = f".{key}{error.field or ''}"
-        raise
-
-
-def _check_list(value: list[object] | tuple[object, ...], plain: Types) -> None:
-    place = 0
-    try:
-        for place, each in enumerate(value):  # noqa: B007 - the error has it
-            _check(each, plain)
-    except InvalidRequest as error:
-        error.field = f"[{place}]{error.field or ''}"
+        error.field = step.format(key) + (error.field or "")
         raise
 
 

@@ -92,7 +92,7 @@ class Gated(web.Response):
 async def test_a_connection_whose_answer_is_still_being_made_is_busy() -> None:
     clock, answer = Clock(), Gated()
     connections = Connections(1, 10.0, clock)
-    app = web.Application(middlewares=[connections.middleware()])
+    app = web.Application(middlewares=[connections.middleware])
 
     async def handle(request: web.Request) -> web.StreamResponse:
         return answer

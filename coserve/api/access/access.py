@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from functools import partial
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
 from coserve.api.access.keys import KeyRing, key_view
 from coserve.api.access.quotas import Quotas
@@ -102,24 +101,20 @@ class Access:
         adapters = await self._registry.read(lambda registry: registry.adapter_bytes(project))
         return adapters + self._files.bytes_of(project)
 
-    def middleware(self) -> Middleware:
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Forget requests that have ended."""
-
-        @web.middleware
-        async def forget(request: web.Request, handler: Handler) -> web.StreamResponse:
-            transport = request.transport
-            try:
-                return await handler(request)
-            finally:
-                leave_room(request)
-                if (found := request.get(PRINCIPAL)) is not None and transport is not None:
-                    self._open[found.key].discard(transport)
-                    if not self._open[found.key]:
-                        del self._open[found.key]
-                    if not self._open:
-                        self.idle.set()
-
-        return forget
+        transport = request.transport
+        try:
+            return await handler(request)
+        finally:
+            leave_room(request)
+            if (found := request.get(PRINCIPAL)) is not None and transport is not None:
+                self._open[found.key].discard(transport)
+                if not self._open[found.key]:
+                    del self._open[found.key]
+                if not self._open:
+                    self.idle.set()
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Signal handler: tell what is left of the quota before a response's headers are sent."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
 from coserve.api.http.security import Handler
 from coserve.core.garbage import IDLE, GarbageCollection
@@ -20,25 +19,16 @@ class IdleCollection:
         self._requests = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def middleware(self) -> Middleware:
-        @web.middleware
-        async def collection(request: web.Request, handler: Handler) -> web.StreamResponse:
-            self._begin()
-            try:
-                return await handler(request)
-            finally:
-                self._end()
-
-        return collection
-
-    def _begin(self) -> None:
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self._requests += 1
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _end(self) -> None:
-        self._requests -= 1
-        self._garbage.while_busy()
-        if not self._requests and self._garbage.full_due:
-            self._timer = asyncio.get_running_loop().call_later(IDLE, self._garbage.collect_all)
+        try:
+            return await handler(request)
+        finally:
+            self._requests -= 1
+            self._garbage.while_busy()
+            if not self._requests and self._garbage.full_due:
+                self._timer = asyncio.get_running_loop().call_later(IDLE, self._garbage.collect_all)

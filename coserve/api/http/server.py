@@ -16,7 +16,6 @@ from typing import Any, Final, cast
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
 from coserve.api.http.limits import RESERVE
 from coserve.api.http.responses import NATIVE_ERRORS
@@ -94,28 +93,24 @@ class Connections:
         if not busy:
             self._idle[handler] = self._clock()
 
-    def middleware(self) -> Middleware:
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Mark a connection as busy from its request to the end of the response. It is the outermost middleware."""
-
-        @web.middleware
-        async def connections(request: web.Request, handler: Handler) -> web.StreamResponse:
-            connection = request.protocol
-            self._accepted.discard(connection)
-            self._idle.pop(connection, None)
-            self._busy.add(connection)
-            self._set_limits(request.transport)
-            try:
-                response = await handler(request)
-                if len(self._busy) > self._limit:
-                    response.force_close()
-                await response.prepare(request)
-                await response.write_eof()
-            finally:
-                self._busy.discard(connection)
-                self._idle[connection] = self._clock()
-            return response
-
-        return connections
+        connection = request.protocol
+        self._accepted.discard(connection)
+        self._idle.pop(connection, None)
+        self._busy.add(connection)
+        self._set_limits(request.transport)
+        try:
+            response = await handler(request)
+            if len(self._busy) > self._limit:
+                response.force_close()
+            await response.prepare(request)
+            await response.write_eof()
+        finally:
+            self._busy.discard(connection)
+            self._idle[connection] = self._clock()
+        return response
 
     def _set_limits(self, transport: asyncio.Transport | None) -> None:
         """Limit the bytes read per event-loop iteration, and how long sent bytes may stay unacknowledged."""
