@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Literal
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Column, Table
 
-from coserve.admission.prospect import Wish
-from coserve.admission.shapes import ITEMSIZE
+from coserve.admission.prospect import GPUS, Wish, fit, needed
 from coserve.cli.common import DEFAULT_URL, AsJson, Key, Url, connect, print_json
-from coserve.cli.node.prospect import show_prospect
 from coserve.core.errors import ConfigError, EngineUnavailable
-from coserve.core.gpu_memory import USES, JobUse, MemoryUse
+from coserve.core.gpu_memory import GIB, USES, BaseSizes, JobUse, MemoryUse
 from coserve.core.health import starting_line
 from coserve.core.types import DEFAULT_RANK
 
 MIB = 1 << 20
-QUANTIZATIONS, CACHE_DTYPES, MLA_CACHES = ("none", "fp8", "nf4"), ("auto", "fp8"), ("latents", "heads")
+NEEDS = {
+    "weights": "base",
+    "context": "CUDA context and libraries",
+    "graphs": "CUDA graphs",
+    "step": "a generation step",
+    "kv": "keys and values of requests",
+    "states": "recurrent states of requests",
+    "adapters": "adapters",
+    "jobs": "adapters, gradients and optimizers of jobs",
+    "training": "a training micro-batch",
+}
 
 
 def memory(
@@ -35,10 +45,14 @@ def memory(
     memory_fraction: Annotated[
         float, typer.Option(help="with MODEL: share of the GPU's memory for the engine", min=0.01, max=1)
     ] = 0.9,
-    dtype: Annotated[str, typer.Option(help="with MODEL: float32, bfloat16 or float16")] = "bfloat16",
-    quantization: Annotated[str, typer.Option(help="with MODEL: none, fp8 or nf4")] = "none",
-    kv_cache_dtype: Annotated[str, typer.Option(help="with MODEL: auto or fp8")] = "auto",
-    mla_cache: Annotated[str, typer.Option(help="with MODEL: latents or heads")] = "latents",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="with MODEL: of its weights")
+    ] = "bfloat16",
+    quantization: Annotated[Literal["none", "fp8", "nf4"], typer.Option(help="with MODEL: of its weights")] = "none",
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="with MODEL: of keys and values")] = "auto",
+    mla_cache: Annotated[
+        Literal["latents", "heads"], typer.Option(help="with MODEL: what latent attention caches")
+    ] = "latents",
     trust_remote_code: Annotated[bool, typer.Option(help="with MODEL: run code that comes with its config")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
@@ -48,16 +62,6 @@ def memory(
     which GPU it needs: from its config.json alone, without a daemon and without a GPU.
     """
     if model is not None:
-        if dtype not in ITEMSIZE:
-            raise typer.BadParameter(f"--dtype: expected one of {', '.join(ITEMSIZE)}, got {dtype!r}")
-        if quantization not in QUANTIZATIONS:
-            raise typer.BadParameter(
-                f"--quantization: expected one of {', '.join(QUANTIZATIONS)}, got {quantization!r}"
-            )
-        if kv_cache_dtype not in CACHE_DTYPES:
-            raise typer.BadParameter(f"--kv-cache-dtype: expected auto or fp8, got {kv_cache_dtype!r}")
-        if mla_cache not in MLA_CACHES:
-            raise typer.BadParameter(f"--mla-cache: expected latents or heads, got {mla_cache!r}")
         wish = Wish(
             adapters=adapters,
             rank=rank,
@@ -68,16 +72,16 @@ def memory(
             fraction=memory_fraction,
             kv_cache_dtype=kv_cache_dtype,
         )
-        show_prospect(
-            model,
-            wish,
-            dtype=dtype,
-            quantization=quantization,
-            mla_cache=mla_cache,
-            trust_remote_code=trust_remote_code,
-            as_json=as_json,
+        # torch and transformers, which the other commands do without
+        sizes: BaseSizes = import_module("coserve.model.formats.sizes").read_sizes(
+            model, dtype, quantization=quantization, mla_cache=mla_cache, trust_remote_code=trust_remote_code
         )
-        return
+        _show_prospect(model, sizes, wish, as_json)
+    else:
+        _show_use(url, key, as_json)
+
+
+def _show_use(url: str, key: str | None, as_json: bool) -> None:
     with closing(connect(url, key)) as client:
         health = client.health()
     if (use := health.memory) is None:
@@ -98,6 +102,29 @@ def memory(
         print(f"host memory, pinned: {mib(use.pinned)}{most} MiB for the state of jobs")
     if use.each:
         console.print(job_table(use))
+
+
+def _show_prospect(model: str, sizes: BaseSizes, wish: Wish, as_json: bool) -> None:
+    """Print the memory that a base needs, by use, and which sizes of GPU suffice."""
+    wish = replace(wish, context=min(wish.context, sizes.spec.context))  # no request is longer than the base's context
+    need, fits = needed(sizes, wish), [fit(sizes, wish, gb) for gb in GPUS]
+    if as_json:
+        print_json({"wish": wish, "need": need, "total": need.total, "gpus": fits})
+        return
+    console = Console()
+    gib, title = Column("GiB", justify="right"), f"GPU memory of {model}: GiB"
+    table = Table("use", gib, title=title, title_justify="left")
+    for field, text in NEEDS.items():
+        table.add_row(text, _gib(getattr(need, field)))
+    table.add_section()
+    table.add_row("in all", _gib(need.total))
+    console.print(table)
+    requests = Column(f"requests of {wish.context} tokens at once", justify="right")
+    title = f"GPUs, with {wish.fraction:.0%} of their memory"
+    table = Table("GPU", Column("GiB", justify="right"), "fits", requests, title=title, title_justify="left")
+    for one in fits:
+        table.add_row(f"{one.gb} GB", _gib(one.budget), "yes" if one.fits else "no", str(one.requests))
+    console.print(table)
 
 
 def use_table(use: MemoryUse) -> Table:
@@ -134,3 +161,7 @@ def _recomputed(job: JobUse) -> str:
 def mib(size: int) -> str:
     """Return bytes as a text in MiB."""
     return f"{size / MIB:,.0f}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.2f}"
