@@ -123,7 +123,7 @@ class AsyncClient:
     ) -> GenerateResponse:
         """Continue a text, token ids or a conversation, with the base or `adapter` (`name` or `name@version`)."""
         body = generate_request(prompt, messages, adapter, False, options)
-        return await self._caller.json(self._caller.request("POST", "/generate", body=body), GenerateResponse)
+        return await self._caller.call("POST", "/generate", GenerateResponse, body=body)
 
     async def stream(
         self,
@@ -272,13 +272,12 @@ class AsyncClient:
 
     async def job(self, id: str) -> AsyncJobHandle:
         """Return a handle to an existing job. Raises `JobNotFound`."""
-        request = self._caller.request("GET", f"/finetune/{_quoted(id)}")
-        return AsyncJobHandle(self._caller, await self._caller.json(request, Job))
+        return AsyncJobHandle(self._caller, await self._caller.call("GET", f"/finetune/{_quoted(id)}", Job))
 
     async def jobs(self, *, after: str | None = None, limit: int | None = None) -> JobList:
         """Return a page of jobs, newest first, as `data`; `has_more`: the next page is `after` the last one's id."""
         query = {"after": after, "limit": limit}
-        return await self._caller.json(self._caller.request("GET", "/finetune", query=query), JobList)
+        return await self._caller.call("GET", "/finetune", JobList, query=query)
 
     async def training_session(
         self,
@@ -295,7 +294,7 @@ class AsyncClient:
         it is in memory; it ends with its daemon, and when no call came for the daemon's `session_timeout`."""
         targets = None if targets is None else tuple(targets)
         body = SessionRequest(r=r, alpha=alpha, targets=targets, seed=seed, state=state, with_optimizer=with_optimizer)
-        opened = await self._caller.json(self._caller.request("POST", "/sessions", body=body), Session)
+        opened = await self._caller.call("POST", "/sessions", Session, body=body)
         return AsyncTrainingSession(self._caller, opened)
 
     # ---- adapters
@@ -316,11 +315,11 @@ class AsyncClient:
         `data`; `has_more`: the next page is `after` the last one's id."""
         query = {"after": after, "limit": limit, "search": search, "base": base, "source": source, "tag": tag}
         query |= {"resident": None if resident is None else str(resident).lower()}
-        return await self._caller.json(self._caller.request("GET", "/adapters", query=query), AdapterList)
+        return await self._caller.call("GET", "/adapters", AdapterList, query=query)
 
     async def adapter(self, ref: str) -> Adapter:
         """Return an adapter by `name` (its current version) or `name@version`. Raises `AdapterNotFound`."""
-        return await self._caller.json(self._caller.request("GET", f"/adapters/{_quoted(ref)}"), Adapter)
+        return await self._caller.call("GET", f"/adapters/{_quoted(ref)}", Adapter)
 
     async def import_adapter(self, name: str, folder: Path | str | None = None, *, path: str | None = None) -> Adapter:
         """Make PEFT files the next version of `name`: a local folder or archive (.tar, .tar.gz, .zip), a URL that
@@ -330,10 +329,10 @@ class AsyncClient:
             raise InvalidRequest(f"expected one of folder and path, got {got}", field="folder")
         if folder is None:
             body = ImportRequest(name=name, path=path)
-            return await self._caller.json(self._caller.request("POST", "/adapters", body=body), Adapter)
+            return await self._caller.call("POST", "/adapters", Adapter, body=body)
         async with local_files(folder) as source:
             upload = adapter_upload(name, source)
-            return await self._caller.json(self._caller.request("POST", "/adapters", body=upload), Adapter)
+            return await self._caller.call("POST", "/adapters", Adapter, body=upload)
 
     async def download_adapter(self, ref: str, folder: Path | str) -> Path:
         """Save PEFT files into `folder`, which must be missing or empty, and return it."""
@@ -342,13 +341,12 @@ class AsyncClient:
 
     async def delete_adapter(self, ref: str) -> DeletedAdapter:
         """Delete one version (`name@version`) or all (`name`). Raises `AdapterNotFound`, `AdapterBusy`."""
-        return await self._caller.json(self._caller.request("DELETE", f"/adapters/{_quoted(ref)}"), DeletedAdapter)
+        return await self._caller.call("DELETE", f"/adapters/{_quoted(ref)}", DeletedAdapter)
 
     async def rollback_adapter(self, name: str, version: int) -> Adapter:
         """Make an older version the current one of `name`, until a newer one is published. Raises `AdapterNotFound`."""
         body = RollbackRequest(version=version)
-        request = self._caller.request("POST", f"/adapters/{_quoted(name)}/rollback", body=body)
-        return await self._caller.json(request, Adapter)
+        return await self._caller.call("POST", f"/adapters/{_quoted(name)}/rollback", Adapter, body=body)
 
     async def update_adapter(
         self, ref: str, *, tags: Iterable[str] | None = None, ttl: float | None = None, pinned: bool | None = None
@@ -356,34 +354,34 @@ class AsyncClient:
         """Set the tags of a name, its time to live (`ttl` seconds from now, 0: none), or whether a version stays in
         host memory. None changes nothing. Raises `AdapterNotFound`."""
         body = AdapterUpdate(tags=None if tags is None else tuple(tags), ttl=ttl, pinned=pinned)
-        return await self._caller.json(self._caller.request("PATCH", f"/adapters/{_quoted(ref)}", body=body), Adapter)
+        return await self._caller.call("PATCH", f"/adapters/{_quoted(ref)}", Adapter, body=body)
 
     async def aliases(self) -> list[Alias]:
         """Return every alias, by name."""
-        return (await self._caller.json(self._caller.request("GET", "/aliases"), AliasList)).data
+        return (await self._caller.call("GET", "/aliases", AliasList)).data
 
     async def set_alias(self, name: str, target: str, *, canary: str | None = None, weight: float = 0.0) -> Alias:
         """Create the alias `name` for a version of an adapter, or move it to that version. A fraction `weight` of its
         requests gets another version, `canary`. Raises `AdapterNotFound`, `NameTaken` for an adapter's name."""
         body = AliasRequest(target=target, canary=canary, weight=weight)
-        return await self._caller.json(self._caller.request("PUT", f"/aliases/{_quoted(name)}", body=body), Alias)
+        return await self._caller.call("PUT", f"/aliases/{_quoted(name)}", Alias, body=body)
 
     async def promote_alias(self, name: str) -> Alias:
         """Give all requests of an alias to its canary. Raises `InvalidRequest` if there is none."""
-        return await self._caller.json(self._caller.request("POST", f"/aliases/{_quoted(name)}/promote"), Alias)
+        return await self._caller.call("POST", f"/aliases/{_quoted(name)}/promote", Alias)
 
     async def rollback_alias(self, name: str) -> Alias:
         """Remove an alias's canary; if it has none, return to its previous version."""
-        return await self._caller.json(self._caller.request("POST", f"/aliases/{_quoted(name)}/rollback"), Alias)
+        return await self._caller.call("POST", f"/aliases/{_quoted(name)}/rollback", Alias)
 
     async def delete_alias(self, name: str) -> Alias:
         """Delete an alias; the adapter stays."""
-        return await self._caller.json(self._caller.request("DELETE", f"/aliases/{_quoted(name)}"), Alias)
+        return await self._caller.call("DELETE", f"/aliases/{_quoted(name)}", Alias)
 
     async def prefetch_adapter(self, ref: str) -> Adapter:
         """Let the daemon read an adapter into memory before a request needs it; does not wait for it. Raises
         `AdapterNotFound`, `BaseMismatch`."""
-        return await self._caller.json(self._caller.request("POST", f"/adapters/{_quoted(ref)}/prefetch"), Adapter)
+        return await self._caller.call("POST", f"/adapters/{_quoted(ref)}/prefetch", Adapter)
 
     async def convert_adapter(
         self,
@@ -404,8 +402,7 @@ class AsyncClient:
         then.
         """
         body = ConvertRequest(bd_blocks=bd_blocks, rank=rank, max_error=max_error, name=name, distill=distill)
-        request = self._caller.request("POST", f"/adapters/{_quoted(ref)}/convert", body=body)
-        return await self._caller.json(request, ConvertedAdapter)
+        return await self._caller.call("POST", f"/adapters/{_quoted(ref)}/convert", ConvertedAdapter, body=body)
 
     # ---- the daemon
 
@@ -423,10 +420,9 @@ class AsyncClient:
 
         Raises `TimeoutError` after `timeout` seconds; None: wait forever.
         """
-        request = self._caller.request("GET", "/health/ready")
         try:
             async with asyncio.timeout(timeout):
-                return await self._caller.json(request, Health, wait=True)
+                return await self._caller.call("GET", "/health/ready", Health, wait=True)
         except TimeoutError:
             raise TimeoutError(f"the daemon was not ready after {timeout} s") from None
 
@@ -436,7 +432,7 @@ class AsyncClient:
 
     async def openapi(self) -> dict[str, Any]:
         """Return the API's OpenAPI 3.1 document."""
-        return await self._caller.json(self._caller.request("GET", "/openapi.json"), dict[str, Any])
+        return await self._caller.call("GET", "/openapi.json", dict[str, Any])
 
 
 def _checked_key(given: str | None) -> str:

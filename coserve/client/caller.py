@@ -21,6 +21,8 @@ from coserve.core.schemas import Job, Preparing, SubmissionEvent
 from coserve.core.validation import decode_json
 
 T = TypeVar("T")
+Query = Mapping[str, str | int | None] | None
+Body = msgspec.Struct | Upload | None
 
 WAIT_ATTEMPT = 3
 """While waiting for a daemon, pauses stop growing after this attempt: 2 s with the default policy."""
@@ -67,9 +69,9 @@ class Caller:
         method: str,
         path: str,
         *,
-        query: Mapping[str, str | int | None] | None = None,
+        query: Query = None,
         headers: Mapping[str, str] | None = None,
-        body: msgspec.Struct | Upload | None = None,
+        body: Body = None,
     ) -> Request:
         return Request(
             method,
@@ -87,8 +89,11 @@ class Caller:
         """
         return await self._attempts(request, Response.read, accepted, wait)
 
-    async def json(self, request: Request, type: type[T], *, wait: bool = False) -> T:
-        return decode(await self.read(request, wait=wait), type)
+    async def call(
+        self, method: str, path: str, type: type[T], *, query: Query = None, body: Body = None, wait: bool = False
+    ) -> T:
+        """Send a request and decode the response. `wait`: see `read`."""
+        return decode(await self.read(self.request(method, path, query=query, body=body), wait=wait), type)
 
     async def events(self, request: Request, *, again: bool = True) -> AsyncGenerator[Event, None]:
         """Yield the events of a response. `again`: retry until the response begins, but not afterwards. Raises the

@@ -46,10 +46,10 @@ class AsyncJobHandle:
 
     async def delete(self) -> DeletedJob:
         """Delete a job that has ended, and its events; its adapter stays. Raises `WrongJobState`."""
-        return await self._caller.json(self._caller.request("DELETE", f"/finetune/{self.id}"), DeletedJob)
+        return await self._caller.call("DELETE", f"/finetune/{self.id}", DeletedJob)
 
     async def _ask(self, method: str, suffix: str) -> Job:
-        self.info = await self._caller.json(self._caller.request(method, f"/finetune/{self.id}{suffix}"), Job)
+        self.info = await self._caller.call(method, f"/finetune/{self.id}{suffix}", Job)
         return self.info
 
     async def events(self, after: int = 0) -> AsyncGenerator[JobEvent, None]:

@@ -97,7 +97,7 @@ class AsyncTrainingSession:
     async def close(self) -> None:
         """End the session and free its memory. Its saved states and published adapters stay. Raises `NotFound` if it
         has ended."""
-        await self._caller.json(self._caller.request("DELETE", f"/sessions/{self.id}"), ClosedSession)
+        await self._caller.call("DELETE", f"/sessions/{self.id}", ClosedSession)
 
     async def _compute(
         self, verb: str, examples: Examples, loss: str, config: Mapping[str, float] | None
@@ -108,4 +108,4 @@ class AsyncTrainingSession:
         )
 
     async def _post(self, verb: str, body: msgspec.Struct, type: type[T]) -> T:
-        return await self._caller.json(self._caller.request("POST", f"/sessions/{self.id}/{verb}", body=body), type)
+        return await self._caller.call("POST", f"/sessions/{self.id}/{verb}", type, body=body)

@@ -21,7 +21,7 @@ def call(url: str, key: str | None, method: str, path: str, type: type[T], body:
         transport = HttpTransport(url, read_timeout=60.0)
         caller = Caller(transport, api_key=key or None, retry=retry_policy())
         try:
-            return await caller.json(caller.request(method, f"/admin/{path}", body=body), type)
+            return await caller.call(method, f"/admin/{path}", type, body=body)
         finally:
             await transport.close()
 
