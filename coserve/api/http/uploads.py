@@ -8,12 +8,12 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from aiohttp import BodyPartReader, MultipartReader, web
+from aiohttp.streams import StreamReader
 
 from coserve.api.http.bodies import CHUNK, BodyReader, body_errors, check_head, check_size
-from coserve.api.http.multipart import multipart_reader
 from coserve.api.http.room import leave_room
 from coserve.api.http.server import ask_for_body
 from coserve.core.cancellation import uncancelled_thread
@@ -32,6 +32,10 @@ MAX_FIELDS = 8
 """Most fields of a form, its file not counted."""
 MAX_FILENAME = 256
 """Most characters kept of a file's name; a longer one loses its beginning."""
+MAX_LINES = 256
+"""Most lines between the data of two parts: boundaries, a part's headers (128 at most), and a preamble."""
+MAX_LINE = 8190
+"""Most bytes of a line outside of a part's data: aiohttp's limit for headers."""
 
 T = TypeVar("T")
 
@@ -195,3 +199,37 @@ def _file_name(part: BodyPartReader, names: tuple[str, ...], seen: set[str]) -> 
         expected = f"one file each of {' and '.join(names)}, or one archive ({', '.join(ARCHIVES)})"
         raise InvalidRequest(f"expected {expected}, got {given[-80:]!r}", field="file")
     return name
+
+
+class _PacedStream:
+    """A body's stream for aiohttp's multipart reader: yields to the event loop at every read, and bounds the lines
+    between parts, which aiohttp does not."""
+
+    def __init__(self, content: StreamReader) -> None:
+        self._content = content
+        self._lines = 0
+
+    async def readline(self, *, max_line_length: int | None = None) -> bytes:
+        """Raises `LineTooLong`, and ValueError after `MAX_LINES` lines without data of a part."""
+        self._lines += 1
+        if self._lines > MAX_LINES:
+            raise ValueError("too many lines between parts")
+        await asyncio.sleep(0)
+        return await self._content.readline(max_line_length=max_line_length or MAX_LINE)
+
+    async def read(self, n: int = -1) -> bytes:
+        self._lines = 0
+        await asyncio.sleep(0)
+        return await self._content.read(n)
+
+    def unread_data(self, data: bytes) -> None:
+        self._content.unread_data(data)
+
+    def at_eof(self) -> bool:
+        return self._content.at_eof()
+
+
+def multipart_reader(request: web.Request) -> MultipartReader:
+    """Return aiohttp's multipart reader for the body. Reading from it raises ValueError for too many lines between
+    parts."""
+    return MultipartReader(request.headers, cast(StreamReader, _PacedStream(request.content)))

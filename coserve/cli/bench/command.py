@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -14,14 +14,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coserve.cli.bench.checks import check_options, check_settings
 from coserve.cli.bench.run import Route, Server, ServerKind, run_until_terminated
 from coserve.cli.common import DEFAULT_URL, Key, Url
 from coserve.cli.failures import FAILED, usage_errors
 from coserve.cli.settings_help import SettingsCommand
 from coserve.cli.settings_options import settings_command
-from coserve.core.errors import MalformedRow
-from coserve.workloads.opening import check_requests, check_save, open_workload
+from coserve.core.errors import InvalidRequest, MalformedRow
+from coserve.workloads.opening import check_requests, check_save, open_workload, unused
 from coserve.workloads.replay import ReplayResult, Rest
 from coserve.workloads.report.conditions import Condition, parse_condition
 from coserve.workloads.report.files import check_folder, write_report
@@ -190,3 +189,36 @@ class BenchCommand(SettingsCommand):
 
 
 bench = settings_command(_bench, settings=Scenario)
+
+
+def check_settings(settings: Mapping[str, object], given: Collection[str], file: Path | None) -> None:
+    """Check the workload's settings. `given`: names of those from the command line; the others are from `file`.
+
+    Raises `InvalidRequest` for a command-line setting without effect, prints a line for each of the file.
+    """
+    found = unused(settings)
+    _refuse([f"--{name.replace('_', '-')} has no effect: {needs}" for name, needs in found.items() if name in given])
+    others = [f"{name} has no effect: {needs}" for name, needs in found.items() if name not in given]
+    if others:
+        print(f"{file}: {'; '.join(others)}", file=sys.stderr)
+
+
+def check_options(
+    *, run: bool, conditions: bool, server: ServerKind, route: Route, model: str | None, rest: Rest
+) -> None:
+    """Raise `InvalidRequest` for an option of the run without effect."""
+    any_server = server is ServerKind.OPENAI
+    idle = {
+        "--fail-under has no effect with --no-run": conditions and not run,
+        "--route completions has no effect with --server openai": any_server and route is Route.COMPLETIONS,
+        f"--rest {rest} has no effect with --server openai, which gets no jobs": any_server and rest is not Rest.CANCEL,
+        "--model has no effect: it needs --server openai or --route completions": model is not None
+        and not any_server
+        and route is Route.GENERATE,
+    }
+    _refuse([text for text, found in idle.items() if found])
+
+
+def _refuse(lines: list[str]) -> None:
+    if lines:
+        raise InvalidRequest("; ".join(lines))

@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,10 +23,9 @@ from urllib.parse import urlsplit
 
 from coserve import __version__
 from coserve.api.engine_client import EngineClient
-from coserve.api.http.limits import WAITING_CONNECTIONS, connection_limit
+from coserve.api.http.limits import STREAMS_TIMEOUT, WAITING_CONNECTIONS, connection_limit
 from coserve.api.tracking.libraries import check_trackers
-from coserve.cli.daemon.engine_starts import EngineStarts
-from coserve.cli.daemon.signals import StopSignals
+from coserve.cli.daemon.engine_process import STOP_TIMEOUT, EngineStarts
 from coserve.cli.daemon.supervisor import Supervisor
 from coserve.cli.status_lines import address
 from coserve.config import Config
@@ -162,3 +162,32 @@ async def serve(config: Config, *, report: Callable[[int, EngineStatus, Warming 
         stopping.cancel()
         ended = time.monotonic()
     log_event(log, "daemon stopped", seconds=round(time.monotonic() - ended, 3))
+
+
+class StopSignals:
+    """Handles SIGINT and SIGTERM: the first asks for an orderly stop, the second stops at once. `drain`: seconds that
+    requests in flight may take after a SIGTERM, which service managers send. After Ctrl-C they get none: a user waits
+    for it."""
+
+    def __init__(self, drain: float) -> None:
+        self._drain = drain
+        self.drain = 0.0
+        """Seconds that requests in flight may take after the signal that came."""
+        self._came = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._take, number)
+
+    async def wait(self) -> None:
+        """Wait for the first signal."""
+        await self._came.wait()
+
+    def _take(self, number: signal.Signals) -> None:
+        if self._came.is_set():
+            log.warning("stopped at once: what was not saved goes on from the last checkpoints")
+            logging.shutdown()
+            os._exit(128 + number)  # the engine process dies with this one
+        self._came.set()
+        self.drain = self._drain if number == signal.SIGTERM else 0.0
+        most = self.drain + STREAMS_TIMEOUT + STOP_TIMEOUT
+        log.info("stopping, at most %.0f s; a second signal stops at once", most)

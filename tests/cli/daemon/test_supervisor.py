@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from coserve.cli.daemon import engine_starts
-from coserve.cli.daemon.engine_process import EngineDied, EngineProcess
-from coserve.cli.daemon.engine_starts import EngineStarts
+from coserve.cli.daemon import engine_process
+from coserve.cli.daemon.engine_process import EngineDied, EngineProcess, EngineStarts
 from coserve.cli.daemon.supervisor import Restarts, Supervisor
 from coserve.config import Config
 from coserve.core.errors import LoraServersMissing, StartupError, UnsupportedBase
@@ -305,7 +304,7 @@ class Started:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
     Started.made = []
-    monkeypatch.setattr(engine_starts, "EngineProcess", Started)
+    monkeypatch.setattr(engine_process, "EngineProcess", Started)
     return Started.made
 
 
