@@ -107,7 +107,7 @@ class MemoryAdmission:
 
     @property
     def pinned_limit(self) -> int | None:
-        """Bytes of pinned host memory for jobs; None: unlimited."""
+        """Bytes of host memory for the state of jobs; None: unlimited."""
         return self._model.pinned
 
     @property
@@ -174,7 +174,7 @@ class MemoryAdmission:
         if self._refused is not None and self._refused[:2] == (spec.id, self._ledger.version):
             return self._refused[2]
         memory = self._memory(spec)
-        if (waits := self._pinned_hold(memory)) is not None:
+        if (waits := self._host_hold(memory)) is not None:
             self._refused = spec.id, self._ledger.version, waits
             return waits
         found = self._ledger.admit(spec.id, memory)
@@ -187,11 +187,11 @@ class MemoryAdmission:
         self._refused = spec.id, self._ledger.version, hold
         return hold
 
-    def _pinned_hold(self, memory: JobMemory) -> Hold | None:
-        """Return why the job waits for pinned host memory; None: it fits next to the started jobs. Raises
+    def _host_hold(self, memory: JobMemory) -> Hold | None:
+        """Return why the job waits for host memory; None: it fits next to the started jobs. Raises
         `JobTooLarge`."""
-        _check_host(memory.pinned, self._model.pinned)
-        needed = memory.pinned + sum(one.pinned for one, _ in self._ledger.each().values())
+        _check_host(memory.host, self._model.pinned)
+        needed = memory.host + sum(one.host for one, _ in self._ledger.each().values())
         return _host_hold(needed, self._model.pinned)
 
     def release(self, job: str) -> None:
@@ -236,7 +236,7 @@ def check_fits(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     memory = job_memory(spec, base, model, micro_batch_tokens)
     if memory.least > model.training:
         raise too_large(memory, model.training)
-    _check_host(memory.pinned, model.pinned)
+    _check_host(memory.host, model.pinned)
 
 
 def _check_host(needed: int, limit: int | None) -> None:

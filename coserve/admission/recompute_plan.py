@@ -108,6 +108,8 @@ class JobMemory:
     state: JobStateBytes
     pinned: int
     """Bytes of pinned host memory, over all ranks."""
+    host: int
+    """Bytes of host memory, over all ranks, `pinned` included (`host_bytes`)."""
     options: tuple[Option, ...]
     """Recompute plans, fastest first; each takes less memory than all before it."""
     shapes: tuple[SiteShape, ...]
@@ -131,17 +133,26 @@ def has_reference(spec: JobSpec) -> bool:
 def host_bytes(spec: JobSpec, base: BaseSpec, *, ranks: int, fully_sharded: bool) -> int:
     """Return the host memory that a job's state takes, over all ranks.
 
-    On a GPU these are pinned copies: rank 0's of what it gathers, the others' of their own shards. On a CPU the state
-    itself lies there, too. Raises as `job_memory`.
+    On a GPU these are pinned copies, and the fp32 weights that it starts with, which the host holds until the GPU has
+    them. On a CPU it is the state itself and a copy of it. Raises as `job_memory`.
     """
+    shapes = lora_shapes(spec.lora, base, ranks=ranks, fully_sharded=fully_sharded)
+    if base.device == "cpu":  # the copy is made once the start's weights are gone
+        own = _job_state(spec, base, shapes, ranks=ranks, fully_sharded=fully_sharded).total
+    else:
+        own = sum(4 * part for shape in shapes for part in shape.parts)
+    return _pinned(spec, base, shapes, ranks) + ranks * own
+
+
+def _pinned(spec: JobSpec, base: BaseSpec, shapes: tuple[SiteShape, ...], ranks: int) -> int:
+    """Return the bytes of a job's copies for checkpoints and of paged moments, pinned on a GPU, over all ranks: rank 0
+    keeps what it gathers, the others their own shards. `shapes`: the adapter's on one rank."""
     optimizer, early = spec.training.optimizer, spec.training.early_stopping_patience is not None
-    own, whole = lora_shapes(spec.lora, base, ranks=ranks, fully_sharded=fully_sharded), lora_shapes(spec.lora, base)
-    copies = pinned_bytes(own, optimizer, early_stopping=early)
-    if ranks > 1:
-        copies = (ranks - 1) * copies + gathered_bytes(own, whole, ranks, optimizer, early_stopping=early)
-    if base.device != "cpu":
-        return copies
-    return copies + ranks * _job_state(spec, base, own, ranks=ranks, fully_sharded=fully_sharded).total
+    size = pinned_bytes(shapes, optimizer, early_stopping=early)
+    if ranks == 1:
+        return size
+    whole = lora_shapes(spec.lora, base)
+    return (ranks - 1) * size + gathered_bytes(shapes, whole, ranks, optimizer, early_stopping=early)
 
 
 def _job_state(
@@ -161,7 +172,8 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
     do not fit the base."""
     shapes = lora_shapes(spec.lora, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     state = _job_state(spec, base, shapes, ranks=model.ranks, fully_sharded=model.fully_sharded)
-    pinned = host_bytes(spec, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
+    pinned = _pinned(spec, base, shapes, model.ranks)
+    host = host_bytes(spec, base, ranks=model.ranks, fully_sharded=model.fully_sharded)
     limit = micro_batch_limit(spec.training, micro_batch_tokens)
     longest = min(spec.longest or limit, limit)
     # A step has `batch_tokens` tokens plus at most one row; an evaluation fills micro-batches to the limit.
@@ -200,7 +212,7 @@ def job_memory(spec: JobSpec, base: BaseSpec, model: MemoryModel, micro_batch_to
         recomputed, but_attention = counts[:, count].tolist()
         recompute_plan = replace(tried[size], recomputed=recomputed, partly=but_attention)
         options.append(Option(recompute_plan, int(sizes[place])))
-    return JobMemory(state, pinned, tuple(options), shapes, dropout)
+    return JobMemory(state, pinned, host, tuple(options), shapes, dropout)
 
 
 def shared_bytes(model: MemoryModel, base: BaseSpec, jobs: Iterable[JobMemory], tokens: int) -> int:

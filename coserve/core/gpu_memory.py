@@ -188,7 +188,7 @@ class MemoryUse(Wire, frozen=True):
     pinned: int = 0
     """Host memory that holds the state of all jobs."""
     pinned_limit: int | None = None
-    """Limit of `pinned`; None: no limit."""
+    """Limit of host memory for the state of jobs, `pinned` included; None: no limit."""
     each: tuple[JobUse, ...] = ()
 
 

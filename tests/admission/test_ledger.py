@@ -17,7 +17,7 @@ def memory(state: int, *activations: int) -> JobMemory:
         Option(RecomputePlan(1024 >> i, recomputed=i == len(activations) - 1), size)
         for i, size in enumerate(activations)
     ]
-    return JobMemory(JobStateBytes(state, 0, 0), 0, tuple(options), (), dropout=False)
+    return JobMemory(JobStateBytes(state, 0, 0), 0, 0, tuple(options), (), dropout=False)
 
 
 def test_a_job_gets_the_fastest_recompute_plan_that_fits() -> None:

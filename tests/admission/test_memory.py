@@ -120,6 +120,8 @@ def test_paged_moments_are_in_host_memory() -> None:
     last = size % (1 << 23)
     row = 4 * (size - last) + (1 << (4 * last - 1).bit_length())
     assert (plain.pinned, one.pinned) == (3 * row, 5 * row)
+    start = 4 * sum(sum(shape.parts) for shape in plain.shapes)
+    assert (plain.host, one.host) == (3 * row + start, 5 * row + start), "with the weights that it starts with"
     assert (one.state.adapter, one.state.gradients) == (plain.state.adapter, plain.state.gradients)
 
 
@@ -138,25 +140,26 @@ def test_graphs_of_ranks_are_counted() -> None:
 def test_jobs_wait_for_pinned_memory_and_are_refused_where_it_never_is_enough() -> None:
     jobs = [spec(id, 64, optimizer=Optimizer.PAGED_LION) for id in ("one", "two")]
     model = MemoryModel(costs=COSTS, training=64 * GIB)
-    pinned = job_memory(jobs[0], BASE, model, LIMIT).pinned
-    model = msgspec.structs.replace(model, pinned=2 * pinned - 1)
+    alone = job_memory(jobs[0], BASE, model, LIMIT)
+    pinned, host = alone.pinned, alone.host
+    model = msgspec.structs.replace(model, pinned=2 * host - 1)
     memory = MemoryAdmission(model, BASE, LIMIT)
     assert isinstance(memory.admit(jobs[0]), Start)
     held = memory.admit(jobs[1])
     assert isinstance(held, Hold) and held.cause == "jobs"
-    assert f"takes {2 * pinned} bytes of the {2 * pinned - 1} for it" in held.message
+    assert f"takes {2 * host} bytes of the {2 * host - 1} for it" in held.message
     assert memory.admit(jobs[1]) is held, "computed once"
     assert isinstance(memory.admit(spec("three", 16)), Start), "a smaller one does not wait"
     memory.release("three")
     assert [use.pinned for use in memory.each] == [pinned]
     memory.release("one")
     assert isinstance(memory.admit(jobs[1]), Start)
-    less = msgspec.structs.replace(model, pinned=pinned - 1)
+    less = msgspec.structs.replace(model, pinned=host - 1)
     for refuse in (
         lambda: check_fits(jobs[0], BASE, less, LIMIT),
         lambda: MemoryAdmission(less, BASE, LIMIT).admit(jobs[0]),
     ):
-        said = f"at most {pinned - 1} bytes of host memory.*got {pinned}: 1 are missing;"
+        said = f"at most {host - 1} bytes of host memory.*got {host}: 1 are missing;"
         with pytest.raises(JobTooLarge, match=said) as caught:
             refuse()
         assert caught.value.field == "training.optimizer"
@@ -168,7 +171,7 @@ def test_host_memory_alone_admits_jobs_where_the_gpu_s_is_not_planned() -> None:
         return host_bytes(job, BASE, ranks=1, fully_sharded=False)
 
     size = needs(spec())
-    assert size == job_memory(spec(), BASE, MemoryModel(costs=COSTS, training=GIB), LIMIT).pinned
+    assert size == job_memory(spec(), BASE, MemoryModel(costs=COSTS, training=GIB), LIMIT).host
     asked = list[str]()
     memory = HostAdmission(lambda own: asked.append(own.id) or needs(own), 2 * size)
     assert memory.admit(spec("one")) == memory.admit(spec("two")) == Start()
@@ -186,9 +189,9 @@ def test_on_a_cpu_host_memory_has_the_state_of_a_job_beside_its_copies() -> None
     on_cpu = msgspec.structs.replace(BASE, device="cpu")
     for ranks in (1, 2):
         model = MemoryModel(costs=COSTS, training=GIB, ranks=ranks)
-        state = job_memory(spec(), BASE, model, LIMIT).state.total
-        copies = host_bytes(spec(), BASE, ranks=ranks, fully_sharded=False)
-        assert host_bytes(spec(), on_cpu, ranks=ranks, fully_sharded=False) == copies + ranks * state
+        memory = job_memory(spec(), BASE, model, LIMIT)
+        on_ranks = memory.pinned + ranks * memory.state.total
+        assert host_bytes(spec(), on_cpu, ranks=ranks, fully_sharded=False) == on_ranks
 
 
 def test_a_second_job_waits_until_the_first_ends() -> None:

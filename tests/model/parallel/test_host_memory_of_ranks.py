@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from coserve.admission.optimizers import WEIGHTS
+from coserve.admission.recompute_plan import host_bytes
 from coserve.admission.shapes import BLOCK, gathered_bytes, lora_shapes, pinned_bytes
+from coserve.core.cancellation import Cancellation
 from coserve.core.training.settings import Optimizer, TrainingSettings
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.finetune.init import initial_weights, new_adapter
@@ -24,7 +26,7 @@ from coserve.lora.store.tensor_writer import write_tensors
 from coserve.model.base import Base
 from coserve.model.parallel.mesh import LoneRank
 from coserve.state.folder import DataFolder
-from tests.support.finetuning import job_spec, random_corpus
+from tests.support.finetuning import Bench, job_spec, random_corpus
 from tests.support.live_bytes import LiveBytes
 from tests.support.sharded import load, save_base
 
@@ -60,6 +62,23 @@ def test_what_a_rank_keeps_for_checkpoints_is_counted(tmp_path: Path, rank: int)
         assert optimizer.host.rows
         held = memory.now() - before
     assert state <= held <= counted
+
+
+def test_a_job_on_a_cpu_takes_what_is_counted(tmp_path: Path) -> None:
+    base, corpus = load(save_base(tmp_path / "base", hidden_size=512, intermediate_size=1024)), random_corpus()
+    bench, spec = Bench(base, tmp_path), job_spec(corpus, r=LORA.r, checkpoint_steps=1)
+    bench.place(corpus, spec)
+    state = sum(4 * sum(shape.parts) for shape in lora_shapes(LORA, base.spec))
+    with LiveBytes() as memory:
+        bench.trainer.load(spec, Cancellation())()
+        started = memory.peak()
+        while not bench.trainer.checkpoint_due(spec.id):
+            bench.trainer.advance(spec.id, None)
+        bench.trainer.checkpoint(spec.id)
+        held = memory.now()
+    counted = host_bytes(spec, base.spec, ranks=1, fully_sharded=False)
+    assert 8 * state <= held <= counted, "weights, two moments, gradients, what forwards read, and three copies"
+    assert started <= counted
 
 
 def test_a_checkpoint_of_ranks_is_written_a_block_at_a_time(tmp_path: Path) -> None:
