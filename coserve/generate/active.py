@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
+from coserve.generate.kept_prefixes import KeptPrefixes
 from coserve.generate.line import number_of
 from coserve.generate.output_lengths import OutputLengths
 from coserve.generate.plan import Scheduled
@@ -20,7 +21,7 @@ the copies, some milliseconds."""
 
 class ActiveRequests:
     """Requests with pages, in order of entry into the batch. Only they pin adapters in pages; without any, all pages
-    are free.
+    are free but those of kept prefixes.
 
     A full page whose tokens are computed goes into the prefix cache, also after its request ended or was preempted.
     Cached pages that no request holds count as free. A request that becomes active also shares pages that prompts of
@@ -41,6 +42,7 @@ class ActiveRequests:
         self._lengths, self._loaded_bytes = lengths, loaded_bytes
         self._pages, self._adapters, self._states = pages, adapters, states
         self._failed, self._precede = failed, precede
+        self._kept = KeptPrefixes(pages, adapters)
         self._requests: list[Request] = []
         self._outgrown: set[int] = set()
         """Numbers of the waiting requests that were expected to outgrow the pool together with the active ones. Cleared
@@ -79,6 +81,7 @@ class ActiveRequests:
         self._loaded = 0
         self._written.clear()
         self._readers.clear()
+        self._kept.forget_unpinned()
         for request in self._requests:
             self._label(request)
 
@@ -103,6 +106,8 @@ class ActiveRequests:
         need = self._pages.pages_for(len(request.tokens) + request.in_flight) - len(request.pages)
         if not need:
             return True
+        if len(self) == 1 and need > self._pages.free_pages:
+            self._kept.forget_all()
         if (pages := self._pages.allocate(need)) is None:
             return False
         request.pages.extend(pages)
@@ -135,6 +140,7 @@ class ActiveRequests:
             self._precede(request, request.computed)
             request.computed = request.prefix
             self._label(request)
+        self._kept.keep(request)
         if unwritten:
             self._readers.add(request.number)
         insort(self._requests, request, key=number_of)
@@ -144,6 +150,7 @@ class ActiveRequests:
         """Free what the request holds."""
         self._requests.remove(request)
         self._label(request)
+        self._kept.keep(request)
         self._pages.free(request.pages)
         if request.adapter is not None and request.holds_adapter:
             self._adapters.deactivate(request.adapter)
@@ -161,6 +168,8 @@ class ActiveRequests:
 
     def disown(self, request: Request) -> None:
         """Remove the request's pages from the prefix cache."""
+        if request.adapter is not None:
+            self._kept.forget(request.adapter)
         for page in request.pages:
             self._pages.unlabel(page)
         request.keys = None
@@ -175,7 +184,10 @@ class ActiveRequests:
         # Checked first: an adapter loaded in vain would evict others, again at every step.
         if self._loaded >= self._loaded_bytes and ref is not None and self._adapters.to_copy(ref):
             return False
-        free = self._pages.free_pages - others - (0 if ref is None else self._adapters.needs(ref))
+        need = others + (0 if ref is None else self._adapters.needs(ref))
+        if not self._requests and need > self._pages.free_pages:
+            self._kept.forget_all()
+        free = self._pages.free_pages - need
         lengths, size = self._lengths, self._pages.page_tokens
         if free >= 0 and self._requests and not lengths.fit(self._requests, request, others, free, size):
             self._outgrown.add(request.number)
@@ -193,7 +205,7 @@ class ActiveRequests:
             return False
         request.holds_adapter = True
         if activated.moved:
-            for pages in (found, *(other.pages for other in self._requests)):
+            for pages in (found, *(other.pages for other in self._requests), *self._kept):
                 pages[:] = [activated.moved.get(page, page) for page in pages]
         return True
 

@@ -11,6 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from coserve.core.errors import AdapterError, BaseMismatch, InvalidRequest, PromptTooLong, UnsupportedAdapter
+from coserve.core.link.generation import RequestFailed
 from coserve.core.names import ADAPTER_CONFIG
 from coserve.core.types import AdapterRef, LoraSettings
 from coserve.finetune.init import first_cartridge
@@ -74,6 +75,42 @@ def test_sequences_share_a_cartridges_full_pages(tmp_path: Path) -> None:
     while gen.running:
         gen.step()
     assert gen.pages_used == 0
+
+
+def test_the_pages_of_a_pinned_cartridge_stay(tmp_path: Path) -> None:
+    """While others take all pages that they get; an adapter that is not pinned loses its own. Where a request does not
+    fit beside them, they go: it was accepted."""
+    base = base_of("llama")
+    for name, seed in (("pinned", 1), ("other", 2)):
+        save_cartridge(tmp_path / name, "llama", seed=seed)
+    shelf = Shelf({CARTRIDGE: read(tmp_path / "pinned", base), OTHER: read(tmp_path / "other", base)})
+    gen, full = make(base, shelf, tokens=64, max_running=1), TOKENS // 4
+    (store,) = shelf.stores
+
+    def cached(tokens: int, ref: AdapterRef | None = CARTRIDGE, seed: int = 1, most: int = 1) -> int:
+        """Serve a request; return how many of its tokens the prefix cache had."""
+        before = gen.scheduler.active.prefix_hits
+        gen.add(request("one", text(tokens, seed), ref, most))
+        while gen.running:
+            assert not any(isinstance(message, RequestFailed) for message in gen.step())
+        return gen.scheduler.active.prefix_hits - before
+
+    def press() -> None:
+        for seed in range(4):
+            cached(40, None, seed)
+
+    assert (cached(1), cached(1, OTHER), gen.pages_used) == (0, 0, 0)
+    store.pin(CARTRIDGE, pinned=True)
+    assert (cached(1), gen.pages_used) == (4 * full, full)
+    press()
+    assert (cached(1), cached(1, OTHER)) == (4 * full, 0)
+    for prompt, most in ((60, 4), (50, 13)):  # has not enough room from the start, or as it grows
+        cached(prompt, None, most=most)
+        assert gen.pages_used == 0
+        assert (cached(1), gen.pages_used) == (0, full), "written again, and kept again"
+    store.pin(CARTRIDGE, pinned=False)
+    press()
+    assert (cached(1), gen.pages_used) == (0, 0)
 
 
 def test_a_batch_mixes_cartridges_with_lora_and_the_base(tmp_path: Path) -> None:

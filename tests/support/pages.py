@@ -71,6 +71,9 @@ class BareAdapters:
     def reading(self, ref: AdapterRef) -> bool:
         return ref in self.unread
 
+    def pinned(self, ref: AdapterRef) -> bool:
+        return False
+
     def size(self, ref: AdapterRef) -> int:
         return 100
 

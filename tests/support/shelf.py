@@ -18,15 +18,17 @@ def named(adapters: Iterable[LoraWeights]) -> dict[AdapterRef, LoraWeights]:
 
 
 class Shelf:
-    """Adapters, and by whom they are held. Each generator has a store of its own."""
+    """Adapters, and by whom they are held. Each generator has a store of its own, of `stores`."""
 
     def __init__(self, weights: Mapping[AdapterRef, LoraWeights] | None = None) -> None:
         self.weights = dict(weights or {})
         self.largest = max(map(packed_bytes, self.weights.values()), default=0)
         self.held: Counter[AdapterRef] = Counter()
+        self.stores = list[AdapterStore]()
 
     def store(self) -> AdapterStore:
-        return _Counted(self)
+        self.stores.append(_Counted(self))
+        return self.stores[-1]
 
     def load(self, ref: AdapterRef, digests: AdapterDigests | None) -> LoraWeights:
         if ref not in self.weights:

@@ -64,7 +64,7 @@ class Adapter(Wire, frozen=True):
     expires_at: float | None = None
     """When the name is deleted; null: never."""
     pinned: bool = False
-    """Whether the version stays in host memory."""
+    """Whether the version stays in host memory, and a cartridge's full pages in the KV cache."""
     aliases: tuple[str, ...] = ()
     """Aliases that send requests to the version, also as their canary."""
     corpus_digest: str | None = None
@@ -80,7 +80,8 @@ class AdapterUpdate(Wire, frozen=True, omit_defaults=True):
     ttl: Annotated[float, Meta(ge=0)] | None = None
     """Seconds from now after which the name is deleted, with all its versions, once nothing needs them; 0: never."""
     pinned: bool | None = None
-    """Whether this version (the current one by default) stays in host memory, beyond the budget of idle adapters."""
+    """Whether this version (the current one by default) stays in host memory, beyond the budget of idle adapters, and a
+    cartridge's full pages in the KV cache."""
 
 
 class AliasRequest(Wire, frozen=True, omit_defaults=True):

@@ -145,6 +145,11 @@ class AdapterStore:
             self._discard_if_unused(self._entries[ref])
             self._evict()
 
+    def pinned(self, ref: AdapterRef) -> bool:
+        """Whether the adapter is pinned."""
+        entry = self._entries.get(ref)
+        return entry is not None and entry.pinned
+
     def close(self) -> None:
         """Stop reading, and end the LoRA servers."""
         for task in self._tasks:
