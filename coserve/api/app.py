@@ -25,8 +25,7 @@ from coserve.api.http.sse import WRITE_TIMEOUT
 from coserve.api.http.uploads import UploadReader
 from coserve.api.native.aliases import AliasApi
 from coserve.api.native.handlers import NativeApi
-from coserve.api.openai.batches.answers import batch_answers
-from coserve.api.openai.batches.handlers import BatchesApi
+from coserve.api.openai.batches.handlers import BatchesApi, batch_answers
 from coserve.api.openai.batches.runner import BatchRunner
 from coserve.api.openai.batches.store import BatchStore
 from coserve.api.openai.errors import OPENAI_ERRORS, is_openai, no_such_path

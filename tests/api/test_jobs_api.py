@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coserve.api.jobs.keys import IdempotencyKeys
+from coserve.api.jobs.idempotency import IdempotencyKeys
 from coserve.api.jobs.submission import Submission
 from coserve.core.errors import QueueFull
 from coserve.core.link.engine import DropAdapter

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coserve.client import Response
-from coserve.client.archive import save_adapter
+from coserve.client.adapter_files import save_adapter
 from coserve.core.errors import CorruptAdapter, Unreachable
 from tests.support.sdk import streamed
 

@@ -12,11 +12,11 @@ import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from coserve.api.adapters.expiry import Expiry
-from coserve.api.adapters.facts import Facts, FactsReader
 from coserve.api.adapters.filters import EVERY, AdapterFilter
 from coserve.api.adapters.in_use import AdaptersInUse
 from coserve.api.adapters.inspection import Inspection
@@ -52,6 +52,28 @@ PART = 100
 """Adapters that one read of a list looks at."""
 Forget = Callable[[Registry], tuple[list[AdapterRef], int | None]]
 """Deletes registry rows of one name. Returns the deleted versions, and the name's current version afterwards."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    labels: Labels
+    pinned: bool
+    aliases: tuple[str, ...]
+
+
+class FactsReader:
+    """Facts of many versions in one snapshot of the registry."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry, self._pins = registry, registry.pins()
+        self._aliases = dict[AdapterRef, list[str]]()
+        for alias in registry.aliases():
+            for ref in {alias.target, alias.canary or alias.target}:
+                self._aliases.setdefault(ref, []).append(alias.name)
+
+    def of(self, ref: AdapterRef) -> Facts:
+        aliases = tuple(self._aliases.get(ref, ()))
+        return Facts(self._registry.labels(ref.id), ref in self._pins, aliases)
 
 
 class AdapterCatalog:

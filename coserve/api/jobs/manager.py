@@ -17,11 +17,10 @@ from coserve.api.jobs.chain import Decision, JobChain
 from coserve.api.jobs.conflicts import fork_notes, last_job, refuse_conflict, serialised
 from coserve.api.jobs.deaths import ENGINE_CRASHED, MAX_DEATHS, Deaths
 from coserve.api.jobs.evaluation import JobTest
-from coserve.api.jobs.keys import IdempotencyKeys
+from coserve.api.jobs.idempotency import KEY, IdempotencyKeys, check_same_request, request_digests
 from coserve.api.jobs.notes import record_cut_rows, replacement_notes
 from coserve.api.jobs.preparation import Show
 from coserve.api.jobs.recorder import JobRecorder
-from coserve.api.jobs.request_digests import KEY, check_same_request, request_digests
 from coserve.api.jobs.sources import UploadedRows
 from coserve.api.jobs.submission import Submission
 from coserve.api.jobs.views import JobViews

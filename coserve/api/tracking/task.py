@@ -1,13 +1,15 @@
-"""Helper-process tasks of tracking: the libraries are imported there, and keep their threads and connections there."""
+"""Helper-process tasks of tracking, and the interface of a tracker's library, which stores the curve of one job: the
+libraries are imported there, and keep their threads and connections there."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Protocol
 
 from coserve.api.tracking.points import Point, Run, Text
-from coserve.api.tracking.sinks.interface import OpenSink, Sink
 from coserve.core.errors import TrackingFailed
 from coserve.core.training.jobs import JobState
 from coserve.data.offload.protocol import TaskContext
@@ -16,6 +18,28 @@ log = logging.getLogger(__name__)
 
 SINKS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases", "mlflow": "MLflow"}
 """Class of each tracker, in its module."""
+
+
+class Sink(Protocol):
+    """One job's run in a tracker. Every method may raise whatever the library raises; the sink is then reopened."""
+
+    def write(self, points: Sequence[Point], texts: Sequence[Text]) -> None:
+        """Add steps, ascending, and samples of these or earlier steps; the library has them when this returns. A sink
+        may omit samples, and may store those of a killed process twice."""
+        ...
+
+    def end(self, state: JobState) -> None:
+        """Mark the run as ended: the job has ended."""
+        ...
+
+    def close(self) -> None:
+        """Close the run before the process ends; the job may continue in another process."""
+        ...
+
+
+OpenSink = Callable[[Path, Run, int], Sink]
+"""`(folder, run, step)`: open a run or continue it. Points from `step` on follow. Points that the run already has are
+replaced or kept, never stored twice. `folder` is the tracker's own and exists."""
 
 
 def track(

@@ -13,8 +13,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Never
@@ -208,10 +206,7 @@ class RankGroup:
 
 
 def _shared_memory(size: int) -> IO[bytes]:
-    """Open an unnamed file of zeros, in memory if the system supports it."""
-    if sys.platform == "linux":
-        file: IO[bytes] = os.fdopen(os.memfd_create("ranks"), "w+b")
-    else:
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    """Open an unnamed file of zeros, in memory."""
+    file = os.fdopen(os.memfd_create("ranks"), "w+b")
     file.truncate(size)
     return file

@@ -1,18 +1,51 @@
-"""Short digests of a fine-tuning request's fields, kept with its job. They tell whether a request with the same
-`Idempotency-Key` is the same request."""
+"""Requests with the same `Idempotency-Key`: they are handled one after the other, and short digests of a request's
+fields, kept with its job, tell whether a later one is the same request."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from coserve.api.jobs.sources import UploadedRows
-from coserve.core.errors import IdempotencyMismatch
+from coserve.core.errors import IdempotencyMismatch, QueueFull
 from coserve.core.schemas import FinetuneRequest
 from coserve.state.registry.records import JobRecord
+
+
+class IdempotencyKeys:
+    """Locks by `Idempotency-Key`. If a client repeats a request while its first one is still handled, the second waits,
+    and then finds the first one's job. If the first one failed or its client has left, the second is handled itself."""
+
+    def __init__(self, patience: float) -> None:
+        """`patience`: seconds that a request waits for the one before it."""
+        self._patience = patience
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Locks that a request holds or waits for."""
+
+    @asynccontextmanager
+    async def alone(self, key: str | None) -> AsyncIterator[None]:
+        """Hold the key's lock inside the block; no lock without a key. Raises `QueueFull` after `patience` seconds."""
+        if key is None:
+            yield
+            return
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        try:
+            async with asyncio.timeout(self._patience):
+                await lock.acquire()
+        except TimeoutError:
+            why = f"a request with the Idempotency-Key {key!r} is being handled; try again later"
+            raise QueueFull(why, retry_after=10) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
 
 LENGTH = 16
 """Hexadecimal digits of a digest."""
