@@ -32,7 +32,6 @@ from coserve.api.openai.errors import OPENAI_ERRORS, is_openai, no_such_path
 from coserve.api.openai.files.handlers import FilesApi
 from coserve.api.openai.finetuning.handlers import FineTuningApi
 from coserve.api.openai.handlers import OpenAIApi
-from coserve.api.openai.invocations import InvocationsApi
 from coserve.api.openai.lora import LoraApi
 from coserve.api.openai.responses.handlers import ResponsesApi
 from coserve.api.page.handlers import PageApi
@@ -66,7 +65,7 @@ def make_app(
     uploads = UploadReader(bodies, max_body_bytes=config.max_body_bytes, read_timeout=config.read_timeout)
     tgi, tinker = TgiApi(service, config), TinkerApi(service, bodies)
     native = NativeApi(service, bodies, uploads, tgi)
-    openai, tokenizer = OpenAIApi(service, config), TokenizerApi(service, bodies, max_texts=max_texts)
+    openai, tokenizer = OpenAIApi(service, config, bodies), TokenizerApi(service, bodies, max_texts=max_texts)
     responses = ResponsesApi(openai)
     answers = batch_answers(openai, responses, bodies)
     batches = BatchRunner(BatchStore(service.folder.batches), service.files, answers, service.access.quotas.admit)
@@ -77,7 +76,6 @@ def make_app(
             "LoRAX and TGI": (tgi,),
             "OpenAI": (
                 openai,
-                InvocationsApi(openai, bodies),
                 LoraApi(service, config, bodies, uploads),
                 responses,
                 BatchesApi(batches),

@@ -19,6 +19,8 @@ from coserve.api.generation.merge import gather, merge_streams
 from coserve.api.generation.output_grammar import is_constrained
 from coserve.api.generation.prompt_group import PromptGroup
 from coserve.api.generation.prompts import encode_prompt
+from coserve.api.http.bodies import BodyReader
+from coserve.api.http.parsing import decode_dialect
 from coserve.api.http.responses import json_response
 from coserve.api.http.sse import event_response
 from coserve.api.openai import schemas
@@ -39,8 +41,8 @@ RequestT = TypeVar("RequestT", bound=schemas.SharedParams)
 
 
 class OpenAIApi:
-    def __init__(self, service: Service, config: Config) -> None:
-        self._service, self._config = service, config
+    def __init__(self, service: Service, config: Config, bodies: BodyReader) -> None:
+        self._service, self._config, self._bodies = service, config, bodies
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
@@ -163,6 +165,23 @@ class OpenAIApi:
     async def delete_model(self, id: str) -> schemas.DeletedModel:
         return await delete_model(self._service, id)
 
+    @openai_route(
+        "POST",
+        "/invocations",
+        "Answer a body of `/v1/chat/completions` or `/v1/completions`: SageMaker's path",
+        body=(schemas.ChatRequest, schemas.CompletionRequest),
+        response=(schemas.ChatCompletion, schemas.Completion),
+        events=(schemas.ChatChunk, schemas.Completion),
+        stream_end=True,
+        errors=(404, 422),
+    )
+    async def invoke(self, request: web.Request) -> web.StreamResponse:
+        """Answer as vLLM does: the body says whether it is a chat or a completion."""
+        body = await self._bodies.read(request, decode_invocation)
+        if isinstance(body, schemas.ChatRequest):
+            return await self.chat_completions(request, body)
+        return await self.completions(request, body)
+
     def _answer_format(self, body: schemas.ChatRequest, native: GenerateRequest) -> AnswerFormat:
         template = self.chat_template
         family = tool_family(template, self._config.tool_parser)
@@ -205,3 +224,14 @@ class OpenAIApi:
             return native.prompt
         check_tokens(len(native.prompt), self._service.engine.spec.context, "prompt")  # before it is decoded
         return await self._service.texts.decode(native.prompt, skip_special=native.skip_special_tokens)
+
+
+class _Probe(msgspec.Struct):
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def decode_invocation(content: bytes) -> schemas.ChatRequest | schemas.CompletionRequest:
+    """Decode a chat, which has `messages`, or a completion."""
+    if b'"messages"' in content and bytes(decode_dialect(content, _Probe).messages) != b"null":
+        return decode_dialect(content, schemas.ChatRequest)
+    return decode_dialect(content, schemas.CompletionRequest)
