@@ -28,7 +28,7 @@ from coserve.core.errors import (
     failure_text,
 )
 from coserve.core.link.jobs import CancelJob, JobNote, JobSnapshot
-from coserve.core.schemas import AnswerScore, DocumentEvaluation, DocumentJob, ErrorInfo
+from coserve.core.schemas import AnswerScore, DocumentEvaluation, DocumentJob
 from coserve.core.training.jobs import JobState
 from coserve.data.corpus.limits import longest_row
 from coserve.data.corpus.tokenized import Corpus
@@ -92,17 +92,17 @@ class DocumentJobs:
             except Exception as error:  # any kind: it fails this job alone
                 if not isinstance(error, CoserveError):
                     log.error("job %s: internal error", id, exc_info=error)
-                code, message = failure_text(error)
-                await self._fail(id, ErrorInfo(code=code, message=message))
+                with suppress(JobNotFound, WrongJobState):  # it has ended otherwise
+                    failure = failure_text(error)
+                    await self._recorder.retries.run(f"job {id}", lambda: self._recorder.fail(id, *failure))
 
     async def _try_to_prepare(self, id: str) -> None:
         await act_as_owner(self._registry, id)
         record = await self._registry(lambda registry: registry.job(id))
         if record.state is JobState.QUEUED:
-            record = await self._registry.with_reserve(
-                lambda registry: registry.set_state(id, JobState.RUNNING, message="job running: asks and answers")
+            record = await self._recorder.change(
+                id, lambda registry: registry.set_state(id, JobState.RUNNING, message="job running: asks and answers")
             )
-            self._recorder.watchers.notify(id)
         if record.state is not JobState.RUNNING or record.prepared:
             return
         chunks = await asyncio.to_thread(read_chunks, self._folder.document(id))
@@ -139,16 +139,7 @@ class DocumentJobs:
         return lesson_corpus([*learned, *lessons.replayed], texts, settings, longest)
 
     async def _show(self, id: str, job: DocumentJob, message: str) -> None:
-        await self._registry.with_reserve(lambda registry: registry.record(id, "document", message, document=job))
-        self._recorder.watchers.notify(id)
-
-    async def _fail(self, id: str, error: ErrorInfo) -> None:
-        with suppress(JobNotFound, WrongJobState):  # it has ended otherwise
-            await self._recorder.retries.run(f"job {id}", lambda: self._end(id, error))
-
-    async def _end(self, id: str, error: ErrorInfo) -> None:
-        await self._recorder.end(id, lambda registry: registry.set_state(id, JobState.FAILED, error=error))
-        self._recorder.watchers.notify(id)
+        await self._recorder.change(id, lambda registry: registry.record(id, "document", message, document=job))
 
     # ---- evaluation
 
@@ -185,9 +176,7 @@ class DocumentJobs:
         if document.settings.publish == "always":
             self._recorder.deliver(JobNote(id=id, message=why, kept=True))
             return True
-        await self._end(
-            id, ErrorInfo(code=NotLearned.code, message=f'{why}: it is not published (publish "always" does)')
-        )
+        await self._recorder.fail(id, NotLearned.code, f'{why}: it is not published (publish "always" does)')
         with suppress(EngineUnavailable):
             self._engine.send(CancelJob(id=id))
         return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -118,7 +117,7 @@ class JobEvaluation:
     """Measures the adapters of jobs that have test rows."""
 
     def __init__(self, node: Node, asker: Asker, recorder: JobRecorder) -> None:
-        self._folder, self._registry, self._asker, self._recorder = node.folder, node.registry, asker, recorder
+        self._folder, self._asker, self._recorder = node.folder, asker, recorder
 
     async def evaluate(self, record: JobRecord, snapshot: JobSnapshot) -> bool:
         """Record the measures of a trained adapter, if its job has test rows. Returns False if the engine ends first.
@@ -130,19 +129,17 @@ class JobEvaluation:
         try:
             test = await asyncio.to_thread(JobTest.load, path)
             message = f"testing: {len(test.questions)} rows"
-            await self._registry.with_reserve(lambda registry: registry.record_message(id, message))
-            self._recorder.watchers.notify(id)
+            await self._recorder.change(id, lambda registry: registry.record_message(id, message))
             found = EvalResult(adapter=await self._score(test, snapshot.ref), base=await self._score(test, None))
         except EngineUnavailable:
             return False
         except CoserveError as error:
             self._recorder.deliver(JobNote(id=id, message=f"the test rows were not answered: {error}", kept=True))
             return True
-        write = partial(
-            self._registry.with_reserve, lambda registry: registry.record(id, "test", summary(found), test=found)
+        await self._recorder.retries.run(
+            f"test of job {id}",
+            lambda: self._recorder.change(id, lambda registry: registry.record(id, "test", summary(found), test=found)),
         )
-        await self._recorder.retries.run(f"test of job {id}", write)
-        self._recorder.watchers.notify(id)
         return True
 
     async def _score(self, test: JobTest, snapshot: AdapterRef | None) -> EvalScore:

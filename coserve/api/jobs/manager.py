@@ -352,8 +352,7 @@ class JobManager:
         return await self._commits.run(self._delete(id))
 
     async def _delete(self, id: str) -> DeletedJob:
-        record = await self._registry.with_reserve(lambda registry: registry.delete_job(id))
-        self._recorder.watchers.notify(id)
+        record = await self._recorder.change(id, lambda registry: registry.delete_job(id))
         await remove_unlisted(self._folder.job(id), f"job {id}")
         if record is None:
             return DeletedJob(id=id, adapter=None, result=None)
@@ -423,9 +422,5 @@ class JobManager:
 
     async def _change(self, id: str, wanted: JobState) -> JobRecord:
         self._documents.stop(id)
-        if wanted is JobState.CANCELLED:
-            record = await self._recorder.end(id, lambda registry: registry.set_state(id, wanted))
-        else:
-            record = await self._registry.with_reserve(lambda registry: registry.set_state(id, wanted))
-        self._recorder.watchers.notify(id)
-        return record
+        commit = self._recorder.end if wanted is JobState.CANCELLED else self._recorder.change
+        return await commit(id, lambda registry: registry.set_state(id, wanted))

@@ -148,8 +148,7 @@ class JobRecorder:
             case JobSucceeded():
                 await self._succeed(message)
             case JobFailed(code=code, message=text):
-                error = ErrorInfo(code=code, message=text)
-                await self.end(id, lambda registry: registry.set_state(id, JobState.FAILED, error=error))
+                await self.fail(id, code, text)
             case JobCancelled():
                 await self.end(id, lambda registry: registry.set_state(id, JobState.CANCELLED))
 
@@ -160,16 +159,26 @@ class JobRecorder:
         try:
             record = await asyncio.to_thread(describe)
         except errors.AdapterError as error:
-            info = ErrorInfo(code=error.code, message=error.message)
-            await self.end(id, lambda registry: registry.set_state(id, JobState.FAILED, error=info))
+            await self.fail(id, error.code, error.message)
             await self._discard(message)
         else:
             await self.end(id, lambda registry: registry.succeed(id, record))
 
+    async def change(self, id: str, change: Callable[[Registry], T]) -> T:
+        """Commit a change of a job, also on a full disk, and notify its watchers."""
+        changed = await self._registry.with_reserve(change)
+        self.watchers.notify(id)
+        return changed
+
+    async def fail(self, id: str, code: str, message: str) -> None:
+        """Commit a job's end as failed: see `end`."""
+        error = ErrorInfo(code=code, message=message)
+        await self.end(id, lambda registry: registry.set_state(id, JobState.FAILED, error=error))
+
     async def end(self, id: str, change: Callable[[Registry], JobRecord]) -> JobRecord:
         """Commit a job's end. Its corpus and checkpoints, which may be gigabytes, are deleted later, so no caller
         waits."""
-        record = await self._registry.with_reserve(change)
+        record = await self.change(id, change)
         self._metrics.job_ended(record.state)
         self.ended(id)
         keep_task(remove_unlisted(self._folder.job(id), f"job {id}"), self._removals)
@@ -182,10 +191,8 @@ class JobRecorder:
             return
         id, what = message.id, type(message).__name__
         text = f"what the engine said of the job ({what}) could not be recorded; see the daemon's log"
-        error = ErrorInfo(code=errors.InternalError.code, message=text)
-        change = partial(Registry.set_state, id=id, state=JobState.FAILED, error=error)
         try:
-            await self.retries.run(f"job {id}", lambda: self.end(id, change))
+            await self.retries.run(f"job {id}", lambda: self.fail(id, errors.InternalError.code, text))
             with suppress(errors.EngineUnavailable):
                 self._engine.send(CancelJob(id=id))
             if isinstance(message, JobSucceeded):
