@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coserve.api.http.bodies import MAX_JSON_BYTES
-from coserve.api.openai.requests import ChatRequest, CompletionRequest
+from coserve.api.openai.schemas import ChatRequest, CompletionRequest
 from coserve.core.errors import CoserveError
 from coserve.core.schemas import FinetuneRequest, GenerateRequest, ImportRequest
 from coserve.state.failpoints import armed
