@@ -106,10 +106,8 @@ def document_text(document: DocumentJob) -> str:
     found = document.evaluation
     if found is None:
         return f"{document.phase} {document.done}/{document.total}" if document.total else document.phase
-    arms = [("floor", found.floor), ("in context", found.in_context), ("adapter", found.adapter)]
-    arms += [] if found.other is None else [("another document's", found.other)]
     recovered = "" if found.recovered is None else f"  recovered {found.recovered:.0%}"
-    return "  ".join(f"{name} {score.nll:.3f}" for name, score in arms) + recovered
+    return "  ".join(found.losses) + recovered
 
 
 def _best(job: Job) -> str:

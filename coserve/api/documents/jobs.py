@@ -28,7 +28,7 @@ from coserve.core.errors import (
     failure_text,
 )
 from coserve.core.link.jobs import CancelJob, JobNote, JobSnapshot
-from coserve.core.schemas import AnswerScore, DocumentEvaluation, DocumentJob
+from coserve.core.schemas import DocumentEvaluation, DocumentJob
 from coserve.core.training.jobs import JobState
 from coserve.data.corpus.limits import longest_row
 from coserve.data.corpus.tokenized import Corpus
@@ -230,9 +230,4 @@ def _summary(found: DocumentEvaluation) -> str:
 
 
 def _losses(found: DocumentEvaluation) -> str:
-    return "nats a token: " + ", ".join(f"{name} {score.nll:.3f}" for name, score in _arms(found))
-
-
-def _arms(found: DocumentEvaluation) -> list[tuple[str, AnswerScore]]:
-    arms = [("floor", found.floor), ("in context", found.in_context), ("adapter", found.adapter)]
-    return arms if found.other is None else [*arms, ("another document's", found.other)]
+    return f"nats a token: {', '.join(found.losses)}"

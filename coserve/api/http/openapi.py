@@ -82,13 +82,7 @@ def _portable(node: Any) -> Any:  # noqa: ANN401 - any JSON
 
 
 def _schemas_of(route: Route) -> list[Schema]:
-    given = (
-        route.body,
-        route.form,
-        route.response,
-        route.events,
-        tuple(error_format.body for error_format in route.error_formats),
-    )
+    given = (route.body, route.form, route.response, route.events, route.error_bodies)
     return [schema for schema in given if schema is not None]
 
 
@@ -144,7 +138,7 @@ def _content(route: Route) -> dict[str, Any]:
 
 def _event(route: Route, data: Schema) -> dict[str, Any]:
     """One server-sent event: its data is JSON, an error if it is one after the first event."""
-    bodies = (*_structs_of(data), *(error_format.body for error_format in route.error_formats))
+    bodies = (*_structs_of(data), *route.error_bodies)
     text = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(bodies)["schema"]}
     either = {"anyOf": [text, {"const": STREAM_END}]} if route.stream_end else text
     properties = {"data": either, "event": {"type": "string"}, "id": {"type": "string"}}
@@ -171,7 +165,7 @@ def _form(struct: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _error(route: Route, status: int) -> dict[str, Any]:
-    bodies = tuple(error_format.body for error_format in route.error_formats)
+    bodies = route.error_bodies
     if status == UNAVAILABLE and route.starting is not None:
         bodies = (*_structs_of(route.starting), *bodies)
     response: dict[str, Any] = {"description": "Error", "content": {"application/json": _schema(bodies)}}

@@ -96,6 +96,10 @@ class Route:
         return sorted({*ALWAYS, *of_path, *of_body, *self.errors})
 
     @property
+    def error_bodies(self) -> tuple[type[msgspec.Struct], ...]:
+        return tuple(error_format.body for error_format in self.error_formats)
+
+    @property
     def pattern(self) -> str:
         return self.path.replace("{id}", "{id:.+}") if self.slashes else self.path
 

@@ -239,42 +239,31 @@ def gpu_memory(use: MemoryUse | None) -> Iterable[Metric]:
     yield GaugeMetricFamily("coserve_jobs_memory_needed_bytes", needed, value=None if use is None else use.needed)
 
 
-def load_seconds(loads: Iterable[LoadSeconds]) -> Iterable[Metric]:
-    counts = CounterMetricFamily(
-        "coserve_adapter_loads",
-        "Loads of adapters that spent time on a cause: queue (for a reader), read (a packed file), hash and pack "
-        "(PEFT's files), write (a packed file, beside all else), pages (a request waits for them), defragment (pages "
-        "move for a run of them), copy (its launch)",
-        labels=["cause"],
-    )
-    seconds = CounterMetricFamily(
-        "coserve_adapter_load_seconds", "Seconds that adapter loads spent, by cause", labels=["cause"]
-    )
-    for each in loads:
-        counts.add_metric([each.cause], each.count)
-        seconds.add_metric([each.cause], each.seconds)
-    return counts, seconds
+_LOADS = (
+    "Loads of adapters that spent time on a cause: queue (for a reader), read (a packed file), hash and pack (PEFT's "
+    "files), write (a packed file, beside all else), pages (a request waits for them), defragment (pages move for a "
+    "run of them), copy (its launch)"
+)
+_STEPS = (
+    "Generation steps, by kind (prefill: with prompts, or decode) and by beside_training: true if the device computed "
+    "training at the same time, else false"
+)
+_STEP_SECONDS = (
+    "Seconds of generation steps, from when the device could begin each; includes its launch if the device waited for "
+    "it"
+)
 
 
-def step_counts(steps: Iterable[StepCounts]) -> Iterable[Metric]:
-    labels = ["kind", "beside_training"]
-    counts = CounterMetricFamily(
-        "coserve_generation_steps",
-        "Generation steps, by kind (prefill: with prompts, or decode) and by beside_training: true if"
-        " the device computed training at the same time, else false",
-        labels=labels,
-    )
-    seconds = CounterMetricFamily(
-        "coserve_generation_step_seconds",
-        "Seconds of generation steps, from when the device could begin each; includes its launch if the "
-        "device waited for it",
-        labels=labels,
-    )
-    for each in steps:
-        values = [each.kind, "true" if each.overlapped else "false"]
-        counts.add_metric(values, each.count)
+def counted(
+    what: str, text: str, of_seconds: str, counts: dict[tuple[str, ...], CountT], *labels: str
+) -> Iterable[Metric]:
+    """Return two counters of `what`, by the values of their labels: how many, and their seconds."""
+    number = CounterMetricFamily(f"coserve_{what}s", text, labels=labels)
+    seconds = CounterMetricFamily(f"coserve_{what}_seconds", of_seconds, labels=labels)
+    for values, each in counts.items():
+        number.add_metric(values, each.count)
         seconds.add_metric(values, each.seconds)
-    return counts, seconds
+    return number, seconds
 
 
 class EngineGauges(Collector):
@@ -285,8 +274,8 @@ class EngineGauges(Collector):
         self._stats: EngineStats | None = None
         self._before = (0.0,) * len(_TOTALS)
         self._stalls_before: dict[str, StallCounts] = {}
-        self._steps_before: dict[tuple[str, bool], StepCounts] = {}
-        self._loads_before: dict[str, LoadSeconds] = {}
+        self._steps_before: dict[tuple[str, ...], StepCounts] = {}
+        self._loads_before: dict[tuple[str, ...], LoadSeconds] = {}
 
     def report(self, stats: EngineStats | None) -> None:
         """Store a report; None: the engine ended."""
@@ -303,14 +292,14 @@ class EngineGauges(Collector):
         now = () if self._stats is None else self._stats.stalls
         return _added(self._stalls_before, {each.cause: each for each in now}, _longer)
 
-    def _steps(self) -> dict[tuple[str, bool], StepCounts]:
+    def _steps(self) -> dict[tuple[str, ...], StepCounts]:
         """Steps by kind, and by whether training was computed in them."""
         now = () if self._stats is None else self._stats.steps
-        return _added(self._steps_before, {(each.kind, each.overlapped): each for each in now}, _more)
+        return _added(self._steps_before, {(each.kind, str(each.overlapped).lower()): each for each in now}, _more)
 
-    def _loads(self) -> dict[str, LoadSeconds]:
+    def _loads(self) -> dict[tuple[str, ...], LoadSeconds]:
         now = () if self._stats is None else self._stats.loads
-        return _added(self._loads_before, {each.cause: each for each in now}, _more)
+        return _added(self._loads_before, {(each.cause,): each for each in now}, _more)
 
     def collect(self) -> Iterable[Metric]:
         s = self._stats
@@ -351,8 +340,8 @@ class EngineGauges(Collector):
         yield from gpu_memory(s.memory if s else None)
         for (name, text, _), total in zip(_TOTALS, self._totals(), strict=True):
             yield CounterMetricFamily(f"coserve_{name}", text, value=total)
-        yield from step_counts(self._steps().values())
-        yield from load_seconds(self._loads().values())
+        yield from counted("generation_step", _STEPS, _STEP_SECONDS, self._steps(), "kind", "beside_training")
+        yield from counted("adapter_load", _LOADS, "Seconds that adapter loads spent, by cause", self._loads(), "cause")
         stalls = HistogramMetricFamily(
             "coserve_engine_stall_seconds",
             "Time between two moments at which a generation step can begin, while requests waited or ran, by cause",

@@ -121,6 +121,13 @@ class DocumentEvaluation(Wire, frozen=True):
     difference of the held-out questions, nats per token). Without `other` a part of the gain may be the answers'
     form."""
 
+    @property
+    def losses(self) -> list[str]:
+        """Each way's name and negative log-likelihood, such as `floor 2.310`."""
+        arms = [("floor", self.floor), ("in context", self.in_context), ("adapter", self.adapter)]
+        arms += [] if self.other is None else [("another document's", self.other)]
+        return [f"{name} {score.nll:.3f}" for name, score in arms]
+
 
 class DocumentJob(Wire, frozen=True):
     """Progress of a document's job."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -31,7 +32,7 @@ from coserve.api.openai.responses.schemas import (
 )
 from coserve.api.openai.responses.store import ResponseStore, stored_items
 from coserve.api.openai.schemas import ChatRequest, OpenAIError
-from coserve.core.errors import CoserveError, InvalidRequest
+from coserve.core.errors import InvalidRequest
 from coserve.core.limits import PAGE_LIMIT
 
 _PARAMS = {
@@ -44,8 +45,8 @@ _PARAMS = {
 """Names of the fields that errors of the chat name."""
 
 
-def _error(error: CoserveError) -> OpenAIError:
-    return openai_error(error, _PARAMS)
+_error = partial(openai_error, params=_PARAMS)
+_route = partial(openai_route, error_formats=(ErrorFormat(OpenAIError, _error),))
 
 
 class ResponsesApi:
@@ -71,14 +72,13 @@ class ResponsesApi:
                 found, low, high = (shorter, low, middle) if fits else (found, middle + 1, high)
         return found
 
-    @openai_route(
+    @_route(
         "POST",
         "/v1/responses",
         "Answer, as OpenAI's responses do",
         response=Response,
         events=ResponseEvent,
         errors=(404, 422),
-        error_formats=(ErrorFormat(OpenAIError, _error),),
     )
     async def create_response(self, request: web.Request, body: ResponseRequest) -> web.StreamResponse:
         if not body.stream:
@@ -88,23 +88,21 @@ class ResponsesApi:
         events = self._stored(body, before, ResponseEvents(body).of(self._api.chat_chunks(chat)))
         return await event_response(request, events, _error, event_of=lambda event: event.type)
 
-    @openai_route(
+    @_route(
         "POST",
         "/v1/responses/input_tokens",
         "Count the tokens of a response's prompt",
         errors=(404, 422),
-        error_formats=(ErrorFormat(OpenAIError, _error),),
     )
     async def count_input_tokens(self, body: ResponseRequest) -> InputTokens:
         _, chat = await self._chat(self._complete(body))
         return InputTokens(input_tokens=await self._api.prompt_tokens(chat))
 
-    @openai_route(
+    @_route(
         "POST",
         "/v1/responses/compact",
         "Make a conversation shorter: its summary replaces all but the messages to the assistant",
         errors=(404, 422),
-        error_formats=(ErrorFormat(OpenAIError, _error),),
     )
     async def compact(self, body: CompactRequest) -> CompactedResponse:
         plain = msgspec.structs.replace(
