@@ -32,6 +32,7 @@ from coserve.model.lora import LoraBatch, LoraWeights
 from coserve.model.quantized.modules import QuantizedLinear
 from coserve.model.training.compiled_layers import CompiledLayers
 from tests.support.executors import graphs
+from tests.support.families import tiny_family
 from tests.support.finetuning import CPU, Bench, gradient_sums, job_spec, metrics_of, random_corpus, started
 from tests.support.generation import collect, prompt, request
 from tests.support.interpreted import interpreted
@@ -165,6 +166,13 @@ def test_routers_and_odd_sizes_stay_dense(tmp_path: Path) -> None:
     dense = {name.rsplit(".", 1)[-1] for name, module in base.model.named_modules() if type(module) is torch.nn.Linear}
     assert dense >= {"lm_head", "shared_expert_gate"}
     assert any(isinstance(module, QuantizedLinear) for module in base.model.modules())
+
+
+def test_a_base_that_was_made_for_images_is_quantised(tmp_path: Path) -> None:
+    """The config of its text does not say whether the embeddings are tied."""
+    tiny_family("qwen2_vl").save_pretrained(tmp_path)
+    base = load(tmp_path, "fp8")
+    assert base.spec.quantization == "fp8" and base.spec.fingerprint == load(tmp_path).spec.fingerprint
 
 
 def test_what_cannot_be_quantised_is_refused_by_name(tmp_path: Path) -> None:

@@ -111,7 +111,8 @@ def quantize_layers(model: PreTrainedModel, quantization: str) -> None:
     their weights. Raises `UnsupportedBase` if there are none."""
     text = model.config.get_text_config()
     total = sum(parameter.numel() for parameter in model.parameters())
-    if text.tie_word_embeddings and model.device.type == "meta":  # the two are tied after the weights are read
+    tied = getattr(model.config, "tie_word_embeddings", False)  # read as transformers reads it
+    if tied and model.device.type == "meta":  # the two are tied after the weights are read
         total -= text.vocab_size * text.hidden_size
     found = list(_linears(model, quantization))
     if not found:
