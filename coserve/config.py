@@ -346,8 +346,6 @@ class Config:
             raise ConfigError("lora_server_at: expected lora_server, too: how many of the servers to use")
         if self.lora_server and self.tp > 1:
             raise ConfigError(f"lora_server: expected 0 with tp {self.tp}, got {self.lora_server}")
-        if self.tp > 1 and self.quantization != "none":
-            raise ConfigError(f"tp: expected 1 with quantization {self.quantization!r}, got {self.tp}")
         if self.trains_concurrently and self.tp > 1:
             raise ConfigError(f"tp: expected 1 with policy {self.policy!r}, which shares one GPU, got {self.tp}")
         if (self.tls_cert is None) != (self.tls_key is None):

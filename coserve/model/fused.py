@@ -71,24 +71,28 @@ def _linear(
     """
     fused, lora = running_fused(), current.context.lora
     sites, x_TD = fused.groups[current.layer][group], x.reshape(-1, x.shape[-1])
-    shard = fused.summed.get(sites)
     output = fused.gemms.linear(x_TD, weight, bias, before_shrink=lora is not None and lora.changes(sites))
     y_TO = _added(output, x_TD, sizes, fused.groups[current.layer][group:], lora)
-    if shard is not None:
-        y_TO = shard.sum(y_TO, None if residual is None else residual.reshape(y_TO.shape))
-    else:
-        assert residual is None, "expected sites whose terms are summed over the ranks"
-    return y_TO.view(*x.shape[:-1], y_TO.shape[1])
+    return _summed(y_TO, sites, residual).view(*x.shape[:-1], y_TO.shape[1])
 
 
-def _linear_quantized(x: Tensor, width: int, group: int) -> Tensor:
-    """Compute `_linear` with the quantised weights of a group, on one rank. `width`: ΣO."""
+def _linear_quantized(x: Tensor, width: int, group: int, residual: Tensor | None = None) -> Tensor:
+    """Compute `_linear` with the quantised weights of a group. `width`: ΣO."""
     fused, lora = running_fused(), current.context.lora
     sites, x_TD = fused.groups[current.layer][group], x.reshape(-1, x.shape[-1])
     weights = fused.quantized[sites]
     output = fused.gemms.quantized_linear(x_TD, weights, before_shrink=lora is not None and lora.changes(sites))
     y_TO = _added(output, x_TD, weights.sizes, fused.groups[current.layer][group:], lora)
-    return y_TO.view(*x.shape[:-1], width)
+    return _summed(y_TO, sites, residual).view(*x.shape[:-1], width)
+
+
+def _summed(y_TO: Tensor, sites: SiteGroup, residual: Tensor | None) -> Tensor:
+    """Return the sum of all ranks' `y_TO` and `residual`, for row-parallel sites; `y_TO` itself for others."""
+    shard = running_fused().summed.get(sites)
+    if shard is not None:
+        return shard.sum(y_TO, None if residual is None else residual.reshape(y_TO.shape))
+    assert residual is None, "expected sites whose terms are summed over the ranks"
+    return y_TO
 
 
 def _added(
@@ -111,18 +115,24 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence
     return x.new_empty((*x.shape[:-1], sum(sizes)))
 
 
+def _linear_quantized_fake(x: Tensor, width: int, *_: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], width))
+
+
 def _register() -> torch.library.Library:
     attend = f"(Tensor q, Tensor k, Tensor v, {ATTENTION_FIELDS}) -> Tensor"
     linear = "(Tensor x, Tensor weight, Tensor? bias, int[] sizes, int group) -> Tensor"
+    quantized = "(Tensor x, int width, int group) -> Tensor"
     return register_ops(
         ("attend", attend, _attend, lambda q, k, v, *_: q.new_empty((q.shape[1], q.shape[0], v.shape[2]))),
         ("linear", linear, _linear, _linear_fake),
         ("linear_add", linear.replace(")", ", Tensor residual)", 1), _linear, _linear_fake),
+        ("linear_quantized", quantized, _linear_quantized, _linear_quantized_fake),
         (
-            "linear_quantized",
-            "(Tensor x, int width, int group) -> Tensor",
+            "linear_quantized_add",
+            quantized.replace(")", ", Tensor residual)", 1),
             _linear_quantized,
-            lambda x, width, group: x.new_empty((*x.shape[:-1], width)),
+            _linear_quantized_fake,
         ),
     )
 

@@ -53,7 +53,7 @@ def load_base(
     time on one kind of device). `few_layers`: random weights, and only the first layers (`truncate.truncate_layers`).
     `mesh`: the ranks that hold the base together, a shard each; all of them call this at the same time. `strategy`:
     nfs or slora, for adapters that are not block-diagonal. `ep`: the number of GPUs that share out the experts.
-    `quantization`: none, fp8 or nf4; the latter two on one rank only. `mla_cache`: latents or heads.
+    `quantization`: none, fp8 or nf4. `mla_cache`: latents or heads.
 
     Raises:
         UnsupportedBase: see `wrap_base`; no readable weights; code or settings in the files that we don't run.
@@ -97,6 +97,7 @@ def load_base(
                 name=name,
                 device=where,
                 dtype=kind,
+                quantization=quantization,
                 seed=DUMMY_SEED,
                 strategy=Strategy(strategy),
                 by_expert=ep > 1,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from coserve.kernels.quantized.fp8 import refuse_unusable
 from coserve.model.experts.sites import hook_shards
 from coserve.model.fingerprint import fingerprint_of
 from coserve.model.formats.dense import Tensors
@@ -18,6 +19,7 @@ from coserve.model.parallel.lora import Strategy
 from coserve.model.parallel.mesh import Mesh
 from coserve.model.parallel.sharding import Sharding
 from coserve.model.probe.observe import refuse_statically
+from coserve.model.quantized.modules import quantize_layers
 
 
 class Shard(NamedTuple):
@@ -43,6 +45,7 @@ def load_shard(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
+    quantization: str,
     seed: int,
     strategy: Strategy,
     by_expert: bool,
@@ -50,10 +53,12 @@ def load_shard(
 ) -> Shard:
     """Load this rank's shard of the base with these weights, without collectives.
 
-    `tensors`: the weights in the base's files; None: draw them from `seed`. `name`: the base's. `strategy`: for dense
-    adapters. `by_expert`: see `fill_shard`. Raises `UnsupportedBase` as `refuse_statically`, `fill_shard` and
-    `Checkpoint`.
+    `tensors`: the weights in the base's files; None: draw them from `seed`. `name`: the base's. `quantization`: as the
+    setting. `strategy`: for dense adapters. `by_expert`: see `fill_shard`. Raises `UnsupportedBase` as
+    `refuse_statically`, `fill_shard`, `quantize_layers` and `Checkpoint`, and `ConfigError` for a GPU without FP8.
     """
+    if quantization == "fp8":
+        refuse_unusable(device, "quantization")
     model = empty_model(config, dtype, trust_remote_code=trust_remote_code)
     refuse_statically(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -62,6 +67,8 @@ def load_shard(
         weights = Checkpoint(tensors, model, name)
     else:
         weights = DrawnWeights(empty_model(config, dtype, trust_remote_code=trust_remote_code), device, seed)
+    if quantization != "none":
+        quantize_layers(model, quantization)
     sharding = fill_shard(model, weights, mesh, device, strategy, by_expert=by_expert)
     hook_shards(model)
     whole = ""

@@ -66,8 +66,8 @@ def save_base(folder: Path, **overrides: object) -> str:
     return str(folder)
 
 
-def load(folder: str, mesh: Mesh | None = None, strategy: str = "nfs") -> Base:
-    return load_base(folder, device="cpu", dtype="auto", mesh=mesh, strategy=strategy)
+def load(folder: str, mesh: Mesh | None = None, strategy: str = "nfs", quantization: str = "none") -> Base:
+    return load_base(folder, device="cpu", dtype="auto", mesh=mesh, strategy=strategy, quantization=quantization)
 
 
 def whole_adapter(spec: BaseSpec, kind: Kind) -> LoraWeights:
@@ -93,9 +93,11 @@ class Result(NamedTuple):
     bytes: dict[str, int]
 
 
-def mixed_logits(mesh: Mesh | None, folder: str, strategy: str, batch: tuple[int, ...] = BATCH) -> Result:
+def mixed_logits(
+    mesh: Mesh | None, folder: str, strategy: str, batch: tuple[int, ...] = BATCH, quantization: str = "none"
+) -> Result:
     """Logits of one packed batch of sequences with different adapters."""
-    base = load(folder, mesh, strategy)
+    base = load(folder, mesh, strategy, quantization)
     adapters = tuple(base.shard(whole_adapter(base.spec, kind)) for kind in KINDS)
     tokens = [tokens_of(length, seed) for seed, length in enumerate(LENGTHS[: len(batch)])]
     bounds = tuple(sum(map(len, tokens[:i])) for i in range(len(tokens) + 1))
@@ -168,13 +170,14 @@ def train(
     backend: str = "grouped",
     dropout: float = 0.2,
     compiled: bool = False,
+    quantization: str = "none",
 ) -> Trained:
     """Optimizer steps of one adapter, layer by layer, with dropout and clipped gradients. `state`: after step `begin`.
 
     `backend`: of LoRA terms; where it groups inputs, and without dropout, sites of one input run together. `compiled`:
     by compiled layers, without a compiler.
     """
-    base = load(folder, mesh, strategy)
+    base = load(folder, mesh, strategy, quantization)
     whole = whole_adapter(base.spec, kind)
     settings = TrainingSettings(steps=end, learning_rate=0.02, max_grad_norm=0.05, weight_decay=0.1)
     partition = base.partition(whole)

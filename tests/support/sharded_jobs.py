@@ -32,9 +32,12 @@ class Trained(NamedTuple):
     valid_before: float | None
 
 
-def train(mesh: Mesh | None, base: str, root: str, until: int, changes: dict[str, object]) -> Trained:
+def train(
+    mesh: Mesh | None, base: str, root: str, until: int, changes: dict[str, object], quantization: str = "none"
+) -> Trained:
     """Advance a job to step `until`, from its last checkpoint on; publish it if that is its last step."""
-    bench, leads = Bench(load(base, mesh), Path(root)), mesh is None or mesh.rank == 0
+    loaded, leads = load(base, mesh, quantization=quantization), mesh is None or mesh.rank == 0
+    bench = Bench(loaded, Path(root))
     corpus = random_pairs(rows=8) if "loss" in changes else random_corpus(lengths=(9, 5, 12, 3, 7, 8, 6, 11))
     spec = job_spec(corpus, **(JOB | changes))
     if mesh is None:

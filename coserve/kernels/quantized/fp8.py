@@ -84,11 +84,16 @@ COLUMNS, SQUARE = 2048, 128
 """Columns a program of `scale_rows` scales; rows and columns of one of `transpose_bytes`."""
 
 
-def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes (T, D) and scales fp32 (T) of each row, in plain torch."""
-    wide = rows.float()
-    scales = (wide.abs().amax(1) / LARGEST).clamp_(min=SMALLEST_SCALE)
-    return (wide / scales[:, None]).clamp_(-LARGEST, LARGEST).to(E4M3), scales
+def row_scales(rows: Tensor) -> Tensor:
+    """Return the scale of each row of (T, D), by which its largest number becomes e4m3's: fp32 (T)."""
+    return (rows.abs().amax(1).float() / LARGEST).clamp_(min=SMALLEST_SCALE)
+
+
+def quantize(rows: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return codes (T, D) and scales fp32 (T) of each row, in plain torch. `scales`: those of longer rows, of which
+    `rows` are some columns; None: `row_scales`."""
+    own = row_scales(rows) if scales is None else scales
+    return (rows.float() / own[:, None]).clamp_(-LARGEST, LARGEST).to(E4M3), own
 
 
 def quantize_activations(x_TD: Tensor, by_D: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,10 @@ from coserve.model.parallel.modules import (
     sum_output,
 )
 from coserve.model.parallel.partition import Features, Lazy, MatrixPartition, SitePartition
+from coserve.model.parallel.quantized_shards import check_shard, take_shard
 from coserve.model.parallel.sharding import Sharding
 from coserve.model.parallel.vocabulary import VocabularyShard
+from coserve.model.quantized.modules import QuantizedLinear
 from coserve.model.wrappers import drop_other_parts, model_class
 
 
@@ -84,13 +86,15 @@ def fill_shard(
     by_expert: bool = False,
 ) -> Sharding:
     """Turn an `empty_model` into this rank's shard of the base on `device`, with collectives where the plan has them.
+    Modules that are `QuantizedLinear`s take quantised shards.
 
     Every rank has the whole embedding. The head has the rank's shard of the vocabulary, a view of the embedding if the
     two are tied, so the model's logits are those of the shard. `by_expert`: a rank has some experts of a mixture whole,
     not features of all. Modules of experts get their `ExpertShard`, but no forward that sums up.
 
     Raises:
-        UnsupportedBase: a family without a plan, sizes that the ranks do not divide, missing weights.
+        UnsupportedBase: a family without a plan, sizes that the ranks do not divide (for quantised modules see
+            `check_shard`), missing weights.
     """
     plan = plan_of(model.config, mesh.size)
     vocabulary = VocabularyShard(mesh, model.config.get_text_config().vocab_size)
@@ -100,6 +104,9 @@ def fill_shard(
         for block in planned_blocks(plan, model.get_submodule(path), path)
     }
     sites, others = _partitions(model, blocks, mesh)
+    for path, site in sites.items():
+        if isinstance(module := model.get_submodule(path), QuantizedLinear):
+            check_shard(path, module, site)
     biases = {f"{path}.{block.output_bias}" for path, block in blocks.items() if block.output_bias is not None}
     experts = _shard_experts(model, blocks, mesh, by_expert=by_expert)
     head = model.get_output_embeddings()
@@ -110,6 +117,9 @@ def fill_shard(
             if parameter.is_meta:
                 name, partition, shard = f"{path}.{leaf}", sites.get(path), expert_shard(module)
                 whole = weights.get(name, parameter.shape)
+                if leaf == "weight" and isinstance(module, QuantizedLinear):
+                    take_shard(module, whole, sites[path], mesh.rank, device)
+                    continue
                 if shard is not None:
                     part = _expert_part(module, leaf, whole, shard)
                 elif name in others:

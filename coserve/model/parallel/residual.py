@@ -9,17 +9,20 @@ from collections.abc import Collection
 import torch
 from torch.fx import GraphModule, Node
 
+_GROUP_AT = {"linear": 4, "linear_quantized": 2}
+"""The ops of linear sites, without `coserve::`, and the place of their argument `group`."""
+
 
 def add_in_sums(module: GraphModule, sums: Collection[int]) -> int:
     """Turn each `residual + coserve::linear(...)` of a traced layer into a `coserve::linear_add`, unless the linear's
-    output has other users.
+    output has other users; so too `coserve::linear_quantized`.
 
     `sums`: groups whose linear ends in a sum over the ranks. Returns the number of replacements.
     """
     graph, found = module.graph, 0
-    linear = torch.ops.coserve.linear
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in (linear, linear.default) or node.args[4] not in sums:
+        name = _linear(node)
+        if name is None or node.args[_GROUP_AT[name]] not in sums:
             continue
         output, add = node, _only_user(node)
         while add is not None and _drops_nothing(add):
@@ -28,7 +31,8 @@ def add_in_sums(module: GraphModule, sums: Collection[int]) -> int:
         if add is None or residual is None:
             continue
         with graph.inserting_before(add):
-            fused = graph.call_function(torch.ops.coserve.linear_add, (*node.args, residual), dict(node.kwargs))
+            adding = getattr(torch.ops.coserve, f"{name}_add")
+            fused = graph.call_function(adding, (*node.args, residual), dict(node.kwargs))
         fused.meta = dict(add.meta)
         add.replace_all_uses_with(fused)
         graph.erase_node(add)
@@ -43,6 +47,12 @@ def add_in_sums(module: GraphModule, sums: Collection[int]) -> int:
         graph.lint()
         module.recompile()
     return found
+
+
+def _linear(node: Node) -> str | None:
+    """Return the name of the op in `_GROUP_AT` that the node calls; None if it does something else."""
+    ops = {name: getattr(torch.ops.coserve, name) for name in _GROUP_AT}
+    return next((name for name, op in ops.items() if node.target in (op, op.default)), None)
 
 
 def _only_user(node: Node) -> Node | None:

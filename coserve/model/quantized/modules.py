@@ -73,11 +73,14 @@ class QuantizedLinear(nn.Linear):
     @torch.no_grad()
     def take(self, weight_OD: Tensor) -> None:
         """Quantise the weight on its device."""
-        codes, scales = (nf4 if self.quantization == "nf4" else fp8).quantize(weight_OD)
+        self.hold(*(nf4 if self.quantization == "nf4" else fp8).quantize(weight_OD))
+        self.original = thinned(weight_OD, whole=self._whole)
+
+    def hold(self, codes: Tensor, scales: Tensor) -> None:
+        """Become a module with this quantised weight: see `fp8.quantize` and `nf4.quantize`."""
         self._parameters.pop("weight", None)
         self.register_buffer("codes", codes)
         self.register_buffer("scales", scales)
-        self.original = thinned(weight_OD, whole=self._whole)
 
     @property
     def stored(self) -> QuantizedWeight:

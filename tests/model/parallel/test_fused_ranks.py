@@ -30,10 +30,11 @@ def _adapters(base: Base) -> tuple[LoraWeights, ...]:
     return tuple(base.shard(whole_adapter(base.spec, kind)) for kind in (Kind(4), Kind(8, blocks=2)))
 
 
-def _fused(mesh: Mesh, folder: str) -> tuple[list[Tensor], list[int], dict[str, int]]:
+def _fused(mesh: Mesh, folder: str, quantization: str) -> tuple[list[Tensor], list[int], dict[str, int]]:
     """Logits of the base and of a mixed batch, with sites together and traced; sums that add the residual in each
     graph; collectives of one forward."""
-    base, graphs, found = load(folder, mesh), list[torch.fx.GraphModule](), list[Tensor]()
+    base = load(folder, mesh, quantization=quantization)
+    graphs, found = list[torch.fx.GraphModule](), list[Tensor]()
 
     def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> object:
         graphs.append(graph)
@@ -52,20 +53,26 @@ def _fused(mesh: Mesh, folder: str) -> tuple[list[Tensor], list[int], dict[str, 
     )
     assert base.sharding is not None
     found.append(base.sharding.vocabulary.likeliest(part_of_vocabulary))
-    adds = [sum(node.target is torch.ops.coserve.linear_add for node in graph.graph.nodes) for graph in graphs]
+    adding = torch.ops.coserve.linear_add, torch.ops.coserve.linear_quantized_add
+    adds = [sum(node.target in adding for node in graph.graph.nodes) for graph in graphs]
     return found, adds, dict(mesh.traffic.calls)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_fused_forward_has_the_logits_of_one_process(two: Ranks, family: str, tmp_path: Path) -> None:
-    tiny_family(family).save_pretrained(tmp_path)
-    base = load(str(tmp_path))
+@pytest.mark.parametrize(
+    ("family", "quantization"), [("llama", "none"), ("gpt2", "none"), ("llama", "fp8"), ("llama", "nf4")]
+)
+def test_a_fused_forward_has_the_logits_of_one_process(
+    two: Ranks, family: str, quantization: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32} if quantization != "none" else {}
+    tiny_family(family, **sizes).save_pretrained(tmp_path)
+    base = load(str(tmp_path), quantization=quantization)
     expected = []
     for lora in (None, LoraBatch(SEGMENTS, _adapters(base), GROUPED)):
         with torch.no_grad():
             expected.append(base.forward(TOKENS, POSITIONS, PackedAttention(BOUNDS), lora=lora, keep=None))
-    for found, adds, _ in two.run(_fused, str(tmp_path)):
+    for found, adds, _ in two.run(_fused, str(tmp_path), quantization):
         for got, want in zip(found, [*expected, *expected], strict=False):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         assert torch.equal(found[-1], expected[0][[3, 15]].argmax(-1))

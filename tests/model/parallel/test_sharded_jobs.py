@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from coserve.core.names import ADAPTER_WEIGHTS
 from coserve.core.training.jobs import Teacher
 from coserve.core.training.settings import DpoLoss
 from coserve.core.types import AdapterDigests, AdapterRef
+from coserve.lora.files.peft import QUANTIZATION
 from coserve.lora.files.tensorfile import digest_file
 from tests.support import sharded, sharded_jobs
 from tests.support.ranks import Ranks
@@ -28,11 +30,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return sharded.save_base(tmp_path_factory.mktemp("base"), intermediate_size=96)
 
 
-def run(ranks: Ranks | None, base: str, root: Path, until: int = 4, **changes: object) -> sharded_jobs.Trained:
+def run(
+    ranks: Ranks | None, base: str, root: Path, until: int = 4, *, quantization: str = "none", **changes: object
+) -> sharded_jobs.Trained:
     """On one process, or on all ranks, whose results are equal."""
     if ranks is None:
-        return sharded_jobs.train(None, base, str(root), until, changes)
-    first, *others = ranks.run(sharded_jobs.train, base, str(root), until, changes)
+        return sharded_jobs.train(None, base, str(root), until, changes, quantization)
+    first, *others = ranks.run(sharded_jobs.train, base, str(root), until, changes, quantization)
     assert all(other == first for other in others), "bit for bit"
     found: sharded_jobs.Trained = first
     return found
@@ -66,6 +70,26 @@ def test_a_job_on_two_ranks_is_that_of_one_process_at_every_step(
         assert begun.losses + ended.losses == pytest.approx(alone.losses, rel=1e-4), name
         assert begun.valid + ended.valid == pytest.approx(alone.valid, rel=1e-4), name
         same_adapter(root, tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_job_of_a_quantised_base_goes_from_one_number_of_ranks_to_another(
+    two: Ranks, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    base = sharded.save_base(
+        tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128, head_dim=16, num_key_value_heads=4
+    )
+    alone = run(None, base, tmp_path / "alone", quantization="nf4")
+    run(None, base, tmp_path / "both", until=0, quantization="nf4")
+    begun = run(two, base, tmp_path / "both", until=2, quantization="nf4")
+    ended = run(None, base, tmp_path / "both", quantization="nf4")
+    assert begun.losses + ended.losses == pytest.approx(alone.losses, rel=1e-4)
+    same_adapter(tmp_path / "both", tmp_path / "alone")
+    metadata = [
+        safe_open(tmp_path / name / "adapters" / "learned" / "1" / ADAPTER_WEIGHTS, "np").metadata()
+        for name in ("both", "alone")
+    ]
+    assert metadata[0] == metadata[1] and metadata[0][QUANTIZATION] == "nf4"
 
 
 @pytest.mark.slow
