@@ -6,7 +6,6 @@ host memory, in a step of many: the tensors there, the terms back. Nothing is co
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import tempfile
@@ -25,7 +24,6 @@ from coserve.core.link.link import PeerLost
 from coserve.core.logs.setup import LogSettings
 from coserve.core.processes import obey_parent, spawn_child
 from coserve.core.types import BaseSpec, SiteSpec
-from coserve.engine.lora_server.connect import connect, connect_all, try_mailboxes, within
 from coserve.engine.lora_server.ipc import Mailboxes
 from coserve.engine.lora_server.messages import (
     AnyFromServer,
@@ -34,7 +32,8 @@ from coserve.engine.lora_server.messages import (
     ServerConnected,
     StartServer,
 )
-from coserve.engine.lora_server.transport import TensorSpec, Transport
+from coserve.engine.lora_server.server import connect, take_page
+from coserve.engine.lora_server.transport import EngineTransport, TensorSpec, join_servers, within
 from coserve.workloads.provisioning.servers import MoeShape
 
 GATE_UP, DOWN = "gate_up", "down"
@@ -84,8 +83,6 @@ def _measure(way: str, results: Results, shape: MoeShape, tokens: Sequence[int],
     with tempfile.TemporaryDirectory() as folder, other:
         files = () if mailbox is None else (mailbox.page,)
         process = spawn_child("benchmarks.moe.transports", other, *files)
-        for file in files:
-            os.close(file)
         try:
             channel = Channel[AnyToServer, AnyFromServer](ours, msgspec.msgpack.Decoder(AnyFromServer))
             start = StartServer(
@@ -104,11 +101,12 @@ def _measure(way: str, results: Results, shape: MoeShape, tokens: Sequence[int],
             )
             with closing(channel), within(200.0, process.kill):
                 channel.send(start)
-                if end is None:
-                    (transport,) = connect_all(start.rendezvous, 1, device, DEADLINE)
+                transport: EngineTransport
+                if boxes is None or end is None:
+                    (transport,) = join_servers(start.rendezvous, 1, device, DEADLINE)
                     _connected(channel)
                 else:
-                    try_mailboxes([end], device, DEADLINE, partial(_connected, channel))
+                    boxes.try_out(DEADLINE, partial(_connected, channel))
                     transport = end
                 for count in tokens:
                     whole, host = _time(transport, channel, shape, count, device)
@@ -129,7 +127,7 @@ def _connected(channel: Channel[AnyToServer, AnyFromServer]) -> None:
 
 
 def _time(
-    transport: Transport,
+    transport: EngineTransport,
     channel: Channel[AnyToServer, AnyFromServer],
     shape: MoeShape,
     tokens: int,
@@ -169,7 +167,7 @@ def main() -> None:
     device, item = torch.device(start.device), torch.bfloat16
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    transport = connect(start)
+    transport = connect(start, None if start.mailbox is None else take_page(start.mailbox.page))
     channel.send(ServerConnected())
     up, down = start.spec.experts[GATE_UP], start.spec.experts[DOWN]
     with suppress(PeerLost):

@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coserve.engine.lora_server.connect import try_mailboxes
 from coserve.engine.lora_server.gpu_driver import BLOCK, GpuDriver, IpcUnavailable
 from coserve.engine.lora_server.ipc import (
     AHEAD,
@@ -27,7 +26,7 @@ from coserve.engine.lora_server.ipc import (
     TO_ENGINE,
     TO_SERVER,
     TRIAL_SPEC,
-    IpcTransport,
+    EngineEnd,
     Mailboxes,
     Part,
     ServerEnd,
@@ -144,7 +143,7 @@ def test_a_tensor_of_the_host_is_sent_from_the_device() -> None:
     ops, file = Sources(), os.memfd_create("mailbox")
     os.truncate(file, PAGE)
     part = Part(0, 256, TO_SERVER)
-    end = IpcTransport(ops, SharedPage(file), 0, torch.device("meta"), part, part)
+    end = EngineEnd(ops, SharedPage(file), 0, torch.device("meta"), part, part)
     os.close(file)
     end.send(1, [torch.arange(8), torch.arange(8, device="meta")])
     assert ops.found == [0, 0]
@@ -222,11 +221,13 @@ def test_opened_memory_is_given_back(driver: FakeDriver) -> None:
 def test_an_engine_tries_mailboxes_on_the_same_stream_at_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """After 32 starts torch would return the streams on which it copies adapters or captures graphs."""
     made = list[torch.device]()
-    monkeypatch.setattr("coserve.engine.lora_server.connect.use_device", lambda _: None)
+    monkeypatch.setattr("coserve.engine.lora_server.ipc.use_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "Stream", made.append)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr("coserve.engine.lora_server.ipc.GpuDriver", HostDriver)
+    boxes = Mailboxes(torch.device("cuda", 7), wrap_base(tiny_family("mixtral"), name="mixtral").spec, 0, 8)
     for _ in range(3):
-        try_mailboxes([], torch.device("cuda", 7), 1.0, lambda: None)
+        boxes.try_out(1.0, lambda: None)
     assert len(made) == 1
 
 
@@ -263,7 +264,7 @@ def test_a_step_begins_once_the_device_has_come_to_the_end_of_the_one_before() -
     os.close(file)
     sends, receives = Part(memory.data_ptr(), 256, TO_SERVER), Part(memory.data_ptr() + 256, 256, TO_ENGINE)
     device = Behind()
-    end = IpcTransport(device, page, page.address, torch.device("cpu"), sends, receives)
+    end = EngineEnd(device, page, page.address, torch.device("cpu"), sends, receives)
     end.begin()
     end.send(1, [torch.arange(8)])
     end.launched()
@@ -289,8 +290,7 @@ def test_mailboxes_may_be_offered_and_opened_on_any_thread(driver: FakeDriver) -
     with ThreadPoolExecutor(1) as other:
         _, mailbox = other.submit(boxes.offer, 0).result()
     with ThreadPoolExecutor(1) as other:
-        other.submit(open_mailbox, mailbox, torch.device("cpu")).result()
-        os.close(mailbox.page)
+        other.submit(open_mailbox, mailbox, SharedPage(mailbox.page), torch.device("cpu")).result()
         assert len(driver.registered) == 2 and len(driver.opened) == 1
         other.submit(boxes.close).result()
 
@@ -299,24 +299,21 @@ def test_pages_of_several_starts_and_of_several_engines_are_registered_once(driv
     """A page that is unmapped while it is registered would have the driver refuse another one at its address; graphs
     keep its address over all starts."""
     for _ in range(4):
-        boxes, ends = mailboxes(), list[IpcTransport]()
+        boxes, ends = mailboxes(), list[EngineEnd]()
         for _ in range(3):
-            end, mailbox = boxes.offer(0)
-            os.close(mailbox.page)
-            ends.append(end)
-            assert [*driver.registered.values()] == [PAGE] and ends.count(end) == len(ends)
+            ends.append(boxes.offer(0)[0])
+            assert [*driver.registered.values()] == [PAGE] and ends.count(ends[0]) == len(ends)
         boxes.close()
         assert not driver.registered and not driver.allocated
 
 
 def test_a_page_that_cannot_be_registered_leaves_no_file_open(driver: FakeDriver) -> None:
-    boxes = mailboxes()
     driver.registered[0] = 1 << 62
     gc.collect()  # files of earlier tests
     files = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(IpcUnavailable, match="cuMemHostRegister: 712"):
-        boxes.offer(0)
-    assert len([*Path("/proc/self/fd").iterdir()]) == files
+        mailboxes()
+    assert len([*Path("/proc/self/fd").iterdir()]) == files and not driver.allocated
 
 
 def test_memory_that_other_processes_cannot_open_is_given_back(driver: FakeDriver) -> None:

@@ -25,7 +25,7 @@ from coserve.engine.lora_server.recorded_step import RecordedStep
 from coserve.engine.lora_server.running import Answered, RunningServers, Server
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.start import ServersCopies, load_on_servers
-from coserve.engine.lora_server.transport import TensorSpec, Transport
+from coserve.engine.lora_server.transport import EngineTransport, ServerTransport, TensorSpec
 from coserve.generate.execution.eager import EagerExecutor
 from coserve.generate.execution.graph_executor import GraphExecutor
 from coserve.generate.execution.interface import StepExecutor
@@ -77,23 +77,9 @@ def make(
 class Silent:
     """A server's end that sends so many answers only."""
 
-    def __init__(self, end: Transport, answers: int) -> None:
+    def __init__(self, end: ServerTransport, answers: int) -> None:
         self._end, self._left = end, answers
-        self.begin, self.launched = end.begin, end.launched
-        self.receive, self.release = end.receive, end.release
-        self.finish, self.close = end.finish, end.close
-
-    @property
-    def recordable(self) -> bool:
-        return self._end.recordable
-
-    @property
-    def waiting(self) -> tuple[int, int] | None:
-        return self._end.waiting
-
-    @property
-    def left(self) -> bool:
-        return self._end.left
+        self.receive, self.finish, self.close = end.receive, end.finish, end.close
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         if self._left:
@@ -185,7 +171,7 @@ def test_padded_steps_of_graphs_over_servers_have_the_coupled_tokens(base: Base,
 
 def test_an_engine_loses_servers_that_gave_its_step_up(base: Base, tmp_path: Path) -> None:
     """Before it sees that they have closed the connection."""
-    ends, keep = list[Transport](), lambda end: ends.append(end) or end
+    ends, keep = list[ServerTransport](), lambda end: ends.append(end) or end
     with once(base, tmp_path, partial(in_threads, mailboxes=True, ends=keep)) as (own, found):
         assert not own.losses
         assert isinstance(ends[1], ServerEnd)
@@ -212,10 +198,6 @@ class Unreachable:
 
     def release(self) -> None: ...
 
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
-
 
 class Recording(Unreachable):
     """An engine's end of a mailbox while a graph is captured: nothing runs."""
@@ -227,7 +209,7 @@ class Recording(Unreachable):
 
 
 @contextmanager
-def one_server(base: Base, transport: Transport, patience: float = 60.0) -> Iterator[tuple[RunningServers, str]]:
+def one_server(base: Base, transport: EngineTransport, patience: float = 60.0) -> Iterator[tuple[RunningServers, str]]:
     """A server that does nothing, behind this transport, and the name of its first parameter."""
     ours, theirs = socket.socketpair()
     part = part_of(base.spec, 0, 1, 1)

@@ -27,7 +27,7 @@ from coserve.engine.lora_server.running import Answered, RunningServers
 from coserve.engine.lora_server.server import LoraServer, ReadPairs
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.terms import HeldPairs
-from coserve.engine.lora_server.transport import GlooTransport
+from coserve.engine.lora_server.transport import GlooServerEnd
 from coserve.kernels.lora.segments import Segments
 from coserve.kernels.lora.types import LoraPair
 from coserve.lora.files.packed_header import PACKED_FILE
@@ -290,7 +290,7 @@ def test_a_server_takes_no_message_of_another_start_or_table() -> None:
         with closing(engine), pytest.raises(LookupError, match="start 2"):
             LoraServer(
                 channel,
-                GlooTransport(dist.group.WORLD, 0, base.device, 1.0),
+                GlooServerEnd(dist.group.WORLD, 0, base.device, 1.0),
                 held,
                 PairsReader(part_of(base.spec, 0, 1, 1), base.spec, DataFolder(Path()), base.device),
                 2,

@@ -3,6 +3,7 @@ With processes and GPUs: `tests/gpu/test_shared_mailboxes_gpu.py`."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,17 +13,27 @@ from typing import cast
 
 import pytest
 import torch
+from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from coserve.core.errors import LoraServerLost
 from coserve.core.link.lora_servers import socket_path
 from coserve.core.logs.setup import LogSettings
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
-from coserve.engine.lora_server.ipc import IpcTransport, Mailboxes, ServerEnd
-from coserve.engine.lora_server.messages import ConnectTransport, LoadPairs, PairsLoaded, ServerReady, StartServer
+from coserve.engine.lora_server.ipc import EngineEnd, Mailboxes, ServerEnd
+from coserve.engine.lora_server.messages import (
+    AnyFromServer,
+    AnyToServer,
+    ConnectTransport,
+    LoadPairs,
+    PairsLoaded,
+    ServerReady,
+    StartServer,
+)
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.reading import PairsReader
-from coserve.engine.lora_server.running import RunningServers, Server, Told, start_servers
+from coserve.engine.lora_server.running import EngineChannel, RunningServers, Server, Told, start_servers
+from coserve.engine.lora_server.server import ServerChannel, serve
 from coserve.engine.lora_server.sessions import Sessions, Watch
 from coserve.engine.lora_server.shared import connect_to_server
 from coserve.engine.lora_server.terms import HeldPairs
@@ -31,7 +42,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.host_stream import HostDriver
-from tests.support.lora_servers import REFS, digests_of, save_adapters
+from tests.support.lora_servers import REFS, Ended, digests_of, save_adapters
 
 CPU = torch.device("cpu")
 SEGMENTS = Segments((0, 5, 9), (0, 1))
@@ -121,7 +132,7 @@ def start(
 def engine(base: Base, data: Path, at: Path, deadline: float = 60.0) -> Iterator[RunningServers]:
     boxes = Mailboxes(CPU, base.spec, 1, 64)
     running = start(base, data, at, boxes, deadline)
-    assert isinstance(running.connections[0].transport, IpcTransport)
+    assert isinstance(running.connections[0].transport, EngineEnd)
     try:
         yield running
     finally:
@@ -195,7 +206,7 @@ def test_an_engine_knows_of_a_step_that_was_given_up_before_the_connection_close
     base: Base, data: Path, at: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(base, data, at) as one:
-        monkeypatch.setattr(IpcTransport, "left", True)
+        monkeypatch.setattr(EngineEnd, "left", True)
         assert one.lost and "given up a step" in one.why
 
 
@@ -218,6 +229,38 @@ def test_an_engine_that_ends_before_its_first_message_holds_nothing(base: Base, 
         assert server.process.wait() == 0
     assert not HostDriver.open_now
     boxes.close()
+
+
+def test_a_server_of_one_engine_keeps_no_file_open(base: Base, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor of the page that it has inherited."""
+    monkeypatch.setattr("coserve.engine.lora_server.ipc.GpuDriver", HostDriver)
+    monkeypatch.setattr("coserve.engine.lora_server.server.set_up_logging", lambda *_: None)
+    files, threads = list[int](), list[threading.Thread]()
+
+    def run(channel: ServerChannel) -> None:
+        with closing(channel):
+            serve(channel)
+
+    def launch(settings: StartServer) -> Server:
+        ours, theirs = socket.socketpair()
+        assert settings.mailbox is not None
+        files.append(os.dup(settings.mailbox.page))
+        threads.append(threading.Thread(target=run, args=(ServerChannel(theirs, Decoder(AnyToServer)),)))
+        threads[0].start()
+        channel = EngineChannel(ours, Decoder(AnyFromServer))
+        channel.send(replace(settings, mailbox=replace(settings.mailbox, page=files[0])))
+        return Server(Ended(ours), channel, part_of(base.spec, 0, 1, 1))
+
+    boxes = Mailboxes(CPU, base.spec, 1, 64)
+    running = start_servers([settings_of(base, data)], lambda *_: None, boxes, launch=launch)
+    try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(files[0])
+    finally:
+        running.lose("the test ends")
+        running.end()
+        threads[0].join()
+        boxes.close()
 
 
 class Slow:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import subprocess
@@ -19,10 +18,9 @@ import torch
 from coserve.core.link.channel import Channel
 from coserve.core.logs.setup import LogSettings
 from coserve.core.processes import spawn_child
-from coserve.engine.lora_server.connect import try_mailboxes, within
-from coserve.engine.lora_server.ipc import IpcTransport, Mailboxes, mailbox_sizes
+from coserve.engine.lora_server.ipc import EngineEnd, Mailboxes, mailbox_sizes
 from coserve.engine.lora_server.messages import AnyFromServer, ServerConnected, StartServer
-from coserve.engine.lora_server.transport import TensorSpec
+from coserve.engine.lora_server.transport import TensorSpec, within
 from coserve.model.base import wrap_base
 from tests.support.families import tiny_family
 from tests.support.ipc_peer import Echo
@@ -35,7 +33,7 @@ EngineChannel = Channel[StartServer | Echo, AnyFromServer]
 
 
 @contextmanager
-def peer() -> Iterator[tuple[IpcTransport, EngineChannel, subprocess.Popen[bytes], int]]:
+def peer() -> Iterator[tuple[EngineEnd, EngineChannel, subprocess.Popen[bytes], int]]:
     """The engine's end, the socket and the process of a peer on the second GPU, and the longest message's bytes. The
     mailbox is offered on a thread of its own, as an engine does."""
     spec = wrap_base(tiny_family("mixtral"), name="mixtral").spec
@@ -45,7 +43,6 @@ def peer() -> Iterator[tuple[IpcTransport, EngineChannel, subprocess.Popen[bytes
     ours, theirs = socket.socketpair()
     with theirs:
         process = spawn_child("tests.support.ipc_peer", theirs, mailbox.page)
-    os.close(mailbox.page)
     start = StartServer(
         index=0,
         servers=1,
@@ -68,7 +65,7 @@ def peer() -> Iterator[tuple[IpcTransport, EngineChannel, subprocess.Popen[bytes
                 assert channel.receive() == ServerConnected()
 
             with within(120.0, process.kill):
-                try_mailboxes([end], DEVICE, 60.0, connected)
+                boxes.try_out(60.0, connected)
             yield end, channel, process, min(mailbox_sizes(spec, TOKENS))
     finally:
         process.kill()
@@ -76,7 +73,7 @@ def peer() -> Iterator[tuple[IpcTransport, EngineChannel, subprocess.Popen[bytes
         boxes.close()
 
 
-def send(end: IpcTransport, channel: EngineChannel, number: int, x: torch.Tensor) -> None:
+def send(end: EngineEnd, channel: EngineChannel, number: int, x: torch.Tensor) -> None:
     end.send(number, [x])
     channel.send(Echo(number=number, rows=len(x)))
 
@@ -141,7 +138,7 @@ def test_a_stream_goes_on_when_its_peer_has_ended() -> None:
         assert torch.equal(x + 1, torch.ones_like(x))
 
 
-def _end(process: subprocess.Popen[bytes], end: IpcTransport) -> None:
+def _end(process: subprocess.Popen[bytes], end: EngineEnd) -> None:
     process.kill()
     process.wait()
     end.release()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from coserve.engine.lora_server.ipc import PAGE, TO_ENGINE, TO_SERVER, IpcTransport, Part, ServerEnd, SharedPage
+from coserve.engine.lora_server.ipc import PAGE, TO_ENGINE, TO_SERVER, EngineEnd, Part, ServerEnd, SharedPage
 
 LIMIT = 60.0
 """Seconds after which a wait fails."""
@@ -64,7 +64,7 @@ class HostDriver(HostStream):
         self._memory.clear()
 
 
-def mailbox_ends(there: int, back: int) -> tuple[IpcTransport, ServerEnd]:
+def mailbox_ends(there: int, back: int) -> tuple[EngineEnd, ServerEnd]:
     """The engine's end and the server's, for messages of so many bytes."""
     memory, file = torch.empty(there + back, dtype=torch.uint8), os.memfd_create("mailbox")
     os.truncate(file, PAGE)
@@ -78,6 +78,6 @@ def mailbox_ends(there: int, back: int) -> tuple[IpcTransport, ServerEnd]:
     os.close(file)
     cpu = torch.device("cpu")
     return (
-        IpcTransport(Driver(cpu), ours, ours.address, cpu, first, second),
+        EngineEnd(Driver(cpu), ours, ours.address, cpu, first, second),
         ServerEnd(Driver(cpu), theirs, theirs.address, cpu, second, first),
     )

@@ -14,8 +14,8 @@ import torch
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.processes import obey_parent
-from coserve.engine.lora_server.connect import connect
 from coserve.engine.lora_server.messages import AnyFromServer, ServerConnected, StartServer, ToServer
+from coserve.engine.lora_server.server import connect, take_page
 from coserve.engine.lora_server.transport import TensorSpec
 
 
@@ -33,7 +33,8 @@ def main() -> None:
     start = channel.receive()
     assert isinstance(start, StartServer)
     torch.cuda.set_device(torch.device(start.device))
-    transport = connect(start)
+    assert start.mailbox is not None
+    transport = connect(start, take_page(start.mailbox.page))
     channel.send(ServerConnected())
     busy = torch.zeros(2048, 2048, device=start.device)
     with suppress(PeerLost):

@@ -26,7 +26,7 @@ from coserve.engine.lora_server.reading import PairsReader
 from coserve.engine.lora_server.running import Answered, RunningServers, Server
 from coserve.engine.lora_server.server import LoraServer, ReadPairs
 from coserve.engine.lora_server.terms import HeldPairs
-from coserve.engine.lora_server.transport import GlooTransport, Transport, gloo_group
+from coserve.engine.lora_server.transport import EngineTransport, ServerTransport, join_engine, join_servers
 from coserve.kernels.lora.segments import Segments
 from coserve.lora.files.tensorfile import digest_file
 from coserve.lora.store.files import load_adapter
@@ -66,7 +66,7 @@ def in_threads(
     readers: Callable[[ReadPairs], ReadPairs] = lambda read: read,
     deadline: float = 60.0,
     mailboxes: bool = False,
-    ends: Callable[[Transport], Transport] = lambda end: end,
+    ends: Callable[[ServerTransport], ServerTransport] = lambda end: end,
 ) -> RunningServers:
     """Servers as threads of this process; gloo connects them as it connects processes, or mailboxes do, in host memory.
     `readers` wraps how they read adapters, and `ends` their ends of transports. `deadline`: seconds that a message may
@@ -85,19 +85,16 @@ def in_threads(
     return RunningServers(1, found, [ours for ours, _ in pairs], told, deadline)
 
 
-def _gloo(base: Base, folder: Path, servers: int, deadline: float) -> list[tuple[Transport, Transport]]:
+def _gloo(base: Base, folder: Path, servers: int, deadline: float) -> Sequence[tuple[EngineTransport, ServerTransport]]:
     """The engine's end and the server's, for each server."""
-    with ThreadPoolExecutor(servers + 1) as ranks:
-        engine, *others = ranks.map(
-            lambda rank: gloo_group(str(folder / "ranks"), rank, servers + 1, 60.0), range(servers + 1)
-        )
-    return [
-        (GlooTransport(engine, rank, base.device, deadline), GlooTransport(other, 0, base.device, deadline))
-        for rank, other in enumerate(others, 1)
-    ]
+    settings = str(folder / "ranks"), servers, base.device, deadline
+    join = lambda index: join_engine(settings[0], index, *settings[1:])
+    with ThreadPoolExecutor(servers) as ranks:
+        theirs = ranks.map(join, range(servers))
+        return [*zip(join_servers(*settings), theirs, strict=True)]
 
 
-def _mailboxes(base: Base, servers: int) -> list[tuple[Transport, Transport]]:
+def _mailboxes(base: Base, servers: int) -> Sequence[tuple[EngineTransport, ServerTransport]]:
     return [mailbox_ends(*mailbox_sizes(base.spec, 64)) for _ in range(servers)]
 
 

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -35,7 +36,8 @@ from torch import Tensor
 from coserve.core.types import BaseSpec
 from coserve.engine.lora_server.gpu_driver import GpuDriver, IpcUnavailable, StreamOps
 from coserve.engine.lora_server.messages import Mailbox
-from coserve.engine.lora_server.transport import TensorSpec
+from coserve.engine.lora_server.transport import TensorSpec, within
+from coserve.kernels.gpu.device import use_device
 from coserve.memory.buffer import aligned
 
 TO_SERVER, TO_ENGINE, TRIAL_WORDS, GIVEN_UP, PAGE = 0, 64, 128, 256, 4096
@@ -47,8 +49,8 @@ BEYOND = 1 << 30
 AHEAD = 8
 """After so many exchanges a server's host waits for the end of those before them. A launch that finds the GPU's queue
 full, at some thousand kernels, may hold the launches of other threads, for as long as an engine hangs."""
-TRIAL_SPEC = TensorSpec((1 << 16,), torch.int32)
-"""The first message, which is sent back as it came."""
+TRIAL, TRIAL_SPEC = 1, TensorSpec((1 << 16,), torch.int32)
+"""Number and tensor of the first message, which is sent back as it came."""
 
 
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -61,7 +63,7 @@ class SharedPage:
     """A page of host memory that two processes and their GPUs share, zeros at first."""
 
     def __init__(self, file: int) -> None:
-        """`file`: descriptor of the page's file."""
+        """`file`: descriptor of the page's file, which may be closed then."""
         self._bytes = mmap.mmap(file, PAGE)
         self._words = memoryview(self._bytes).cast("I")
         self.address = torch.frombuffer(self._bytes, dtype=torch.uint8).data_ptr()
@@ -85,15 +87,9 @@ class Part:
         return replace(self, word=self.word + TRIAL_WORDS)
 
 
-def _nothing() -> None:
-    """No step was launched."""
-
-
 class IpcTransport:
-    """Implements `Transport`. `receive` does not wait: the stream does, so what comes is right only if the server is
+    """Implements `Transport`. `receive` does not wait: the stream does, so what comes is right only if the other end is
     not lost by the time it is read."""
-
-    recordable = True
 
     def __init__(
         self, ops: StreamOps, page: SharedPage, words: int, device: torch.device, sends: Part, receives: Part
@@ -101,26 +97,12 @@ class IpcTransport:
         """`words`: the page's address on the device; `sends`, `receives`: the mailbox, as this end uses it."""
         self._ops, self._page, self._words, self._device = ops, page, words, device
         self._sends, self._receives = sends, receives
-        self._steps, self._ended = 0, _nothing
-        """Steps so far, and what waits for the end of the last one on the device."""
 
     def for_trial(self) -> Self:
         """Return the same end for a message beside a step's, with words of its own, which are 0."""
         trial = copy(self)
         trial._sends, trial._receives = self._sends.for_trial(), self._receives.for_trial()
-        trial._ended = _nothing
         return trial
-
-    def renew(self) -> None:
-        """Forget the server before, at the engine's end: a next one is about to start, with a trial."""
-        self._page.write(GIVEN_UP, 0)
-        self.for_trial().begin()
-
-    def begin(self) -> None:
-        self._ended()
-        self._steps += 1
-        for part in (self._sends, self._receives):
-            self._page.write(part.word, 0)
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         """See `Transport`. Raises `ValueError` if the mailbox is too small."""
@@ -143,13 +125,37 @@ class IpcTransport:
             for start, spec in zip(starts, specs, strict=True)
         ]
 
+
+class EngineEnd(IpcTransport):
+    """Implements `EngineTransport`, for all starts of a server."""
+
+    recordable = True
+    _steps = 0
+    _ended: Callable[[], None] | None = None
+    """Waits for the end of the last step on the device."""
+
+    def renew(self) -> None:
+        """Forget the server before: a next one is about to start, with a trial."""
+        self._page.write(GIVEN_UP, 0)
+        self.for_trial()._clear()
+
+    def begin(self) -> None:
+        if self._ended is not None:
+            self._ended()
+        self._steps += 1
+        self._clear()
+
     def launched(self) -> None:
         self._ended = self._ops.mark()
 
     @property
     def waiting(self) -> tuple[int, int] | None:
-        steps, answered, sent = self._steps, self._page.read(self._receives.word), self._page.read(self._sends.word)
-        return (steps, sent) if sent > answered else None
+        answered, sent = self._page.read(self._receives.word), self._page.read(self._sends.word)
+        return (self._steps, sent) if sent > answered else None
+
+    @property
+    def left(self) -> bool:
+        return bool(self._page.read(GIVEN_UP))
 
     def leave(self) -> None:
         self._page.write(self._sends.word, BEYOND)
@@ -157,27 +163,23 @@ class IpcTransport:
     def release(self) -> None:
         self._page.write(self._receives.word, BEYOND)
 
-    @property
-    def left(self) -> bool:
-        return bool(self._page.read(GIVEN_UP))
-
-    def finish(self) -> None:
-        self._ops.mark()()
-
-    def close(self) -> None:
-        self.finish()
+    def _clear(self) -> None:
+        for part in (self._sends, self._receives):
+            self._page.write(part.word, 0)
 
 
 class ServerEnd(IpcTransport):
-    """A server's end, until `close`."""
+    """Implements `ServerTransport`, for one start of a server."""
 
     def __init__(
         self, driver: GpuDriver, page: SharedPage, words: int, device: torch.device, sends: Part, receives: Part
     ) -> None:
         """`driver`: of this mailbox alone, which it gives back."""
         super().__init__(driver, page, words, device, sends, receives)
-        self._driver, self._open, self._behind = driver, False, _nothing
-        """`_open`: whether a step's messages are received; `_behind`: what waits for the end of an exchange."""
+        self._driver, self._steps, self._open = driver, 0, False
+        """`_open`: whether a step's messages are received."""
+        self._behind: Callable[[], None] = lambda: None
+        """Waits for the end of an exchange on the device."""
 
     def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
         self._open = True
@@ -190,9 +192,9 @@ class ServerEnd(IpcTransport):
             self._behind = self._ops.mark()
 
     def finish(self) -> None:
-        super().finish()
+        self._ops.mark()()
         self._open, self._steps = False, self._steps + 1
-        if self.left:
+        if self._page.read(GIVEN_UP):
             raise ConnectionError("it is gone, or has sent nothing in a step for too long")
 
     @property
@@ -209,75 +211,115 @@ class ServerEnd(IpcTransport):
         self._page.write(self._receives.word, BEYOND)
 
     def close(self) -> None:
-        super().finish()
+        self._ops.mark()()
         self._driver.close()
 
 
+class Streams:
+    """A GPU's streams for exchanges. A stream waits for the peer, so no two threads use the same one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._free = device, list[torch.cuda.Stream]()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Run the block's work on a stream that no other block uses meanwhile. Nothing changes on a CPU."""
+        use_device(self._device)
+        if self._device.type != "cuda":
+            yield
+            return
+        try:
+            stream = self._free.pop()
+        except IndexError:  # torch has 32, and begins again with the first one
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            self._free.append(stream)
+
+
 class Mailboxes:
-    """An engine's mailboxes, one for each server, whoever opens it; they last until `close`."""
+    """An engine's mailboxes, one for each server, whoever opens it. Their memory, their pages and the stream on which
+    they are tried last until `close`: the next start may not get a page's address while it is registered, and torch's
+    32 streams would become those of other work."""
 
     def __init__(self, device: torch.device, spec: BaseSpec, servers: int, tokens: int) -> None:
         """Allocate them, for steps of up to `tokens` tokens. Raises `IpcUnavailable`, also without memory."""
-        self._driver, self._device = GpuDriver(device), device
-        self._there, self._back = mailbox_sizes(spec, tokens)
-        try:
-            self._own = [self._driver.allocate(self._there + self._back) for _ in range(servers)]
-        except BaseException:
-            self._driver.close()
-            raise
-        self._ends = dict[int, tuple[IpcTransport, int]]()
-        """The end of each server that was offered, for all its starts, and the descriptor of its page. A page that is
-        registered must not be unmapped: the next one may get its address, and would be refused."""
+        self._driver, self._device, self._streams = GpuDriver(device), device, Streams(device)
+        self._files, self._own = list[int](), list[tuple[EngineEnd, Mailbox]]()
+        with ExitStack() as failed:
+            failed.callback(self.close)
+            for _ in range(servers):
+                self._own.append(self._make(*mailbox_sizes(spec, tokens)))
+            failed.pop_all()
 
-    def offer(self, index: int) -> tuple[IpcTransport, Mailbox]:
-        """Return the engine's end for a server that is about to start, and what the server needs. The caller closes
-        `Mailbox.page` once the server has it. Raises `IpcUnavailable`."""
-        address, handle = self._own[index]
-        if index not in self._ends:
-            file = os.memfd_create("lora-server")
-            try:
-                os.truncate(file, PAGE)
-                page, words = _page(self._driver, file)
-                there, back = _parts(address, self._there, self._back)
-                self._ends[index] = IpcTransport(self._driver, page, words, self._device, there, back), file
-            except BaseException:
-                os.close(file)
-                raise
-        end, file = self._ends[index]
+    def _make(self, there: int, back: int) -> tuple[EngineEnd, Mailbox]:
+        address, handle = self._driver.allocate(there + back)
+        self._files.append(file := os.memfd_create("lora-server"))
+        os.truncate(file, PAGE)
+        page = SharedPage(file)
+        words = self._driver.register(page.address, PAGE)
+        end = EngineEnd(self._driver, page, words, self._device, *_parts(address, there, back))
+        return end, Mailbox(handle=handle, there=there, back=back, page=file, device=self._device.type)
+
+    def offer(self, index: int) -> tuple[EngineEnd, Mailbox]:
+        """Return the engine's end for a server that is about to start, and what the server needs."""
+        end, mailbox = self._own[index]
         end.renew()
-        device, sizes = self._device.type, {"there": self._there, "back": self._back}
-        return end, Mailbox(handle=handle, **sizes, page=os.dup(file), device=device)
+        return end, mailbox
+
+    def try_out(self, deadline: float, connected: Callable[[], None]) -> None:
+        """Exchange a message over each mailbox with a server that calls `answer_trial`. `connected` waits until all
+        have: it raises if one cannot. Raises `IpcUnavailable` if what comes back is wrong, or does not within
+        `deadline` seconds."""
+        with self._streams.one():
+            trials = [end.for_trial() for end, _ in self._own]
+            for trial in trials:
+                trial.send(TRIAL, [_trial(self._device)])
+            connected()
+            for trial in trials:
+                with within(deadline, trial.release):
+                    _receive_trial(trial)
 
     def close(self) -> None:
         """Give their memory back, once all servers have ended and no step will run. Raises `IpcUnavailable`."""
-        for end, _ in self._ends.values():
+        for end, _ in self._own:
             end.release()
             end.for_trial().release()
         self._driver.finish()
         self._driver.close()
-        for _, file in self._ends.values():
-            os.close(file)
-        self._ends.clear()
+        while self._files:
+            os.close(self._files.pop())
 
 
-def open_mailbox(mailbox: Mailbox, device: torch.device) -> ServerEnd:
-    """Return a server's end of a mailbox; the caller closes `mailbox.page`. Raises `IpcUnavailable`."""
+def open_mailbox(mailbox: Mailbox, page: SharedPage, device: torch.device) -> ServerEnd:
+    """Return a server's end of a mailbox. Raises `IpcUnavailable`."""
     if mailbox.device != device.type:
         raise IpcUnavailable(f"the engine computes on {mailbox.device}, and the LoRA server on {device.type}")
     driver = GpuDriver(device)
-    try:
+    with ExitStack() as failed:
+        failed.callback(driver.close)
         there, back = _parts(driver.open(mailbox.handle), mailbox.there, mailbox.back)
-        page, words = _page(driver, mailbox.page)
-    except BaseException:
-        driver.close()
-        raise
+        words = driver.register(page.address, PAGE)
+        failed.pop_all()
     return ServerEnd(driver, page, words, device, back, there)
 
 
-def _page(driver: GpuDriver, file: int) -> tuple[SharedPage, int]:
-    """Return the page of a file, and its address on the device."""
-    page = SharedPage(file)
-    return page, driver.register(page.address, PAGE)
+def answer_trial(trial: ServerEnd) -> None:
+    """Send the engine's first message back: see `Mailboxes.try_out`. Raises `IpcUnavailable` if it is wrong."""
+    trial.send(TRIAL, [_receive_trial(trial)])
+
+
+def _receive_trial(trial: IpcTransport) -> Tensor:
+    (found,) = trial.receive(TRIAL, [TRIAL_SPEC])
+    if not torch.equal(found.cpu(), _trial(torch.device("cpu"))):
+        raise IpcUnavailable("a message between two GPUs has arrived wrong, or too late")
+    return found
+
+
+def _trial(device: torch.device) -> Tensor:
+    return torch.arange(1, TRIAL_SPEC.shape[0] + 1, dtype=TRIAL_SPEC.dtype, device=device)
 
 
 def _parts(address: int, there: int, back: int) -> tuple[Part, Part]:

@@ -11,6 +11,9 @@ from msgspec import Struct
 from coserve.core.logs.setup import LogSettings
 from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec
 
+SLOTS = 1024
+"""Most adapters that an engine's servers hold at once."""
+
 
 class ToServer(Struct, frozen=True, tag=True, kw_only=True):
     """Base of the engine's messages."""

@@ -13,7 +13,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from coserve.engine.lora_server.placement import ServerPart
-from coserve.engine.lora_server.transport import TensorSpec, Transport
+from coserve.engine.lora_server.transport import EngineTransport, TensorSpec
 from coserve.kernels.lora.experts.interface import Pending
 from coserve.kernels.lora.segments import Segments
 from coserve.model.experts.shards import local_experts
@@ -25,7 +25,7 @@ class ServerConnection:
 
     index: int
     part: ServerPart
-    transport: Transport
+    transport: EngineTransport
 
 
 class RemoteStep:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import tempfile
 import threading
@@ -22,9 +21,8 @@ from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.processes import spawn_child
 from coserve.core.ranks import START_SILENCE
-from coserve.engine.lora_server.connect import connect_all, try_mailboxes, within
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
-from coserve.engine.lora_server.ipc import IpcTransport, Mailboxes
+from coserve.engine.lora_server.ipc import EngineEnd, Mailboxes
 from coserve.engine.lora_server.messages import (
     AnyFromServer,
     AnyToServer,
@@ -39,7 +37,7 @@ from coserve.engine.lora_server.messages import (
 )
 from coserve.engine.lora_server.placement import ServerPart, part_of
 from coserve.engine.lora_server.remote_step import RemoteStep, ServerConnection, step_slots
-from coserve.engine.lora_server.transport import Transport
+from coserve.engine.lora_server.transport import EngineTransport, join_servers, within
 from coserve.kernels.lora.segments import Segments
 
 log = logging.getLogger(__name__)
@@ -76,7 +74,7 @@ class RunningServers:
         self,
         start: int,
         servers: Sequence[Server],
-        transports: Sequence[Transport],
+        transports: Sequence[EngineTransport],
         answered: Answered,
         patience: float,
         note: str = "",
@@ -105,6 +103,7 @@ class RunningServers:
 
     @property
     def lost(self) -> bool:
+        """Whether a server is lost. One that has given up a step is, before its connection closes."""
         for connection in self.connections:
             if connection.transport.left:
                 self.lose(f"LoRA server {connection.index} has given up a step, in which this engine was silent")
@@ -218,8 +217,8 @@ def start_servers(
     seconds that they may take until they are about to connect; `launch`: starts a server, or connects to one that runs;
     None: as a child process; `meeting`: a folder that all these processes can write to; None: the system's for
     temporary files. The calling thread must live as long as they do. Raises
-    `RuntimeError` or `PeerLost` if one does not come up, and `IpcUnavailable`."""
-    servers, ends = list[Server](), list[IpcTransport]()
+    `PeerLost` or another `ConnectionError` if one does not come up, and `IpcUnavailable`."""
+    servers, ends = list[Server](), list[EngineEnd]()
     device, deadline = torch.device(settings[0].spec.device), settings[0].deadline
     try:
         with tempfile.TemporaryDirectory(dir=meeting) as folder:
@@ -234,14 +233,14 @@ def start_servers(
                 _expect(servers, ServerReady)
             for server in servers:
                 server.channel.send(ConnectTransport())
-            transports: Sequence[Transport] = ends
+            transports: Sequence[EngineTransport] = ends
             if mailboxes is None:
-                transports = connect_all(f"{folder}/servers", len(servers), device, deadline)
+                transports = join_servers(f"{folder}/servers", len(servers), device, deadline)
             with within(deadline, partial(_kill, servers)):
                 if mailboxes is None:  # a slow server still reads the rendezvous file when all are connected
                     _expect(servers, ServerConnected)
                 else:
-                    try_mailboxes(ends, device, deadline, partial(_expect, servers, ServerConnected))
+                    mailboxes.try_out(deadline, partial(_expect, servers, ServerConnected))
         return RunningServers(settings[0].start, servers, transports, answered, deadline, note)
     except BaseException:
         _kill(servers)
@@ -278,9 +277,6 @@ def _spawn(settings: StartServer) -> Server:
         except BaseException:
             ours.close()
             raise
-        finally:
-            for file in page:
-                os.close(file)
     channel = EngineChannel(ours, msgspec.msgpack.Decoder(AnyFromServer))
     channel.send(settings)
     return Server(process, channel, part_of(settings.spec, settings.index, settings.servers, settings.ep))

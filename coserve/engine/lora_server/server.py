@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +16,10 @@ from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.logs.format import log_event
 from coserve.core.logs.setup import set_up_logging
-from coserve.engine.lora_server.connect import SLOTS, Streams, connect
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
-from coserve.engine.lora_server.ipc import ServerEnd
+from coserve.engine.lora_server.ipc import ServerEnd, SharedPage, Streams, answer_trial, open_mailbox
 from coserve.engine.lora_server.messages import (
+    SLOTS,
     AnyFromServer,
     AnyToServer,
     BeginStep,
@@ -34,7 +35,7 @@ from coserve.engine.lora_server.messages import (
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.reading import PairsReader, ReadPairs
 from coserve.engine.lora_server.terms import HeldPairs, StepTerms
-from coserve.engine.lora_server.transport import TensorSpec, Transport
+from coserve.engine.lora_server.transport import ServerTransport, TensorSpec, join_engine
 from coserve.kernels.gpu.device import use_device
 from coserve.lora.store.store import READERS
 from coserve.state.folder import DataFolder
@@ -51,8 +52,9 @@ def serve(channel: ServerChannel) -> None:
     try:
         message = start_message(channel)
         set_up_logging(f"lora-server-{message.index}", message.logs)
+        page = None if message.mailbox is None else take_page(message.mailbox.page)
         with Streams(torch.device(message.device)).one():
-            serve_engine(channel, message)
+            serve_engine(channel, message, page)
     except ConnectionError:
         log_event(log, "LoRA server stops")
 
@@ -64,36 +66,64 @@ def start_message(channel: ServerChannel) -> StartServer:
     return message
 
 
+def take_page(file: int) -> SharedPage:
+    """Map a mailbox's page, and close its descriptor."""
+    try:
+        return SharedPage(file)
+    finally:
+        os.close(file)
+
+
 def serve_engine(
     channel: ServerChannel,
     message: StartServer,
+    page: SharedPage | None,
     share: Share = lambda read, _: read,
     connected: Callable[[], None] = lambda: None,
     opened: Callable[[ServerEnd], None] = lambda _: None,
 ) -> None:
-    """Serve an engine until it is gone, which raises `ConnectionError`. `connected` is called when it is connected;
-    `opened`: see `connect`. Steps run on the thread's stream, and adapters are read on the device's default one. Raises
-    as `LoraServer.run` does."""
+    """Serve an engine until it is gone, which raises `ConnectionError`. `page`: of its mailbox; `connected` is called
+    when it is connected; `opened`: see `connect`. Steps run on the thread's stream, and adapters are read on the
+    device's default one. Raises as `LoraServer.run` does."""
     torch.set_num_threads(message.threads)
     spec, device = message.spec, torch.device(message.device)
     part = part_of(spec, message.index, message.servers, message.ep)
-    use = partial(use_device, device)
-    use()
     pairs = HeldPairs(part.sites, SLOTS, device)
     read = PairsReader(part, spec, DataFolder(Path(message.data_dir)), device)
     channel.send(ServerReady())
     ready = channel.receive()
     assert isinstance(ready, ConnectTransport), f"expected to connect now, got {ready}"
     try:
-        transport = connect(message, opened)
+        transport = connect(message, page, opened)
     except IpcUnavailable as error:
         channel.send(ServerConnected(refused=str(error)))
         return
-    server = LoraServer(channel, transport, pairs, share(read, read.form), message.start, use)
+    server = LoraServer(channel, transport, pairs, share(read, read.form), message.start, partial(use_device, device))
     with closing(server), closing(transport):  # the device is at its end before pairs are freed
         channel.send(ServerConnected())
         connected()
         server.run(getattr(torch, spec.dtype))
+
+
+def connect(
+    settings: StartServer, page: SharedPage | None, opened: Callable[[ServerEnd], None] = lambda _: None
+) -> ServerTransport:
+    """Connect a server to its engine. `opened` is called with the end of a mailbox before this waits for a message of
+    it. Raises `IpcUnavailable`, or another `ConnectionError` if the engine or one of its servers does not connect
+    within `settings.deadline` seconds."""
+    device = torch.device(settings.device)
+    if settings.mailbox is None:
+        return join_engine(settings.rendezvous, settings.index, settings.servers, device, settings.deadline)
+    if page is None:
+        raise ConnectionError("it has sent no page for its mailbox")
+    end = open_mailbox(settings.mailbox, page, device)
+    with ExitStack() as failed:
+        failed.callback(end.close)
+        opened(trial := end.for_trial())
+        answer_trial(trial)
+        opened(end)
+        failed.pop_all()
+    return end
 
 
 class LoraServer:
@@ -102,7 +132,7 @@ class LoraServer:
     def __init__(
         self,
         channel: ServerChannel,
-        transport: Transport,
+        transport: ServerTransport,
         pairs: HeldPairs,
         read: ReadPairs,
         start: int,

@@ -15,8 +15,7 @@ from coserve.core.health import LoraServerInfo
 from coserve.core.link.lora_servers import socket_path
 from coserve.core.logs.format import log_event
 from coserve.core.types import AdapterDigests, AdapterRef
-from coserve.engine.lora_server.connect import SLOTS
-from coserve.engine.lora_server.messages import DropPairs, EnginesConnected, LoadPairs, PairsLoaded
+from coserve.engine.lora_server.messages import SLOTS, DropPairs, EnginesConnected, LoadPairs, PairsLoaded
 from coserve.engine.lora_server.recorded_step import RecordedStep
 from coserve.engine.lora_server.remote_step import RemoteStep, ServerConnection, step_slots
 from coserve.engine.lora_server.running import Answered, RunningServers, Told

@@ -11,8 +11,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from functools import partial
 
 import msgspec
@@ -22,11 +21,10 @@ from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
 from coserve.core.link.lora_servers import REFUSED, Hello, ListenerSettings
 from coserve.core.logs.format import log_event
-from coserve.engine.lora_server.connect import Streams
 from coserve.engine.lora_server.greeting import receive_hello, send_hello
-from coserve.engine.lora_server.ipc import ServerEnd
+from coserve.engine.lora_server.ipc import ServerEnd, SharedPage, Streams
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, EnginesConnected
-from coserve.engine.lora_server.server import ServerChannel, serve_engine, start_message
+from coserve.engine.lora_server.server import ServerChannel, serve_engine, start_message, take_page
 from coserve.engine.lora_server.shared_pairs import SharedPairs
 
 log = logging.getLogger(__name__)
@@ -74,13 +72,11 @@ class Sessions:
         try:
             with closing(channel):
                 theirs, files = receive_hello(connection)
-                with ExitStack() as received:
-                    for file in files:
-                        received.callback(os.close, file)
-                    send_hello(connection)
-                    if theirs != Hello():
-                        raise ConnectionError(f"it is of {theirs}, and this server of {Hello()}")
-                    self._serve(channel, connection, files)
+                page = take_page(files[0]) if files else None
+                send_hello(connection)
+                if theirs != Hello():
+                    raise ConnectionError(f"it is of {theirs}, and this server of {Hello()}")
+                self._serve(channel, connection, page)
         except ENGINES_ERRORS as error:
             log_event(log, "an engine has left", reason=str(error) or "it has closed the connection")
             if not isinstance(error, ConnectionError):
@@ -90,17 +86,13 @@ class Sessions:
             logging.shutdown()
             os._exit(1)
 
-    def _serve(self, channel: ServerChannel, connection: socket.socket, files: Sequence[int]) -> None:
+    def _serve(self, channel: ServerChannel, connection: socket.socket, page: SharedPage | None) -> None:
         message = msgspec.structs.replace(start_message(channel), device=str(self._device))
-        if message.mailbox is not None:
-            if not files:
-                raise ConnectionError("it has sent no page for its mailbox")
-            message = msgspec.structs.replace(message, mailbox=msgspec.structs.replace(message.mailbox, page=files[0]))
         channel.limit_sends(message.deadline)
         join = partial(self._join, channel)
         try:
             with closing(Watch(connection, message.deadline)) as watch, self._streams.one():
-                serve_engine(channel, message, self._pairs.reader, join, watch.look_at)
+                serve_engine(channel, message, page, self._pairs.reader, join, watch.look_at)
         finally:
             self._leave(channel)
 

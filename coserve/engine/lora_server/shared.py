@@ -19,11 +19,11 @@ from coserve.core.errors import LoraServersDiffer
 from coserve.core.link.link import PeerLost
 from coserve.core.link.lora_servers import Hello, socket_path
 from coserve.core.ranks import START_SILENCE
-from coserve.engine.lora_server.connect import within
 from coserve.engine.lora_server.greeting import receive_hello, send_hello
 from coserve.engine.lora_server.messages import AnyFromServer, StartServer
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.running import EngineChannel, Server
+from coserve.engine.lora_server.transport import within
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +52,6 @@ def connect_to_server(folder: Path, settings: StartServer) -> Server:
     except BaseException:
         failed.close()
         raise
-    finally:
-        for file in page:
-            os.close(file)
     part = part_of(settings.spec, settings.index, settings.servers, settings.ep)
     return Server(process, channel, part)
 

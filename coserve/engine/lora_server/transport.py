@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,9 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+ENGINE = 0
+"""The engine's rank in a gloo group; server i is rank i + 1."""
 
 
 @dataclass(frozen=True)
@@ -31,62 +35,68 @@ class Transport(Protocol):
     """One end of a connection. Both ends know the messages of a step, with their shapes and dtypes, from the socket's.
     The engine sends first, each message is answered, by the same number, and numbers increase from 1 within a step."""
 
-    recordable: bool
-    """Whether a CUDA graph can record a step's messages, and replay them for other steps, and after other starts of the
-    peer."""
-
-    def begin(self) -> None:
-        """Begin a step, at the engine's end, once the device has come to the end of the exchanges before. The server
-        must not know of this one."""
-        ...
-
-    def launched(self) -> None:
-        """Note, at the engine's end, that no exchange of the step will follow."""
-        ...
-
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         """Send a message without waiting for the peer. Raises `ConnectionError` if it is gone."""
         ...
 
     def receive(self, number: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Receive the message of this number. Raises `ConnectionError` if the peer is gone or does not send in time;
-        if the GPU's stream waits in place of the host, see `waiting`."""
+        where the GPU's stream waits in place of the host, somebody must watch the end."""
+        ...
+
+
+class EngineTransport(Transport, Protocol):
+    """The engine's end."""
+
+    recordable: bool
+    """Whether a CUDA graph can record a step's messages, and replay them for other steps, and after other starts of the
+    server."""
+
+    def begin(self) -> None:
+        """Begin a step, once the device has come to the end of the exchanges before. The server must not know of this
+        one."""
+        ...
+
+    def launched(self) -> None:
+        """Note that no exchange of the step will follow."""
         ...
 
     @property
     def waiting(self) -> tuple[int, int] | None:
-        """Return the step (counted from 1) and the number of the message for whose answer the engine's GPU waits, or
-        soon will; None: the answer is there, or `receive` waits itself."""
-        ...
-
-    def leave(self) -> None:
-        """Let the peer go on, at the engine's end: no message of the step will come."""
-        ...
-
-    def release(self) -> None:
-        """Let the GPU go on, although answers are missing: it reads garbage. The peer's process must have ended, or its
-        end of this transport."""
+        """Return the step (counted from 1) and the number of the message for whose answer the GPU waits, or soon will;
+        None: the answer is there, or `receive` waits itself."""
         ...
 
     @property
     def left(self) -> bool:
-        """Whether the server has given a step up, at the engine's end: answers since then are garbage."""
+        """Whether the server has given a step up: answers since then are garbage."""
         ...
 
+    def leave(self) -> None:
+        """Let the server go on: no message of the step will come."""
+        ...
+
+    def release(self) -> None:
+        """Let the GPU go on, although answers are missing: it reads garbage. The server's process must have ended, or
+        its end of this transport."""
+        ...
+
+
+class ServerTransport(Transport, Protocol):
+    """A server's end."""
+
     def finish(self) -> None:
-        """Wait until a step is over, at the server's end. Raises `ConnectionError` if it was given up."""
+        """Wait until a step is over. Raises `ConnectionError` if it was given up."""
         ...
 
     def close(self) -> None:
-        """End the server's end, once the device has come to the end of its exchanges."""
+        """End the transport, once the device has come to the end of its exchanges."""
         ...
 
 
 class GlooTransport:
     """Implements `Transport` by gloo's messages, whose tag is the message's number. Tensors on a GPU go through host
     memory: `send` waits for them, and `receive` for the message, while the GPU computes what was launched before."""
-
-    recordable = False
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device, deadline: float) -> None:
         """`device`: of tensors that are received; `deadline`: timeout of a message in seconds."""
@@ -95,12 +105,6 @@ class GlooTransport:
         self._deadline = timedelta(seconds=deadline)
         self._sent = deque[tuple[dist.Work, Tensor]]()
         """Messages that may still be on their way."""
-
-    def begin(self) -> None:
-        """See `Transport`: steps do not overlap, so a number is not in use any more."""
-
-    def launched(self) -> None:
-        """See `Transport`."""
 
     def send(self, number: int, tensors: Sequence[Tensor]) -> None:
         while self._sent and self._sent[0][0].is_completed():
@@ -118,31 +122,70 @@ class GlooTransport:
                 self._joined().recv([tensor], self._peer, 2 * number + place).wait(self._deadline)
         return [tensor.to(self._device) for tensor in found]
 
-    @property
-    def waiting(self) -> None:
-        return None
-
-    def leave(self) -> None:
-        """See `Transport`: the last transport to leave a group closes its connections."""
-        self._group = None
-
-    def release(self) -> None:
-        """See `Transport`: no GPU waits."""
-
-    @property
-    def left(self) -> bool:
-        return False
-
-    def finish(self) -> None:
-        """See `Transport`: `send` has waited for the device."""
-
-    def close(self) -> None:
-        self._group = None
-
     def _joined(self) -> dist.ProcessGroup:
         if self._group is None:
             raise ConnectionError("the engine has left")
         return self._group
+
+    def _leave(self) -> None:
+        self._group = None  # the last end to leave a group closes its connections
+
+
+class GlooEngineEnd(GlooTransport):
+    """Implements `EngineTransport`. Steps do not overlap and no GPU waits, so there is nothing to keep apart."""
+
+    recordable = False
+    waiting, left = None, False
+
+    def begin(self) -> None: ...
+
+    def launched(self) -> None: ...
+
+    def leave(self) -> None:
+        self._leave()
+
+    def release(self) -> None: ...
+
+
+class GlooServerEnd(GlooTransport):
+    """Implements `ServerTransport`: `send` has waited for the device."""
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None:
+        self._leave()
+
+
+def join_servers(path: str, servers: int, device: torch.device, deadline: float) -> list[GlooEngineEnd]:
+    """Connect an engine to its servers, each of which calls `join_engine`; return its ends in the servers' order.
+    `path`: the rendezvous file, which the first process creates; `deadline`: seconds until all have joined, and those
+    of each message. Raises `ConnectionError`."""
+    group = _join(path, ENGINE, servers, deadline)
+    return [GlooEngineEnd(group, index + 1, device, deadline) for index in range(servers)]
+
+
+def join_engine(path: str, index: int, servers: int, device: torch.device, deadline: float) -> GlooServerEnd:
+    """Connect server `index` to its engine: see `join_servers`."""
+    return GlooServerEnd(_join(path, index + 1, servers, deadline), ENGINE, device, deadline)
+
+
+def _join(path: str, rank: int, servers: int, deadline: float) -> dist.ProcessGroup:
+    with _connection():
+        store = dist.FileStore(path, servers + 1)  # type: ignore[attr-defined]
+        gloo: object = dist.ProcessGroupGloo(store, rank, servers + 1, timedelta(seconds=deadline))
+    return cast("dist.ProcessGroup", gloo)  # it has the same methods
+
+
+@contextmanager
+def within(seconds: float, late: Callable[[], None]) -> Iterator[None]:
+    """Call `late`, on another thread, if the block takes longer."""
+    timer = threading.Timer(seconds, late)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager
@@ -152,11 +195,3 @@ def _connection() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ConnectionError(str(error)) from error
-
-
-def gloo_group(path: str, rank: int, size: int, seconds: float) -> dist.ProcessGroup:
-    """Join a gloo group of `size` processes. `path`: the rendezvous file, which the first process creates. Raises
-    `RuntimeError` if not all have joined after `seconds`."""
-    store = dist.FileStore(path, size)  # type: ignore[attr-defined]
-    gloo: object = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
-    return cast("dist.ProcessGroup", gloo)  # it has the same methods
