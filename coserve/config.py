@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from coserve.core.access.settings import check_host, check_origin, check_secret
 from coserve.core.errors import ConfigError
 from coserve.core.logs.setup import LogSettings
 from coserve.core.options import Bounds, check_options, grouped, option
@@ -35,8 +35,6 @@ SECTIONS = {
 }
 """Maps the first setting of each section to the section's title, in the order of the settings below."""
 
-MIN_SECRET = 16
-"""Minimum characters of an API key. A random key of 16 characters cannot be guessed over a network."""
 GPU_TARGETS = 1.0, 0.05
 CPU_TARGETS = 2.0, 0.2
 """Default TTFT and TPOT targets of interactive requests in seconds: on a GPU, and on a CPU."""
@@ -62,7 +60,14 @@ class Config:
         "require 'Authorization: Bearer KEY' on every route but /health, /health/ready and /ping; at least 16 "
         "characters",
     )
-    allowed_hosts: tuple[str, ...] = option((), "further names allowed in the Host and Origin headers")
+    allowed_hosts: tuple[str, ...] = option(
+        (), "further names of this daemon, allowed in the Host header, and in Origin with any scheme and port"
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "web pages that may call the API from a browser (CORS), such as 'https://app.example'; '*': all, which needs "
+        "--api-key",
+    )
     tls_cert: Path | None = option(None, "PEM file with the certificate and its chain: serve HTTPS; needs --tls-key")
     tls_key: Path | None = option(None, "PEM file with the certificate's private key, without a passphrase")
     drain_seconds: float = option(
@@ -351,11 +356,14 @@ class Config:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert: expected both tls_cert and tls_key, got one")
         if self.api_key is not None:
-            _check_secret("api_key", self.api_key)
-        for name, hosts in (("host", (self.host,)), ("allowed_hosts", self.allowed_hosts)):
-            for host in hosts:
-                if not re.fullmatch(r"[A-Za-z0-9._-]+|[0-9A-Fa-f.:]*:[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*", host):
-                    raise ConfigError(f"{name}: expected a host name or address without a port, got {host!r}")
+            check_secret("api_key", self.api_key)
+        check_host("host", self.host)
+        for host in self.allowed_hosts:
+            check_host("allowed_hosts", host)
+        for origin in self.allowed_origins:
+            check_origin("allowed_origins", origin)
+        if "*" in self.allowed_origins and self.api_key is None:
+            raise ConfigError("allowed_origins: '*' lets every web page use the daemon; set api_key")
         if self.host not in ("127.0.0.1", "::1", "localhost") and self.api_key is None:
             raise ConfigError(f"host: {self.host!r} is not loopback; set api_key to serve others")
 
@@ -409,14 +417,6 @@ class Config:
 def sections() -> dict[str, list[str]]:
     """Return section titles with their settings' names."""
     return grouped(Config, SECTIONS)
-
-
-def _check_secret(name: str, secret: str) -> None:
-    """Raise `ConfigError` for a secret that is empty, short, or not valid in a header. The message never shows it."""
-    if len(secret) < MIN_SECRET:
-        raise ConfigError(f"{name}: expected at least {MIN_SECRET} characters, got {len(secret)}")
-    if not (secret.isascii() and secret.isprintable() and " " not in secret):
-        raise ConfigError(f"{name}: expected printable ASCII characters without blanks")
 
 
 def load_config(given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> Config:

@@ -32,6 +32,7 @@ SETTINGS = [
     "port",
     "api_key",
     "allowed_hosts",
+    "allowed_origins",
     "tls_cert",
     "tls_key",
     "drain_seconds",

@@ -32,6 +32,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "host": (*BLANK, "two hosts"),
     "allowed_hosts": (",", "a,", "a, ,b", "two hosts"),
+    "allowed_origins": (",", "app.example", "https://a.example/", "ftp://a.example"),
     "data_dir": BLANK,
     "data_root": BLANK,
     "config": BLANK,
@@ -124,6 +125,22 @@ def test_a_host_has_no_port() -> None:
         with pytest.raises(ConfigError, match=r"^allowed_hosts: expected a host name or address"):
             Config(allowed_hosts=hosts)
     assert Config(allowed_hosts=("fd00::1", "page.example")).allowed_hosts == ("fd00::1", "page.example")
+
+
+def test_an_origin_has_a_scheme_and_no_path() -> None:
+    for origin in (
+        "page.example",
+        "https://",
+        "https://a.example/",
+        "https://me@page.example",
+        "https://a:b",
+        "null",
+    ):
+        with pytest.raises(ConfigError, match=r"^allowed_origins: expected \* or a scheme, a name"):
+            Config(allowed_origins=(origin,))
+    with pytest.raises(ConfigError, match=r"^allowed_origins: '\*' lets every web page use the daemon; set api_key"):
+        Config(allowed_origins=("*",))
+    Config(allowed_origins=("https://page.example", "http://localhost:3000", "*"), api_key="x" * 16)
 
 
 def test_no_host_is_allowed_by_an_empty_name() -> None:

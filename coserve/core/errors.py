@@ -83,7 +83,8 @@ class Unauthorized(RequestError, code="unauthorized", status=401):
 
 
 class ForbiddenOrigin(RequestError, code="forbidden_origin", status=403):
-    """The request names a host or an origin that the daemon does not allow. Add the name to `--allowed-hosts`."""
+    """The request names a host or an origin that the daemon does not allow. Add the daemon's name to `--allowed-hosts`,
+    or the web page's origin to `--allowed-origins`."""
 
 
 class ForbiddenPath(RequestError, code="forbidden_path", status=403):

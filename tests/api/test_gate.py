@@ -162,6 +162,33 @@ async def test_pages_of_an_allowed_origin_read_answers(locked: Api) -> None:
     await locked.works()
 
 
+@pytest.mark.parametrize(
+    ("origins", "pages", "others"),
+    [
+        (
+            ("https://app.example", "HTTP://10.1.2.3:3000", "https://[fd00::1]:443"),
+            ("https://app.example", "http://10.1.2.3:3000", "https://[fd00::1]"),
+            ("http://app.example", "https://app.example:8443", "https://a.app.example", "http://10.1.2.3", "null"),
+        ),
+        (("*",), ("https://any.example:1", "null"), ()),
+    ],
+)
+async def test_pages_of_named_origins_use_the_api(
+    tmp_path: Path, origins: tuple[str, ...], pages: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    """Scheme, name and port count. Such a name is none of the daemon's own."""
+    auth = {"Authorization": f"Bearer {KEY}"}
+    async with serve_api(tmp_path / "data", api_key=KEY, allowed_origins=origins) as api:
+        for origin in (*pages, *others):
+            status = 200 if origin in pages else 403
+            async with api.http.get("/adapters", headers=auth | {"Origin": origin}) as response:
+                assert response.status == status, origin
+                shown = response.headers.get("Access-Control-Allow-Origin")
+                assert shown == (origin if origin in pages else None)
+        async with api.http.get("/adapters", headers=auth | {"Host": "app.example"}) as response:
+            assert response.status == 403
+
+
 async def test_probes_may_call_the_daemon_by_its_address(locked: Api) -> None:
     auth = {"Authorization": f"Bearer {KEY}"}
     for host in ("10.1.2.3:8000", "[fd00::1]:8000"):

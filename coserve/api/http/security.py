@@ -66,6 +66,7 @@ class Gate:
         address = _address(config.host)
         if config.host and not (address and address.is_unspecified):
             self._hosts |= {config.host.lower()}
+        self._origins = frozenset(map(_normalized, config.allowed_origins))
         self._public, self._identify, self._compressed = public, identify, compressed
 
     def check(self, request: web.Request) -> None:
@@ -80,15 +81,28 @@ class Gate:
                 "the Host header names none of this daemon's hosts; see --allowed-hosts", field="Host"
             )
         origin = request.headers.get("Origin")
-        if origin is not None and not (origin.startswith(("http://", "https://")) and _host(origin) in self._hosts):
-            raise ForbiddenOrigin("pages of this origin may not use the daemon; see --allowed-hosts", field="Origin")
         if origin is not None:
+            if not self._may_use(origin):
+                said = "pages of this origin may not use the daemon; see --allowed-origins"
+                raise ForbiddenOrigin(said, field="Origin")
             request[ORIGIN] = origin
         if is_preflight(request):
             return
         self._identify(request, public)
         if "Content-Encoding" in request.headers and request.match_info.route.name not in self._compressed:
             raise UnsupportedEncoding("compressed bodies are not accepted", field="Content-Encoding")
+
+    def _may_use(self, origin: str) -> bool:
+        """Return whether pages of an origin may use the daemon: those that the settings name, and those of the daemon's
+        own names, with any scheme and port."""
+        own = origin.startswith(("http://", "https://")) and _host(origin) in self._hosts
+        return own or "*" in self._origins or _normalized(origin) in self._origins
+
+
+def _normalized(origin: str) -> str:
+    """Return an origin as browsers send it: in lower case, without the scheme's default port."""
+    origin = origin.lower()
+    return origin.removesuffix(":443" if origin.startswith("https:") else ":80")
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
