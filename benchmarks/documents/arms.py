@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from typing import NamedTuple
 
 from benchmarks.documents.facts import KINDS, Document, Question
 from benchmarks.serving.http_daemon import serving
@@ -33,6 +34,14 @@ class Row:
     asked: int
     prompt_tokens: float
     """Mean of the prompts."""
+
+
+class Answered(NamedTuple):
+    """Whether an answer is right, the tokens of its prompt, and how many of them the prefix cache had."""
+
+    right: bool
+    tokens: int
+    cached: int
 
 
 def daemon(options: Sequence[str], folder: Path) -> contextlib.AbstractContextManager[str]:
@@ -67,18 +76,19 @@ class Arms:
         for kind in KINDS:
             own = [found for found, q in zip(answers, self._document.questions, strict=True) if q.kind == kind]
             if own:
-                count, size = sum(ok for ok, _ in own), fmean(tokens for _, tokens in own)
+                count, size = sum(each.right for each in own), fmean(each.tokens for each in own)
                 self._rows.append(Row(self._seed, self._document.name, arm, kind, count, len(own), size))
 
-    async def answers(self, adapter: str | None, context: str | None) -> list[tuple[bool, int]]:
-        """Whether each question is answered right, and the tokens of its prompt."""
+    async def answers(self, adapter: str | None, context: str | None) -> list[Answered]:
+        """How each question is answered."""
 
-        async def one(question: Question) -> tuple[bool, int]:
+        async def one(question: Question) -> Answered:
             asked = [{"role": "user", "content": in_prompt(question.text, context)}]
             answer = await self._client.generate(
                 messages=asked, adapter=adapter, temperature=0.0, max_tokens=ANSWER_TOKENS, slo_class="batch"
             )
-            return right(question, answer.choices[0].text), answer.usage.prompt_tokens
+            cached = answer.usage.prompt_tokens_details.cached_tokens
+            return Answered(right(question, answer.choices[0].text), answer.usage.prompt_tokens, cached)
 
         return list(await asyncio.gather(*(one(question) for question in self._document.questions)))
 

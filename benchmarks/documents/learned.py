@@ -1,6 +1,7 @@
 """Documents that become adapters, on invented facts: what the adapter answers without the document.
 
     python -m benchmarks.documents.learned --seconds 380 --cache C        (one GPU; 20 documents, 3 seeds)
+    python -m benchmarks.documents.learned --alone --seconds 400          (seconds and tokens of each arm by itself)
     python -m benchmarks.documents.learned --quality FILE                 (QuALITY, for those who have it)
     python -m benchmarks.documents.learned --cost --seconds 280           (GPU-seconds of a document of 4k tokens at 8B)
     python -m benchmarks.documents.learned --documents 2 --people 3 --questions 8 --per-chunk 8 --seeds 1 --steps 30 \\
@@ -27,9 +28,8 @@ floor) of the `template` questions, summed over documents; its interval is a boo
 `documents.floor`, `documents.context`: shares of right answers to the `template` questions. Where the base hardly reads
 what is in its prompt, `documents.recovered` says little.
 
-`documents.break_even`: requests about a document after which its `topk_kd` adapter has cost less time than the document
-in the prompts would have, found in the prefix cache. Measured at the end, on an idle daemon. No number: the adapter is
-not faster.
+Each arm's jobs have their seconds and tokens (`seconds_of`, `tokens_of`), beside other jobs. `--alone` measures what an
+arm takes by itself, `documents.ARM.alone_s`, and from it `documents.break_even` (`alone.py`).
 
 Rows are written after each arm of each document. The same command with the same `--out` goes on behind them, also where
 a daemon has stopped. No job begins after `--seconds`: the share is then told of fewer documents.
@@ -46,28 +46,23 @@ import tempfile
 import time
 import traceback
 import urllib.request
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import msgspec
-
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results, Target, summarize
+from benchmarks.documents.alone import alone
 from benchmarks.documents.arms import Arms, daemon, recovered, shares
 from benchmarks.documents.cost import cost
 from benchmarks.documents.facts import Document, documents
+from benchmarks.documents.learning import Learning, learn, means
 from benchmarks.documents.measured import Measured
 from benchmarks.documents.quality import articles
 from coserve.client import AsyncClient, Client, RetryPolicy
 from coserve.core.errors import CoserveError, Unreachable
-from coserve.core.schemas.documents import DocumentSettings, Recipe
-from coserve.core.training.settings import TrainingRequest
-from coserve.core.types import LoraSettings
 
 FILE, ROWS = "documents.json", "documents_rows.json"
 RECIPES = ("topk_kd", "cartridge", "ce", "lm")
@@ -78,7 +73,6 @@ ADAPTER_BYTES = 2 * 30 * 16 * (2 * (576 + 192) + 2 * (576 + 576) + 3 * (576 + 15
 KV_TOKENS = 1 << 17
 HOST_BYTES = 1 << 30
 """Each of several daemons on one GPU cannot plan its memory together with the others: 3 GB of keys and values."""
-ROUNDS = 3
 SILENCE = 900.0
 """Seconds without a byte after which a request is given up: a daemon that compiles beside others is slow."""
 RETRIES = RetryPolicy(reconnects=6)
@@ -121,35 +115,11 @@ def post(url: str, path: str, body: object) -> Any:  # noqa: ANN401 - JSON
         return json.loads(answer.read())
 
 
-@dataclass(frozen=True)
-class Learning:
-    """An arm that a job makes."""
-
-    arm: str
-    recipe: Recipe
-    settings: dict[str, Any]
-    """Of `document`, `training` or `lora`, by their names there."""
-
-    @classmethod
-    def of(cls, text: str) -> Learning:
-        """Read RECIPE, or NAME=RECIPE:SETTING=VALUE:..."""
-        name, _, rest = text.partition("=")
-        recipe, *given = (rest or name).split(":")
-        settings = {key: msgspec.json.decode(value) for key, _, value in (each.partition("=") for each in given)}
-        return cls(name, msgspec.convert(recipe, Recipe), settings)
-
-    def chosen(self, kind: type[msgspec.Struct]) -> dict[str, Any]:
-        """Return the settings that are fields of `kind`."""
-        return {name: value for name, value in self.settings.items() if name in kind.__struct_fields__}
-
-
 class Run:
     """All documents of a run, on several daemons."""
 
     def __init__(self, options: argparse.Namespace, results: Results) -> None:
         self._options, self._results, self._began = options, results, time.monotonic()
-        self._here = dict[str, dict[str, Any]]()
-        """A `topk_kd` job of each daemon, by URL."""
         self._measured = Measured(options.out / ROWS, {name: str(getattr(options, name)) for name in MEANING})
 
     @property
@@ -161,12 +131,7 @@ class Run:
         documents alone."""
         each, options = [list[tuple[int, Document]]() for _ in urls], self._options
         for seed in range(options.first_seed, options.first_seed + options.seeds):
-            made = (
-                documents(options.documents, options.people, options.questions, seed)
-                if options.quality is None
-                else articles(options.quality, options.documents, options.questions, seed)
-            )
-            for index, document in enumerate(made):
+            for index, document in enumerate(self._made(options.documents, seed)):
                 each[index % len(urls)].append((seed, document))
         ends = await asyncio.gather(
             *(self._on(url, own) for url, own in zip(urls, each, strict=True)), return_exceptions=True
@@ -174,31 +139,23 @@ class Run:
         for url, end in zip(urls, ends, strict=True):
             if end is not None:
                 print(f"the documents of {url} ended early:", *traceback.format_exception(end), flush=True)
-        if each[0] and ends[0] is None:
-            await self._break_even(urls[0], each[0])
         self.report()
 
-    async def _break_even(self, url: str, own: Sequence[tuple[int, Document]]) -> None:
-        """Time a document's questions with the adapter, and with the document in the prompts, by turns. The document
-        is one whose adapter this daemon has."""
-        job = self._here.get(url)
-        if job is None:
-            return
-        document = next(document for _, document in own if document.name == job["document"])
-        times = defaultdict[str, list[float]](list)
+    async def alone(self, url: str) -> None:
+        """See `alone`."""
+        options, learnings = self._options, self._learnings()
         async with AsyncClient(url, read_timeout=SILENCE, retry=RETRIES) as client:
-            arms = Arms(client, 0, document, [])
-            for turn in range(ROUNDS + 1):
-                for arm, adapter, context in (("adapter", job["name"], None), ("context", None, document.text)):
-                    began = time.perf_counter()
-                    await arms.answers(adapter, context)
-                    if turn:  # the first one fills the prefix cache
-                        times[arm].append((time.perf_counter() - began) / len(document.questions))
-        without, carried = (sorted(times[arm])[ROUNDS // 2] for arm in ("adapter", "context"))
-        about = {"learning_s": job["seconds"], "adapter_s": without, "context_s": carried}
-        print("a request:", about, flush=True)
-        if carried > without:
-            self._put("documents.break_even", job["seconds"] / (carried - without), "requests", about)
+            made = [*self._made(2, options.first_seed)]
+            await alone(client, options, made, learnings, self._put, lambda: self.over)
+
+    def _made(self, count: int, seed: int) -> Iterator[Document]:
+        options = self._options
+        if options.quality is None:
+            return documents(count, options.people, options.questions, seed)
+        return articles(options.quality, count, options.questions, seed)
+
+    def _learnings(self) -> list[Learning]:
+        return [Learning.of(text) for text in self._options.recipes.split(",") if text]
 
     async def _on(self, url: str, own: Sequence[tuple[int, Document]]) -> None:
         places, adapters = asyncio.Semaphore(self._options.at_once), list[str]()
@@ -228,12 +185,12 @@ class Run:
         cut = {"tokens": ids[: ADAPTER_BYTES // KV_BYTES]}
         truncated = (await asyncio.to_thread(post, url, "/detokenize", cut))["prompt"]
         await asyncio.gather(ask("floor"), ask("context", context=document.text), ask("truncated", context=truncated))
-        for learning in map(Learning.of, filter(None, self._options.recipes.split(","))):
+        for learning in self._learnings():
             if self.over or measured.has(seed, document.name, learning.arm):
                 continue
             name = f"{document.name}-{learning.arm}"
             try:
-                job = await self._learn(client, seed, document, learning, name)
+                job = await learn(client, self._options, seed, document, learning, name)
             except CoserveError as error:
                 if isinstance(error, Unreachable):
                     raise
@@ -242,7 +199,6 @@ class Run:
             measured.jobs.append(job)
             await ask(learning.arm, name)
             if learning.arm == "topk_kd":
-                self._here[url] = job
                 await ask("both", name, document.text)
                 if adapters:
                     await ask("wrong", adapters[-1])
@@ -250,38 +206,6 @@ class Run:
             self.report()
         own = [row for row in measured.rows if row.document == document.name]
         print(document.name, shares(own), f"{time.monotonic() - self._began:.0f} s", flush=True)
-
-    async def _learn(
-        self, client: AsyncClient, seed: int, document: Document, learning: Learning, name: str
-    ) -> dict[str, Any]:
-        """Have the daemon learn the document; return the job's record."""
-        options, recipe = self._options, learning.recipe
-        training: dict[str, Any] = {"seed": seed}
-        training |= {"steps": options.steps} if options.steps else {}
-        training |= {"learning_rate": options.learning_rate} if options.learning_rate else {}
-        settings: dict[str, Any] = {
-            "prefix_tokens": options.chunk_tokens // 8 if recipe == "encoder" else options.prefix_tokens,
-            "chunk_tokens": options.chunk_tokens,
-            "questions_per_chunk": options.per_chunk,
-            "replay": options.replay,
-            "lm_weight": options.lm_weight,  # None: what the daemon chooses
-            "answer_tokens": 64,
-            "publish": "always",
-        }
-        job = await client.learn(
-            name,
-            document.text,
-            recipe=recipe,
-            training=training | learning.chosen(TrainingRequest),
-            lora=learning.chosen(LoraSettings) or None,
-            **(settings | learning.chosen(DocumentSettings)),
-        )
-        info = await job.wait(progress=False)
-        assert info.document is not None and info.finished_at is not None and info.started_at is not None
-        about = {"seed": seed, "document": document.name, "recipe": learning.arm, "name": name}
-        about |= {"steps": info.step, "rows": info.rows, "trained_tokens": info.trained_tokens}
-        about |= {"seconds": round(info.finished_at - info.started_at, 2)}
-        return about | {"job": msgspec.to_builtins(info.document)}
 
     def report(self) -> None:
         """Write all rows, and the keys that can be told of them."""
@@ -302,14 +226,13 @@ class Run:
                 key = KEYS.get(arm, f"documents.{arm}.recovered")
                 asked = len({row.document for row in rows if row.arm == arm})
                 self._put(key, found[0], "fraction", about | {"documents": asked, "bootstrap_95": found[1]})
-        alone, carried = (fmean(row.prompt_tokens for row in rows if row.arm == arm) for arm in ("topk_kd", "context"))
-        self._put("documents.tokens_ratio", carried / alone, "ratio", {"with": carried, "without": alone})
+        bare, carried = (fmean(row.prompt_tokens for row in rows if row.arm == arm) for arm in ("topk_kd", "context"))
+        self._put("documents.tokens_ratio", carried / bare, "ratio", {"with": carried, "without": bare})
         for arm in dict.fromkeys(job["recipe"] for job in self._measured.jobs):
             jobs = [job for job in self._measured.jobs if job["recipe"] == arm]
             kept = [job["job"]["evaluation"]["retention"] for job in jobs]
             key = "documents.retention_loss" if arm == "topk_kd" else f"documents.{arm}.retention_loss"
-            seconds = fmean(job["seconds"] for job in jobs)
-            self._put(key, fmean(kept), "fraction", {"most": max(kept), "documents": len(jobs), "job_s": seconds})
+            self._put(key, fmean(kept), "fraction", {"most": max(kept), "documents": len(jobs)} | means(jobs))
 
     def _put(self, key: str, value: float, unit: str, about: dict[str, object]) -> None:
         if self._options.label:
@@ -345,6 +268,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="folder of compiled kernels, kept for the next run")
     parser.add_argument("--label", default="", help="keys become documents.LABEL.*: a run smaller than the real one")
     parser.add_argument("--cost", action="store_true", help="measure documents.gpu_s.4k instead")
+    parser.add_argument("--alone", action="store_true", help="measure what each arm takes by itself instead")
     options = parser.parse_args()
     options.began = time.monotonic()
     shown = {name: value for name, value in vars(options).items() if name not in ("out", "commit", "began", "cache")}
@@ -372,7 +296,7 @@ def main() -> None:
             with ThreadPoolExecutor() as together:
                 urls += together.map(started, range(1, options.daemons))
             print(f"{options.daemons} daemons after {time.monotonic() - options.began:.0f} s", flush=True)
-            asyncio.run(run.run(urls))
+            asyncio.run(run.alone(urls[0]) if options.alone else run.run(urls))
     summarize(FILE, options.out)
 
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.documents.arms import Row, recovered, right
 from benchmarks.documents.cost import phase_times
 from benchmarks.documents.facts import FACTS, Question, documents
-from benchmarks.documents.learned import Learning
+from benchmarks.documents.learning import Learning
 from benchmarks.documents.measured import Measured
 from benchmarks.documents.quality import articles
 from benchmarks.documents.reader import Reader

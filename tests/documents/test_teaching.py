@@ -91,11 +91,12 @@ async def test_answers_are_given_with_the_sentence_that_was_asked_about(tmp_path
         shown.append((job.phase, job.done, job.total))
 
     shown = list[tuple[str, int, int]]()
-    job, asker = DocumentJob(settings=DocumentSettings(questions_per_chunk=6)), Remembering()
+    job, asker = DocumentJob(settings=DocumentSettings(questions_per_chunk=6, replay=0.5)), Remembering()
     teaching = Teaching(job, Chunks(CHUNKS, 32), 3, tmp_path, tokenizer(), asker, show)  # type: ignore[arg-type]
     _, lessons = await teaching.run()
     assert len(lessons.taught) == 12
-    assert {(phase, total) for phase, _, total in shown} == {("questions", 12), ("answers", 32)}
+    assert {(phase, total) for phase, _, total in shown} == {("questions", 12), ("answers", 26)}
+    assert shown[-1] == ("answers", 26, 26)
     assert all(done <= total for _, done, total in shown)
     assert set(asker.asked.values()) == {f"{part}." for chunk in CHUNKS for part in chunk.strip(".").split(". ")}
     assert asker.shown == {lesson.question: asker.asked[lesson.question] for lesson in lessons.taught}

@@ -241,7 +241,8 @@ class Teaching:
                     await asyncio.to_thread(log.append, made)
                     found[key] = made
                     self._generated += made.generated
-                    if len(found) % max(1, min(MOST_UNSHOWN, len(work) // 8)) == 0:
+                    shown = len(found) % max(1, min(MOST_UNSHOWN, len(work) // 8)) == 0
+                    if shown or len(found) == len(work):
                         await self._progress(phase, await asyncio.to_thread(count, tuple(found.values())), total)
 
         async with task_group() as group:
