@@ -30,7 +30,7 @@ from coserve.api.openai.responses.schemas import (
     ResponseRequest,
     StoredItem,
 )
-from coserve.api.openai.responses.store import ResponseStore, stored_items
+from coserve.api.openai.responses.store import ResponseStore, decoded, stored_items
 from coserve.api.openai.schemas import ChatRequest, OpenAIError
 from coserve.core.errors import InvalidRequest
 from coserve.core.limits import PAGE_LIMIT
@@ -189,4 +189,4 @@ class ResponsesApi:
     async def list_input_items(self, request: web.Request, id: str) -> InputItemList:
         after, limit = list_query(request.query, ("order",), PAGE_LIMIT)
         items = behind(in_order(self._store.inputs(id), request.query), after)
-        return InputItemList.of(items[:limit], has_more=len(items) > limit)
+        return InputItemList.of(decoded(items[:limit]), has_more=len(items) > limit)

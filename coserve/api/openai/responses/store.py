@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,16 +26,23 @@ _PREFIXES = {
     "reasoning": "rs",
     "compaction": "cmp",
 }
-_ENTRY_BYTES = 300
+_ENTRY_BYTES = 360
 """Memory that an item's entry in the index takes."""
 _GONE = "it was not stored, was deleted or dropped for later ones, or the daemon was restarted"
+
+
+class EncodedItem(NamedTuple):
+    """An item of a stored response, as JSON. A list decodes those of its page alone."""
+
+    id: str
+    json: bytes
 
 
 @dataclass(slots=True, eq=False)
 class _Stored:
     response: bytes
-    items: tuple[bytes, ...]
-    """JSON of each of its own items, the output last. Those before them are its parents'."""
+    items: tuple[EncodedItem, ...]
+    """Its own items, the output last. Those before them are its parents'."""
     places: dict[str, int]
     """Index in `items` of each id, the first one that has it."""
     inputs: int
@@ -47,7 +55,7 @@ class _Stored:
     """Memory of its own items, bytes."""
 
     def __post_init__(self) -> None:
-        self.size = sum(map(len, self.items)) + len(self.items) * _ENTRY_BYTES
+        self.size = _bytes_of(self.items) + len(self.items) * _ENTRY_BYTES
 
     def chain(self) -> Iterator[_Stored]:
         """Yield the responses of its conversation, newest first."""
@@ -56,7 +64,7 @@ class _Stored:
             yield each
             each = each.parent
 
-    def conversation(self) -> list[bytes]:
+    def conversation(self) -> list[EncodedItem]:
         return [item for each in reversed(list(self.chain())) for item in each.items]
 
 
@@ -112,7 +120,8 @@ class ResponseStore:
         given = inputs if parent else [*before, *inputs]
         items = [*given, *map(_of_output, response.output)]
         places = {item.id: place for place, item in reversed(list(enumerate(items)))}
-        encoded = tuple(map(msgspec.json.Encoder().encode, items))
+        encode = msgspec.json.Encoder().encode
+        encoded = tuple(EncodedItem(item.id, encode(item)) for item in items)
         new = _Stored(b"".join(encode_json(response)), encoded, places, len(given), parent)
         if len(new.response) + sum(each.size for each in new.chain()) > self._most_bytes:
             return
@@ -125,36 +134,36 @@ class ResponseStore:
         """Return a response's JSON. Raises `NotFound`, also for one of another project."""
         return self._find(id)[1].response
 
-    def inputs(self, id: str) -> list[StoredItem]:
+    def inputs(self, id: str) -> list[EncodedItem]:
         """Return the items before a response's output, oldest first. Raises `NotFound`."""
         found = self._find(id)[1]
         before = [] if found.parent is None else found.parent.conversation()
-        return _decode([*before, *found.items[: found.inputs]])
+        return [*before, *found.items[: found.inputs]]
 
     def conversation(self, id: str) -> list[StoredItem]:
         """Return the items that come before the input of the next response. Raises `NotFound`, and `InvalidRequest` for
         more than `MAX_REQUEST_BYTES`."""
         field = "previous_response_id"
         items = self._find(id, field)[1].conversation()
-        if sum(map(len, items)) > MAX_REQUEST_BYTES:
+        if _bytes_of(items) > MAX_REQUEST_BYTES:
             raise _too_large(field)
-        return _decode(items)
+        return decoded(items)
 
     def items(self, ids: Mapping[int, str]) -> list[StoredItem]:
         """Return items of stored responses or their conversations. `ids`: each by its place in the request's `input`.
         Raises `NotFound` for that field, and `InvalidRequest` for more than `MAX_REQUEST_BYTES`."""
         seen = [project.items for name, project in self._projects.items() if principal().sees(name)]
-        found: list[bytes] = []
+        found: list[EncodedItem] = []
         left = MAX_REQUEST_BYTES
         for place, id in ids.items():
             owner = next((items[id][0] for items in seen if id in items), None)
             if owner is None:
                 raise NotFound(f"no item {id[:80]!r}: {_GONE}", field=f"input[{place}].id")
             found.append(owner.items[owner.places[id]])
-            left -= len(found[-1])
+            left -= len(found[-1].json)
             if left < 0:
                 raise _too_large(f"input[{place}].id")
-        return _decode(found)
+        return decoded(found)
 
     def remove(self, id: str) -> None:
         """Raises `NotFound`."""
@@ -172,8 +181,13 @@ def _too_large(field: str) -> InvalidRequest:
     return InvalidRequest(f"expected at most {MAX_REQUEST_BYTES} bytes of stored items in one request", field=field)
 
 
-def _decode(items: Sequence[bytes]) -> list[StoredItem]:
-    return msgspec.json.decode(b"[%s]" % b",".join(items), type=list[StoredItem])
+def _bytes_of(items: Iterable[EncodedItem]) -> int:
+    return sum(len(item.json) for item in items)
+
+
+def decoded(items: Sequence[EncodedItem]) -> list[StoredItem]:
+    """Return the items themselves."""
+    return msgspec.json.decode(b"[%s]" % b",".join(item.json for item in items), type=list[StoredItem])
 
 
 def stored_items(given: str | Sequence[InputItem]) -> list[StoredItem]:
