@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coserve.api.openai.responses.answers import new_response
 from coserve.api.openai.responses.schemas import Response, ResponseRequest, StoredItem
-from coserve.api.openai.responses.store import MAX_REQUEST_BYTES, ResponseStore, stored_items
+from coserve.api.openai.responses.store import MAX_REQUEST_BYTES, ResponseStore, decoded, stored_items
 from coserve.core.access.principal import DAEMON, Principal, Scope, act_as, principal
 from coserve.core.errors import InvalidRequest, NotFound
 
@@ -115,7 +115,7 @@ def test_a_response_whose_parent_was_dropped_meanwhile_has_its_items() -> None:
     store.remove("a")
     asked = ResponseRequest(input="x", previous_response_id="a")
     store.add(msgspec.structs.replace(new_response(asked, "m", 1), id="b"), before, ITEMS)
-    assert store.conversation("b") == store.inputs("b") == ITEMS * 2
+    assert store.conversation("b") == decoded(store.inputs("b")) == ITEMS * 2
 
 
 def test_a_project_keeps_its_part_whatever_others_store(request: pytest.FixtureRequest) -> None:
@@ -159,6 +159,6 @@ def test_conversations_are_those_of_whole_copies(steps: list[tuple[str, int, str
                 del copies[chosen]
         act_as(DAEMON)
         for id, items in copies.items():
-            assert store.conversation(id) == store.inputs(id) == items
+            assert store.conversation(id) == decoded(store.inputs(id)) == items
     finally:
         act_as(DAEMON)
