@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.common.results import Results, Target
@@ -28,10 +28,8 @@ def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
     place: one that asks, and ends there; one that answers as many questions of the document's words, and learns."""
     size = SMALL if options.tiny else FULL
     model = model_folder(folder / "model", size)
-    text = " ".join(str(row.get("text") or row.get("prompt")) for row in bundled_rows())
     tokenizer = Tokenizer.load(str(model))
-    ids = tokenizer.encode(text)
-    ids = (ids * (1 + 4096 // len(ids)))[: 256 if options.tiny else 4096]
+    ids = bundled_tokens(tokenizer, 256 if options.tiny else 4096)
     serving = ["--model", str(model), "--load-format", "dummy", "--device", size.device]
     with daemon([*serving, *options.serve.split()], folder) as url, Client(url) as client:
         client.wait_ready()
@@ -40,13 +38,10 @@ def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
             if seconds and time.monotonic() - options.began > options.seconds:
                 break
             asking, chunks = _asking(client, options, name, tokenizer.decode(tokens))
-            wanted = min(MAX_MESSAGES, options.per_chunk * chunks)
-            starts = ((at * len(tokens) // wanted) for at in range(wanted))
-            own = [f"{at}: {tokenizer.decode(tokens[start : start + QUESTION])}" for at, start in enumerate(starts)]
             job = client.learn(
                 name,
                 tokenizer.decode(tokens),
-                questions=[UserQuestion(text) for text in own],
+                questions=questions_of(tokenizer, tokens, options.per_chunk * chunks),
                 chunk_tokens=options.chunk_tokens,
                 answer_tokens=options.answer_tokens,
                 replay=options.replay,
@@ -66,6 +61,21 @@ def cost(options: argparse.Namespace, results: Results, folder: Path) -> None:
                 middle = sorted(seconds)[len(seconds) // 2]
                 target = None if options.tiny else Target(60, most=True)
                 results.put("documents.gpu_s.4k", middle, "s", target, seconds, about | {"phases": phases})
+
+
+def bundled_tokens(tokenizer: Tokenizer, count: int) -> list[int]:
+    """Return so many token ids of the bundled texts, repeated."""
+    ids = tokenizer.encode(" ".join(str(row.get("text") or row.get("prompt")) for row in bundled_rows()))
+    return (ids * (1 + count // len(ids)))[:count]
+
+
+def questions_of(tokenizer: Tokenizer, tokens: Sequence[int], count: int) -> list[UserQuestion]:
+    """Return so many different questions, as many as a request may have, of the words of a document."""
+    count = min(MAX_MESSAGES, count)
+    starts = [at * len(tokens) // count for at in range(count)]
+    return [
+        UserQuestion(f"{at}: {tokenizer.decode(tokens[start : start + QUESTION])}") for at, start in enumerate(starts)
+    ]
 
 
 def _asking(client: Client, options: argparse.Namespace, name: str, text: str) -> tuple[float, int]:
