@@ -10,6 +10,8 @@ from typing import Literal
 
 Kind = Literal["template", "reversed", "two_facts", "unanswerable", "choice"]
 KINDS: tuple[Kind, ...] = ("template", "reversed", "two_facts", "unanswerable", "choice")
+LETTERS = "ABCD"
+"""Of a choice's options."""
 MADE = KINDS[:4]
 
 _SYLLABLES = re.findall(r"\w+", "bra cor den fel gri hol jar kel lom mer nor ost pel quin ras sol tam ul ver wen yor")

@@ -55,14 +55,14 @@ from typing import Any
 from benchmarks.common.options import make_parser
 from benchmarks.common.results import Results, Target, summarize
 from benchmarks.documents.alone import alone
-from benchmarks.documents.arms import Arms, daemon, recovered, shares
+from benchmarks.documents.arms import LIKELIEST, Arms, choices, daemon, recovered, shares
 from benchmarks.documents.cost import cost
 from benchmarks.documents.facts import Document, documents
 from benchmarks.documents.learning import Learning, learn, means
 from benchmarks.documents.measured import Measured
 from benchmarks.documents.quality import articles
 from coserve.client import AsyncClient, Client, RetryPolicy
-from coserve.core.errors import CoserveError, Unreachable
+from coserve.core.errors import CoserveError, PromptTooLong, Unreachable
 
 FILE, ROWS = "documents.json", "documents_rows.json"
 RECIPES = ("topk_kd", "cartridge", "ce", "lm")
@@ -178,7 +178,10 @@ class Run:
 
         async def ask(arm: str, adapter: str | None = None, context: str | None = None) -> None:
             if not measured.has(seed, document.name, arm):
-                await arms.ask(arm, adapter, context)
+                try:
+                    await arms.ask(arm, adapter, context)
+                except PromptTooLong as error:  # an article that is longer than the base's context
+                    print(document.name, arm, error, flush=True)
                 measured.save()
 
         ids = (await asyncio.to_thread(post, url, "/tokenize", {"prompt": document.text}))["tokens"]
@@ -226,8 +229,12 @@ class Run:
                 key = KEYS.get(arm, f"documents.{arm}.recovered")
                 asked = len({row.document for row in rows if row.arm == arm})
                 self._put(key, found[0], "fraction", about | {"documents": asked, "bootstrap_95": found[1]})
-        bare, carried = (fmean(row.prompt_tokens for row in rows if row.arm == arm) for arm in ("topk_kd", "context"))
-        self._put("documents.tokens_ratio", carried / bare, "ratio", {"with": carried, "without": bare})
+        for arm in sorted({row.arm for row in rows if row.kind == LIKELIEST}):
+            self._put(f"documents.{arm}.choices", *choices(rows, arm))
+        sizes = [[row.prompt_tokens for row in rows if row.arm == arm] for arm in ("topk_kd", "context")]
+        if all(sizes):
+            bare, carried = map(fmean, sizes)
+            self._put("documents.tokens_ratio", carried / bare, "ratio", {"with": carried, "without": bare})
         for arm in dict.fromkeys(job["recipe"] for job in self._measured.jobs):
             jobs = [job for job in self._measured.jobs if job["recipe"] == arm]
             kept = [job["job"]["evaluation"]["retention"] for job in jobs]

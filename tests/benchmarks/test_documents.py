@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from random import Random
 
@@ -14,7 +13,6 @@ from benchmarks.documents.cost import phase_times
 from benchmarks.documents.facts import FACTS, Question, documents
 from benchmarks.documents.learning import Learning
 from benchmarks.documents.measured import Measured
-from benchmarks.documents.quality import articles
 from benchmarks.documents.reader import Reader
 from benchmarks.documents.reading import Batches
 from benchmarks.documents.relations import RELATIONS
@@ -24,30 +22,6 @@ from coserve.core.training.jobs import JobState
 from coserve.core.training.settings import TrainingRequest
 from coserve.core.types import LoraSettings
 from coserve.model.load import load_base
-
-
-def test_articles_of_quality_are_documents_of_choices(tmp_path: Path) -> None:
-    question = {"question": "Who sang?", "options": ["Ann", "Ben", "Cas", "Dan"]}
-    lines = [
-        {"title": "One", "article": "Ben\u2028sang.", "questions": [question | {"gold_label": 2}]},
-        {"title": "One", "article": "Ben\u2028sang.", "questions": [question | {"gold_label": 4}]},
-        {"title": "Test", "article": "Nobody knows.", "questions": [question]},
-    ]
-    path = tmp_path / "dev"
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    (found,) = articles(path, 5, 9, seed=0)
-    assert (found.text, [each.answers for each in found.questions]) == ("Ben\u2028sang.", [("B",), ("D",)])
-    first = found.questions[0]
-    assert "B. Ben" in first.text
-    assert [right(first, text) for text in ("B. Ben", " (B)", "Ben", "A", "Because")] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
-    article = Question("choice", "?", ("A",))
-    assert [right(article, text) for text in ("A", "A.", "A is right", "A man sang")] == [True, True, True, False]
 
 
 def test_answers_count_by_kind() -> None:
