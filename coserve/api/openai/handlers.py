@@ -38,6 +38,7 @@ from coserve.core.sampling import SamplingDefaults
 from coserve.core.schemas import STREAM_END, GenerateRequest
 
 RequestT = TypeVar("RequestT", bound=schemas.SharedParams)
+_generates = partial(openai_route, "POST", stream_end=True, errors=(404, 422))
 
 
 class OpenAIApi:
@@ -52,28 +53,22 @@ class OpenAIApi:
     def chat_template(self) -> str | None:
         return self._service.tokenizer.chat_template
 
-    @openai_route(
-        "POST",
+    @_generates(
         "/v1/completions",
         "Generate text, as OpenAI and vLLM do",
         response=schemas.Completion,
         events=schemas.Completion,
-        stream_end=True,
-        errors=(404, 422),
     )
     async def completions(self, request: web.Request, body: schemas.CompletionRequest) -> web.StreamResponse:
         if not body.stream:
             return json_response(await self.answer_completion(body))
         return await event_response(request, self._completion_chunks(body), openai_error, last=STREAM_END)
 
-    @openai_route(
-        "POST",
+    @_generates(
         "/v1/chat/completions",
         "Continue a chat, as OpenAI and vLLM do",
         response=schemas.ChatCompletion,
         events=schemas.ChatChunk,
-        stream_end=True,
-        errors=(404, 422),
     )
     async def chat_completions(self, request: web.Request, body: schemas.ChatRequest) -> web.StreamResponse:
         if not body.stream:
@@ -165,15 +160,12 @@ class OpenAIApi:
     async def delete_model(self, id: str) -> schemas.DeletedModel:
         return await delete_model(self._service, id)
 
-    @openai_route(
-        "POST",
+    @_generates(
         "/invocations",
         "Answer a body of `/v1/chat/completions` or `/v1/completions`: SageMaker's path",
         body=(schemas.ChatRequest, schemas.CompletionRequest),
         response=(schemas.ChatCompletion, schemas.Completion),
         events=(schemas.ChatChunk, schemas.Completion),
-        stream_end=True,
-        errors=(404, 422),
     )
     async def invoke(self, request: web.Request) -> web.StreamResponse:
         """Answer as vLLM does: the body says whether it is a chat or a completion."""

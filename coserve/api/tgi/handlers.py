@@ -28,6 +28,9 @@ from coserve.core.schemas import Choice, GenerateChunk, GenerateRequest
 from coserve.core.schemas.output_format import JsonSchema, StructuredOutputs
 
 DEFAULT_TOKENS = 100
+_generates = partial(
+    Route, "POST", dialect=True, events=schemas.TgiStreamEvent, errors=(404, 422), error_formats=(TGI_ERRORS,)
+)
 
 
 class TgiApi:
@@ -36,30 +39,17 @@ class TgiApi:
     def __init__(self, service: Service, config: Config) -> None:
         self._service, self._config = service, config
 
-    @Route(
-        "POST",
+    @_generates(
         "/",
         "Generate text, as the clients of LoRAX, TGI and huggingface_hub ask for it",
-        dialect=True,
         response=schemas.TgiResponse,
         listed=True,
-        events=schemas.TgiStreamEvent,
-        errors=(404, 422),
-        error_formats=(TGI_ERRORS,),
     )
     async def generate_root(self, request: web.Request, body: schemas.TgiRequest) -> web.StreamResponse:
         """Respond as TGI's root route: a list of one response, or a stream."""
         return await self._stream(request, body) if body.stream else json_response([await self._collect(body)])
 
-    @Route(
-        "POST",
-        "/generate_stream",
-        "Generate text as LoRAX and TGI do, a token an event",
-        dialect=True,
-        events=schemas.TgiStreamEvent,
-        errors=(404, 422),
-        error_formats=(TGI_ERRORS,),
-    )
+    @_generates("/generate_stream", "Generate text as LoRAX and TGI do, a token an event")
     async def generate_stream(self, request: web.Request, body: schemas.TgiRequest) -> web.StreamResponse:
         return await self._stream(request, body)
 

@@ -46,7 +46,7 @@ _PARAMS = {
 
 
 _error = partial(openai_error, params=_PARAMS)
-_route = partial(openai_route, error_formats=(ErrorFormat(OpenAIError, _error),))
+_post = partial(openai_route, "POST", errors=(404, 422), error_formats=(ErrorFormat(OpenAIError, _error),))
 
 
 class ResponsesApi:
@@ -72,14 +72,7 @@ class ResponsesApi:
                 found, low, high = (shorter, low, middle) if fits else (found, middle + 1, high)
         return found
 
-    @_route(
-        "POST",
-        "/v1/responses",
-        "Answer, as OpenAI's responses do",
-        response=Response,
-        events=ResponseEvent,
-        errors=(404, 422),
-    )
+    @_post("/v1/responses", "Answer, as OpenAI's responses do", response=Response, events=ResponseEvent)
     async def create_response(self, request: web.Request, body: ResponseRequest) -> web.StreamResponse:
         if not body.stream:
             return json_response(await self.answer(body))
@@ -88,21 +81,14 @@ class ResponsesApi:
         events = self._stored(body, before, ResponseEvents(body).of(self._api.chat_chunks(chat)))
         return await event_response(request, events, _error, event_of=lambda event: event.type)
 
-    @_route(
-        "POST",
-        "/v1/responses/input_tokens",
-        "Count the tokens of a response's prompt",
-        errors=(404, 422),
-    )
+    @_post("/v1/responses/input_tokens", "Count the tokens of a response's prompt")
     async def count_input_tokens(self, body: ResponseRequest) -> InputTokens:
         _, chat = await self._chat(self._complete(body))
         return InputTokens(input_tokens=await self._api.prompt_tokens(chat))
 
-    @_route(
-        "POST",
+    @_post(
         "/v1/responses/compact",
         "Make a conversation shorter: its summary replaces all but the messages to the assistant",
-        errors=(404, 422),
     )
     async def compact(self, body: CompactRequest) -> CompactedResponse:
         plain = msgspec.structs.replace(
