@@ -8,34 +8,26 @@ from typing import Any
 
 import msgspec
 
-from coserve.api.anthropic.schemas import (
-    EventDelta,
-    Message,
-    MessageEvent,
-    MessageUsage,
-    OutputBlock,
-    StopReason,
-    TextBlock,
-    ThinkingBlock,
-    ToolUseBlock,
-)
+from coserve.api.anthropic import schemas
 from coserve.api.openai.schemas import ChatChunk, ChatChunkChoice, ChatCompletion, ChatFinish, ToolCallDelta
 from coserve.core.schemas import Usage
 
-_REASONS: dict[ChatFinish, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
+_REASONS: dict[ChatFinish, schemas.StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def message(chat: ChatCompletion) -> Message:
+def message(chat: ChatCompletion) -> schemas.Message:
     (choice,) = chat.choices
-    answer, content = choice.message, list[OutputBlock]()
+    answer, content = choice.message, list[schemas.OutputBlock]()
     if isinstance(answer.reasoning_content, str):
-        content.append(ThinkingBlock(thinking=answer.reasoning_content))
+        content.append(schemas.ThinkingBlock(thinking=answer.reasoning_content))
     if answer.content:
-        content.append(TextBlock(text=answer.content))
+        content.append(schemas.TextBlock(text=answer.content))
     for call in answer.tool_calls or []:
-        content.append(ToolUseBlock(id=call.id, name=call.function.name, input=_object(call.function.arguments)))
+        content.append(
+            schemas.ToolUseBlock(id=call.id, name=call.function.name, input=_object(call.function.arguments))
+        )
     reason, sequence = _ending(choice.finish_reason, choice.stop_reason)
-    return Message(
+    return schemas.Message(
         id=_new_id(),
         model=chat.model,
         content=content,
@@ -57,15 +49,15 @@ def _object(arguments: str) -> dict[str, Any]:
         return {}
 
 
-def _ending(finish: ChatFinish, stop: object) -> tuple[StopReason, str | None]:
+def _ending(finish: ChatFinish, stop: object) -> tuple[schemas.StopReason, str | None]:
     if finish == "stop" and isinstance(stop, str):
         return "stop_sequence", stop
     return _REASONS.get(finish, "end_turn"), None
 
 
-def _usage(usage: Usage) -> MessageUsage:
+def _usage(usage: Usage) -> schemas.MessageUsage:
     cached = usage.prompt_tokens_details.cached_tokens
-    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached)
+    return schemas.MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cache_read_input_tokens=cached)
 
 
 class MessageEvents:
@@ -73,57 +65,59 @@ class MessageEvents:
 
     def __init__(self) -> None:
         self._index = -1
-        self._open: OutputBlock | None = None
+        self._open: schemas.OutputBlock | None = None
         """The block that is being sent, as it began."""
 
-    async def of(self, chunks: AsyncGenerator[ChatChunk, None]) -> AsyncGenerator[MessageEvent, None]:
+    async def of(self, chunks: AsyncGenerator[ChatChunk, None]) -> AsyncGenerator[schemas.MessageEvent, None]:
         """Yield the events. Raises what `chunks` raises."""
-        ending, usage, begun = EventDelta(), MessageUsage(0, 0), False
+        ending, usage, begun = schemas.EventDelta(), schemas.MessageUsage(0, 0), False
         async for chunk in chunks:
             if isinstance(chunk.usage, Usage):
                 usage = _usage(chunk.usage)
             if not begun:
                 begun = True
-                yield MessageEvent(type="message_start", message=Message(id=_new_id(), model=chunk.model, usage=usage))
+                yield schemas.MessageEvent(
+                    type="message_start", message=schemas.Message(id=_new_id(), model=chunk.model, usage=usage)
+                )
             for choice in chunk.choices:
                 for event in self._of_choice(choice):
                     yield event
                 if choice.finish_reason is not None:
                     reason, sequence = _ending(choice.finish_reason, choice.stop_reason)
-                    ending = EventDelta(stop_reason=reason, stop_sequence=sequence)
+                    ending = schemas.EventDelta(stop_reason=reason, stop_sequence=sequence)
         for event in self._end():
             yield event
-        yield MessageEvent(type="message_delta", delta=ending, usage=usage)
-        yield MessageEvent(type="message_stop")
+        yield schemas.MessageEvent(type="message_delta", delta=ending, usage=usage)
+        yield schemas.MessageEvent(type="message_stop")
 
-    def _of_choice(self, choice: ChatChunkChoice) -> Iterator[MessageEvent]:
+    def _of_choice(self, choice: ChatChunkChoice) -> Iterator[schemas.MessageEvent]:
         delta = choice.delta
         if isinstance(delta.reasoning_content, str):
-            if not isinstance(self._open, ThinkingBlock):
-                yield from self._begin(ThinkingBlock(thinking=""))
-            yield self._delta(EventDelta(type="thinking_delta", thinking=delta.reasoning_content))
+            if not isinstance(self._open, schemas.ThinkingBlock):
+                yield from self._begin(schemas.ThinkingBlock(thinking=""))
+            yield self._delta(schemas.EventDelta(type="thinking_delta", thinking=delta.reasoning_content))
         if isinstance(delta.content, str) and delta.content:
-            if not isinstance(self._open, TextBlock):
-                yield from self._begin(TextBlock(text=""))
-            yield self._delta(EventDelta(type="text_delta", text=delta.content))
+            if not isinstance(self._open, schemas.TextBlock):
+                yield from self._begin(schemas.TextBlock(text=""))
+            yield self._delta(schemas.EventDelta(type="text_delta", text=delta.content))
         for call in delta.tool_calls or []:
             yield from self._call(call)
 
-    def _call(self, call: ToolCallDelta) -> Iterator[MessageEvent]:
+    def _call(self, call: ToolCallDelta) -> Iterator[schemas.MessageEvent]:
         if isinstance(call.id, str):
-            yield from self._begin(ToolUseBlock(id=call.id, name=call.function.name or "", input={}))
+            yield from self._begin(schemas.ToolUseBlock(id=call.id, name=call.function.name or "", input={}))
         if call.function.arguments:
-            yield self._delta(EventDelta(type="input_json_delta", partial_json=call.function.arguments))
+            yield self._delta(schemas.EventDelta(type="input_json_delta", partial_json=call.function.arguments))
 
-    def _begin(self, block: OutputBlock) -> Iterator[MessageEvent]:
+    def _begin(self, block: schemas.OutputBlock) -> Iterator[schemas.MessageEvent]:
         yield from self._end()
         self._open, self._index = block, self._index + 1
-        yield MessageEvent(type="content_block_start", index=self._index, content_block=block)
+        yield schemas.MessageEvent(type="content_block_start", index=self._index, content_block=block)
 
-    def _end(self) -> Iterator[MessageEvent]:
+    def _end(self) -> Iterator[schemas.MessageEvent]:
         if self._open is not None:
             self._open = None
-            yield MessageEvent(type="content_block_stop", index=self._index)
+            yield schemas.MessageEvent(type="content_block_stop", index=self._index)
 
-    def _delta(self, delta: EventDelta) -> MessageEvent:
-        return MessageEvent(type="content_block_delta", index=self._index, delta=delta)
+    def _delta(self, delta: schemas.EventDelta) -> schemas.MessageEvent:
+        return schemas.MessageEvent(type="content_block_delta", index=self._index, delta=delta)

@@ -9,40 +9,30 @@ from msgspec import UNSET, Meta, UnsetType
 
 from coserve.api.http.body_types import Unsupported
 from coserve.api.openai.schemas import ModelName
-from coserve.core.limits import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    AuthorName,
-    PositiveTokenCount,
-    StopTexts,
-    Temperature,
-    Text,
-    TopK,
-    TopP,
-)
+from coserve.core import limits
 from coserve.core.messages import MAX_TOOLS
 from coserve.core.schemas.output_format import JsonSchema
 from coserve.core.types import SloClass, Wire
 
 
 class TextBlock(Wire, frozen=True, omit_defaults=True, tag_field="type", tag="text"):
-    text: Text
+    text: limits.Text
     citations: Any = None
     cache_control: Any = None
     """Ignored: prefixes are cached without it."""
 
 
 class ToolUseBlock(Wire, frozen=True, omit_defaults=True, tag_field="type", tag="tool_use"):
-    id: AuthorName
-    name: AuthorName
+    id: limits.AuthorName
+    name: limits.AuthorName
     input: dict[str, Any]
     caller: Any = None
     cache_control: Any = None
 
 
 class ToolResultBlock(Wire, frozen=True, tag_field="type", tag="tool_result"):
-    tool_use_id: AuthorName
-    content: Text | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
+    tool_use_id: limits.AuthorName
+    content: limits.Text | Annotated[list[TextBlock], Meta(max_length=limits.MAX_PARTS)] | None = None
     is_error: bool | None = None
     """Ignored: the model reads the result's text."""
     cache_control: Any = None
@@ -51,7 +41,7 @@ class ToolResultBlock(Wire, frozen=True, tag_field="type", tag="tool_result"):
 class ThinkingBlock(Wire, frozen=True, tag_field="type", tag="thinking"):
     """Reasoning of an earlier answer, for chat templates that read it."""
 
-    thinking: Text
+    thinking: limits.Text
     signature: Any = ""
 
 
@@ -68,15 +58,15 @@ class InputMessage(Wire, frozen=True):
     """Images and documents are refused. A last message of the assistant is the beginning of the answer."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | Annotated[list[InputBlock], Meta(max_length=MAX_PARTS)]
+    content: limits.Text | Annotated[list[InputBlock], Meta(max_length=limits.MAX_PARTS)]
 
 
 class CustomTool(Wire, frozen=True):
     """A tool of the client. Tools that the server would run are refused."""
 
-    name: AuthorName
+    name: limits.AuthorName
     input_schema: JsonSchema
-    description: Text | None = None
+    description: limits.Text | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
     input_examples: Any = None
@@ -86,7 +76,7 @@ class CustomTool(Wire, frozen=True):
 
 class ToolChoice(Wire, frozen=True):
     type: Literal["auto", "any", "tool", "none"]
-    name: AuthorName | None = None
+    name: limits.AuthorName | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -111,10 +101,10 @@ class OutputConfig(Wire, frozen=True):
 class CountTokensRequest(Wire, frozen=True, kw_only=True):
     """`POST /v1/messages/count_tokens`. Fields of type any are ignored."""
 
-    messages: Annotated[list[InputMessage], Meta(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[InputMessage], Meta(max_length=limits.MAX_MESSAGES)]
     model: ModelName | None = None
     """The base's name (or null), or an adapter."""
-    system: Text | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
+    system: limits.Text | Annotated[list[TextBlock], Meta(max_length=limits.MAX_PARTS)] | None = None
     tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -129,12 +119,12 @@ class CountTokensRequest(Wire, frozen=True, kw_only=True):
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     """`POST /v1/messages`. Fields of type any are ignored, except `container` and `mcp_servers`, which are refused."""
 
-    max_tokens: PositiveTokenCount
-    stop_sequences: StopTexts | None = None
+    max_tokens: limits.PositiveTokenCount
+    stop_sequences: limits.StopTexts | None = None
     stream: bool = False
-    temperature: Temperature | None = None
-    top_k: TopK | None = None
-    top_p: TopP | None = None
+    temperature: limits.Temperature | None = None
+    top_k: limits.TopK | None = None
+    top_p: limits.TopP | None = None
     slo_class: SloClass | None = None
     """Class whose latency targets in the daemon's settings apply; null: `interactive`."""
     metadata: Any = None

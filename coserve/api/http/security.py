@@ -18,17 +18,7 @@ from aiohttp.typedefs import Middleware
 
 from coserve.api.http.responses import ErrorFormat, error_response
 from coserve.config import Config
-from coserve.core.errors import (
-    BodyTooLarge,
-    CoserveError,
-    ForbiddenOrigin,
-    InternalError,
-    InvalidRequest,
-    MethodNotAllowed,
-    NotFound,
-    TooManyConnections,
-    UnsupportedEncoding,
-)
+from coserve.core import errors
 
 log = logging.getLogger(__name__)
 
@@ -77,20 +67,20 @@ class Gate:
         # Probes use the daemon's address as host, or none. DNS rebinding, which this check prevents, needs a host name.
         probes = public and ("Host" not in request.headers or _address(host) is not None)
         if host not in self._hosts and not probes:
-            raise ForbiddenOrigin(
+            raise errors.ForbiddenOrigin(
                 "the Host header names none of this daemon's hosts; see --allowed-hosts", field="Host"
             )
         origin = request.headers.get("Origin")
         if origin is not None:
             if not self._may_use(origin):
                 said = "pages of this origin may not use the daemon; see --allowed-origins"
-                raise ForbiddenOrigin(said, field="Origin")
+                raise errors.ForbiddenOrigin(said, field="Origin")
             request[ORIGIN] = origin
         if is_preflight(request):
             return
         self._identify(request, public)
         if "Content-Encoding" in request.headers and request.match_info.route.name not in self._compressed:
-            raise UnsupportedEncoding("compressed bodies are not accepted", field="Content-Encoding")
+            raise errors.UnsupportedEncoding("compressed bodies are not accepted", field="Content-Encoding")
 
     def _may_use(self, origin: str) -> bool:
         """Return whether pages of an origin may use the daemon: those that the settings name, and those of the daemon's
@@ -129,7 +119,7 @@ def guard(
     check: Callable[[web.Request], Awaitable[None]],
     count: Callable[[str, int], None],
     format_of: Callable[[web.Request], ErrorFormat],
-    no_such_path: Callable[[str], NotFound],
+    no_such_path: Callable[[str], errors.NotFound],
 ) -> Middleware:
     """Return the middleware. `check` raises for a request that is refused before its body is read; `count` gets the
     route and status of each response; `format_of` gives a request's error format, `no_such_path` the error for a path
@@ -144,7 +134,7 @@ def guard(
             await request.writer.drain()  # earlier responses of this connection that are not read yet
             await check(request)
             response = _allowed(request) if is_preflight(request) else await handler(request)
-        except CoserveError as error:
+        except errors.CoserveError as error:
             response = _respond(request, error, error_format)
         except web.HTTPException as error:
             response = error_response(_translate(error, lambda: no_such_path(request.path)), error_format)
@@ -156,7 +146,7 @@ def guard(
             log.exception("request %s failed", request[REQUEST_ID])
             if BEGUN in request:
                 raise ConnectionResetError("the response broke off") from None
-            response = _respond(request, InternalError("internal error"), error_format)
+            response = _respond(request, errors.InternalError("internal error"), error_format)
         if response.status in (401, 403, 408, 413, 415):
             response.force_close()  # the rest of the body is not read
         count(request.match_info.route.name or "none", response.status)
@@ -175,8 +165,8 @@ def _allowed(request: web.Request) -> web.Response:
     return web.Response(status=204, headers=headers)
 
 
-def _respond(request: web.Request, error: CoserveError, error_format: ErrorFormat) -> web.StreamResponse:
-    if error.status >= 500 and not isinstance(error, TooManyConnections):  # logged elsewhere, once for a flood
+def _respond(request: web.Request, error: errors.CoserveError, error_format: ErrorFormat) -> web.StreamResponse:
+    if error.status >= 500 and not isinstance(error, errors.TooManyConnections):  # logged elsewhere, once for a flood
         log.warning("request %s: %s: %s", request[REQUEST_ID], error.code, error.message)
     response = error_response(error, error_format)
     if error.status == 401:
@@ -184,18 +174,20 @@ def _respond(request: web.Request, error: CoserveError, error_format: ErrorForma
     return response
 
 
-def _translate(error: web.HTTPException, no_such_path: Callable[[], NotFound]) -> CoserveError:
+def _translate(error: web.HTTPException, no_such_path: Callable[[], errors.NotFound]) -> errors.CoserveError:
     """Return our error for one of aiohttp's own."""
     if isinstance(error, web.HTTPMethodNotAllowed):
-        return MethodNotAllowed(f"expected {' or '.join(sorted(error.allowed_methods))}, got {error.method[:80]}")
+        return errors.MethodNotAllowed(
+            f"expected {' or '.join(sorted(error.allowed_methods))}, got {error.method[:80]}"
+        )
     match error.status:
         case 404:
             return no_such_path()
         case 413:
-            return BodyTooLarge("the body is too large")
+            return errors.BodyTooLarge("the body is too large")
         case status if status < 500:
-            return InvalidRequest(f"the request is refused: {error.reason}")
-    return InternalError("internal error")
+            return errors.InvalidRequest(f"the request is refused: {error.reason}")
+    return errors.InternalError("internal error")
 
 
 async def finish_headers(request: web.Request, response: web.StreamResponse) -> None:

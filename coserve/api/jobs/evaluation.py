@@ -15,15 +15,8 @@ from coserve.api.generation.async_tokenizer import AsyncTokenizer
 from coserve.api.generation.prompts import check_generate, encode_prompt
 from coserve.api.jobs.recorder import JobRecorder
 from coserve.api.node import Node
+from coserve.core import errors
 from coserve.core.cancellation import task_group
-from coserve.core.errors import (
-    CheckpointUnreadable,
-    CorpusError,
-    CoserveError,
-    EngineUnavailable,
-    InvalidRequest,
-    RequestError,
-)
 from coserve.core.link.jobs import JobNote, JobSnapshot
 from coserve.core.schemas import EvalRequest, EvalResult, EvalScore, GenerateRequest
 from coserve.core.schemas.evaluation import MAX_EVAL_ROWS
@@ -53,7 +46,7 @@ class JobTest(Wire, frozen=True):
             with read_errors():
                 return decode_json(path.read_bytes(), cls)
         except msgspec.DecodeError as error:
-            raise CheckpointUnreadable("they are damaged") from error
+            raise errors.CheckpointUnreadable("they are damaged") from error
 
 
 ReadFile = Callable[[str], Awaitable[list[Question]]]
@@ -65,30 +58,30 @@ async def read_test(request: EvalRequest, base: BaseSpec, texts: AsyncTokenizer,
     `HelperLost`, `StorageError`."""
     if (request.data is None) == (request.path is None):
         got = "none" if request.data is None else "both"
-        raise InvalidRequest(f"expected one of data and path, got {got}", field="test")
+        raise errors.InvalidRequest(f"expected one of data and path, got {got}", field="test")
     try:
         matcher(request.regex, request.json_field)
-    except InvalidRequest as error:
-        raise InvalidRequest(error.message, field=f"test.{error.field}") from None
+    except errors.InvalidRequest as error:
+        raise errors.InvalidRequest(error.message, field=f"test.{error.field}") from None
     try:
         if request.path is not None:
             questions = await read_file(str(request.path))
         else:
             questions = await asyncio.to_thread(lambda: [question(row) for row in parse_rows(request.data or [])])
-    except CorpusError as error:
+    except errors.CorpusError as error:
         raise type(error)(f"test: {error.message}", field="test") from error
-    except RequestError as error:
+    except errors.RequestError as error:
         raise type(error)(error.message, field="test.path") from error
     if not 0 < len(questions) <= MAX_EVAL_ROWS:
-        raise InvalidRequest(f"expected 1 to {MAX_EVAL_ROWS} rows", field="test.path")
+        raise errors.InvalidRequest(f"expected 1 to {MAX_EVAL_ROWS} rows", field="test.path")
     settings = EvalRequest(
         regex=request.regex, json_field=request.json_field, max_tokens=min(request.max_tokens, base.context)
     )
     for number, asked in enumerate(questions, start=1):
         try:
             await _check(asked, settings, base, texts)
-        except RequestError as error:
-            raise InvalidRequest(f"row {number}: {error.message}", field="test") from error
+        except errors.RequestError as error:
+            raise errors.InvalidRequest(f"row {number}: {error.message}", field="test") from error
     return JobTest(settings, questions)
 
 
@@ -100,7 +93,7 @@ async def _check(asked: Question, settings: EvalRequest, base: BaseSpec, texts: 
     if asked.answer is not None:
         length += len(await encode_prompt(_answer(asked.answer), base, texts))
     if length > base.context:
-        raise InvalidRequest(f"expected at most the context's {base.context} tokens, got {length}")
+        raise errors.InvalidRequest(f"expected at most the context's {base.context} tokens, got {length}")
 
 
 def _ask(asked: Question, settings: EvalRequest) -> GenerateRequest:
@@ -131,9 +124,9 @@ class JobEvaluation:
             message = f"testing: {len(test.questions)} rows"
             await self._recorder.change(id, lambda registry: registry.record_message(id, message))
             found = EvalResult(adapter=await self._score(test, snapshot.ref), base=await self._score(test, None))
-        except EngineUnavailable:
+        except errors.EngineUnavailable:
             return False
-        except CoserveError as error:
+        except errors.CoserveError as error:
             self._recorder.deliver(JobNote(id=id, message=f"the test rows were not answered: {error}", kept=True))
             return True
         await self._recorder.retries.run(

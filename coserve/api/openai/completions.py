@@ -12,14 +12,8 @@ from msgspec import UNSET, UnsetType
 
 from coserve.api.generation.full_response import FullResponse, LogprobEntry, floored
 from coserve.api.http.json_blocks import JsonListBuilder
+from coserve.api.openai import schemas
 from coserve.api.openai.prompt_logprobs import PromptLogprobsBuilder
-from coserve.api.openai.schemas import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    StreamOptions,
-)
 from coserve.api.openai.usage import ResponseMeta, UsageCounter, total_usage
 from coserve.core.schemas import Choice, GenerateChunk, Logprob, PromptLogprob
 
@@ -34,7 +28,7 @@ def by_id(entry: LogprobEntry | Logprob) -> str:
     return f"token_id:{entry.token_id}"
 
 
-def name_of(body: CompletionRequest) -> Name:
+def name_of(body: schemas.CompletionRequest) -> Name:
     """Return the function that names tokens as the request asks for."""
     return by_id if body.return_tokens_as_token_ids else by_text
 
@@ -42,7 +36,7 @@ def name_of(body: CompletionRequest) -> Name:
 class CompletionLogprobsBuilder:
     """Collects the log-probabilities of one choice or prompt."""
 
-    def __init__(self, body: CompletionRequest) -> None:
+    def __init__(self, body: schemas.CompletionRequest) -> None:
         self._name, self._echoed = name_of(body), body.logprobs or 0
         self.prompt = PromptLogprobsBuilder(body.prompt_logprobs)
         """Builder of the prompt's log-probabilities, in vLLM's format."""
@@ -68,12 +62,12 @@ class CompletionLogprobsBuilder:
         """The mean log-probability of a token; 0 without tokens."""
         return self._sum / max(1, len(self._lengths))
 
-    def after(self, prompt: CompletionLogprobsBuilder | None) -> CompletionLogprobs:
+    def after(self, prompt: CompletionLogprobsBuilder | None) -> schemas.CompletionLogprobs:
         """Return the log-probabilities of `prompt`, if given, followed by these."""
         both = [self] if prompt is None else [prompt, self]
         lengths = itertools.chain.from_iterable(each._lengths for each in both)
         offsets = list(itertools.accumulate(lengths, initial=0))[:-1]
-        return CompletionLogprobs(
+        return schemas.CompletionLogprobs(
             tokens=JsonListBuilder.joined(each._tokens for each in both),
             token_logprobs=JsonListBuilder.joined(each._values for each in both),
             top_logprobs=JsonListBuilder.joined(each._tops for each in both),
@@ -82,11 +76,11 @@ class CompletionLogprobsBuilder:
 
 
 async def completion(
-    body: CompletionRequest,
+    body: schemas.CompletionRequest,
     meta: ResponseMeta,
     echoes: Sequence[str],
     responses: Sequence[FullResponse[CompletionLogprobsBuilder]],
-) -> Completion:
+) -> schemas.Completion:
     """Return the response to all prompts. `echoes`: the text that each prompt's choices begin with, or empty."""
     choices = []
     for number, (echo, full) in enumerate(zip(echoes, responses, strict=True)):
@@ -94,7 +88,7 @@ async def completion(
         scored = UNSET if full.prompt is None else full.prompt.prompt.build()
         for place, (choice, scores) in enumerate(_best(full, body.n)):
             choices.append(
-                CompletionChoice(
+                schemas.CompletionChoice(
                     index=number * body.n + place,
                     text=echo + choice.text,
                     logprobs=None
@@ -109,7 +103,7 @@ async def completion(
             )
             await asyncio.sleep(0)  # yield: offsets of many tokens take long
     usage = total_usage([full.response.usage for full in responses])
-    return Completion(**meta, choices=choices, usage=usage)
+    return schemas.Completion(**meta, choices=choices, usage=usage)
 
 
 def _best(
@@ -123,7 +117,7 @@ def _best(
     return pairs[:count]
 
 
-def logprobs_of(entries: Iterable[LogprobEntry], name: Name, offset: int = 0) -> CompletionLogprobs:
+def logprobs_of(entries: Iterable[LogprobEntry], name: Name, offset: int = 0) -> schemas.CompletionLogprobs:
     """Return log-probabilities in OpenAI's format. `offset`: characters of the text before the first of `entries`."""
     tokens: list[str] = []
     values: list[float | None] = []
@@ -139,7 +133,7 @@ def logprobs_of(entries: Iterable[LogprobEntry], name: Name, offset: int = 0) ->
         else:
             values.append(floored(entry.logprob))
             tops.append(_top(entry, entry.logprob, name))
-    return CompletionLogprobs(tokens=tokens, token_logprobs=values, top_logprobs=tops, text_offset=offsets)
+    return schemas.CompletionLogprobs(tokens=tokens, token_logprobs=values, top_logprobs=tops, text_offset=offsets)
 
 
 def _top(entry: LogprobEntry, logprob: float, name: Name) -> dict[str, float]:
@@ -154,20 +148,20 @@ def _top(entry: LogprobEntry, logprob: float, name: Name) -> dict[str, float]:
 
 
 async def completion_events(
-    body: CompletionRequest,
+    body: schemas.CompletionRequest,
     meta: ResponseMeta,
     echoes: Sequence[str],
     chunks: AsyncGenerator[tuple[int, GenerateChunk], None],
-) -> AsyncGenerator[Completion, None]:
+) -> AsyncGenerator[schemas.Completion, None]:
     """Yield the events of a stream. `chunks`: chunks of all prompts, each with its prompt's number."""
-    counter = UsageCounter(body.stream_options or StreamOptions())
+    counter = UsageCounter(body.stream_options or schemas.StreamOptions())
     offsets: dict[int, int] = {}
     async for number, chunk in chunks:
         counter.add(number, chunk)
         index = number * body.n + chunk.index
         before = "" if index in offsets else echoes[number]
         entries: list[LogprobEntry] = [*(chunk.prompt_logprobs or []), *(chunk.logprobs or [])]
-        logprobs: CompletionLogprobs | None = None
+        logprobs: schemas.CompletionLogprobs | None = None
         at = offsets.setdefault(index, 0)
         if body.logprobs is not None and entries:
             logprobs = logprobs_of(entries, name_of(body), at)
@@ -175,7 +169,7 @@ async def completion_events(
         shown: list[int] | UnsetType | None = UNSET
         if body.return_token_ids and chunk.prompt_token_ids is not None:
             shown = chunk.prompt_token_ids
-        choice = CompletionChoice(
+        choice = schemas.CompletionChoice(
             index=index,
             text=before + chunk.text,
             logprobs=logprobs,
@@ -184,6 +178,6 @@ async def completion_events(
             token_ids=chunk.token_ids if body.return_token_ids else UNSET,
             prompt_token_ids=shown,
         )
-        yield Completion(**meta, choices=[choice], usage=counter.for_chunk)
+        yield schemas.Completion(**meta, choices=[choice], usage=counter.for_chunk)
     if counter.wanted.include_usage:
-        yield Completion(**meta, choices=[], usage=counter.so_far)
+        yield schemas.Completion(**meta, choices=[], usage=counter.so_far)

@@ -12,20 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from coserve.api.http.body_types import Unsupported
-from coserve.core.limits import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_TOKENS,
-    MAX_TOP_K,
-    Choices,
-    LocalPath,
-    LogprobCount,
-    PositiveTokenCount,
-    Text,
-    TokenCount,
-    TokenId,
-    TokenIds,
-)
+from coserve.core import limits
 from coserve.core.messages import ChatMessage, TemplateOptions, Tools
 from coserve.core.names import AdapterName
 from coserve.core.schemas import Finish, GenerationFields, Usage
@@ -62,12 +49,12 @@ class SharedParams(GenerationFields, frozen=True):
     stream_options: StreamOptions | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     """null or -1: a random seed. Of any other value, only the lowest 62 bits count."""
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOP_K)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=limits.MAX_TOP_K)] | None = None
     """Sample from this many of the most likely tokens. -1 or 0: off. null: the base's default, else 0."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """Log-probabilities name tokens as `token_id:123`."""
-    prompt_logprobs: LogprobCount | None = None
+    prompt_logprobs: limits.LogprobCount | None = None
     """Number of likeliest tokens shown with each token of the prompt, in vLLM's format; not with `stream`."""
     service_tier: ServiceTier | None = None
     """flex: `slo_class` batch; priority: `slo_class` interactive; others: none."""
@@ -94,16 +81,21 @@ class SharedParams(GenerationFields, frozen=True):
 class CompletionRequest(SharedParams, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_TOKENS)]
+    prompt: (
+        limits.Text
+        | Annotated[
+            list[limits.Text | limits.TokenId | limits.TokenIds], Meta(min_length=1, max_length=limits.MAX_TOKENS)
+        ]
+    )
     """A text, token ids, or a list of texts or of token ids. Nothing is added to token ids."""
-    max_tokens: TokenCount | None = None
+    max_tokens: limits.TokenCount | None = None
     """null: 16. 0, with `echo`: the prompt is scored, nothing generated."""
     echo: bool = False
     """The prompt comes before the text, with its log-probabilities if `logprobs` are asked for."""
-    logprobs: LogprobCount | None = None
+    logprobs: limits.LogprobCount | None = None
     add_special_tokens: bool = True
     """false: a text gets no BOS, for prompts that a chat template rendered."""
-    best_of: Choices | None = None
+    best_of: limits.Choices | None = None
     """Choices generated for each prompt. The `n` with the highest mean log-probability per token are returned, best
     first. Not with `stream`. null: `n`."""
     suffix: Annotated[Any, Unsupported()] = None
@@ -112,7 +104,7 @@ class CompletionRequest(SharedParams, frozen=True, kw_only=True):
 class ChatRequest(SharedParams, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Meta(max_length=limits.MAX_MESSAGES)]
     """Fields that SDKs send back with earlier messages (`refusal`, `annotations`, ...) are accepted while they are
     empty."""
     tools: Tools | None = None
@@ -121,14 +113,14 @@ class ChatRequest(SharedParams, frozen=True, kw_only=True):
     of `content`."""
     chat_template_kwargs: TemplateOptions | None = None
     """Variables that the base's chat template reads, such as Qwen3's `enable_thinking`."""
-    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=limits.MAX_PARTS)] | None = None
     """For a chat template that reads them, such as Granite's: objects with a `title` and a `text`, for instance."""
-    max_completion_tokens: PositiveTokenCount | None = None
+    max_completion_tokens: limits.PositiveTokenCount | None = None
     """null: as many as fit."""
-    max_tokens: PositiveTokenCount | None = None
+    max_tokens: limits.PositiveTokenCount | None = None
     """Older name of `max_completion_tokens`."""
     logprobs: bool = False
-    top_logprobs: LogprobCount | None = None
+    top_logprobs: limits.LogprobCount | None = None
     add_special_tokens: Annotated[Any, Unsupported((False,))] = None
     best_of: Annotated[Any, Unsupported((1,))] = None
     parallel_tool_calls: bool | None = None
@@ -352,7 +344,7 @@ class LoadLoraRequest(Wire, frozen=True, omit_defaults=True):
     """
 
     lora_name: AdapterName
-    lora_path: LocalPath | None = None
+    lora_path: limits.LocalPath | None = None
     """A folder under the daemon's `data_root`."""
     load_inplace: bool = False
     """Whether the name may exist. Requests that run finish on the weights they began with, later ones use the new ones.

@@ -13,15 +13,8 @@ from coserve.api.adapters.catalog import refuse_base_name
 from coserve.api.adapters.size import refuse_too_large
 from coserve.api.node import Node
 from coserve.api.sessions.session import ClientSession
+from coserve.core import errors
 from coserve.core.access.principal import principal
-from coserve.core.errors import (
-    CoserveError,
-    EngineUnavailable,
-    InvalidRequest,
-    QueueFull,
-    SessionEnded,
-    error_from_code,
-)
 from coserve.core.limits import MAX_RANK
 from coserve.core.link.engine import DropAdapter
 from coserve.core.link.jobs import CancelJob, JobCancelled, JobFailed, JobStarted, JobWaiting
@@ -73,7 +66,7 @@ class TrainingSessions:
             case JobWaiting(message=text):
                 session.waits = text
             case JobFailed(code=code, message=text):
-                self._end(session, error_from_code(code, text))
+                self._end(session, errors.error_from_code(code, text))
             case JobCancelled() if session.cancelled is not None:
                 session.cancelled.set_result(None)
             case _:
@@ -85,7 +78,7 @@ class TrainingSessions:
         self._closing.clear()
         for session in tuple(self._sessions.values()):
             last = f"its last saved state is {session.saved}" if session.saved else "it was never saved"
-            self._end(session, SessionEnded(f"the engine stopped, and {session.name} was lost: {last}"))
+            self._end(session, errors.SessionEnded(f"the engine stopped, and {session.name} was lost: {last}"))
 
     # ---- for clients
 
@@ -97,11 +90,11 @@ class TrainingSessions:
         `EngineUnavailable`."""
         base = self._engine.spec
         if self._config.tp > 1:
-            raise InvalidRequest(f"training sessions need one GPU: expected --tp 1, got {self._config.tp}")
+            raise errors.InvalidRequest(f"training sessions need one GPU: expected --tp 1, got {self._config.tp}")
         if not 1 <= lora.r <= MAX_RANK:
-            raise InvalidRequest(f"expected 1 to {MAX_RANK}, got {lora.r}", field="rank")
+            raise errors.InvalidRequest(f"expected 1 to {MAX_RANK}, got {lora.r}", field="rank")
         if learns_ends(lora, base):
-            raise InvalidRequest(NO_SESSIONS, field="targets")
+            raise errors.InvalidRequest(NO_SESSIONS, field="targets")
         await asyncio.to_thread(resolve_targets, lora, base)
         tokens = min(self._config.micro_batch_tokens, base.context)
         spec = session_spec(id, lora, seed, tokens, state, with_optimizer=with_optimizer)
@@ -109,13 +102,13 @@ class TrainingSessions:
         if (memory := self._engine.memory) is not None:
             await asyncio.to_thread(check_fits, spec, base, memory, self._config.micro_batch_tokens)
         if len(self._sessions) >= self._config.max_sessions:
-            raise QueueFull(
+            raise errors.QueueFull(
                 f"{len(self._sessions)} training sessions are open; the daemon takes as many (max_sessions)"
             )
         session = self._sessions[id] = ClientSession(spec, name)
         try:
             self._engine.send(OpenSession(spec=spec))
-        except EngineUnavailable:
+        except errors.EngineUnavailable:
             del self._sessions[id]
             raise
         self.touch(session)
@@ -145,7 +138,7 @@ class TrainingSessions:
         check_name(name)
         async with session.order:
             if not overwrite and await asyncio.to_thread(self._folder.session_state(run, name).exists):
-                raise InvalidRequest(f"{shown} exists: expected another name, or overwrite", field="path")
+                raise errors.InvalidRequest(f"{shown} exists: expected another name, or overwrite", field="path")
             await session.opened
             answer = self._send(session, SaveState(run, name, session.project))
         await answer
@@ -168,7 +161,7 @@ class TrainingSessions:
             record = await asyncio.to_thread(describe)
             await self._registry(lambda registry: registry.add_adapter(record))
         except BaseException:
-            with suppress(EngineUnavailable):
+            with suppress(errors.EngineUnavailable):
                 self._engine.send(DropAdapter(ref=ref))
             await asyncio.to_thread(remove_dir, path)
             raise
@@ -193,7 +186,7 @@ class TrainingSessions:
         async with session.order:
             saved = await asyncio.to_thread(read_state, self._folder, *state)
             if (saved.lora.r, saved.lora.targets) != (session.spec.lora.r, session.spec.lora.targets):
-                raise InvalidRequest("expected a state with the session's rank and targets", field="path")
+                raise errors.InvalidRequest("expected a state with the session's rank and targets", field="path")
             await session.opened
             await session.idle()
             loop = asyncio.get_running_loop()
@@ -207,13 +200,13 @@ class TrainingSessions:
                 self._engine.send(OpenSession(spec=spec))
             await session.opened
 
-    def close(self, session: ClientSession, why: CoserveError | None = None) -> None:
+    def close(self, session: ClientSession, why: errors.CoserveError | None = None) -> None:
         """End a session and free its memory. A second call does nothing."""
         if session.ended is None:
-            with suppress(EngineUnavailable):
+            with suppress(errors.EngineUnavailable):
                 self._engine.send(CancelJob(id=session.spec.id))
                 self._closing.add(session.spec.id)
-            self._end(session, why or SessionEnded(f"{session.name} was closed"))
+            self._end(session, why or errors.SessionEnded(f"{session.name} was closed"))
 
     # ---- own
 
@@ -225,10 +218,10 @@ class TrainingSessions:
         self._engine.send(CallSession(id=session.spec.id, number=number, call=call))
         return answer
 
-    def _end(self, session: ClientSession, error: CoserveError) -> None:
+    def _end(self, session: ClientSession, error: errors.CoserveError) -> None:
         self._sessions.pop(session.spec.id, None)
         session.end(error)
-        with suppress(EngineUnavailable):
+        with suppress(errors.EngineUnavailable):
             for ref in session.samplers:
                 self._engine.send(DropAdapter(ref=ref))
 
@@ -244,7 +237,9 @@ class TrainingSessions:
             asyncio.get_running_loop().call_later(left, self._watch, session)
         else:
             last = f"; its last saved state is {session.saved}" if session.saved else ""
-            self.close(session, SessionEnded(f"{session.name} ended: no sign of its client for {limit:.0f} s{last}"))
+            self.close(
+                session, errors.SessionEnded(f"{session.name} ended: no sign of its client for {limit:.0f} s{last}")
+            )
 
 
 def session_spec(
@@ -270,4 +265,4 @@ def session_spec(
 def check_name(name: str) -> None:
     """Raise `InvalidRequest` unless `name` can be that of an adapter."""
     if not is_name(name):
-        raise InvalidRequest(f"expected {NAME_RULE}, got {name[:80]!r}", field="path")
+        raise errors.InvalidRequest(f"expected {NAME_RULE}, got {name[:80]!r}", field="path")

@@ -7,19 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from coserve.api.http.body_types import Unsupported
-from coserve.core.limits import (
-    Choices,
-    LogprobCount,
-    Penalty,
-    PositiveTokenCount,
-    RepetitionPenalty,
-    Seed,
-    StopTexts,
-    Temperature,
-    Text,
-    TopK,
-    TopP,
-)
+from coserve.core import limits
 from coserve.core.names import VERSIONED_NAME
 from coserve.core.schemas.output_format import GrammarText, JsonSchema
 from coserve.core.types import Wire
@@ -50,33 +38,33 @@ class TgiParameters(Wire, frozen=True):
 
     adapter_id: AdapterId | None = None
     """`name` or `name@version` of an adapter here; null, empty or `__base_model__`: the base."""
-    max_new_tokens: PositiveTokenCount | None = None
+    max_new_tokens: limits.PositiveTokenCount | None = None
     """null: 100."""
-    temperature: Temperature | None = None
+    temperature: limits.Temperature | None = None
     """0: always the likeliest token."""
-    top_k: TopK | None = None
-    top_p: TopP | None = None
+    top_k: limits.TopK | None = None
+    top_p: limits.TopP | None = None
     do_sample: bool | None = None
     """Without it, and without `temperature`, `top_k` and `top_p`, the likeliest token is taken."""
-    repetition_penalty: RepetitionPenalty | None = None
-    frequency_penalty: Penalty | None = None
-    stop: StopTexts | None = None
+    repetition_penalty: limits.RepetitionPenalty | None = None
+    frequency_penalty: limits.Penalty | None = None
+    stop: limits.StopTexts | None = None
     """Texts that end the choice; they are part of its text."""
-    seed: Seed | None = None
+    seed: limits.Seed | None = None
     ignore_eos_token: bool | None = None
-    best_of: Choices | None = None
+    best_of: limits.Choices | None = None
     """Number of choices to generate; the one with the largest mean log-probability is returned. Above 1 it needs
     sampling, no seed, no stream."""
     details: bool | None = None
     decoder_input_details: bool | None = None
     """Log-probabilities of the prompt, and `details`; not in streams."""
-    top_n_tokens: LogprobCount | None = None
+    top_n_tokens: limits.LogprobCount | None = None
     """TGI's: the likeliest tokens at each place, in `top_tokens`."""
-    return_k_alternatives: LogprobCount | None = None
+    return_k_alternatives: limits.LogprobCount | None = None
     """LoRAX's: the likeliest tokens at each place, in each token's `alternative_tokens`."""
     return_full_text: bool | None = None
     """The prompt comes before the text."""
-    truncate: PositiveTokenCount | None = None
+    truncate: limits.PositiveTokenCount | None = None
     """A longer prompt is cut to this many of its last tokens, behind the special tokens at its beginning."""
     grammar: TgiGrammar | None = None
     """Grammar that the text follows; not beside `response_format`."""
@@ -94,7 +82,7 @@ class TgiParameters(Wire, frozen=True):
 class TgiRequest(Wire, frozen=True):
     """`POST /`, `POST /generate` and `POST /generate_stream`, with the field names of LoRAX and TGI."""
 
-    inputs: Text
+    inputs: limits.Text
     parameters: TgiParameters | None = None
     stream: bool | None = None
 

@@ -9,16 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from coserve.api.http.body_types import Unsupported
 from coserve.api.openai.lists import ListPage
 from coserve.api.openai.schemas import ChatLogprob, ModelName, OpenAIErrorInfo, ServiceTier
-from coserve.core.limits import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    CacheSalt,
-    LogprobCount,
-    PositiveTokenCount,
-    StopText,
-    StopTexts,
-    Text,
-)
+from coserve.core import limits
 from coserve.core.messages import TemplateOptions, Tools
 from coserve.core.sampling import SamplingFields
 from coserve.core.schemas.generation import CachedTokens
@@ -40,12 +31,12 @@ class InputItem(Wire, frozen=True, omit_defaults=True):
         "message"
     )
     role: Role | None = None
-    content: Text | Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)] | None = None
+    content: limits.Text | Annotated[list[dict[str, Any]], Meta(max_length=limits.MAX_PARTS)] | None = None
     """A text, or parts of type `input_text`, `output_text` or `text`, of reasoning `reasoning_text`."""
-    call_id: Text | None = None
-    name: Text | None = None
-    arguments: Text | None = None
-    output: Text | Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)] | None = None
+    call_id: limits.Text | None = None
+    name: limits.Text | None = None
+    arguments: limits.Text | None = None
+    output: limits.Text | Annotated[list[dict[str, Any]], Meta(max_length=limits.MAX_PARTS)] | None = None
     id: Any = None
     status: Any = None
     summary: Any = None
@@ -61,9 +52,9 @@ class StoredItem(InputItem, frozen=True, kw_only=True, omit_defaults=True):
 
 class TextFormat(Wire, frozen=True):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Text = ""
+    name: limits.Text = ""
     schema: JsonSchema | None = None
-    description: Text | None = None
+    description: limits.Text | None = None
     strict: bool | None = None
 
 
@@ -75,11 +66,11 @@ class TextOptions(Wire, frozen=True):
 class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     """`POST /v1/responses`."""
 
-    input: Text | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
+    input: limits.Text | Annotated[list[InputItem], Meta(max_length=limits.MAX_MESSAGES)]
     model: ModelName | None = None
-    instructions: Text | None = None
+    instructions: limits.Text | None = None
     """A system message before `input`."""
-    max_output_tokens: PositiveTokenCount | None = None
+    max_output_tokens: limits.PositiveTokenCount | None = None
     """null: as many as fit."""
     stream: bool = False
     tools: Tools | None = None
@@ -88,16 +79,16 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     """`format`: JSON that follows a schema, or any JSON object."""
-    include: Annotated[list[Text], Meta(max_length=64)] | None = None
+    include: Annotated[list[limits.Text], Meta(max_length=64)] | None = None
     """`message.output_text.logprobs`; others are ignored."""
-    top_logprobs: LogprobCount | None = None
+    top_logprobs: limits.LogprobCount | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     chat_template_kwargs: TemplateOptions | None = None
     """Variables that the base's chat template reads, such as Qwen3's `enable_thinking`."""
     structured_outputs: StructuredOutputs | None = None
     """As in chats, instead of `text.format`."""
-    stop: StopText | StopTexts | None = None
-    cache_salt: CacheSalt = ""
+    stop: limits.StopText | limits.StopTexts | None = None
+    cache_salt: limits.CacheSalt = ""
     slo_class: SloClass | None = None
     service_tier: ServiceTier | None = None
     metadata: dict[str, Any] | None = None
@@ -121,7 +112,7 @@ class ResponseRequest(SamplingFields, frozen=True, kw_only=True):
     request is refused."""
     background: Annotated[Any, Unsupported((False,))] = None
     conversation: Annotated[Any, Unsupported()] = None
-    previous_response_id: Text | None = None
+    previous_response_id: limits.Text | None = None
     """A stored response, whose input and output come before `input`; its `instructions` do not."""
     prompt: Annotated[Any, Unsupported()] = None
     max_tool_calls: Any = None
@@ -132,7 +123,7 @@ class CompactRequest(ResponseRequest, frozen=True, kw_only=True):
     """`POST /v1/responses/compact`: the conversation, as a request to continue it has it. `previous_response_id`
     suffices. How the summary is generated, the fields of a response say."""
 
-    input: Text | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] = []
+    input: limits.Text | Annotated[list[InputItem], Meta(max_length=limits.MAX_MESSAGES)] = []
 
 
 class OutputText(Wire, frozen=True, tag_field="type", tag="output_text"):
