@@ -356,6 +356,11 @@ class LoraServersDiffer(LoraServersMissing, code="lora_servers_differ"):
     `coserve lora-server`, or the daemon: the message has both versions."""
 
 
+class LoraServersSilent(LoraServersMissing, code="lora_servers_silent"):
+    """A LoRA server of `--lora-server-at` hangs: it took the connection and said nothing, and was ended. Start the
+    daemon once `coserve lora-server` has started it again."""
+
+
 class UnsupportedBase(StartupError, code="unsupported_base"):
     """The base cannot be served. The message says what is missing; [families.md](../guide/families.md) lists the
     bases."""

@@ -15,20 +15,21 @@ import pytest
 import torch
 
 from coserve.config import Config
-from coserve.core.errors import LoraServersDiffer, LoraServersMissing
+from coserve.core.errors import LoraServersDiffer, LoraServersMissing, LoraServersSilent
 from coserve.core.link.channel import frame
 from coserve.core.link.link import PeerLost
-from coserve.core.link.lora_servers import PROTOCOL, Hello, socket_path
-from coserve.engine.lora_server.greeting import receive_hello, send_hello
+from coserve.core.link.lora_servers import PROTOCOL, Hello, receive_hello, send_hello, socket_path
 from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer
 from coserve.engine.lora_server.servers import LoraServers
 from coserve.engine.lora_server.sessions import Sessions
+from coserve.engine.lora_server.shared import connect_to_server
 from coserve.engine.lora_server.start import make_servers
 from coserve.model.base import wrap_base
 from tests.support.families import tiny_family
+from tests.support.lora_servers import start_message
 
 OTHER = Hello(version="0.0.9", protocol=7)
-MESSAGES = "d70e3dd452b7a634"
+MESSAGES = "23cde0af2cb29674"
 """Digest of the messages of `PROTOCOL`."""
 
 
@@ -73,6 +74,25 @@ def test_an_engine_refuses_a_server_that_says_no_version(answer: bytes, tmp_path
         servers.wait()
 
 
+def test_a_server_that_says_nothing_is_not_taken_for_one_of_another_version(tmp_path: Path) -> None:
+    """It hangs. The engine says so, and ends the connection; a server that is well ends its end."""
+    base = wrap_base(tiny_family("mixtral"), name="mixtral")
+    with socket.socket(socket.AF_UNIX) as listening, ThreadPoolExecutor(1) as other:
+        listening.bind(str(socket_path(tmp_path, 0)))
+        listening.listen()
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                while connection.recv(1 << 16):
+                    """Nothing is answered."""
+
+        ended = other.submit(serve)
+        with pytest.raises(LoraServersSilent, match=f"LoRA server at {tmp_path / '0'}: said nothing for 0.5 s"):
+            connect_to_server(tmp_path, start_message(base.spec), silence=0.5)
+        ended.result(60.0)
+
+
 @pytest.mark.parametrize("hello", [framed(OTHER), framed(["not a greeting"])])
 def test_a_server_reads_nothing_more_of_an_engine_of_another_version(
     hello: bytes, caplog: pytest.LogCaptureFixture
@@ -114,4 +134,4 @@ def test_other_messages_are_another_protocol() -> None:
 
     found = plain(msgspec.json.schema_components([AnyToServer, AnyFromServer], ref_template="{name}"))
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
-    assert (PROTOCOL, digest[:16]) == (2, MESSAGES)
+    assert (PROTOCOL, digest[:16]) == (3, MESSAGES)

@@ -19,9 +19,7 @@ from coserve.core.errors import ConfigError, StartupError, UnsupportedBase
 from coserve.core.link.engine import DropAdapter, Shutdown
 from coserve.core.link.jobs import StartJob
 from coserve.core.link.link import PeerLost
-from coserve.core.logs.setup import LogSettings
 from coserve.core.types import AdapterRef
-from coserve.engine.lora_server.messages import StartServer
 from coserve.engine.lora_server.running import start_servers
 from coserve.engine.lora_server.start import make_servers
 from coserve.engine.worker import build_engine
@@ -31,7 +29,7 @@ from tests.support.families import tiny_family
 from tests.support.finetuning import Bench, job_spec, metrics_of, random_corpus
 from tests.support.local_link import local_pair
 from tests.support.lora_engine import Engine
-from tests.support.lora_servers import BOTH, REFS, save_adapters, server_pid
+from tests.support.lora_servers import BOTH, REFS, save_adapters, server_pid, start_message
 
 STEPS = 40
 """Of the job: it still trains when servers are killed."""
@@ -96,19 +94,7 @@ def test_a_server_that_hangs_while_it_starts_is_killed(monkeypatch: pytest.Monke
         return hung[-1]
 
     monkeypatch.setattr("coserve.engine.lora_server.running.spawn_child", hangs)
-    settings = StartServer(
-        index=0,
-        servers=1,
-        ep=1,
-        start=1,
-        rendezvous="",
-        deadline=1.0,
-        spec=wrap_base(tiny_family("mixtral"), name="mixtral").spec,
-        data_dir="",
-        device="cpu",
-        threads=1,
-        logs=LogSettings(),
-    )
+    settings = start_message(wrap_base(tiny_family("mixtral"), name="mixtral").spec, deadline=1.0)
     with pytest.raises(PeerLost, match="server 0 ended while it started, or was not ready in time"):
         start_servers([settings], lambda *_: None, starting=0.2)
     assert [each.returncode for each in hung] == [-signal.SIGKILL]

@@ -18,12 +18,10 @@ from msgspec.structs import replace
 
 from coserve.core.errors import LoraServerLost
 from coserve.core.link.lora_servers import socket_path
-from coserve.core.logs.setup import LogSettings
 from coserve.engine.lora_server.gpu_driver import IpcUnavailable
 from coserve.engine.lora_server.ipc import EngineEnd, Mailboxes, ServerEnd
 from coserve.engine.lora_server.messages import (
     AnyFromServer,
-    AnyToServer,
     ConnectTransport,
     LoadPairs,
     PairsLoaded,
@@ -33,7 +31,7 @@ from coserve.engine.lora_server.messages import (
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.reading import PairsReader
 from coserve.engine.lora_server.running import EngineChannel, RunningServers, Server, Told, start_servers
-from coserve.engine.lora_server.server import ServerChannel, serve
+from coserve.engine.lora_server.server import serve
 from coserve.engine.lora_server.sessions import Sessions, Watch
 from coserve.engine.lora_server.shared import connect_to_server
 from coserve.engine.lora_server.terms import HeldPairs
@@ -42,7 +40,7 @@ from coserve.model.base import Base, wrap_base
 from coserve.state.folder import DataFolder
 from tests.support.families import tiny_family
 from tests.support.host_stream import HostDriver
-from tests.support.lora_servers import REFS, Ended, digests_of, save_adapters
+from tests.support.lora_servers import REFS, Ended, digests_of, save_adapters, start_message
 
 CPU = torch.device("cpu")
 SEGMENTS = Segments((0, 5, 9), (0, 1))
@@ -85,22 +83,6 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert not HostDriver.open_now
 
 
-def settings_of(base: Base, data: Path, deadline: float = 60.0) -> StartServer:
-    return StartServer(
-        index=0,
-        servers=1,
-        ep=1,
-        start=1,
-        rendezvous="",
-        deadline=deadline,
-        spec=base.spec,
-        data_dir=str(data),
-        device="cpu",
-        threads=torch.get_num_threads(),
-        logs=LogSettings(),
-    )
-
-
 def start(
     base: Base, data: Path, at: Path, boxes: Mailboxes | None, deadline: float = 60.0, kind: str = "cpu"
 ) -> RunningServers:
@@ -112,7 +94,7 @@ def start(
             settings = replace(settings, mailbox=replace(settings.mailbox, device=kind))
         return connect_to_server(at, settings)
 
-    settings = settings_of(base, data, deadline)
+    settings = start_message(base.spec, data, deadline)
     loaded = threading.Semaphore(0)
 
     def told(_: int, message: Told) -> None:
@@ -221,7 +203,7 @@ def test_an_engine_that_computes_nothing_is_not_silent(base: Base, data: Path, a
 def test_an_engine_that_ends_before_its_first_message_holds_nothing(base: Base, data: Path, at: Path) -> None:
     boxes = Mailboxes(CPU, base.spec, 1, 64)
     _, mailbox = boxes.offer(0)
-    server = connect_to_server(at, replace(settings_of(base, data), mailbox=mailbox))
+    server = connect_to_server(at, start_message(base.spec, data, mailbox=mailbox))
     with closing(server.channel):
         assert server.channel.receive() == ServerReady()
         server.channel.send(ConnectTransport())
@@ -237,22 +219,22 @@ def test_a_server_of_one_engine_keeps_no_file_open(base: Base, data: Path, monke
     monkeypatch.setattr("coserve.engine.lora_server.server.set_up_logging", lambda *_: None)
     files, threads = list[int](), list[threading.Thread]()
 
-    def run(channel: ServerChannel) -> None:
-        with closing(channel):
-            serve(channel)
+    def run(sock: socket.socket) -> None:
+        with sock:
+            serve(sock)
 
     def launch(settings: StartServer) -> Server:
         ours, theirs = socket.socketpair()
         assert settings.mailbox is not None
         files.append(os.dup(settings.mailbox.page))
-        threads.append(threading.Thread(target=run, args=(ServerChannel(theirs, Decoder(AnyToServer)),)))
+        threads.append(threading.Thread(target=run, args=(theirs,)))
         threads[0].start()
         channel = EngineChannel(ours, Decoder(AnyFromServer))
         channel.send(replace(settings, mailbox=replace(settings.mailbox, page=files[0])))
         return Server(Ended(ours), channel, part_of(base.spec, 0, 1, 1))
 
     boxes = Mailboxes(CPU, base.spec, 1, 64)
-    running = start_servers([settings_of(base, data)], lambda *_: None, boxes, launch=launch)
+    running = start_servers([start_message(base.spec, data)], lambda *_: None, boxes, launch=launch)
     try:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(files[0])

@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
 from coserve.core.link.channel import Channel
-from coserve.core.logs.setup import LogSettings
 from coserve.core.processes import spawn_child
 from coserve.engine.lora_server.ipc import EngineEnd, Mailboxes, mailbox_sizes
 from coserve.engine.lora_server.messages import AnyFromServer, ServerConnected, StartServer
@@ -24,6 +22,7 @@ from coserve.engine.lora_server.transport import TensorSpec, within
 from coserve.model.base import wrap_base
 from tests.support.families import tiny_family
 from tests.support.ipc_peer import Echo
+from tests.support.lora_servers import start_message
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 DEVICE = torch.device("cuda:0")
@@ -43,20 +42,7 @@ def peer() -> Iterator[tuple[EngineEnd, EngineChannel, subprocess.Popen[bytes], 
     ours, theirs = socket.socketpair()
     with theirs:
         process = spawn_child("tests.support.ipc_peer", theirs, mailbox.page)
-    start = StartServer(
-        index=0,
-        servers=1,
-        ep=1,
-        start=1,
-        rendezvous="",
-        deadline=60.0,
-        spec=spec,
-        data_dir=str(Path()),
-        device="cuda:1",
-        threads=1,
-        logs=LogSettings(),
-        mailbox=mailbox,
-    )
+    start = start_message(spec, device="cuda:1", mailbox=mailbox)
     try:
         with closing(EngineChannel(ours, msgspec.msgpack.Decoder(AnyFromServer))) as channel:
             channel.send(start)

@@ -17,10 +17,11 @@ import torch
 
 from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
+from coserve.core.logs.setup import LogSettings
 from coserve.core.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from coserve.core.types import AdapterDigests, AdapterRef
+from coserve.core.types import AdapterDigests, AdapterRef, BaseSpec
 from coserve.engine.lora_server.ipc import mailbox_sizes
-from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer
+from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, Mailbox, StartServer
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.reading import PairsReader
 from coserve.engine.lora_server.running import Answered, RunningServers, Server
@@ -41,6 +42,26 @@ from tests.support.lora_reference import packed, save_peft
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 KINDS = ((3, BOTH, ["q_proj", "o_proj"]), (5, BOTH[1:], []))
 REFS = [AdapterRef("one", 1), AdapterRef("two", 1)]
+
+
+def start_message(
+    spec: BaseSpec, data: Path = Path(), deadline: float = 60.0, device: str = "cpu", mailbox: Mailbox | None = None
+) -> StartServer:
+    """The settings of an engine's only server."""
+    return StartServer(
+        index=0,
+        servers=1,
+        ep=1,
+        start=1,
+        rendezvous="",
+        deadline=deadline,
+        spec=spec,
+        data_dir=str(data),
+        device=device,
+        threads=torch.get_num_threads(),
+        logs=LogSettings(),
+        mailbox=mailbox,
+    )
 
 
 class Ended:

@@ -19,7 +19,7 @@ from coserve.core.processes import how_ended, start_child
 
 log = logging.getLogger(__name__)
 
-LISTENER = "coserve.engine.lora_server.listener"
+SERVER = "coserve.engine.lora_server.process"
 PAUSE = 1.0
 """Seconds before a server that has ended is started again."""
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -44,7 +44,7 @@ async def _keep(folder: Path, settings: ListenerSettings) -> None:
         path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as end:
             end.bind(str(path))
-            process = await start_child(LISTENER, end, arguments, environment=CONNECTIONS)
+            process = await start_child(SERVER, end, arguments, environment=CONNECTIONS)
         status = await process.wait()
         if status == REFUSED:
             raise StartupError(f"LoRA server {settings.index} cannot have the device {settings.device}")

@@ -1,5 +1,8 @@
-"""A LoRA server's process: `python -m coserve.engine.lora_server.process FD`. `FD`: its socket to the engine, with
-which it ends."""
+"""A LoRA server's process: `python -m coserve.engine.lora_server.process FD [SETTINGS]`.
+
+`FD`: the socket to its engine, with which it ends. With `SETTINGS`, a `ListenerSettings` as JSON: a socket that has a
+path, at which it listens for several engines.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,24 @@ import sys
 
 import msgspec
 
-from coserve.core.link.channel import Channel
+from coserve.core.link.lora_servers import ListenerSettings
 from coserve.core.processes import obey_parent, same_bits_in_any_batch
-from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer
 
 
 def main() -> None:
     obey_parent()
     same_bits_in_any_batch()
     sock = socket.socket(fileno=int(sys.argv[1]))
-    channel = Channel[AnyFromServer, AnyToServer](sock, msgspec.msgpack.Decoder(AnyToServer))
-    from coserve.engine.lora_server.server import serve  # imports torch, which takes seconds
+    if len(sys.argv) == 2:
+        from coserve.engine.lora_server.server import serve  # imports torch, which takes seconds
 
-    serve(channel)
+        serve(sock)
+        return
+    sock.listen()  # engines may connect while torch is imported
+    settings = msgspec.json.decode(sys.argv[2], type=ListenerSettings)
+    from coserve.engine.lora_server.sessions import serve_engines
+
+    serve_engines(sock, settings)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ Told = PairsLoaded | PairsRefused | EnginesConnected
 Answered = Callable[[int, Told], None]
 
 
-class Ends(Protocol):
+class ServerProcess(Protocol):
     """The part of `subprocess.Popen` that ends a process."""
 
     def kill(self) -> None: ...
@@ -58,7 +58,7 @@ class Ends(Protocol):
 class Server:
     """One server's process and its socket."""
 
-    process: Ends
+    process: ServerProcess
     channel: EngineChannel
     part: ServerPart
     version: int = 0
@@ -146,9 +146,9 @@ class RunningServers:
         return RemoteStep(self.connections, self.fail, self.received)
 
     def begin(self, bounds: tuple[int, ...], slots: tuple[int, ...]) -> None:
-        """Begin a step (`BeginStep`). Waits until the GPU has come to the end of the exchanges before: an error of a
-        step may be known earlier. Raises `LoraServerLost`, also
-        if that one was given up after some exchanges: the servers still wait for the others."""
+        """Begin a step (`BeginStep`), once the GPU has come to the end of the exchanges before: an error of a step may
+        be known earlier. Raises `LoraServerLost`, also after a step that failed between two exchanges: the servers
+        still wait for the others."""
         if self._open:
             self.launched()
             self.lose("the LoRA servers wait for the rest of a step that failed")
@@ -204,20 +204,33 @@ class RunningServers:
             before = now
 
 
+def spawn_server(settings: StartServer) -> Server:
+    """Start a server as a child process, which ends with the calling thread."""
+    page = () if settings.mailbox is None else (settings.mailbox.page,)
+    with ExitStack() as failed:
+        ours, theirs = socket.socketpair()
+        failed.enter_context(ours)
+        with theirs:
+            process = spawn_child("coserve.engine.lora_server.process", theirs, *page)
+        channel = EngineChannel(ours, msgspec.msgpack.Decoder(AnyFromServer))
+        channel.send(settings)
+        failed.pop_all()
+    return Server(process, channel, part_of(settings.spec, settings.index, settings.servers, settings.ep))
+
+
 def start_servers(
     settings: Sequence[StartServer],
     answered: Answered,
     mailboxes: Mailboxes | None = None,
     note: str = "",
     starting: float = START_SILENCE,
-    launch: Callable[[StartServer], Server] | None = None,
+    launch: Callable[[StartServer], Server] = spawn_server,
     meeting: Path | None = None,
 ) -> RunningServers:
     """Start servers and connect to them, over `mailboxes` or by gloo; blocks. `note`: see `RunningServers`; `starting`:
     seconds that they may take until they are about to connect; `launch`: starts a server, or connects to one that runs;
-    None: as a child process; `meeting`: a folder that all these processes can write to; None: the system's for
-    temporary files. The calling thread must live as long as they do. Raises
-    `PeerLost` or another `ConnectionError` if one does not come up, and `IpcUnavailable`."""
+    `meeting`: a folder that all these processes can write to; None: the system's for temporary files. Raises
+    `ConnectionError` if one does not come up, of which `PeerLost` and `IpcUnavailable` are kinds."""
     servers, ends = list[Server](), list[EngineEnd]()
     device, deadline = torch.device(settings[0].spec.device), settings[0].deadline
     try:
@@ -228,7 +241,7 @@ def start_servers(
                     end, mailbox = mailboxes.offer(own.index)
                     ends.append(end)
                     own = msgspec.structs.replace(own, mailbox=mailbox)
-                servers.append((launch or _spawn)(own))
+                servers.append(launch(own))
             with within(starting, partial(_kill, servers)):
                 _expect(servers, ServerReady)
             for server in servers:
@@ -266,17 +279,3 @@ def _kill(servers: Sequence[Server]) -> None:
     for server in servers:
         server.process.kill()
         server.process.wait()
-
-
-def _spawn(settings: StartServer) -> Server:
-    ours, theirs = socket.socketpair()
-    page = () if settings.mailbox is None else (settings.mailbox.page,)
-    with theirs:
-        try:
-            process = spawn_child("coserve.engine.lora_server.process", theirs, *page)
-        except BaseException:
-            ours.close()
-            raise
-    channel = EngineChannel(ours, msgspec.msgpack.Decoder(AnyFromServer))
-    channel.send(settings)
-    return Server(process, channel, part_of(settings.spec, settings.index, settings.servers, settings.ep))

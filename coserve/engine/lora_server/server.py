@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from coserve.core.link.channel import Channel
@@ -47,8 +49,9 @@ Share = Callable[[ReadPairs, Hashable], ReadPairs]
 """Wraps how an engine's adapters are read; its second argument is what their pairs depend on besides the files."""
 
 
-def serve(channel: ServerChannel) -> None:
+def serve(sock: socket.socket) -> None:
     """Serve one engine, which has started this process, until it is gone."""
+    channel = make_channel(sock)
     try:
         message = start_message(channel)
         set_up_logging(f"lora-server-{message.index}", message.logs)
@@ -57,6 +60,10 @@ def serve(channel: ServerChannel) -> None:
             serve_engine(channel, message, page)
     except ConnectionError:
         log_event(log, "LoRA server stops")
+
+
+def make_channel(sock: socket.socket) -> ServerChannel:
+    return ServerChannel(sock, msgspec.msgpack.Decoder(AnyToServer))
 
 
 def start_message(channel: ServerChannel) -> StartServer:

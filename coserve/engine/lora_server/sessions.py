@@ -17,14 +17,13 @@ from functools import partial
 import msgspec
 import torch
 
-from coserve.core.link.channel import Channel
 from coserve.core.link.link import PeerLost
-from coserve.core.link.lora_servers import REFUSED, Hello, ListenerSettings
+from coserve.core.link.lora_servers import REFUSED, Hello, ListenerSettings, receive_hello, send_hello
 from coserve.core.logs.format import log_event
-from coserve.engine.lora_server.greeting import receive_hello, send_hello
+from coserve.core.logs.setup import set_up_logging
 from coserve.engine.lora_server.ipc import ServerEnd, SharedPage, Streams
-from coserve.engine.lora_server.messages import AnyFromServer, AnyToServer, EnginesConnected
-from coserve.engine.lora_server.server import ServerChannel, serve_engine, start_message, take_page
+from coserve.engine.lora_server.messages import EnginesConnected
+from coserve.engine.lora_server.server import ServerChannel, make_channel, serve_engine, start_message, take_page
 from coserve.engine.lora_server.shared_pairs import SharedPairs
 
 log = logging.getLogger(__name__)
@@ -38,6 +37,7 @@ AGAIN = 0.02
 def serve_engines(sock: socket.socket, settings: ListenerSettings) -> None:
     """Serve every engine that connects. Raises `SystemExit` with the status `REFUSED` for a device that this machine
     lacks."""
+    set_up_logging(f"lora-server-{settings.index}", settings.logs)
     try:
         sessions = Sessions(device := device_of(settings))
     except ValueError as error:
@@ -68,7 +68,7 @@ class Sessions:
 
     def serve(self, connection: socket.socket) -> None:
         """Serve an engine until it is gone. Errors that are not its own end the process, which is started again."""
-        channel = Channel[AnyFromServer, AnyToServer](connection, msgspec.msgpack.Decoder(AnyToServer))
+        channel = make_channel(connection)
         try:
             with closing(channel):
                 theirs, files = receive_hello(connection)

@@ -9,21 +9,18 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
 
-from coserve.core.errors import LoraServersDiffer
+from coserve.core.errors import LoraServersDiffer, LoraServersSilent
 from coserve.core.link.link import PeerLost
-from coserve.core.link.lora_servers import Hello, socket_path
+from coserve.core.link.lora_servers import Hello, receive_hello, send_hello, socket_path
 from coserve.core.ranks import START_SILENCE
-from coserve.engine.lora_server.greeting import receive_hello, send_hello
 from coserve.engine.lora_server.messages import AnyFromServer, StartServer
 from coserve.engine.lora_server.placement import part_of
 from coserve.engine.lora_server.running import EngineChannel, Server
-from coserve.engine.lora_server.transport import within
 
 log = logging.getLogger(__name__)
 
@@ -31,46 +28,45 @@ CREDENTIALS = struct.Struct("3i")
 """`struct ucred`: pid, uid and gid."""
 
 
-def connect_to_server(folder: Path, settings: StartServer) -> Server:
-    """Connect to a server of a folder that `coserve lora-server` has. Raises `ConnectionError` if it does not run, and
-    `LoraServersDiffer` if it is of another version."""
-    sock, path = socket.socket(socket.AF_UNIX), socket_path(folder, settings.index)
-    page = () if settings.mailbox is None else (settings.mailbox.page,)
-    failed = ExitStack()
-    failed.callback(sock.close)
-    try:
-        sock.connect(str(path))
-        process = SharedProcess(sock, 2 * settings.deadline)
-        failed.callback(process.close)
-        with within(START_SILENCE, process.end):
-            _greet(sock, path, page)
-        channel = EngineChannel(sock, msgspec.msgpack.Decoder(AnyFromServer))
-        channel.send(settings)
-    except OSError as error:
-        failed.close()
-        raise ConnectionError(f"no LoRA server listens at {path} (coserve lora-server): {error}") from error
-    except BaseException:
-        failed.close()
-        raise
-    part = part_of(settings.spec, settings.index, settings.servers, settings.ep)
-    return Server(process, channel, part)
+def connect_to_server(folder: Path, settings: StartServer, silence: float = START_SILENCE) -> Server:
+    """Connect to a server of a folder that `coserve lora-server` has. Raises `ConnectionError` if it does not run,
+    `LoraServersDiffer` if it is of another version, and `LoraServersSilent` if it has not said so within `silence`
+    seconds."""
+    path, mailbox = socket_path(folder, settings.index), settings.mailbox
+    with ExitStack() as opened:
+        sock = opened.enter_context(socket.socket(socket.AF_UNIX))
+        sock.settimeout(silence)
+        try:
+            sock.connect(str(path))
+            process = opened.enter_context(closing(SharedProcess(sock, 2 * settings.deadline)))
+            send_hello(sock, () if mailbox is None else [mailbox.page])
+            _check_version(sock, process, path)
+            channel = EngineChannel(sock, msgspec.msgpack.Decoder(AnyFromServer))
+            channel.send(settings)
+        except OSError as error:
+            raise ConnectionError(f"no LoRA server listens at {path} (coserve lora-server): {error}") from error
+        opened.pop_all()
+    return Server(process, channel, part_of(settings.spec, settings.index, settings.servers, settings.ep))
 
 
-def _greet(sock: socket.socket, path: Path, files: Sequence[int]) -> None:
-    """Exchange greetings, and send files. Raises `LoraServersDiffer`."""
-    send_hello(sock, files)
+def _check_version(sock: socket.socket, process: SharedProcess, path: Path) -> None:
+    """Receive the server's greeting, or end it if it hangs. Raises `LoraServersDiffer` and `LoraServersSilent`."""
     try:
-        found = str(theirs := receive_hello(sock)[0])
-        if theirs == Hello():
-            return
+        found = str(receive_hello(sock)[0])
+    except TimeoutError as error:
+        process.kill()
+        process.wait()
+        silence = sock.gettimeout()
+        raise LoraServersSilent(f"LoRA server at {path}: said nothing for {silence:g} s, and was ended") from error
     except (PeerLost, ConnectionResetError):
         found = "one that says no version and closes the connection: it is older, or has just ended"
-    raise LoraServersDiffer(f"LoRA server at {path}: expected {Hello()} (this daemon's), got {found}")
+    if found != str(Hello()):
+        raise LoraServersDiffer(f"LoRA server at {path}: expected {Hello()} (this daemon's), got {found}")
 
 
 class SharedProcess:
-    """Implements `Ends` for a server that other engines use, too: it ends the connection, and the process only if the
-    server does not end it as well, as it could still write into the engine's memory."""
+    """Implements `ServerProcess` for a server that other engines use, too: it ends the connection, and the process only
+    if the server does not end it as well, as it could still write into the engine's memory."""
 
     def __init__(self, sock: socket.socket, patience: float) -> None:
         """`sock`: the connection; `patience`: seconds that the server may take. Raises `ConnectionError` if its process
@@ -80,10 +76,6 @@ class SharedProcess:
         if self._pid <= 0 or user != os.getuid():
             raise ConnectionError("expected a server of this user, in this container")
         self._end, self._waiting = sock.dup(), threading.Lock()
-
-    def end(self) -> None:
-        self.kill()
-        self.wait()
 
     def close(self) -> None:
         """End the connection without waiting."""
